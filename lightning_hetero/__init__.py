@@ -1,0 +1,27 @@
+"""lightning-hetero: Lightning strategies for devices that are not all the same.
+
+    Trainer(strategy="hetero_balanced")          # importing this package registers the names
+    Trainer(strategy=LoadBalancedStrategy())     # the same, with arguments
+"""
+
+__version__ = "0.1.0"
+
+from lightning.pytorch.strategies import StrategyRegistry
+
+from lightning_hetero.balanced.policy import BalancePolicy
+from lightning_hetero.balanced.strategy import LoadBalancedStrategy
+from lightning_hetero.callbacks import BatchRebalancer, HeteroTrace, StragglerMonitor, ThrottleCallback
+from lightning_hetero.emulate import Scenario
+
+LoadBalancedStrategy.register_strategies(StrategyRegistry)
+
+__all__ = [
+    "BalancePolicy",
+    "BatchRebalancer",
+    "HeteroTrace",
+    "LoadBalancedStrategy",
+    "Scenario",
+    "StragglerMonitor",
+    "ThrottleCallback",
+    "__version__",
+]

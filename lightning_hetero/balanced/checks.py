@@ -1,0 +1,62 @@
+"""Refusals with a reason, and error messages that name the cause (layer L)."""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch.nn.parallel import DistributedDataParallel
+
+__all__ = ["check_ddp_arguments", "check_same_settings", "name_lost_peer"]
+
+_LOST_PEER = ("connection closed by peer", "connection reset", "connection refused", "broken pipe", "timed out")
+
+
+def check_ddp_arguments(kwargs: Mapping[str, Any], ddp_comm_state: object | None) -> None:
+    """Refuses what cannot hold under load balancing.
+
+    Raises:
+        TypeError: an unknown argument (with the nearest known one), or one that lets ranks drift apart.
+    """
+    from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState
+
+    if kwargs.get("model_averaging_period") is not None or isinstance(ddp_comm_state, PostLocalSGDState):
+        raise TypeError(
+            "post-localSGD lets the ranks' weights drift apart between averages, and an unweighted average of ranks"
+            " with unequal batches is biased; drop model_averaging_period, or use strategy='ddp'"
+        )
+    known = set(inspect.signature(DistributedDataParallel.__init__).parameters) - {"self", "module"}
+    known.add("model_averaging_period")
+    for name in kwargs:
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=1)
+            hint = f"; did you mean {near[0]!r}?" if near else ""
+            raise TypeError(f"LoadBalancedStrategy and DistributedDataParallel have no argument {name!r}{hint}")
+
+
+def check_same_settings(everyone: Sequence[Mapping[str, str]]) -> None:
+    """Compares what all ranks were configured with.
+
+    Raises:
+        ValueError: ranks differ; names the setting and each rank's value.
+    """
+    for name in everyone[0]:
+        values = {rank: settings.get(name) for rank, settings in enumerate(everyone)}
+        if len(set(values.values())) > 1:
+            raise ValueError(
+                f"the ranks are configured differently: {name} is {values}. Start every rank with the same program,"
+                " arguments and package versions"
+            )
+
+
+def name_lost_peer(exception: BaseException, rank: int) -> None:
+    """Adds to a broken collective's error what it means: another rank has died or hangs."""
+    text = str(exception)
+    if isinstance(exception, RuntimeError) and any(sign in text.lower() for sign in _LOST_PEER):
+        exception.args = (
+            f"{text}\nrank {rank} lost contact with another rank, which has died, raised an exception or hung for longer"
+            " than the strategy's timeout; the cause is in that rank's output",
+            *exception.args[1:],
+        )

@@ -1,0 +1,70 @@
+"""Asynchronous all-gather of a few numbers per rank on a group of its own (layer T).
+
+Launched when a rank's gradients are complete, so it travels beside the gradient all-reduce; read one step later,
+so nobody waits for it. A side group on gloo: on the main group it would queue behind the gradient buckets, and
+on NCCL it would need device memory and a kernel.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.distributed as dist
+
+__all__ = ["SideChannel"]
+
+
+class SideChannel:
+    """Small collectives on a given gloo group.
+
+    Args:
+        group: gloo process group over all ranks; owned by the caller.
+    """
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.group = group
+        self.rank = dist.get_rank(group)
+        self.world_size = dist.get_world_size(group)
+
+    def all_gather_row(self, row: Sequence[float]) -> Callable[[], list[list[float]]]:
+        """Starts gathering ``row`` (float64, the same length everywhere); call the result to wait for all rows."""
+        mine = torch.tensor(row, dtype=torch.float64)
+        rows = torch.empty(self.world_size * len(row), dtype=torch.float64)
+        work = dist.all_gather_into_tensor(rows, mine, group=self.group, async_op=True)
+
+        def wait() -> list[list[float]]:
+            assert work is not None
+            work.wait()
+            return rows.view(self.world_size, -1).tolist()
+
+        return wait
+
+    def all_gather_object(self, value: object) -> list:
+        """Gathers any picklable object; blocking, for set-up and epoch starts only."""
+        values: list = [None] * self.world_size
+        dist.all_gather_object(values, value, group=self.group)
+        return values
+
+    def broadcast_indices(self, indices: Sequence[int] | None) -> list[int]:
+        """Returns rank 0's list of indices on every rank; others pass ``None``. Blocking, once per epoch."""
+        length = torch.tensor([0 if indices is None else len(indices)], dtype=torch.int64)
+        dist.broadcast(length, src=0, group=self.group)
+        if self.rank == 0:
+            data = torch.tensor(indices, dtype=torch.int64)
+        else:
+            data = torch.empty(int(length.item()), dtype=torch.int64)
+        dist.broadcast(data, src=0, group=self.group)
+        return data.tolist()
+
+    def sum_async(self, value: float) -> Callable[[], float]:
+        """Starts summing ``value`` over the ranks; call the result to wait for the sum."""
+        total = torch.tensor([value], dtype=torch.float64)
+        work = dist.all_reduce(total, group=self.group, async_op=True)
+
+        def wait() -> float:
+            assert work is not None
+            work.wait()
+            return float(total.item())
+
+        return wait

@@ -1,0 +1,380 @@
+"""Binds the user's train loaders to one controller: sizes, lag, units, and which part belongs to which step (layer L)."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal
+
+from lightning.fabric.utilities.rank_zero import rank_zero_info, rank_zero_warn
+from torch.utils.data import DataLoader
+
+from lightning_hetero import lightning_compat as compat
+from lightning_hetero.balanced.controller import Controller, ExchangeClock
+from lightning_hetero.balanced.exchange import SideChannel
+from lightning_hetero.balanced.policy import BalancePolicy, ShareBounds, scale_shares
+from lightning_hetero.data import (
+    EpochOrder,
+    GlobalBatchSampler,
+    LoaderSpec,
+    Part,
+    PooledBatches,
+    PooledRanks,
+    SamplerOrder,
+    ShuffledOrder,
+    inspect_loader,
+    rebatched_loader,
+    rebatched_stream,
+)
+from lightning_hetero.data.loader import base_sampler
+from lightning_hetero.data.stream import StreamMode
+
+if TYPE_CHECKING:
+    from lightning.pytorch import Trainer
+
+__all__ = ["BatchSettings", "LoaderBinder"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BatchSettings:
+    """The strategy's arguments that concern batches; see `LoadBalancedStrategy`."""
+
+    global_batch_size: int | None = None
+    bounds: ShareBounds = field(default_factory=ShareBounds)
+    quantum: int = 1
+    stream: StreamMode | None = None
+    batch_sampler: Literal["refuse", "pool"] = "refuse"
+    exchange_every: int | None = None
+
+
+@dataclass(eq=False, slots=True)
+class _Slot:
+    """One train loader: its full (micro-)batch in samples, what it has handed out, and its order."""
+
+    spec: LoaderSpec
+    full: int
+    read_ahead: int
+    order: EpochOrder | None
+    handed: deque[Part] = field(default_factory=deque)
+    loader: Any = None
+    micro_batches: int = 1
+
+
+class LoaderBinder:
+    """Replaces train loaders by re-batched copies and opens their parts step by step.
+
+    Args:
+        trainer: the running trainer.
+        channel: blocking exchanges at set-up and epoch starts.
+        policy: decides shares; started here once the batch sizes are known.
+        settings: see `BatchSettings`.
+        resume: the checkpoint's state of a previous run, or empty.
+    """
+
+    def __init__(
+        self,
+        trainer: Trainer,
+        channel: SideChannel,
+        policy: BalancePolicy,
+        settings: BatchSettings,
+        resume: Mapping[str, Any],
+    ) -> None:
+        self.settings = settings
+        self.policy = policy
+        self.controller: Controller | None = None
+        self._trainer = trainer
+        self._channel = channel
+        self._resume = resume
+        self._slots: list[_Slot] = []
+        self._layout: tuple[int, int, int] | None = None  # of the running controller: size, quantum, lag
+        self._stale = True  # loaders were (re)loaded since the controller was bound to them
+        self._user_accumulation = trainer.accumulate_grad_batches
+
+    # ---- set-up -----------------------------------------------------------------------------------------------
+
+    def process(self, loader: object) -> DataLoader:
+        """Returns the re-batched copy of one train loader.
+
+        Raises:
+            TypeError, ValueError: the loader cannot be divided, or the ranks' loaders differ.
+        """
+        spec = inspect_loader(loader)
+        assert isinstance(loader, DataLoader)
+        if compat.uses_dataloader_iter(self._trainer):
+            raise TypeError(
+                "training_step(dataloader_iter) fetches batches by itself, so they cannot be weighted by this rank's"
+                " share; take `batch` instead, or use strategy='ddp'"
+            )
+        read_ahead = self._agree(spec)
+        self._stale = True
+        if spec.kind == "stream":
+            return self._stream(loader, spec)
+        order = self._order(loader, spec)
+        micro = self._micro_batches(order.global_batch_size)
+        slot = _Slot(
+            spec=spec, full=-(-order.global_batch_size // micro), read_ahead=read_ahead, order=order, micro_batches=micro
+        )
+        self._check_bounds(slot.full)
+        self._check_position(order.global_batch_size)
+        sampler = GlobalBatchSampler(
+            order, split=self._split_of(slot), rank=self._channel.rank, micro_batches=slot.micro_batches
+        )
+        sampler.epoch = compat.epoch_running(self._trainer)
+        slot.loader = rebatched_loader(
+            loader, sampler, position=lambda: compat.upcoming_batch(self._trainer), on_fetch=slot.handed.append
+        )
+        self._slots.append(slot)
+        return slot.loader
+
+    def _agree(self, spec: LoaderSpec) -> int:
+        """Compares the ranks' loaders; returns the furthest read-ahead."""
+        specs: list[LoaderSpec] = self._channel.all_gather_object(spec)
+        for name in ("kind", "samples", "batch_size", "drop_last"):
+            values = {rank: getattr(s, name) for rank, s in enumerate(specs)}
+            if len(set(values.values())) > 1:
+                raise ValueError(
+                    f"the train loaders differ between ranks in {name}: {values}. Give every rank the same loader;"
+                    " the strategy divides each global batch by measured speed itself"
+                )
+        return max(s.read_ahead for s in specs)
+
+    def _batch_of_all(self, spec: LoaderSpec) -> int:
+        """Samples of a full global batch: as asked, as in the checkpoint of another world size, or as DDP's."""
+        world = self._channel.world_size
+        if self.settings.global_batch_size is not None:
+            return self.settings.global_batch_size
+        assert spec.batch_size is not None
+        stored = self._resume.get("global_batch_size")
+        if stored and self._resume.get("world_size") != world and self._resume.get("batch_size") == spec.batch_size:
+            if stored != spec.batch_size * world:
+                rank_zero_info(
+                    f"keeping the checkpoint's global batch of {stored} samples on {world} devices instead of"
+                    f" {spec.batch_size} x {world}; pass global_batch_size={spec.batch_size * world} to change it"
+                )
+            return int(stored)
+        return spec.batch_size * world
+
+    def _order(self, loader: DataLoader, spec: LoaderSpec) -> EpochOrder:
+        trainer, channel = self._trainer, self._channel
+        seed = int(os.environ.get("PL_GLOBAL_SEED", 0))  # what Lightning seeds its DistributedSampler with
+        if spec.kind == "batch_sampler":
+            return self._pooled_batches(loader, seed)
+        sampler = base_sampler(loader)
+        assert spec.batch_size is not None and spec.samples is not None
+        sizes: dict[str, Any] = {"global_batch_size": self._batch_of_all(spec), "drop_last": spec.drop_last}
+        if spec.kind == "distributed" and (sampler.num_replicas, sampler.rank) == (channel.world_size, channel.rank):
+            return ShuffledOrder(spec.samples, seed=sampler.seed, shuffle=sampler.shuffle, **sizes)
+        if spec.kind.startswith("distributed") or not compat.uses_distributed_sampler(trainer):
+            if self.settings.global_batch_size not in (None, spec.batch_size * channel.world_size):
+                raise ValueError(
+                    f"global_batch_size={self.settings.global_batch_size} cannot be combined with samplers that divide"
+                    " the data themselves (use_distributed_sampler=False); set the loader's batch_size instead"
+                )
+            return PooledRanks(
+                sampler, batch_size=spec.batch_size, drop_last=spec.drop_last, seed=seed, channel=channel
+            )
+        if spec.kind == "plain":
+            # Like stock DDP, which shuffles every train loader except when overfitting.
+            return ShuffledOrder(spec.samples, seed=seed, shuffle=not trainer.overfit_batches, **sizes)
+        order = SamplerOrder(sampler, seed=seed, channel=channel, **sizes)
+        states = self._resume.get("orders", [])
+        if len(states) > len(self._slots):
+            order.load_state_dict(states[len(self._slots)])
+        return order
+
+    def _pooled_batches(self, loader: DataLoader, seed: int) -> EpochOrder:
+        source = loader.batch_sampler if loader.batch_sampler is not None else loader.sampler
+        if self.settings.batch_sampler == "refuse":
+            raise TypeError(
+                f"the train loader has a batch sampler of its own ({type(source).__name__}), and dividing its batches"
+                " by speed could break what it promises about a batch (equal lengths, class balance)."
+                " If it promises nothing that matters, pass LoadBalancedStrategy(batch_sampler='pool'): one batch per"
+                " device is drawn, the pool is divided. Otherwise use strategy='ddp'"
+            )
+        if self.settings.global_batch_size is not None:
+            raise ValueError(
+                f"global_batch_size={self.settings.global_batch_size} cannot be combined with a batch sampler, which"
+                " decides the size itself"
+            )
+        return PooledBatches(source, seed=seed, channel=self._channel)  # type: ignore[arg-type]
+
+    def _stream(self, loader: DataLoader, spec: LoaderSpec) -> DataLoader:
+        if self.settings.stream is None:
+            raise TypeError(
+                "the train dataset is an IterableDataset. Finite streams of their own per rank cannot be balanced: the"
+                " fast ranks would run dry first and gain nothing. Say LoadBalancedStrategy(stream='infinite') if"
+                " every rank's stream is endless, or stream='shared' if all ranks read the same stream (each keeps its"
+                " part of every global batch). Otherwise use strategy='ddp'"
+            )
+        total = self._batch_of_all(spec)
+        self._check_bounds(total)
+        sized = self.settings.stream == "shared" and hasattr(loader.dataset, "__len__")
+        # Without a length Lightning fetches one batch ahead, to know which is the last.
+        slot = _Slot(spec=spec, full=total, read_ahead=0 if sized else 1, order=None)
+        if self.settings.stream == "infinite" and compat.batches_trained(self._trainer):
+            rank_zero_warn("an infinite stream cannot be repositioned: the resumed run reads it from its start")
+
+        def position() -> tuple[int, int]:
+            trainer = self._trainer
+            done = 0 if compat.last_batch_done(trainer) else compat.batches_trained(trainer)
+            return compat.epoch_running(trainer), done
+
+        slot.loader = rebatched_stream(
+            loader,
+            mode=self.settings.stream,
+            rank=self._channel.rank,
+            global_batch_size=total,
+            split=self._split_of(slot),
+            position=position,
+            on_fetch=slot.handed.append,
+        )
+        self._slots.append(slot)
+        return slot.loader
+
+    def _micro_batches(self, total: int) -> int:
+        """Number of accumulated micro-batches if the ranks' ``max_samples`` do not hold the global batch at once."""
+        upper = self.settings.bounds.upper
+        if upper is None:
+            return 1
+        world = self._channel.world_size
+        caps = [upper] * world if isinstance(upper, int) else list(upper)
+        room = sum(caps) // self.settings.quantum * self.settings.quantum
+        if room >= total:
+            return 1
+        if room <= 0:
+            raise ValueError(f"max_samples={upper!r} leaves no room for any sample; raise it")
+        micro = -(-total // room)
+        if not self._trainer.lightning_module.automatic_optimization:
+            raise ValueError(
+                f"the global batch of {total} samples exceeds max_samples={upper!r} on {world} ranks ({room} together)"
+                " and manual optimization cannot accumulate it for you; lower the batch or accumulate in training_step"
+            )
+        self._trainer.accumulate_grad_batches = self._user_accumulation * micro
+        rank_zero_info(
+            f"global batch of {total} samples does not fit max_samples={upper!r} on {world} ranks at once:"
+            f" accumulating it over {micro} batches of {-(-total // micro)} (accumulate_grad_batches ="
+            f" {self._trainer.accumulate_grad_batches}); the update still sees {total} samples"
+        )
+        return micro
+
+    def _check_bounds(self, full: int) -> None:
+        self.settings.bounds.resolve(self._channel.world_size, full, self.settings.quantum)
+
+    def _check_position(self, total: int) -> None:
+        stored = self._resume.get("global_batch_size")
+        done = compat.batches_trained(self._trainer)
+        if stored and stored != total and done and not compat.last_batch_done(self._trainer):
+            raise ValueError(
+                f"the checkpoint stopped after {done} batches of {stored} samples in the middle of an epoch and cannot"
+                f" be continued with batches of {total}; pass global_batch_size={stored}, or resume from a checkpoint"
+                " made at the end of an epoch"
+            )
+
+    # ---- running ----------------------------------------------------------------------------------------------
+
+    def _bind(self) -> Controller:
+        """Starts the controller for the loaders in use: their sizes in common units and the furthest read-ahead."""
+        if not self._stale and self.controller is not None:
+            return self.controller
+        current = compat.train_loaders(self._trainer)
+        self._slots = [s for s in self._slots if any(s.loader is c for c in current)] or self._slots
+        if len(self._slots) > 1 and self.settings.global_batch_size is not None:
+            raise ValueError(
+                f"global_batch_size={self.settings.global_batch_size} is ambiguous with {len(self._slots)} train"
+                " loaders; set each loader's batch_size instead"
+            )
+        if len(self._slots) > 1 and any(s.micro_batches > 1 for s in self._slots):
+            raise ValueError("max_samples below the global batch cannot be combined with several train loaders")
+        primary = self._primary()
+        unit = math.gcd(*(s.full for s in self._slots))
+        quantum = math.lcm(primary.full // unit, self.settings.quantum)
+        lag = max(s.read_ahead for s in self._slots)
+        layout = (primary.full, quantum, lag)
+        if self.controller is None or layout != self._layout:
+            if primary.full % quantum:
+                raise ValueError(
+                    f"quantum={quantum} does not divide the batch of {primary.full} samples; choose a divisor, or a"
+                    " global batch that is a multiple of it"
+                )
+            world = self._channel.world_size
+            self.policy.start(
+                world_size=world, total=primary.full, bounds=self.settings.bounds, quantum=quantum
+            )
+            self.controller = Controller(
+                self.policy,
+                rank=self._channel.rank,
+                world_size=world,
+                lag=lag,
+                exchange=ExchangeClock(every=self.settings.exchange_every),
+            )
+        self._layout, self._stale = layout, False
+        return self.controller
+
+    def _primary(self) -> _Slot:
+        """The loader the shares are decided for: the largest global batch."""
+        return max(self._slots, key=lambda s: s.full)
+
+    def _split_of(self, slot: _Slot) -> Callable[[int, int, int], tuple[int, ...]]:
+        def split(epoch: int, step: int, total: int) -> tuple[int, ...]:
+            shares = self._bind().full_shares(epoch, step)
+            if total == slot.full:  # the same fraction of every loader: exact, because shares are whole units
+                full = sum(shares)
+                return tuple(s * slot.full // full for s in shares)
+            return scale_shares(shares, total)
+
+        return split
+
+    def open(self, step: int) -> Part:
+        """Returns this rank's part of batch ``step``; with several loaders the primary's, fetch times added up."""
+        parts: dict[int, Part] = {}
+        for i, slot in enumerate(self._slots):
+            while slot.handed and slot.handed[0].step <= step:
+                parts[i] = slot.handed.popleft()
+        if not parts:
+            raise RuntimeError(f"no part is known for training batch {step}; this is a bug of lightning_hetero")
+        chosen = parts.get(self._slots.index(self._primary()), next(iter(parts.values())))
+        if len({p.samples / p.weight_base for p in parts.values()}) > 1:
+            rank_zero_warn(
+                "the last batches of the train loaders do not divide among the ranks alike, so their common loss is"
+                " weighted by the largest loader's share; use drop_last=True to stay exact"
+            )
+        fetch_s = math.fsum(p.fetch_s for p in parts.values())
+        return Part(
+            epoch=chosen.epoch,
+            step=chosen.step,
+            samples=chosen.samples,
+            shares=chosen.shares,
+            weight_base=chosen.weight_base,
+            fetch_s=fetch_s,
+        )
+
+    @property
+    def global_batch_size(self) -> int | None:
+        """Samples of all ranks per batch of the loader, before any accumulation asked for by the user."""
+        if not self._slots:
+            return None
+        slot = self._primary()
+        return slot.order.global_batch_size if slot.order is not None else slot.full
+
+    @property
+    def user_accumulation(self) -> int:
+        """The user's own ``accumulate_grad_batches``."""
+        return self._user_accumulation
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns what a resumed run needs, as plain types."""
+        primary = self._primary() if self._slots else None
+        return {
+            "world_size": self._channel.world_size,
+            "global_batch_size": self.global_batch_size,
+            "batch_size": primary.spec.batch_size if primary else None,
+            "orders": [s.order.state_dict() if s.order else {} for s in self._slots],
+            "policy": self.policy.state_dict(),
+        }
+
+    def restore_trainer(self) -> None:
+        """Gives the Trainer back its own accumulation setting."""
+        self._trainer.accumulate_grad_batches = self._user_accumulation

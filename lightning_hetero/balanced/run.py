@@ -1,0 +1,208 @@
+"""State of one fit: everything that exists only between set-up and teardown (layer L)."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
+
+from lightning_hetero import __version__
+from lightning_hetero import lightning_compat as compat
+from lightning_hetero.balanced.checks import check_same_settings
+from lightning_hetero.balanced.exchange import SideChannel
+from lightning_hetero.balanced.loaders import LoaderBinder
+from lightning_hetero.balanced.policy import BalancePolicy
+from lightning_hetero.balanced.weighting import LossWeight
+from lightning_hetero.cluster.clock import StepProbe, when_backward_ends
+from lightning_hetero.data import Part
+from lightning_hetero.types import Event
+
+if TYPE_CHECKING:
+    from lightning.pytorch import Trainer
+
+    from lightning_hetero.balanced.strategy import LoadBalancedStrategy
+
+__all__ = ["BalancedRun", "add_default_callbacks"]
+
+
+def add_default_callbacks(trainer: Trainer, strategy: LoadBalancedStrategy, *, monitor: bool) -> None:
+    """Adds the engine's callbacks that the user has not given."""
+    from lightning_hetero.callbacks import BatchRebalancer, StragglerMonitor
+
+    if not any(isinstance(c, BatchRebalancer) for c in trainer.callbacks):
+        trainer.callbacks.append(BatchRebalancer(strategy.policy, enabled=strategy.rebalance))
+    if monitor and not any(isinstance(c, StragglerMonitor) for c in trainer.callbacks):
+        trainer.callbacks.append(StragglerMonitor())
+
+
+class BalancedRun:
+    """One fit on one rank: a side channel, the bound loaders, the stopwatch and the weight of the current batch.
+
+    Args:
+        strategy: gives settings, device and timeout; its process group exists.
+        trainer: the running trainer.
+    """
+
+    def __init__(self, strategy: LoadBalancedStrategy, trainer: Trainer) -> None:
+        from lightning_hetero.callbacks import BatchRebalancer
+
+        module = trainer.lightning_module
+        self.trainer = trainer
+        self.strategy = strategy
+        self.automatic = module.automatic_optimization
+        self.failed = False
+        self.part: Part | None = None
+        self._group = dist.new_group(backend="gloo", timeout=strategy._timeout)
+        self.channel = SideChannel(self._group)
+        check_same_settings(self.channel.all_gather_object(self._fingerprint()))
+        self.rebalancer = next(c for c in trainer.callbacks if isinstance(c, BatchRebalancer))
+        self.policy: BalancePolicy = self.rebalancer.policy or strategy.policy
+        self.binder = LoaderBinder(trainer, self.channel, self.policy, strategy._settings, {})
+        self.weight = LossWeight(
+            channel=self.channel,
+            world_size=self.channel.world_size,
+            reduction=strategy._loss_reduction,
+            batch_weight=strategy._batch_weight or getattr(module, "batch_weight", None),
+        )
+        self.probe = StepProbe(strategy.root_device, waiting=strategy._waiting)
+        self._undo_sampler = compat.keep_train_sampler(trainer)
+        self._measured: deque[int] = deque()  # samples of closed steps whose time is not yet known
+        self._wait_s = 0.0
+        self._returned_s: float | None = None
+        self._sent = False
+        self._synced = False
+        self._events: deque[Event] = deque(maxlen=4096)
+        self._opened_s = time.perf_counter()
+        self._last_decision: object = None
+
+    def _fingerprint(self) -> dict[str, str]:
+        settings = {name: repr(getattr(self.strategy._settings, name)) for name in self.strategy._settings.__slots__}
+        return {
+            "lightning_hetero": __version__,
+            "torch": torch.__version__,
+            "loss_reduction": self.strategy._loss_reduction,
+            "rebalance": str(self.strategy.rebalance),
+            "accumulate_grad_batches": str(self.trainer.accumulate_grad_batches),
+            "ddp": repr(sorted(self.strategy._ddp_kwargs)),
+            **settings,
+        }
+
+    def resume(self, state: Mapping[str, Any]) -> None:
+        """Takes over what a checkpoint brings, before the loaders are set up."""
+        self.binder._resume = state
+        if state.get("policy"):
+            self.policy.load_state_dict(state["policy"])
+
+    # ---- one step ---------------------------------------------------------------------------------------------
+
+    def open(self, batch: Any, transfer_s: float) -> None:
+        """The next batch is on the device: which part is it, what does it weigh."""
+        part = self.binder.open(compat.upcoming_batch(self.trainer))
+        self.part = part
+        self._sent = self._synced = False
+        self._returned_s = None
+        self.weight.open(part, batch)
+        self.probe.arm(part.fetch_s + transfer_s)
+
+    def dummy_guard(self) -> AbstractContextManager[Any]:
+        """A rank without samples trains on a dummy batch, which neither metrics nor logged means may count."""
+        if self.part is None or self.part.samples:
+            return nullcontext()
+        stack = ExitStack()
+        stack.enter_context(compat.metrics_frozen(self.trainer.lightning_module))
+        stack.enter_context(compat.dummy_batch_unlogged(self.trainer))
+        return stack
+
+    def weigh(self, loss: Tensor) -> Tensor:
+        """Returns the loss to differentiate and arranges the stamp at the end of its backward."""
+        self.probe.pause()  # the factor may have to wait for the peers' token counts
+        weighted = loss * self.weight.factor()
+        self.probe.resume()
+        if weighted.requires_grad:
+            when_backward_ends(weighted, self._backward_ended)
+        return weighted
+
+    def _backward_ended(self) -> None:
+        self.probe.backward_ended()
+        model = self.strategy.model
+        self._synced |= isinstance(model, DistributedDataParallel) and model.require_backward_grad_sync
+        if self.automatic:
+            self._step_measured()
+
+    def backward_returned(self) -> None:
+        """The gradient exchange is over."""
+        self.probe.exchanged()
+        self._wait_s = self.probe.wait_s
+        if self.automatic:
+            self._returned_s = time.perf_counter()
+        else:
+            self.probe.resume()
+
+    def manual_step_done(self) -> None:
+        """Manual optimization: the step ends with ``training_step``, optimizers included."""
+        self._step_measured()
+
+    def optimizer_stepped(self) -> None:
+        """Clipping and update ran since the gradients were there; their time belongs to the next measurement."""
+        if self._returned_s is not None:
+            self.probe.add(time.perf_counter() - self._returned_s)
+            self._returned_s = None
+
+    def _step_measured(self) -> None:
+        controller, part = self.binder.controller, self.part
+        if self._sent or controller is None or part is None:  # a closure may run more than once per step
+            return
+        self._sent = True
+        self.probe.close()
+        self._measured.append(max(1, part.samples))  # a dummy batch computes on one sample
+        compute_s = self.probe.take()
+        if compute_s is not None:
+            samples = self._measured.popleft()
+            controller.measured(samples, compute_s, self._wait_s)
+            data = {"samples": part.samples, "compute_s": compute_s, "wait_s": self._wait_s}
+            self._note("step", part, data)
+        if self._synced and self.rebalancer.enabled and controller.wants_exchange(part.epoch, part.step):
+            wait = self.channel.all_gather_row(controller.row(part.epoch, part.step))
+            controller.sent(part.epoch, part.step, wait)
+        report = controller.report
+        if report is not None and report.decision.changed and report.decision is not self._last_decision:
+            self._last_decision = report.decision
+            shares = list(report.decision.shares)
+            predicted_s = report.decision.predicted_s
+            self._note("decision", part, {"shares": shares, "predicted_s": predicted_s, "reason": report.decision.reason})
+
+    def _note(self, kind: str, part: Part, data: dict[str, Any]) -> None:
+        t_s = time.perf_counter() - self._opened_s
+        self._events.append(
+            Event(kind=kind, rank=self.channel.rank, epoch=part.epoch, step=part.step, t_s=t_s, data=data)
+        )
+
+    def take_events(self) -> list[Event]:
+        """Returns and forgets the noted events."""
+        events = list(self._events)
+        self._events.clear()
+        return events
+
+    # ---- end --------------------------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """Ends the run; after a failure without waiting for anybody."""
+        self.probe.detach()
+        self._undo_sampler()
+        self.binder.restore_trainer()
+        controller = self.binder.controller
+        if self.failed:
+            if controller is not None:
+                controller.abandon()
+            return  # peers may be gone: leave the group to the end of the process
+        if controller is not None:
+            controller.drain()
+        if dist.is_initialized():
+            dist.destroy_process_group(self._group)

@@ -1,0 +1,108 @@
+"""Lets every rank of a Trainer behave like a rank of a `Scenario` (layer L)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.utilities.data import extract_batch_size
+from torch import Tensor
+
+from lightning_hetero.emulate.scenario import Scenario
+from lightning_hetero.emulate.throttle import Throttle
+
+__all__ = ["ThrottleCallback", "count_samples"]
+
+
+def count_samples(trainer: Trainer, batch: Any, samples: Callable[[Any], int] | None = None) -> int:
+    """Returns the number of samples this rank computes on in this batch.
+
+    A strategy that knows better, because it decides the shares, says so by ``current_samples() -> int | None``; then
+    ``samples(batch)`` counts if given, else the first tensor's first dimension as Lightning itself does.
+
+    Raises:
+        lightning.pytorch.utilities.exceptions.MisconfigurationException: the batch holds no tensor.
+    """
+    current = getattr(trainer.strategy, "current_samples", None)
+    if callable(current) and (known := current()) is not None:
+        return int(known)  # pyright: ignore[reportArgumentType]
+    if samples is not None:
+        return int(samples(batch))
+    # extract_batch_size walks every element of the batch; the first tensor is all it takes from an ordinary one.
+    first = batch
+    while isinstance(first, list | tuple | Mapping) and len(first) > 0:
+        first = next(iter(first.values() if isinstance(first, Mapping) else first))
+    if isinstance(first, Tensor) and first.ndim > 0:
+        return int(first.size(0))
+    return extract_batch_size(batch)
+
+
+class ThrottleCallback(Callback):
+    """Emulates unequal devices under any Trainer and any strategy; only training steps are slowed down.
+
+    The sleep comes once per batch, before its first backward pass, so it is part of the rank's own compute and every
+    peer waits for it in the gradient exchange, as for a slow device. A batch without a backward pass sleeps at its
+    end. Validation, testing and prediction run at full speed.
+
+    If the scenario gives no times but stretches real work, the backward pass counts as
+    ``backward_per_forward`` times the forward pass: once it runs, gradients are exchanged and its own time cannot be
+    told from waiting. This is an estimate; so are stretched forward passes that wait for peers, e.g. for DDP's
+    broadcast of BatchNorm buffers. Give ``sample_s`` where exact times matter.
+
+    Args:
+        scenario: what to emulate; the rank is the Trainer's global rank.
+        samples: counts the samples of a batch, ``batch -> int``; default: the first tensor's first dimension.
+        backward_per_forward: time of a backward pass in forward passes, for stretched work: 2 because a layer's
+            backward pass takes two products (for its input and for its weights) for one of the forward pass.
+        throttle: makes the runtime, ``(scenario, rank) -> Throttle``; injectable for tests.
+
+    Raises:
+        TypeError: ``scenario`` is no `Scenario`.
+        ValueError: ``backward_per_forward`` is negative.
+
+    >>> callback = ThrottleCallback(Scenario(speeds=[1.0, 0.25], sample_s=0.003))
+    """
+
+    def __init__(
+        self,
+        scenario: Scenario,
+        *,
+        samples: Callable[[Any], int] | None = None,
+        backward_per_forward: float = 2.0,
+        throttle: Callable[[Scenario, int], Throttle] = Throttle,
+    ) -> None:
+        if not isinstance(scenario, Scenario):
+            raise TypeError(f"scenario={scenario!r} must be a Scenario, e.g. Scenario(speeds=[1.0, 0.5])")
+        if not backward_per_forward >= 0.0:
+            raise ValueError(f"backward_per_forward={backward_per_forward!r} must be >= 0 (forward passes)")
+        self.scenario = scenario
+        self._samples = samples
+        self._backward_per_forward = float(backward_per_forward)
+        self._make_throttle = throttle
+        self._throttle: Throttle | None = None  # made in fit: the callback is pickled before
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._throttle = self._make_throttle(self.scenario, trainer.global_rank)
+
+    def on_train_batch_start(
+        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        if self._throttle is None:
+            return
+        samples = count_samples(trainer, batch, self._samples) if self._throttle.counts_samples else 0
+        # Counted over epochs and restored from checkpoints, unlike batch_idx and a count of our own.
+        self._throttle.begin(trainer.fit_loop.epoch_loop.total_batch_idx, samples)
+
+    def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
+        if self._throttle is not None and trainer.training:
+            self._throttle.finish(work_factor=1.0 + self._backward_per_forward)
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        if self._throttle is not None:
+            self._throttle.finish()  # does nothing after a backward pass
+
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        self._throttle = None

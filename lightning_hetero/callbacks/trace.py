@@ -1,0 +1,124 @@
+"""Writes what a run measures and decides as one JSON-lines file per rank (layer L)."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import platform
+import time
+from collections.abc import Iterable
+from typing import Any
+
+from lightning.pytorch import Callback, LightningModule, Trainer
+
+from lightning_hetero.callbacks.throttle import count_samples
+from lightning_hetero.cluster.record import EventWriter, trace_path
+from lightning_hetero.types import Event
+
+__all__ = ["HeteroTrace"]
+
+
+class HeteroTrace(Callback):
+    """Records every rank's steps, and its strategy's decisions, under ``dirpath/rank{r}.jsonl``.
+
+    What is written comes from whatever has a method ``step_events() -> Sequence`` of things with ``kind, epoch, step,
+    data``: the strategy first, else a callback of this Trainer; each call returns what is new. If nothing has one,
+    e.g. under stock DDP, every batch gives a ``step`` event with ``samples`` and ``step_s``, the wall time from the
+    batch's start to its end, waiting for peers included. An exception that ends the fit becomes a ``fault`` event.
+    Read the files with `lightning_hetero.cluster.read_events`, which also documents the events.
+
+    Args:
+        dirpath: local folder; default ``hetero`` in the logger's folder, or in ``default_root_dir`` without one. A
+            fit that goes on in a folder continues its files.
+        every_n_steps: write each n-th ``step`` event of an epoch; other kinds are always written.
+
+    Raises:
+        ValueError: ``every_n_steps`` < 1, or ``dirpath`` is a remote address.
+    """
+
+    def __init__(self, dirpath: str | None = None, *, every_n_steps: int = 1) -> None:
+        if isinstance(every_n_steps, bool) or every_n_steps < 1:
+            raise ValueError(f"every_n_steps={every_n_steps!r} must be a whole number >= 1 (1 writes every step)")
+        self.dirpath = None if dirpath is None else _local(dirpath)
+        self.every_n_steps = every_n_steps
+        self._writer: EventWriter | None = None  # opened in fit: the callback is pickled before
+        self._rank = 0
+        self._opened_s = 0.0
+        self._batch_began_s = 0.0
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        dirpath = self.dirpath
+        if dirpath is None:
+            # log_dir broadcasts rank 0's, so every rank must ask.
+            dirpath = os.path.join(_local(trainer.log_dir or trainer.default_root_dir), "hetero")
+        self._close()
+        self._rank = trainer.global_rank
+        self._opened_s = time.perf_counter()
+        name = f"{platform.node()} {trainer.strategy.root_device}"
+        path = trace_path(dirpath, self._rank)
+        self._writer = EventWriter(path, rank=self._rank, world_size=trainer.world_size, names=[name])
+
+    def on_train_batch_start(
+        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        self._batch_began_s = time.perf_counter()
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        if self._writer is None or self._drain(trainer) or batch_idx % self.every_n_steps != 0:
+            return
+        data = {"samples": count_samples(trainer, batch), "step_s": time.perf_counter() - self._batch_began_s}
+        self._write("step", trainer.current_epoch, batch_idx, data)
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._drain(trainer)
+
+    def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._drain(trainer)
+        self._close()
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        if self._writer is None:
+            return
+        with contextlib.suppress(Exception):  # the strategy may be what broke; its error must not hide the first one
+            self._drain(trainer)
+        data = {"error": f"{type(exception).__name__}: {exception}"}
+        self._write("fault", trainer.current_epoch, max(0, trainer.fit_loop.epoch_loop.batch_idx), data)
+        self._close()
+
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        self._close()
+
+    def _drain(self, trainer: Trainer) -> bool:
+        """Writes what is new; False if nothing here measures."""
+        source = _source(trainer)
+        if self._writer is None or source is None:
+            return source is not None
+        events: Iterable[Any] = source.step_events()
+        for event in events:
+            if event.kind != "step" or event.step % self.every_n_steps == 0:
+                self._write(event.kind, event.epoch, event.step, event.data)
+        return True
+
+    def _write(self, kind: str, epoch: int, step: int, data: Any) -> None:
+        if self._writer is not None:
+            t_s = time.perf_counter() - self._opened_s
+            self._writer.write(Event(kind=kind, rank=self._rank, epoch=epoch, step=step, t_s=t_s, data=data))
+
+    def _close(self) -> None:
+        if self._writer is not None:
+            self._writer.close()
+            self._writer = None
+
+
+def _source(trainer: Trainer) -> Any:
+    """Returns the strategy or the first callback that has ``step_events()``, if any."""
+    candidates: list[Any] = [trainer.strategy, *getattr(trainer, "callbacks", ())]
+    return next((c for c in candidates if callable(getattr(c, "step_events", None))), None)
+
+
+def _local(dirpath: str) -> str:
+    if "://" in str(dirpath):
+        raise ValueError(f"dirpath={dirpath!r} must be a local folder: give HeteroTrace(dirpath=...) one")
+    return str(dirpath)

@@ -1,0 +1,252 @@
+"""Traces on disk: one JSON line per `Event`, one file ``rank{r}.jsonl`` per rank; written, read, replayed (layer P).
+
+Kinds and their data (readers keep kinds and keys they do not know):
+
+    run       version (of this schema), world_size, names (of the devices this rank uses); the first line of a file,
+              and again where a resumed run goes on writing
+    step      samples, compute_s (own work), wait_s (for peers); without such a measurement step_s (the whole batch)
+    decision  shares (samples per rank), predicted_s (step time expected of them), reason (in words)
+    fault     error (what happened, in words)
+
+A process may be killed at any time: a last line cut short is skipped and reported, as is one that a resumed run
+wrote on after. Times are passed in; nothing here reads a clock. Replay after zeus (You et al., NSDI 2023), whose
+policies are judged on recorded measurements; format and rules are ours.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import warnings
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import IO, Any
+
+from lightning_hetero.types import Event, SpeedSample
+
+__all__ = ["SCHEMA_VERSION", "EventWriter", "TornTraceWarning", "read_events", "replay", "trace_path"]
+
+SCHEMA_VERSION = 1
+
+_RANK_FILE = re.compile(r"rank(\d+)\.jsonl")
+_FIELDS = ("kind", "rank", "epoch", "step", "t_s")
+
+
+class TornTraceWarning(UserWarning):
+    """A trace holds a line cut short, as a killed process leaves it; everything else was read."""
+
+
+def trace_path(dirpath: str | Path, rank: int) -> Path:
+    """Returns where ``rank`` writes its trace inside a trace folder."""
+    return Path(dirpath) / f"rank{rank}.jsonl"
+
+
+class EventWriter:
+    """Appends events to one file as JSON lines; lines reach the disk whole, ``flush_every`` at a time.
+
+    Opening writes the ``run`` line. An existing trace is continued. Values JSON does not know become plain ones:
+    NumPy and torch scalars their number, infinities and NaN ``null``, anything else its text.
+
+    Args:
+        path: the file; missing folders are made.
+        rank: rank that writes.
+        world_size: number of ranks of the run.
+        names: names of this rank's devices, for people.
+        flush_every: lines to collect before writing; a killed process loses fewer than this many.
+
+    Raises:
+        ValueError: ``rank`` is not in [0, world_size), or ``flush_every`` < 1.
+    """
+
+    def __init__(
+        self,
+        path: str | Path,
+        *,
+        rank: int = 0,
+        world_size: int = 1,
+        names: Sequence[str] = (),
+        flush_every: int = 64,
+    ) -> None:
+        if not 0 <= rank < world_size:
+            raise ValueError(f"rank={rank!r} must be in [0, world_size={world_size!r})")
+        if flush_every < 1:
+            raise ValueError(f"flush_every={flush_every!r} must be >= 1 (lines; 1 writes each at once)")
+        self.path = Path(path)
+        self.flush_every = flush_every
+        self._lines: list[str] = []
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        torn = _ends_torn(self.path)
+        self._file: IO[bytes] | None = open(self.path, "ab", buffering=0)  # noqa: SIM115 (closed by close)
+        if torn:
+            self._file.write(b"\n")
+        data = {"version": SCHEMA_VERSION, "world_size": world_size, "names": list(names)}
+        self.write(Event(kind="run", rank=rank, epoch=0, step=0, t_s=0.0, data=data))
+        self.flush()
+
+    def write(self, event: Event) -> None:
+        """Adds one event.
+
+        Raises:
+            ValueError: the writer is closed.
+        """
+        if self._file is None:
+            raise ValueError(f"the trace {self.path} is closed: write before close()")
+        self._lines.append(_line(event))
+        if len(self._lines) >= self.flush_every:
+            self.flush()
+
+    def flush(self) -> None:
+        """Hands all lines collected so far to the operating system."""
+        if self._file is not None and self._lines:
+            # One unbuffered write: a line is cut short only if the machine dies, not where a buffer happens to end.
+            self._file.write("".join(self._lines).encode())
+            self._lines.clear()
+
+    def close(self) -> None:
+        """Flushes and closes; may be called again."""
+        if self._file is not None:
+            try:
+                self.flush()
+            finally:
+                self._file.close()
+                self._file = None
+
+    def __enter__(self) -> EventWriter:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def read_events(path: str | Path) -> list[Event]:
+    """Returns the events of one file, or of all ``rank{r}.jsonl`` of a folder, in order of (epoch, step, rank).
+
+    Events with equal (epoch, step, rank) stay in the order written, so after a resumed run the later of two ``step``
+    events of one step is the one that counted. A ``run`` line stands at epoch 0, step 0.
+
+    Raises:
+        FileNotFoundError: no such file, or a folder without a trace.
+        ValueError: not a trace, a trace of another schema version, or a damaged line that no crash explains.
+    """
+    path = Path(path)
+    files = [path]
+    if path.is_dir():
+        files = sorted(p for p in path.iterdir() if _RANK_FILE.fullmatch(p.name))
+    if not files or not path.exists():
+        raise FileNotFoundError(f"no trace at {path}: expected a .jsonl file or a folder with rank0.jsonl, rank1.jsonl, ...")
+    events = [event for file in files for event in _read_file(file)]
+    return sorted(events, key=lambda e: (e.epoch, e.step, e.rank))
+
+
+def replay(events: Iterable[Event]) -> Iterator[tuple[SpeedSample, ...]]:
+    """Yields the speed samples of all ranks, in order of rank, step by step: recorded hardware without hardware.
+
+    A step counts if every rank that recorded any step measured this one (``samples`` and ``compute_s``); others, e.g.
+    the last one before a crash, are passed over. Of two records of one step the later one counts.
+
+    Args:
+        events: any events, in any order; other kinds are passed over.
+    """
+    steps: dict[tuple[int, int], dict[int, SpeedSample]] = {}
+    for event in events:
+        sample = _speed_sample(event)
+        if sample is not None:
+            steps.setdefault((event.epoch, event.step), {})[event.rank] = sample
+    ranks = sorted({rank for samples in steps.values() for rank in samples})
+    for _, samples in sorted(steps.items()):
+        if len(samples) == len(ranks):
+            yield tuple(samples[rank] for rank in ranks)
+
+
+def _speed_sample(event: Event) -> SpeedSample | None:
+    samples, compute_s = event.data.get("samples"), event.data.get("compute_s")
+    if event.kind != "step" or samples is None or compute_s is None:
+        return None
+    wait_s = float(event.data.get("wait_s") or 0.0)
+    return SpeedSample(
+        rank=event.rank, step=event.step, samples=int(samples), compute_s=float(compute_s), wait_s=wait_s
+    )
+
+
+def _line(event: Event) -> str:
+    row = {name: getattr(event, name) for name in _FIELDS}
+    row["data"] = dict(event.data)
+    try:
+        return json.dumps(row, allow_nan=False, separators=(",", ":")) + "\n"
+    except (TypeError, ValueError):  # the rare way: values that JSON does not know
+        return json.dumps(_plain(row), allow_nan=False, separators=(",", ":")) + "\n"
+
+
+def _plain(value: Any) -> Any:
+    if value is None or isinstance(value, str | bool):
+        return value
+    if isinstance(value, int | float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {str(k): _plain(v) for k, v in value.items()}
+    if isinstance(value, Iterable) and (not hasattr(value, "ndim") or value.ndim > 0):  # pyright: ignore
+        return [_plain(v) for v in value]
+    item = getattr(value, "item", None)
+    return _plain(item()) if callable(item) else str(value)
+
+
+def _ends_torn(path: Path) -> bool:
+    if not path.exists() or path.stat().st_size == 0:
+        return False
+    with open(path, "rb") as file:
+        file.seek(-1, 2)
+        return file.read(1) != b"\n"
+
+
+def _read_file(path: Path) -> list[Event]:
+    text = path.read_bytes().decode(errors="replace")
+    # Only "\n" ends a line: splitlines() would also split at characters that may stand inside a string.
+    lines = text.split("\n")
+    numbered = [(i, line) for i, line in enumerate(lines, start=1) if line]
+    parsed = [_parse(line) for _, line in numbered]
+    for at, ((number, line), event) in enumerate(zip(numbered, parsed, strict=True)):
+        if event is not None:
+            if event.kind == "run" or at == 0:
+                _check_version(path, number, event)
+            continue
+        following = parsed[at + 1] if at + 1 < len(parsed) else None
+        if at + 1 < len(parsed) and (following is None or following.kind != "run"):
+            raise ValueError(f"{path}, line {number}: not an event: {line[:80]!r}. Is this a trace? Was it edited?")
+        if at == 0 and following is None and not _looks_torn(line):
+            raise ValueError(f"{path} is not a trace: it starts with {line[:80]!r}")
+        warnings.warn(f"{path}, line {number}: cut short, skipped: {line[:80]!r}", TornTraceWarning, stacklevel=4)
+    return [event for event in parsed if event is not None]
+
+
+def _looks_torn(line: str) -> bool:
+    start = '{"kind":"run"'
+    return line.startswith(start) or start.startswith(line)
+
+
+def _parse(line: str) -> Event | None:
+    try:
+        row = json.loads(line)
+        return Event(
+            kind=str(row["kind"]),
+            rank=int(row["rank"]),
+            epoch=int(row["epoch"]),
+            step=int(row["step"]),
+            t_s=float(row["t_s"]),
+            data=dict(row.get("data") or {}),
+        )
+    except (ValueError, KeyError, TypeError):
+        return None
+
+
+def _check_version(path: Path, number: int, event: Event) -> None:
+    version = event.data.get("version") if event.kind == "run" else None
+    if version != SCHEMA_VERSION:
+        said = f"schema version {version!r}" if event.kind == "run" else f"a {event.kind!r} event and no 'run' line"
+        raise ValueError(
+            f"{path}, line {number}: {said}, but this version reads schema version {SCHEMA_VERSION} only:"
+            " read it with the version of lightning-hetero that wrote it"
+        )

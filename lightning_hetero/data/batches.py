@@ -1,0 +1,141 @@
+"""Cuts each agreed global batch into one contiguous part per rank (layer T).
+
+    global batch t:   [ rank 0 | rank 1      | rank 2 | r3 ]      shares may differ at every t
+    with micro-batches (a batch that fits no device at once): the same, once per micro-batch
+
+The content of a global batch never depends on the shares; a rank with no share computes on a dummy sample of weight 0,
+because every rank must take part in the collectives of a step.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch.utils.data import Sampler
+
+from lightning_hetero.data.order import EpochOrder
+
+__all__ = ["GlobalBatchSampler", "Part", "Split"]
+
+Split = Callable[[int, int, int], tuple[int, ...]]
+"""(epoch, step, total samples) -> samples per rank, summing to the total."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Part:
+    """This rank's part of one Lightning batch.
+
+    Attributes:
+        epoch: epoch it belongs to.
+        step: batch index inside the epoch.
+        samples: samples of this rank; 0 means the batch is a dummy of weight 0.
+        shares: samples of all ranks.
+        weight_base: samples that count as one whole batch for the loss: the global batch, or with micro-batches
+            the global batch divided by their number.
+        fetch_s: seconds this rank spent getting the batch, without the time to decide the shares.
+    """
+
+    epoch: int
+    step: int
+    samples: int
+    shares: tuple[int, ...]
+    weight_base: float
+    fetch_s: float = 0.0
+
+    @property
+    def weight(self) -> float:
+        """Factor for a mean-reduced local loss, so that DDP's mean over ranks is the mean over samples."""
+        return len(self.shares) * self.samples / self.weight_base
+
+
+class GlobalBatchSampler(Sampler[list[Any]]):
+    """A batch sampler over the agreed order; yields this rank's indices and notes the part it issued.
+
+    Args:
+        order: the epoch's global batches.
+        split: decides the shares of a batch when it is drawn.
+        rank: this rank.
+        micro_batches: Lightning batches per global batch (gradient accumulation); 1 = the global batch itself.
+        clock: seconds; to keep the decision out of the fetch time.
+    """
+
+    def __init__(
+        self,
+        order: EpochOrder,
+        *,
+        split: Split,
+        rank: int,
+        micro_batches: int = 1,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self.order = order
+        self.rank = rank
+        self.micro_batches = micro_batches
+        self.micro_size = -(-order.global_batch_size // micro_batches)
+        self.epoch = 0
+        self.decision_s = 0.0
+        self._split = split
+        self._clock = clock
+        self._plan: tuple[int, Sequence[Any], list[tuple[int, int, float]]] | None = None
+        self._next: tuple[int, deque[Part]] = (0, deque())
+        # What Lightning and users look for on a batch sampler.
+        self.batch_size = order.global_batch_size
+        self.drop_last = getattr(order, "drop_last", False)
+        self.sampler = self
+
+    def set_epoch(self, epoch: int) -> None:
+        """Chooses the epoch and agrees on its order; Lightning calls it on every rank before the epoch."""
+        self.epoch = epoch
+        self._pieces()
+
+    def __len__(self) -> int:
+        if self.micro_batches == 1:
+            return len(self.order)
+        samples = getattr(self.order, "samples", None)
+        if samples is None or self.drop_last:
+            return len(self.order) * self.micro_batches
+        full, rest = divmod(samples, self.order.global_batch_size)
+        return full * self.micro_batches + -(-rest // self.micro_size)
+
+    def begin(self, position: int) -> deque[Part]:
+        """Sets where the next iteration starts and returns the queue of parts it will issue.
+
+        Args:
+            position: batches of this epoch already trained on. A shorter loader that `CombinedLoader` cycles again
+                starts at a multiple of its length, hence the modulo.
+        """
+        issued: deque[Part] = deque()
+        self._next = (position, issued)
+        return issued
+
+    def __iter__(self) -> Iterator[list[Any]]:
+        position, issued = self._next
+        self._next = (0, deque())
+        epoch, indices, pieces = self._pieces()
+        first = position % max(1, len(pieces))
+        for i, (start, end, base) in enumerate(pieces[first:]):
+            before = self._clock()
+            shares = self._split(epoch, position + i, end - start)
+            self.decision_s += self._clock() - before
+            offset = start + sum(shares[: self.rank])
+            mine = shares[self.rank]
+            issued.append(Part(epoch=epoch, step=position + i, samples=mine, shares=shares, weight_base=base))
+            yield list(indices[offset : offset + mine]) if mine else [indices[start]]
+
+    def _pieces(self) -> tuple[int, Sequence[Any], list[tuple[int, int, float]]]:
+        """Returns epoch, indices and (start, end, weight_base) of each Lightning batch; drawn once per epoch."""
+        if self._plan is None or self._plan[0] != self.epoch:
+            indices, ends = self.order.batches(self.epoch)
+            pieces: list[tuple[int, int, float]] = []
+            start = 0
+            for end in ends:
+                base = (end - start) / self.micro_batches
+                for low in range(start, end, self.micro_size if self.micro_batches > 1 else max(1, end - start)):
+                    pieces.append((low, min(end, low + self.micro_size) if self.micro_batches > 1 else end, base))
+                start = end
+            self._plan = (self.epoch, indices, pieces)
+        return self._plan
