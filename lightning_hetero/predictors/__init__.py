@@ -1,0 +1,35 @@
+"""Predictors: one rank's compute time from a stream of (samples, seconds). Layer P.
+
+| name | class | model | use |
+|---|---|---|---|
+| ``kalman`` | `Kalman` | fixed + per-sample cost, adaptive, ignores lone outliers | the default |
+| ``ewma`` | `Ewma` | smoothed seconds per sample | baseline |
+| ``last`` | `LastValue` | last seconds per sample | baseline |
+
+`Predictor` is the interface; any instance of it may be passed where a name is accepted.
+"""
+
+from __future__ import annotations
+
+from lightning_hetero.predictors.base import Predictor
+from lightning_hetero.predictors.ewma import Ewma
+from lightning_hetero.predictors.kalman import Kalman
+from lightning_hetero.predictors.last import LastValue
+
+__all__ = ["Ewma", "Kalman", "LastValue", "Predictor", "by_name"]
+
+_KNOWN: dict[str, type[Predictor]] = {"ewma": Ewma, "kalman": Kalman, "last": LastValue}
+
+
+def by_name(name: str) -> Predictor:
+    """Returns a new predictor with default settings: ``"kalman"``, ``"ewma"`` or ``"last"``.
+
+    Raises:
+        ValueError: the name is unknown.
+    """
+    if name not in _KNOWN:
+        raise ValueError(
+            f"unknown predictor {name!r}: choose one of {sorted(_KNOWN)}, or pass any Predictor instance "
+            "(for example Ewma(weight=0.3))"
+        )
+    return _KNOWN[name]()
