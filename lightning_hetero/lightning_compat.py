@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.trainer.states import RunningStage
 from torch import Tensor, nn
 
@@ -24,7 +25,10 @@ __all__ = [
     "epoch_running",
     "keep_train_sampler",
     "last_batch_done",
+    "log_interval",
     "metrics_frozen",
+    "overfits",
+    "trainer_callbacks",
     "train_loaders",
     "upcoming_batch",
     "uses_dataloader_iter",
@@ -34,7 +38,7 @@ __all__ = [
 
 def epoch_running(trainer: Trainer) -> int:
     """Epoch being trained; the value Lightning itself gives to samplers' ``set_epoch``."""
-    return trainer.fit_loop.epoch_progress.current.processed
+    return trainer.fit_loop.epoch_progress.current.processed  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def upcoming_batch(trainer: Trainer) -> int:
@@ -44,7 +48,8 @@ def upcoming_batch(trainer: Trainer) -> int:
 
 def batches_trained(trainer: Trainer) -> int:
     """Batches of the running epoch already trained on, right also before the loop has settled a resume."""
-    return trainer.fit_loop.epoch_loop.batch_progress.current.processed
+    current = trainer.fit_loop.epoch_loop.batch_progress.current
+    return current.processed  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def last_batch_done(trainer: Trainer) -> bool:
@@ -56,6 +61,21 @@ def train_loaders(trainer: Trainer) -> list[Any]:
     """The processed train loaders in order. Public ``trainer.train_dataloader`` gives them in the user's nesting."""
     combined = trainer.fit_loop._combined_loader
     return [] if combined is None else list(combined.flattened)
+
+
+def trainer_callbacks(trainer: Trainer) -> list[Callback]:
+    """The Trainer's callbacks; public, but set by a connector where no type checker sees it."""
+    return trainer.callbacks  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def overfits(trainer: Trainer) -> bool:
+    """Whether ``overfit_batches`` is on; public, set by a connector."""
+    return bool(trainer.overfit_batches)  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def log_interval(trainer: Trainer) -> int:
+    """``log_every_n_steps``; public, set by a connector."""
+    return trainer.log_every_n_steps  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def uses_distributed_sampler(trainer: Trainer) -> bool:
@@ -120,7 +140,7 @@ def dummy_batch_unlogged(trainer: Trainer) -> Iterator[None]:
 
     def update(key: str, value: Any, batch_size: int) -> None:
         del batch_size
-        type(results).update_metrics(results, key, value, 0)
+        type(results).update_metrics(results, key, value, 0)  # pyright: ignore[reportAttributeAccessIssue]
 
     with _patched(results, "update_metrics", update):
         yield

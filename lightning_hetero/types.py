@@ -184,4 +184,4 @@ class Event:
     epoch: int
     step: int
     t_s: float
-    data: Mapping[str, Any] = field(default_factory=dict)
+    data: Mapping[str, Any] = field(default_factory=dict[str, Any])

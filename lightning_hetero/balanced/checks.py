@@ -56,7 +56,7 @@ def name_lost_peer(exception: BaseException, rank: int) -> None:
     text = str(exception)
     if isinstance(exception, RuntimeError) and any(sign in text.lower() for sign in _LOST_PEER):
         exception.args = (
-            f"{text}\nrank {rank} lost contact with another rank, which has died, raised an exception or hung for longer"
-            " than the strategy's timeout; the cause is in that rank's output",
+            f"{text}\nrank {rank} lost contact with another rank, which has died, raised an exception or hung for"
+            " longer than the strategy's timeout; the cause is in that rank's output",
             *exception.args[1:],
         )

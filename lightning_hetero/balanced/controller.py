@@ -55,7 +55,7 @@ class ExchangeClock:
     every: int | None = None
     period_s: float = 0.02
     most: int = 64
-    _history: deque[tuple[Tag, int]] = field(default_factory=deque)
+    _history: deque[tuple[Tag, int]] = field(default_factory=deque[tuple[Tag, int]])
 
     def observe(self, tag: Tag, step_s: float) -> None:
         """Notes the agreed step time of an exchange."""
@@ -97,7 +97,7 @@ class Controller:
         self._last_exchange: Tag | None = None
 
     def full_shares(self, epoch: int, step: int) -> tuple[int, ...]:
-        """Returns the shares of a full global batch drawn as batch ``step``; asks once per step, whatever the loaders."""
+        """Returns the shares of a full global batch drawn as batch ``step``, decided once per step."""
         tag = (epoch, step)
         if tag not in self._decided:
             self.consume((epoch, step - 1 - self.lag))

@@ -1,4 +1,4 @@
-"""Binds the user's train loaders to one controller: sizes, lag, units, and which part belongs to which step (layer L)."""
+"""Binds the user's train loaders to one controller: sizes, lag, units, and each step's parts (layer L)."""
 
 from __future__ import annotations
 
@@ -115,7 +115,11 @@ class LoaderBinder:
         order = self._order(loader, spec)
         micro = self._micro_batches(order.global_batch_size)
         slot = _Slot(
-            spec=spec, full=-(-order.global_batch_size // micro), read_ahead=read_ahead, order=order, micro_batches=micro
+            spec=spec,
+            full=-(-order.global_batch_size // micro),
+            read_ahead=read_ahead,
+            order=order,
+            micro_batches=micro,
         )
         self._check_bounds(slot.full)
         self._check_position(order.global_batch_size)
@@ -178,7 +182,7 @@ class LoaderBinder:
             )
         if spec.kind == "plain":
             # Like stock DDP, which shuffles every train loader except when overfitting.
-            return ShuffledOrder(spec.samples, seed=seed, shuffle=not trainer.overfit_batches, **sizes)
+            return ShuffledOrder(spec.samples, seed=seed, shuffle=not compat.overfits(trainer), **sizes)
         order = SamplerOrder(sampler, seed=seed, channel=channel, **sizes)
         states = self._resume.get("orders", [])
         if len(states) > len(self._slots):

@@ -79,7 +79,7 @@ def _per_rank(name: str, value: Bound, world_size: int, default: int) -> list[in
     if len(values) != world_size:
         raise ValueError(f"{name} lists {len(values)} ranks, but there are {world_size}: give one number per rank")
     for rank, v in enumerate(values):
-        if isinstance(v, bool) or not isinstance(v, int) or v < 0:
+        if type(v) is not int or v < 0:
             raise ValueError(f"{name}={v!r} of rank {rank} must be a whole number >= 0 (samples)")
     return values
 
@@ -127,10 +127,10 @@ class BalancePolicy:
             if not (math.isfinite(value) and value >= 0):
                 raise ValueError(f"{name}={value!r} must be a finite number >= 0")
         for name, value in (("cooldown", cooldown), ("warmup", warmup)):
-            if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+            if type(value) is not int or value < 0:
                 raise ValueError(f"{name}={value!r} must be a whole number >= 0 (records)")
         self.prototype = by_name(predictor) if isinstance(predictor, str) else predictor
-        if not isinstance(self.prototype, Predictor):
+        if not callable(getattr(self.prototype, "fresh", None)):
             raise ValueError(f"predictor={predictor!r} must be a name or a lightning_hetero.predictors.Predictor")
         self.dead_band = dead_band
         self.min_gain_s = min_gain_s

@@ -36,10 +36,11 @@ def add_default_callbacks(trainer: Trainer, strategy: LoadBalancedStrategy, *, m
     """Adds the engine's callbacks that the user has not given."""
     from lightning_hetero.callbacks import BatchRebalancer, StragglerMonitor
 
-    if not any(isinstance(c, BatchRebalancer) for c in trainer.callbacks):
-        trainer.callbacks.append(BatchRebalancer(strategy.policy, enabled=strategy.rebalance))
-    if monitor and not any(isinstance(c, StragglerMonitor) for c in trainer.callbacks):
-        trainer.callbacks.append(StragglerMonitor())
+    callbacks = compat.trainer_callbacks(trainer)
+    if not any(isinstance(c, BatchRebalancer) for c in callbacks):
+        callbacks.append(BatchRebalancer(strategy.policy, enabled=strategy.rebalance))
+    if monitor and not any(isinstance(c, StragglerMonitor) for c in callbacks):
+        callbacks.append(StragglerMonitor())
 
 
 class BalancedRun:
@@ -59,10 +60,12 @@ class BalancedRun:
         self.automatic = module.automatic_optimization
         self.failed = False
         self.part: Part | None = None
-        self._group = dist.new_group(backend="gloo", timeout=strategy._timeout)
+        group = dist.new_group(backend="gloo", timeout=strategy._timeout)
+        assert isinstance(group, dist.ProcessGroup)
+        self._group = group
         self.channel = SideChannel(self._group)
         check_same_settings(self.channel.all_gather_object(self._fingerprint()))
-        self.rebalancer = next(c for c in trainer.callbacks if isinstance(c, BatchRebalancer))
+        self.rebalancer = next(c for c in compat.trainer_callbacks(trainer) if isinstance(c, BatchRebalancer))
         self.policy: BalancePolicy = self.rebalancer.policy or strategy.policy
         self.binder = LoaderBinder(trainer, self.channel, self.policy, strategy._settings, {})
         self.weight = LossWeight(
@@ -174,9 +177,13 @@ class BalancedRun:
         report = controller.report
         if report is not None and report.decision.changed and report.decision is not self._last_decision:
             self._last_decision = report.decision
-            shares = list(report.decision.shares)
-            predicted_s = report.decision.predicted_s
-            self._note("decision", part, {"shares": shares, "predicted_s": predicted_s, "reason": report.decision.reason})
+            decision = report.decision
+            data = {
+                "shares": list(decision.shares),
+                "predicted_s": decision.predicted_s,
+                "reason": decision.reason,
+            }
+            self._note("decision", part, data)
 
     def _note(self, kind: str, part: Part, data: dict[str, Any]) -> None:
         t_s = time.perf_counter() - self._opened_s

@@ -116,7 +116,7 @@ class LoadBalancedStrategy(DDPStrategy):
             ("quantum", quantum),
             ("exchange_every", exchange_every),
         ):
-            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+            if value is not None and (type(value) is not int or value < 1):
                 raise ValueError(f"{name}={value!r} must be a whole number >= 1")
         for name, value, allowed in (
             ("stream", stream, (None, "infinite", "shared")),

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from lightning_hetero.cluster.clock import StepProbe, when_backward_ends
 from lightning_hetero.cluster.score import imbalance, straggler_scores
+from lightning_hetero.lightning_compat import log_interval
 from lightning_hetero.types import Event, SpeedSample
 
 if TYPE_CHECKING:
@@ -65,7 +66,7 @@ class StragglerMonitor(Callback):
         if self._own is not None:
             self._own.close()
             return
-        every = self.every_n_steps or trainer.log_every_n_steps
+        every = self.every_n_steps or log_interval(trainer)
         if not every or trainer.global_step % every:
             return
         report = trainer.strategy.step_report()  # type: ignore[attr-defined]

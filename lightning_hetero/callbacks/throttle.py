@@ -18,8 +18,9 @@ __all__ = ["ThrottleCallback", "count_samples"]
 def count_samples(trainer: Trainer, batch: Any, samples: Callable[[Any], int] | None = None) -> int:
     """Returns the number of samples this rank computes on in this batch.
 
-    A strategy that knows better, because it decides the shares, says so by ``current_samples() -> int | None``; then
-    ``samples(batch)`` counts if given, else the first tensor's first dimension as Lightning itself does.
+    A strategy that knows better, because it decides the shares, says so by ``current_samples() -> int |
+    None``; then ``samples(batch)`` counts if given, else the first tensor's first dimension as Lightning
+    itself does.
 
     Raises:
         lightning.pytorch.utilities.exceptions.MisconfigurationException: the batch holds no tensor.
@@ -29,7 +30,7 @@ def count_samples(trainer: Trainer, batch: Any, samples: Callable[[Any], int] | 
         return int(known)  # pyright: ignore[reportArgumentType]
     if samples is not None:
         return int(samples(batch))
-    # extract_batch_size walks every element of the batch; the first tensor is all it takes from an ordinary one.
+    # extract_batch_size walks the whole batch; from an ordinary one it takes the first tensor's size as well.
     first = batch
     while isinstance(first, list | tuple | Mapping) and len(first) > 0:
         first = next(iter(first.values() if isinstance(first, Mapping) else first))
@@ -41,20 +42,21 @@ def count_samples(trainer: Trainer, batch: Any, samples: Callable[[Any], int] | 
 class ThrottleCallback(Callback):
     """Emulates unequal devices under any Trainer and any strategy; only training steps are slowed down.
 
-    The sleep comes once per batch, before its first backward pass, so it is part of the rank's own compute and every
-    peer waits for it in the gradient exchange, as for a slow device. A batch without a backward pass sleeps at its
-    end. Validation, testing and prediction run at full speed.
+    The sleep comes once per batch, before its first backward pass, so it is part of the rank's own compute
+    and every peer waits for it in the gradient exchange, as for a slow device. A batch without a backward
+    pass sleeps at its end. Validation, testing and prediction run at full speed.
 
     If the scenario gives no times but stretches real work, the backward pass counts as
-    ``backward_per_forward`` times the forward pass: once it runs, gradients are exchanged and its own time cannot be
-    told from waiting. This is an estimate; so are stretched forward passes that wait for peers, e.g. for DDP's
-    broadcast of BatchNorm buffers. Give ``sample_s`` where exact times matter.
+    ``backward_per_forward`` times the forward pass: once it runs, gradients are exchanged and its own time
+    cannot be told from waiting. This is an estimate; so are stretched forward passes that wait for peers,
+    e.g. for DDP's broadcast of BatchNorm buffers. Give ``sample_s`` where exact times matter.
 
     Args:
         scenario: what to emulate; the rank is the Trainer's global rank.
         samples: counts the samples of a batch, ``batch -> int``; default: the first tensor's first dimension.
-        backward_per_forward: time of a backward pass in forward passes, for stretched work: 2 because a layer's
-            backward pass takes two products (for its input and for its weights) for one of the forward pass.
+        backward_per_forward: time of a backward pass in forward passes, for stretched work: 2 because a
+            layer's backward pass takes two products (for its input and for its weights) for one of the
+            forward pass.
         throttle: makes the runtime, ``(scenario, rank) -> Throttle``; injectable for tests.
 
     Raises:

@@ -21,15 +21,16 @@ __all__ = ["HeteroTrace"]
 class HeteroTrace(Callback):
     """Records every rank's steps, and its strategy's decisions, under ``dirpath/rank{r}.jsonl``.
 
-    What is written comes from whatever has a method ``step_events() -> Sequence`` of things with ``kind, epoch, step,
-    data``: the strategy first, else a callback of this Trainer; each call returns what is new. If nothing has one,
-    e.g. under stock DDP, every batch gives a ``step`` event with ``samples`` and ``step_s``, the wall time from the
-    batch's start to its end, waiting for peers included. An exception that ends the fit becomes a ``fault`` event.
-    Read the files with `lightning_hetero.cluster.read_events`, which also documents the events.
+    What is written comes from whatever has a method ``step_events() -> Sequence`` of things with ``kind,
+    epoch, step, data``: the strategy first, else a callback of this Trainer; each call returns what is new.
+    If nothing has one, e.g. under stock DDP, every batch gives a ``step`` event with ``samples`` and
+    ``step_s``, the wall time from the batch's start to its end, waiting for peers included. An exception that
+    ends the fit becomes a ``fault`` event. Read the files with `lightning_hetero.cluster.read_events`, which
+    also documents the events.
 
     Args:
-        dirpath: local folder; default ``hetero`` in the logger's folder, or in ``default_root_dir`` without one. A
-            fit that goes on in a folder continues its files.
+        dirpath: local folder; default ``hetero`` in the logger's folder, or in ``default_root_dir`` without
+            one. A fit that goes on in a folder continues its files.
         every_n_steps: write each n-th ``step`` event of an epoch; other kinds are always written.
 
     Raises:
@@ -38,7 +39,9 @@ class HeteroTrace(Callback):
 
     def __init__(self, dirpath: str | None = None, *, every_n_steps: int = 1) -> None:
         if isinstance(every_n_steps, bool) or every_n_steps < 1:
-            raise ValueError(f"every_n_steps={every_n_steps!r} must be a whole number >= 1 (1 writes every step)")
+            raise ValueError(
+                f"every_n_steps={every_n_steps!r} must be a whole number >= 1 (1 writes every step)"
+            )
         self.dirpath = None if dirpath is None else _local(dirpath)
         self.every_n_steps = every_n_steps
         self._writer: EventWriter | None = None  # opened in fit: the callback is pickled before
@@ -71,9 +74,6 @@ class HeteroTrace(Callback):
         data = {"samples": count_samples(trainer, batch), "step_s": time.perf_counter() - self._batch_began_s}
         self._write("step", trainer.current_epoch, batch_idx, data)
 
-    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._drain(trainer)
-
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._drain(trainer)
         self._close()
@@ -81,7 +81,9 @@ class HeteroTrace(Callback):
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         if self._writer is None:
             return
-        with contextlib.suppress(Exception):  # the strategy may be what broke; its error must not hide the first one
+        with contextlib.suppress(
+            Exception
+        ):  # the strategy may be what broke; its error must not hide the first one
             self._drain(trainer)
         data = {"error": f"{type(exception).__name__}: {exception}"}
         self._write("fault", trainer.current_epoch, max(0, trainer.fit_loop.epoch_loop.batch_idx), data)

@@ -1,16 +1,16 @@
-"""Traces on disk: one JSON line per `Event`, one file ``rank{r}.jsonl`` per rank; written, read, replayed (layer P).
+"""Traces on disk, written, read and replayed: a JSON line per `Event`, a file ``rank{r}.jsonl`` per rank.
 
-Kinds and their data (readers keep kinds and keys they do not know):
+Layer P. Kinds and their data (readers keep kinds and keys they do not know):
 
-    run       version (of this schema), world_size, names (of the devices this rank uses); the first line of a file,
-              and again where a resumed run goes on writing
-    step      samples, compute_s (own work), wait_s (for peers); without such a measurement step_s (the whole batch)
+    run       version (of this schema), world_size, names (of the devices this rank uses); the first line of a
+              file, and again where a resumed run goes on writing
+    step      samples, compute_s (own work), wait_s (for peers); without such a measurement step_s (batch)
     decision  shares (samples per rank), predicted_s (step time expected of them), reason (in words)
     fault     error (what happened, in words)
 
-A process may be killed at any time: a last line cut short is skipped and reported, as is one that a resumed run
-wrote on after. Times are passed in; nothing here reads a clock. Replay after zeus (You et al., NSDI 2023), whose
-policies are judged on recorded measurements; format and rules are ours.
+A process may be killed at any time: a last line cut short is skipped and reported, as is one that a resumed
+run wrote on after. Times are passed in; nothing here reads a clock. Replay after zeus (You et al., NSDI
+2023), whose policies are judged on recorded measurements; format and rules are ours.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import IO, Any
+from typing import IO, Any, cast
 
 from lightning_hetero.types import Event, SpeedSample
 
@@ -46,8 +46,8 @@ def trace_path(dirpath: str | Path, rank: int) -> Path:
 class EventWriter:
     """Appends events to one file as JSON lines; lines reach the disk whole, ``flush_every`` at a time.
 
-    Opening writes the ``run`` line. An existing trace is continued. Values JSON does not know become plain ones:
-    NumPy and torch scalars their number, infinities and NaN ``null``, anything else its text.
+    Opening writes the ``run`` line. An existing trace is continued. Values JSON does not know become plain
+    ones: NumPy and torch scalars their number, infinities and NaN ``null``, anything else its text.
 
     Args:
         path: the file; missing folders are made.
@@ -100,7 +100,7 @@ class EventWriter:
     def flush(self) -> None:
         """Hands all lines collected so far to the operating system."""
         if self._file is not None and self._lines:
-            # One unbuffered write: a line is cut short only if the machine dies, not where a buffer happens to end.
+            # One unbuffered write: lines are not cut short where a buffer happens to end.
             self._file.write("".join(self._lines).encode())
             self._lines.clear()
 
@@ -123,10 +123,10 @@ class EventWriter:
 
 
 def read_events(path: str | Path) -> list[Event]:
-    """Returns the events of one file, or of all ``rank{r}.jsonl`` of a folder, in order of (epoch, step, rank).
+    """Returns the events of a file, or of all ``rank{r}.jsonl`` of a folder, in order of (epoch, step, rank).
 
-    Events with equal (epoch, step, rank) stay in the order written, so after a resumed run the later of two ``step``
-    events of one step is the one that counted. A ``run`` line stands at epoch 0, step 0.
+    Events with equal (epoch, step, rank) stay in the order written, so after a resumed run the later of two
+    ``step`` events of one step is the one that counted. A ``run`` line stands at epoch 0, step 0.
 
     Raises:
         FileNotFoundError: no such file, or a folder without a trace.
@@ -137,16 +137,19 @@ def read_events(path: str | Path) -> list[Event]:
     if path.is_dir():
         files = sorted(p for p in path.iterdir() if _RANK_FILE.fullmatch(p.name))
     if not files or not path.exists():
-        raise FileNotFoundError(f"no trace at {path}: expected a .jsonl file or a folder with rank0.jsonl, rank1.jsonl, ...")
+        raise FileNotFoundError(
+            f"no trace at {path}: expected a .jsonl file or a folder with rank0.jsonl, rank1.jsonl, ..."
+        )
     events = [event for file in files for event in _read_file(file)]
     return sorted(events, key=lambda e: (e.epoch, e.step, e.rank))
 
 
 def replay(events: Iterable[Event]) -> Iterator[tuple[SpeedSample, ...]]:
-    """Yields the speed samples of all ranks, in order of rank, step by step: recorded hardware without hardware.
+    """Yields the speed samples of all ranks, in order of rank, step by step: policies run without hardware.
 
-    A step counts if every rank that recorded any step measured this one (``samples`` and ``compute_s``); others, e.g.
-    the last one before a crash, are passed over. Of two records of one step the later one counts.
+    A step counts if every rank that recorded any step measured this one (``samples`` and ``compute_s``);
+    others, e.g. the last one before a crash, are passed over. Of two records of one step the later one
+    counts.
 
     Args:
         events: any events, in any order; other kinds are passed over.
@@ -182,16 +185,18 @@ def _line(event: Event) -> str:
 
 
 def _plain(value: Any) -> Any:
-    if value is None or isinstance(value, str | bool):
+    if value is None or isinstance(value, str | bool | int):
         return value
-    if isinstance(value, int | float):
+    if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, Mapping):
-        return {str(k): _plain(v) for k, v in value.items()}
-    if isinstance(value, Iterable) and (not hasattr(value, "ndim") or value.ndim > 0):  # pyright: ignore
-        return [_plain(v) for v in value]
-    item = getattr(value, "item", None)
-    return _plain(item()) if callable(item) else str(value)
+        return {str(k): _plain(v) for k, v in cast("Mapping[Any, Any]", value).items()}
+    if (
+        isinstance(value, Iterable) and getattr(cast(Any, value), "ndim", 1) > 0
+    ):  # scalar arrays cannot be iterated
+        return [_plain(v) for v in cast("Iterable[Any]", value)]
+    item = getattr(cast(Any, value), "item", None)
+    return _plain(item()) if callable(item) else str(cast(Any, value))
 
 
 def _ends_torn(path: Path) -> bool:
@@ -215,10 +220,14 @@ def _read_file(path: Path) -> list[Event]:
             continue
         following = parsed[at + 1] if at + 1 < len(parsed) else None
         if at + 1 < len(parsed) and (following is None or following.kind != "run"):
-            raise ValueError(f"{path}, line {number}: not an event: {line[:80]!r}. Is this a trace? Was it edited?")
+            raise ValueError(
+                f"{path}, line {number}: not an event: {line[:80]!r}. Is this a trace? Was it edited?"
+            )
         if at == 0 and following is None and not _looks_torn(line):
             raise ValueError(f"{path} is not a trace: it starts with {line[:80]!r}")
-        warnings.warn(f"{path}, line {number}: cut short, skipped: {line[:80]!r}", TornTraceWarning, stacklevel=4)
+        warnings.warn(
+            f"{path}, line {number}: cut short, skipped: {line[:80]!r}", TornTraceWarning, stacklevel=4
+        )
     return [event for event in parsed if event is not None]
 
 
@@ -245,7 +254,11 @@ def _parse(line: str) -> Event | None:
 def _check_version(path: Path, number: int, event: Event) -> None:
     version = event.data.get("version") if event.kind == "run" else None
     if version != SCHEMA_VERSION:
-        said = f"schema version {version!r}" if event.kind == "run" else f"a {event.kind!r} event and no 'run' line"
+        said = (
+            f"schema version {version!r}"
+            if event.kind == "run"
+            else f"a {event.kind!r} event and no 'run' line"
+        )
         raise ValueError(
             f"{path}, line {number}: {said}, but this version reads schema version {SCHEMA_VERSION} only:"
             " read it with the version of lightning-hetero that wrote it"

@@ -1,0 +1,92 @@
+"""The scenarios, fixed in one place: who is how fast, what a step costs, how many steps are run."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from lightning_hetero.emulate import Scenario
+
+__all__ = ["Case", "EqualCase", "equal_cases", "unequal_cases"]
+
+PATTERN = (1.0, 1.0, 0.5, 0.25)
+STRONG = (1.0, 1.0, 0.5, 0.125)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """One emulated cluster.
+
+    Attributes:
+        name: as in the tables.
+        world_size: ranks.
+        scenario: speeds and costs.
+        per_rank: the loader's batch size; the global batch is this times the ranks.
+        steps: optimizer steps per run.
+        swap_at: step at which the speeds are reversed, or ``None``.
+        min_samples: the strategy's argument; ``None`` is its default, a quarter of the equal share.
+    """
+
+    name: str
+    world_size: int
+    scenario: Scenario
+    per_rank: int = 32
+    steps: int = 60
+    swap_at: int | None = None
+    min_samples: int | None = None
+
+    @property
+    def global_batch(self) -> int:
+        return self.per_rank * self.world_size
+
+    def quick(self) -> Case:
+        """The same case with fewer steps."""
+        if self.swap_at is None:
+            return replace(self, steps=16)
+        speeds = list(self.scenario.speeds)
+        base = Scenario(speeds=speeds, sample_s=self.scenario.sample_s, step_s=self.scenario.step_s)
+        return replace(self, steps=24, swap_at=10, scenario=base.change(speeds[::-1], at_step=10))
+
+
+@dataclass(frozen=True, kw_only=True)
+class EqualCase:
+    """Equal devices: what the strategy costs when it cannot help. ``step_s`` is the emulated step."""
+
+    name: str
+    world_size: int
+    step_s: float
+    steps: int
+
+
+def unequal_cases() -> list[Case]:
+    """The unequal clusters, from two to eight ranks."""
+
+    def scenario(speeds: Sequence[float], world_size: int, **more: object) -> Scenario:
+        every = [speeds[r % len(speeds)] for r in range(world_size)]
+        return Scenario(speeds=every, sample_s=0.0015, step_s=0.006, **more)  # type: ignore[arg-type]
+
+    two = scenario((1.0, 0.25), 2)
+    four = scenario(PATTERN, 4)
+    return [
+        Case(name="2 ranks 1:1/4", world_size=2, scenario=two),
+        Case(name="4 ranks 1:1:1/2:1/4", world_size=4, scenario=four),
+        Case(name="4 ranks 1:1:1/2:1/4, 10% jitter", world_size=4, scenario=four.jittered(0.1)),
+        Case(name="4 ranks 1:1:1/2:1/8", world_size=4, scenario=scenario(STRONG, 4), min_samples=1),
+        Case(
+            name="4 ranks, speeds reversed at step 40",
+            world_size=4,
+            scenario=four.change(PATTERN[::-1], at_step=40),
+            steps=80,
+            swap_at=40,
+        ),
+        Case(name="4 equal ranks", world_size=4, scenario=scenario((1.0,), 4)),
+        Case(name="8 ranks 1:1:1/2:1/4 twice", world_size=8, scenario=scenario(PATTERN, 8)),
+    ]
+
+
+def equal_cases() -> list[EqualCase]:
+    """Equal devices with short and ordinary steps."""
+    return [
+        EqualCase(name="3 ms steps, 2 equal ranks", world_size=2, step_s=0.003, steps=400),
+        EqualCase(name="30 ms steps, 2 equal ranks", world_size=2, step_s=0.030, steps=100),
+    ]

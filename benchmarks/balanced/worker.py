@@ -1,0 +1,238 @@
+"""One rank of one benchmark group; started by torchrun, writes what it measured as JSON on rank 0."""
+
+from __future__ import annotations
+
+import json
+import logging
+import statistics
+import sys
+import time
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.strategies import DDPStrategy
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Sampler, TensorDataset
+
+from benchmarks.balanced.cases import Case, EqualCase, equal_cases, unequal_cases
+from lightning_hetero import LoadBalancedStrategy, Scenario, ThrottleCallback
+from lightning_hetero.solvers import apportion
+
+FEATURES = 16
+
+
+class Model(LightningModule):
+    """A small float64 MLP, so that emulated work dominates and gradients can be compared to 1e-12."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.net = nn.Sequential(nn.Linear(FEATURES, 32), nn.Tanh(), nn.Linear(32, 1)).double()
+        self.first_gradient: Tensor | None = None
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        return nn.functional.mse_loss(self.net(batch[0]), batch[1])
+
+    def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
+        if self.first_gradient is None:
+            self.first_gradient = flat_gradient(self)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.01)
+
+
+def flat_gradient(model: nn.Module) -> Tensor:
+    return torch.cat([p.grad.detach().reshape(-1).clone() for p in model.parameters() if p.grad is not None])
+
+
+def dataset(samples: int) -> TensorDataset:
+    g = torch.Generator().manual_seed(1)
+    x = torch.randn(samples, FEATURES, generator=g, dtype=torch.float64)
+    return TensorDataset(x, x.sin().sum(1, keepdim=True) + x[:, :1] * (torch.arange(samples) % 7).unsqueeze(1))
+
+
+class Stopwatch(Callback):
+    """Duration of each step on this rank, and the samples it was given."""
+
+    def __init__(self) -> None:
+        self.starts_s: list[float] = []
+        self.samples: list[int] = []
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        self.starts_s.append(time.perf_counter())
+        self.samples.append(len(batch[0]))
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.starts_s.append(time.perf_counter())
+
+    def steps_s(self) -> list[float]:
+        return [b - a for a, b in zip(self.starts_s, self.starts_s[1:], strict=False)]
+
+
+class StaticShares(Sampler[list[int]]):
+    """The folk fix: every rank takes a fixed, uneven slice of each global batch, and nobody weights the loss."""
+
+    def __init__(self, samples: int, shares: tuple[int, ...], rank: int) -> None:
+        self.samples, self.shares, self.rank = samples, shares, rank
+
+    def __len__(self) -> int:
+        return self.samples // sum(self.shares)
+
+    def __iter__(self) -> Iterator[list[int]]:
+        total, offset = sum(self.shares), sum(self.shares[: self.rank])
+        g = torch.Generator().manual_seed(0)  # the order of torch's DistributedSampler in epoch 0
+        order = torch.randperm(self.samples, generator=g).tolist()
+        for t in range(len(self)):
+            yield order[t * total + offset : t * total + offset + self.shares[self.rank]]
+
+
+class CriticalPath:
+    """Seconds per step this rank spends launching exchanges and deciding shares: everything DDP does not do."""
+
+    def __init__(self, strategy: LoadBalancedStrategy) -> None:
+        self.spent_s = 0.0
+        run = strategy._run
+        assert run is not None and run.binder.controller is not None
+        for owner, name in ((run.binder.controller, "full_shares"), (run, "_step_measured")):
+            self._wrap(owner, name)
+
+    def _wrap(self, owner: Any, name: str) -> None:
+        inner = getattr(owner, name)
+
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            before = time.perf_counter()
+            try:
+                return inner(*args, **kwargs)
+            finally:
+                self.spent_s += time.perf_counter() - before
+
+        setattr(owner, name, timed)
+
+
+class CriticalPathProbe(Callback):
+    """Measures `CriticalPath` per step, after a warm-up."""
+
+    def __init__(self) -> None:
+        self.path: CriticalPath | None = None
+        self.per_step_s: list[float] = []
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        if self.path is None:
+            if batch_idx == 5:
+                self.path = CriticalPath(trainer.strategy)  # type: ignore[arg-type]
+            return
+        self.per_step_s.append(self.path.spent_s)
+        self.path.spent_s = 0.0
+
+
+def train(engine: str, case: Case, rank: int, *, probe: CriticalPathProbe | None = None) -> tuple[Stopwatch, Model]:
+    """Runs one training and returns its clock and its model."""
+    samples = case.global_batch * (case.steps + 2)
+    data, watch, model = dataset(samples), Stopwatch(), Model()
+    kwargs: dict[str, Any] = {}
+    loader = DataLoader(data, batch_size=case.per_rank, shuffle=True)
+    if engine == "ours":
+        kwargs["strategy"] = LoadBalancedStrategy(process_group_backend="gloo", min_samples=case.min_samples)
+    else:
+        kwargs["strategy"] = DDPStrategy(process_group_backend="gloo")
+    if engine == "folk":
+        speeds = [case.scenario.speed(r, 0) for r in range(case.world_size)]
+        sampler = StaticShares(samples, apportion(speeds, case.global_batch, lower=1).shares, rank)
+        loader = DataLoader(data, batch_sampler=sampler)
+        kwargs["use_distributed_sampler"] = False
+    callbacks: list[Callback] = [watch, ThrottleCallback(case.scenario)]
+    trainer = Trainer(
+        accelerator="cpu",
+        devices=case.world_size,
+        max_steps=case.steps,
+        max_epochs=-1,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        callbacks=callbacks + ([probe] if probe else []),
+        **kwargs,
+    )
+    trainer.fit(model, loader)
+    return watch, model
+
+
+def true_gradient(case: Case) -> Tensor:
+    """Gradient of the mean over the first global batch, in one process."""
+    data = dataset(case.global_batch * (case.steps + 2))
+    g = torch.Generator().manual_seed(0)
+    first = torch.randperm(len(data), generator=g)[: case.global_batch]
+    model = Model()
+    x, y = data.tensors
+    nn.functional.mse_loss(model.net(x[first]), y[first]).backward()
+    return flat_gradient(model)
+
+
+def run_case(case: Case, repeats: int, rank: int) -> dict[str, Any]:
+    """Runs every engine ``repeats`` times, interleaved; returns raw steps, shares and gradient errors of rank 0."""
+    engines = ("ddp", "folk", "ours")
+    out: dict[str, Any] = {e: {"steps_s": [], "samples": [], "gradient_error": []} for e in engines}
+    reference = true_gradient(case)
+    for _ in range(repeats):
+        for engine in engines:
+            if engine == "folk" and case.swap_at is not None:
+                continue  # a static division has no answer to a change of speed
+            watch, model = train(engine, case, rank)
+            samples: list[list[int]] = [[]] * case.world_size
+            dist.all_gather_object(samples, watch.samples)
+            assert model.first_gradient is not None
+            error = float((model.first_gradient - reference).norm() / reference.norm())
+            out[engine]["steps_s"].append(watch.steps_s())
+            out[engine]["samples"].append([list(step) for step in zip(*samples, strict=True)])
+            out[engine]["gradient_error"].append(error)
+    return out
+
+
+def run_equal(case: EqualCase, repeats: int, rank: int) -> dict[str, Any]:
+    """Medians of the step of stock DDP, stock DDP again (the noise) and ours, interleaved."""
+    scenario = Scenario(speeds=[1.0], step_s=case.step_s)
+    as_case = Case(name=case.name, world_size=case.world_size, scenario=scenario, per_rank=8, steps=case.steps)
+    out: dict[str, Any] = {"ddp": [], "ddp again": [], "ours": []}
+    for _ in range(repeats):
+        for engine in out:
+            watch, _ = train(engine.split()[0], as_case, rank)
+            out[engine].append(statistics.median(watch.steps_s()[5:]))
+    return out
+
+
+def run_critical_path(case: Case, rank: int) -> list[list[float]]:
+    """Seconds per step of exchange and decision, per rank."""
+    probe = CriticalPathProbe()
+    train("ours", case, rank, probe=probe)
+    everyone: list[list[float]] = [[]] * case.world_size
+    dist.all_gather_object(everyone, probe.per_step_s)
+    return everyone
+
+
+def main() -> None:
+    world_size, repeats, quick, path = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3] == "quick", Path(sys.argv[4])
+    warnings.simplefilter("ignore")
+    for name in ("lightning.pytorch", "lightning.fabric"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")  # Lightning keeps an existing group
+    rank = dist.get_rank()
+    cases = [c.quick() if quick else c for c in unequal_cases() if c.world_size == world_size]
+    result: dict[str, Any] = {"cases": {c.name: run_case(c, repeats, rank) for c in cases}}
+    equals = [e for e in equal_cases() if e.world_size == world_size]
+    result["equal"] = {e.name: run_equal(e, max(repeats, 2 if quick else 9), rank) for e in equals}
+    if world_size == 4:
+        result["critical_path_s"] = run_critical_path(cases[0], rank)
+    if rank == 0:
+        path.write_text(json.dumps(result))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""How long the decisions take: see `python -m benchmarks.solvers --help`."""

@@ -1,0 +1,1 @@
+"""Hydra plugin of lightning-hetero; Hydra imports every module here whenever any Hydra app starts."""

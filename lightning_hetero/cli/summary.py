@@ -1,0 +1,235 @@
+"""Events and results as rows and plain-text tables (pure functions).
+
+Steady state here means the last half of each rank's steps: adaptation, caches and start-up are over.
+Times are medians over it, so that one hiccup of the machine does not change the picture.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from statistics import fmean, median
+from typing import Any
+
+from lightning_hetero.types import Event
+
+__all__ = [
+    "RankSummary",
+    "comparison_table",
+    "format_table",
+    "rank_table",
+    "ranks_as_json",
+    "ranks_from_json",
+    "summarise_ranks",
+]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RankSummary:
+    """One rank over the steady state of one job.
+
+    Attributes:
+        rank: global rank.
+        steps: steps the figures are taken from.
+        samples: mean samples per step.
+        share: mean part of the global batch, in [0, 1].
+        samples_per_s: median speed of own work; None if no step took measurable time.
+        compute_s: median time of own work per step [s].
+        wait_s: median time spent waiting for peers per step [s].
+    """
+
+    rank: int
+    steps: int
+    samples: float
+    share: float
+    samples_per_s: float | None
+    compute_s: float
+    wait_s: float
+
+
+def summarise_ranks(events: Iterable[Event], *, steady_part: float = 0.5) -> list[RankSummary]:
+    """Returns one summary per rank, in order of rank; empty if the events hold no step.
+
+    Args:
+        events: any events; only those of kind ``step`` with ``samples`` and ``compute_s`` count.
+        steady_part: part of each rank's steps, from the end, to look at; in (0, 1].
+
+    Raises:
+        ValueError: ``steady_part`` outside (0, 1].
+    """
+    if not 0.0 < steady_part <= 1.0:
+        raise ValueError(
+            f"steady_part={steady_part!r} must be in (0, 1]; 0.5 is the second half of the steps"
+        )
+    by_rank: dict[int, list[Event]] = {}
+    for event in events:
+        if event.kind == "step" and "samples" in event.data and "compute_s" in event.data:
+            by_rank.setdefault(event.rank, []).append(event)
+    steady = {rank: _last_part(steps, steady_part) for rank, steps in sorted(by_rank.items())}
+    samples = {
+        rank: fmean(float(e.data["samples"]) for e in steps) for rank, steps in steady.items()
+    }
+    total = math.fsum(samples.values())
+    return [
+        RankSummary(
+            rank=rank,
+            steps=len(steps),
+            samples=samples[rank],
+            share=samples[rank] / total if total > 0 else 0.0,
+            samples_per_s=_median_speed(steps),
+            compute_s=median(float(e.data["compute_s"]) for e in steps),
+            wait_s=median(float(e.data.get("wait_s") or 0.0) for e in steps),
+        )
+        for rank, steps in steady.items()
+    ]
+
+
+def ranks_as_json(ranks: Iterable[RankSummary]) -> list[dict[str, Any]]:
+    """Returns the summaries as plain JSON values; `ranks_from_json` is the inverse."""
+    return [asdict(rank) for rank in ranks]
+
+
+def ranks_from_json(rows: Iterable[Mapping[str, Any]]) -> list[RankSummary]:
+    """Returns the summaries that `ranks_as_json` wrote.
+
+    Raises:
+        TypeError: a row lacks a field or has one too many.
+    """
+    return [RankSummary(**row) for row in rows]
+
+
+def rank_table(ranks: Sequence[RankSummary]) -> str:
+    """Returns the table of one job, a line per rank: speed, share, compute and wait."""
+    header = ["rank", "samples/s", "samples", "share %", "compute ms", "wait ms"]
+    rows = [
+        [
+            str(r.rank),
+            _number(r.samples_per_s, 1),
+            _number(r.samples, 1),
+            _number(100 * r.share, 1),
+            _number(1e3 * r.compute_s, 1),
+            _number(1e3 * r.wait_s, 1),
+        ]
+        for r in ranks
+    ]
+    return format_table(header, rows)
+
+
+def comparison_table(results: Sequence[Mapping[str, Any]]) -> str:
+    """Returns the table of several jobs, a line per result, in the order given.
+
+    The speed-up is over the first result with a time. ``overrides`` appears if jobs differ in more than
+    strategy and scenario, and holds what is not common to all. ``shares %`` is each rank's part of the
+    global batch, rank 0 first; ``waiting %`` the part of the ranks' steady-state steps spent waiting.
+
+    Args:
+        results: what the jobs wrote into their ``result.json``.
+    """
+    names = list(dict.fromkeys(str(r["metric"]["name"]) for r in results if r.get("metric")))
+    varied = _varied_overrides(results)
+    told = ["overrides"] if any(varied) else []
+    header = [
+        "job",
+        "strategy",
+        "scenario",
+        *told,
+        "fit s",
+        "speed-up",
+        "samples/s",
+        *names,
+        "shares %",
+        "waiting %",
+    ]
+    first_s = next((r["fit_s"] for r in results if r.get("fit_s")), None)
+    rows = []
+    for index, result in enumerate(results):
+        ranks = ranks_from_json(result.get("ranks") or [])
+        fit_s = result.get("fit_s")
+        speed_up = first_s / fit_s if first_s and fit_s else None
+        rows.append(
+            [
+                str(result.get("job", index)),
+                str(result.get("strategy") or "-"),
+                str(result.get("scenario") or "-"),
+                *([varied[index] or "-"] if told else []),
+                _number(fit_s, 2),
+                "-" if speed_up is None else f"{speed_up:.2f}x",
+                _number(result.get("samples_per_s"), 1),
+                *(_metric(result, name) for name in names),
+                "/".join(f"{100 * r.share:.0f}" for r in ranks) or "-",
+                _number(_waiting_percent(ranks), 1),
+            ]
+        )
+    return format_table(header, rows)
+
+
+def format_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Returns an aligned table: columns that hold text are left-aligned, numbers to the right.
+
+    Raises:
+        ValueError: a row has another number of cells than the header.
+    """
+    for row in rows:
+        if len(row) != len(header):
+            raise ValueError(f"a row has {len(row)} cells, the header {len(header)}: {list(row)}")
+    columns = list(zip(header, *rows, strict=True))
+    widths = [max(len(cell) for cell in column) for column in columns]
+    right = [all(_is_numeric(cell) for cell in column[1:]) for column in columns]
+    lines = [
+        "  ".join(
+            cell.rjust(width) if to_right else cell.ljust(width)
+            for cell, width, to_right in zip(line, widths, right, strict=True)
+        ).rstrip()
+        for line in [header, ["-" * width for width in widths], *rows]
+    ]
+    return "\n".join(lines)
+
+
+def _last_part(steps: list[Event], part: float) -> list[Event]:
+    ordered = sorted(steps, key=lambda e: (e.epoch, e.step))
+    return ordered[-max(1, math.ceil(part * len(ordered))) :]
+
+
+def _median_speed(steps: Iterable[Event]) -> float | None:
+    # A step without samples says nothing about the speed: its time is all fixed cost.
+    speeds = [
+        float(e.data["samples"]) / float(e.data["compute_s"])
+        for e in steps
+        if float(e.data["compute_s"]) > 0 and float(e.data["samples"]) > 0
+    ]
+    return median(speeds) if speeds else None
+
+
+def _waiting_percent(ranks: Sequence[RankSummary]) -> float | None:
+    busy_s = math.fsum(r.compute_s for r in ranks)
+    wait_s = math.fsum(r.wait_s for r in ranks)
+    return 100 * wait_s / (busy_s + wait_s) if busy_s + wait_s > 0 else None
+
+
+def _varied_overrides(results: Sequence[Mapping[str, Any]]) -> list[str]:
+    given = [[str(o) for o in result.get("overrides") or []] for result in results]
+    common = set(given[0]).intersection(*given) if given else set()
+    shown = ("strategy=", "emulation=")
+    return [
+        " ".join(o for o in job if o not in common and not o.startswith(shown)) for job in given
+    ]
+
+
+def _metric(result: Mapping[str, Any], name: str) -> str:
+    metric = result.get("metric") or {}
+    return _number(metric.get("value") if metric.get("name") == name else None, 4)
+
+
+def _number(value: float | None, digits: int) -> str:
+    return "-" if value is None else f"{value:.{digits}f}"
+
+
+def _is_numeric(cell: str) -> bool:
+    if cell == "-":
+        return True
+    try:
+        float(cell.rstrip("x"))
+    except ValueError:
+        return False
+    return True

@@ -1,0 +1,207 @@
+"""``lightning-hetero-train``: train one configuration, or compare several (layer A).
+
+    lightning-hetero-train                                   # digits, DDP, four devices of unequal speed
+    lightning-hetero-train -m strategy=ddp,hetero_balanced   # the same twice, and a table that compares
+
+Each job writes ``result.json`` into its output directory and prints a table of its ranks; a multirun ends
+with a table of its jobs. Only rank 0 writes and prints.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import hydra
+import torch
+from hydra.core.hydra_config import HydraConfig
+from hydra.experimental.callback import Callback as HydraCallback
+from hydra.utils import instantiate
+from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
+from omegaconf import DictConfig
+
+from lightning_hetero._conf import config_root
+from lightning_hetero.callbacks import ThrottleCallback
+from lightning_hetero.cli.jobs import end_children, isolated_job, job_number
+from lightning_hetero.cli.summary import (
+    comparison_table,
+    rank_table,
+    ranks_as_json,
+    ranks_from_json,
+    summarise_ranks,
+)
+from lightning_hetero.cluster.record import read_events
+
+__all__ = ["ComparisonTable", "FitClock", "build", "main", "run_job"]
+
+RESULT_FILE = "result.json"
+
+
+def build(config: Any, **arguments: Any) -> Any:
+    """Returns the object a ``_target_`` describes, lists of plain values; None for an empty config.
+
+    The one place where objects are made from configuration.
+    """
+    return None if config is None else instantiate(config, _convert_="all", **arguments)
+
+
+class FitClock(Callback):
+    """Writes how long training took, without start-up, from the process that trained.
+
+    A file, because with a launcher that spawns, the process which asked for the training is not that one.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+        self._started_s = 0.0
+        self._batches = 0
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._started_s = time.perf_counter()
+
+    def on_train_batch_end(self, *args: Any, **kwargs: Any) -> None:
+        self._batches += 1
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if trainer.is_global_zero:
+            fit_s = time.perf_counter() - self._started_s
+            clocked = {"fit_s": fit_s, "steps": trainer.global_step, "batches": self._batches}
+            self.path.write_text(json.dumps(clocked))
+
+
+class ComparisonTable(HydraCallback):
+    """Prints the table of a multirun's jobs after the last one (a Hydra callback)."""
+
+    def __init__(self) -> None:
+        self.directories: list[str] = []
+
+    def on_job_end(self, config: DictConfig, job_return: Any, **kwargs: Any) -> None:
+        self.directories.append(config.hydra.runtime.output_dir)
+
+    def on_multirun_end(self, config: DictConfig, **kwargs: Any) -> None:
+        # A launcher that runs jobs elsewhere calls on_job_end there; then the sweep's directory tells.
+        found = self.directories or sorted(
+            p.parent for p in Path(config.hydra.sweep.dir).rglob(RESULT_FILE)
+        )
+        paths = [Path(directory) / RESULT_FILE for directory in found]
+        results = [json.loads(path.read_text()) for path in paths if path.is_file()]
+        # Without a job the file is only the clock's: that job did not end well.
+        results = sorted((r for r in results if "job" in r), key=lambda result: result["job"])
+        if results:
+            print("\n" + comparison_table(results), flush=True)
+
+
+def run_job(cfg: DictConfig) -> float | None:
+    """Trains one composed configuration and returns its validation metric.
+
+    Returns:
+        The value of ``cfg.metric.name``; None on ranks other than 0, and if nothing of that name was logged.
+
+    Raises:
+        RuntimeError: a rank failed. Whatever the training itself raises passes through.
+    """
+    if cfg.seed is not None:
+        seed_everything(cfg.seed, workers=True)
+    output_dir = Path(cfg.paths.output_dir)
+    model, data = build(cfg.model), build(cfg.data)
+    trainer = make_trainer(cfg, output_dir)
+    failed = True
+    try:
+        trainer.fit(model, datamodule=data)
+        metrics = final_metrics(trainer, model, data, cfg.metric.name)
+        if torch.distributed.is_initialized():
+            trainer.strategy.barrier("end of job")
+        failed = False
+    finally:
+        end_children(trainer, failed=failed)
+    if not trainer.is_global_zero:
+        return None
+    result = collect_result(cfg, output_dir, metrics)
+    (output_dir / RESULT_FILE).write_text(json.dumps(result, indent=2) + "\n")
+    print(job_report(result), flush=True)
+    return result["metric"]["value"]
+
+
+def make_trainer(cfg: DictConfig, output_dir: Path) -> Trainer:
+    """Returns the trainer with the configured strategy, loggers, callbacks and emulated devices."""
+    callbacks = [
+        build(callback) for callback in (cfg.callbacks or {}).values() if callback is not None
+    ]
+    callbacks.append(FitClock(output_dir / RESULT_FILE))
+    scenario = build(cfg.emulation.scenario) if cfg.emulation else None
+    if scenario is not None:
+        callbacks.append(ThrottleCallback(scenario))
+    loggers = [build(logger) for logger in (cfg.logger or {}).values() if logger is not None]
+    return build(
+        cfg.trainer, strategy=build(cfg.strategy), callbacks=callbacks, logger=loggers or False
+    )
+
+
+def final_metrics(
+    trainer: Trainer, model: LightningModule, data: Any, wanted: str
+) -> dict[str, float]:
+    """Returns everything logged last; validates once more if training ended without validating."""
+    metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
+    if wanted not in metrics:
+        trainer.validate(model, datamodule=data, verbose=False)
+        metrics |= {name: float(value) for name, value in trainer.callback_metrics.items()}
+    return metrics
+
+
+def collect_result(cfg: DictConfig, output_dir: Path, metrics: dict[str, float]) -> dict[str, Any]:
+    """Returns the job's result as plain JSON values, from the clock's file and the ranks' traces.
+
+    Raises:
+        RuntimeError: training ended before it began, e.g. with ``max_epochs=0``.
+    """
+    hydra_cfg = HydraConfig.get()
+    if not (output_dir / RESULT_FILE).is_file():
+        raise RuntimeError(
+            "nothing was trained; check trainer.max_epochs, trainer.max_steps and trainer.limit_train_batches"
+        )
+    clocked = json.loads((output_dir / RESULT_FILE).read_text())
+    events = read_events(cfg.paths.events_dir) if Path(cfg.paths.events_dir).is_dir() else []
+    # A trace need not hold every step, so: the mean global batch times the batches trained.
+    global_batch = sum(rank.samples for rank in summarise_ranks(events, steady_part=1.0))
+    samples = round(global_batch * clocked["batches"])
+    return {
+        "job": job_number() or 0,
+        "overrides": list(hydra_cfg.overrides.task),
+        "strategy": hydra_cfg.runtime.choices.get("strategy"),
+        "scenario": hydra_cfg.runtime.choices.get("emulation"),
+        **clocked,
+        "samples": samples or None,
+        "samples_per_s": samples / clocked["fit_s"] if samples else None,
+        "metric": {
+            "name": cfg.metric.name,
+            "mode": cfg.metric.mode,
+            "value": metrics.get(cfg.metric.name),
+        },
+        "metrics": metrics,
+        "ranks": ranks_as_json(summarise_ranks(events)),
+    }
+
+
+def job_report(result: dict[str, Any]) -> str:
+    """Returns what a job prints at its end: a headline and the table of its ranks."""
+    metric = result["metric"]
+    value = "-" if metric["value"] is None else f"{metric['value']:.4f}"
+    headline = (
+        f"\n{result['strategy']} on {result['scenario']}: "
+        f"{result['steps']} steps in {result['fit_s']:.2f} s, {metric['name']} {value}"
+    )
+    ranks = ranks_from_json(result["ranks"])
+    return f"{headline}\n{rank_table(ranks)}" if ranks else headline
+
+
+@hydra.main(version_base="1.3", config_path=config_root(), config_name="train")
+def main(cfg: DictConfig) -> float | None:
+    """Entry point of ``lightning-hetero-train`` and ``python -m lightning_hetero.cli.train``."""
+    with isolated_job(cfg.threads_per_rank):
+        return run_job(cfg)
+
+
+if __name__ == "__main__":
+    main()

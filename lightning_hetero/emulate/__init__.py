@@ -1,0 +1,12 @@
+"""Unequal hardware on any machine: describe it, then let a process behave like it.
+
+``scenario``  P  `Scenario`: speeds, noise, spells, changes, faults and memory caps as a pure function of the
+step ``parts``     P  `SlowSpells`, `SpeedChange`, `Slowdown`, `Fault`: what a scenario is made of
+``throttle``  T  `Throttle`: sleeps and fails as the scenario says
+"""
+
+from lightning_hetero.emulate.parts import Fault, Slowdown, SlowSpells, SpeedChange
+from lightning_hetero.emulate.scenario import Scenario
+from lightning_hetero.emulate.throttle import Throttle
+
+__all__ = ["Fault", "Scenario", "SlowSpells", "Slowdown", "SpeedChange", "Throttle"]

@@ -1,0 +1,238 @@
+"""The parts of a scenario: slow spells, changes of speed, faults; each checks its own values (layer P)."""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any, Literal, TypeGuard, TypeVar, cast
+
+__all__ = [
+    "Fault",
+    "SlowSpells",
+    "Slowdown",
+    "SpeedChange",
+    "as_caps",
+    "as_changes",
+    "as_faults",
+    "as_real",
+    "as_speeds",
+    "as_spells",
+    "as_whole",
+]
+
+T = TypeVar("T")
+
+_KINDS = ("kill", "stall", "exception")
+
+
+def as_real(name: str, value: Any, *, least: float = 0.0, above: bool = False) -> float:
+    """Returns a finite float >= ``least`` (> if ``above``) or raises ValueError."""
+    try:
+        number = float(value)
+    except (TypeError, ValueError):
+        number = math.nan
+    if isinstance(value, bool) or not math.isfinite(number) or number < least or (above and number == least):
+        raise ValueError(f"{name}={value!r} must be a finite number {'>' if above else '>='} {least:g}")
+    return number
+
+
+def as_whole(name: str, value: Any, *, least: int = 0) -> int:
+    """Returns an int >= ``least`` or raises ValueError."""
+    try:
+        number = operator.index(value)
+    except TypeError:
+        number = least - 1
+    if isinstance(value, bool) or number < least:
+        raise ValueError(f"{name}={value!r} must be a whole number >= {least}")
+    return number
+
+
+def _is_list(value: Any) -> TypeGuard[Sequence[Any]]:
+    return isinstance(value, Sequence) and not isinstance(
+        value, str
+    )  # Hydra's lists are sequences, not lists
+
+
+def as_speeds(name: str, values: Any) -> tuple[float, ...]:
+    """Returns positive speeds; at least one."""
+    if not _is_list(values) or not values:
+        raise ValueError(f"{name}={values!r} must be a list of one or more speeds > 0, e.g. [1.0, 0.5]")
+    return tuple(as_real(f"{name}[{i}]", v, above=True) for i, v in enumerate(values))
+
+
+def _put(target: object, name: str, value: object) -> None:
+    object.__setattr__(target, name, value)  # the dataclasses are frozen
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SlowSpells:
+    """Random slow spells, as neighbours on a shared machine cause them; spells that overlap do not multiply.
+
+    Args:
+        probability: probability that a spell starts at a step, per rank; in [0, 1].
+        factor: how many times slower a rank is during a spell; >= 1.
+        steps: length of a spell [steps]; >= 1.
+
+    Raises:
+        ValueError: an argument outside its range.
+    """
+
+    probability: float
+    factor: float
+    steps: int
+
+    def __post_init__(self) -> None:
+        _put(self, "probability", as_real("SlowSpells.probability", self.probability))
+        if self.probability > 1.0:
+            raise ValueError(
+                f"SlowSpells.probability={self.probability!r} must be in [0, 1] (per step and rank)"
+            )
+        _put(self, "factor", as_real("SlowSpells.factor", self.factor, least=1.0))
+        _put(self, "steps", as_whole("SlowSpells.steps", self.steps, least=1))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SpeedChange:
+    """From ``step`` on, these are the speeds of all ranks (repeated cyclically).
+
+    Raises:
+        ValueError: a negative step, or a speed that is not positive.
+    """
+
+    step: int
+    speeds: Sequence[float]
+
+    def __post_init__(self) -> None:
+        _put(self, "step", as_whole("SpeedChange.step", self.step))
+        _put(self, "speeds", as_speeds("SpeedChange.speeds", self.speeds))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Slowdown:
+    """From ``step`` on, ``rank`` is ``factor`` times slower, on top of any `SpeedChange`; factors multiply.
+
+    Args:
+        step: first slow step.
+        rank: the rank that gets slower.
+        factor: how many times slower; >= 1.
+        steps: length [steps]; ``None``: for good.
+
+    Raises:
+        ValueError: an argument outside its range.
+    """
+
+    step: int
+    rank: int
+    factor: float
+    steps: int | None = None
+
+    def __post_init__(self) -> None:
+        _put(self, "step", as_whole("Slowdown.step", self.step))
+        _put(self, "rank", as_whole("Slowdown.rank", self.rank))
+        _put(self, "factor", as_real("Slowdown.factor", self.factor, least=1.0))
+        if self.steps is not None:
+            _put(self, "steps", as_whole("Slowdown.steps", self.steps, least=1))
+
+    def holds(self, rank: int, step: int) -> bool:
+        """Tells whether ``rank`` is slowed down at ``step``."""
+        return rank == self.rank and 0 <= step - self.step < (math.inf if self.steps is None else self.steps)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Fault:
+    """What happens to ``rank`` when it begins ``step``.
+
+    Args:
+        step: training step, counted over batches from 0.
+        rank: the rank it happens to.
+        kind: ``kill`` (SIGKILL to the process), ``stall`` (hangs for ``stall_s``), ``exception``
+            (RuntimeError).
+        stall_s: length of a stall [s]; > 0 for ``stall``, 0 for the others.
+
+    Raises:
+        ValueError: an unknown kind, or an argument outside its range.
+    """
+
+    step: int
+    rank: int
+    kind: Literal["kill", "stall", "exception"]
+    stall_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        _put(self, "step", as_whole("Fault.step", self.step))
+        _put(self, "rank", as_whole("Fault.rank", self.rank))
+        if self.kind not in _KINDS:
+            raise ValueError(f"Fault.kind={self.kind!r} must be one of {', '.join(_KINDS)}")
+        _put(self, "stall_s", as_real("Fault.stall_s", self.stall_s))
+        if (self.stall_s > 0.0) != (self.kind == "stall"):
+            raise ValueError(
+                f"Fault.stall_s={self.stall_s!r} does not fit kind={self.kind!r}: a stall needs stall_s > 0"
+                " (seconds), the other kinds take none"
+            )
+
+
+def _build(kind: Callable[..., T], value: Any, what: str) -> T:
+    """Returns ``value`` if it is a ``kind``, else makes one of a mapping of its arguments."""
+    cls = cast(type, kind)
+    if isinstance(value, cls):
+        return cast(T, value)
+    if not isinstance(value, Mapping):
+        raise TypeError(f"{what}={value!r} must be a {cls.__name__} or a mapping of its arguments")
+    given = cast("Mapping[Any, Any]", value)
+    names = [f.name for f in fields(cls)]
+    if unknown := sorted(str(k) for k in given if k not in names):
+        raise ValueError(f"{what} has unknown keys {unknown}: {cls.__name__} takes {', '.join(names)}")
+    try:
+        return kind(**{str(k): v for k, v in given.items()})
+    except TypeError as error:
+        raise ValueError(f"{what}={dict(given)!r} is incomplete: {error}") from None
+
+
+def _build_all(values: Any, what: str, choose: Callable[[Any], Callable[..., T]]) -> tuple[T, ...]:
+    if not _is_list(values):
+        raise TypeError(f"{what}={values!r} must be a list")
+    return tuple(_build(choose(v), v, f"{what}[{i}]") for i, v in enumerate(values))
+
+
+def _choose_change(value: Any) -> Callable[..., SpeedChange | Slowdown]:
+    if isinstance(value, Slowdown) or (isinstance(value, Mapping) and "rank" in value):
+        return Slowdown
+    return SpeedChange
+
+
+def as_caps(value: Any) -> tuple[int | None, ...] | None:
+    """Returns caps by rank from a list, a mapping {rank: samples} or None."""
+    if isinstance(value, Mapping):
+        by_rank = {as_whole("mem_samples rank", r): v for r, v in cast("Mapping[Any, Any]", value).items()}
+        value = [by_rank.get(r) for r in range(max(by_rank, default=-1) + 1)]
+    if value is not None and not _is_list(value):
+        raise TypeError(f"mem_samples={value!r} must be a list by rank, a mapping {{rank: samples}} or None")
+    if not value or all(v is None for v in value):
+        return None
+    return tuple(
+        None if v is None else as_whole(f"mem_samples[{i}]", v, least=1) for i, v in enumerate(value)
+    )
+
+
+def as_spells(value: Any) -> SlowSpells | None:
+    """Returns slow spells from a `SlowSpells`, a mapping of its arguments or None."""
+    return None if value is None else _build(SlowSpells, value, "spells")
+
+
+def as_changes(values: Any) -> tuple[SpeedChange | Slowdown, ...]:
+    """Returns changes in order of their step; those of one step stay in the order given."""
+    return tuple(sorted(_build_all(values, "changes", _choose_change), key=lambda c: c.step))
+
+
+def as_faults(values: Any) -> tuple[Fault, ...]:
+    """Returns faults in order of step and rank.
+
+    Raises:
+        ValueError: two faults of one rank at one step.
+    """
+    faults = sorted(_build_all(values, "faults", lambda _: Fault), key=lambda f: (f.step, f.rank))
+    if len({(f.step, f.rank) for f in faults}) < len(faults):
+        raise ValueError(f"faults={faults} holds two faults of one rank at one step: keep one of them")
+    return tuple(faults)

@@ -1,0 +1,260 @@
+"""What unequal hardware looks like, as one object: speeds, noise, changes, faults, memory caps (layer P).
+
+A `Scenario` drives tests, examples, benchmarks and simulation alike, so that they mean the same by "rank 3 is
+four times slower from step 60 on". It is pure: the same (seed, rank, step) gives the same numbers in every
+process and in any order of calls, because each number comes from its own position of a counter-based
+generator (Philox; Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3") and never from a state
+that advances. The idea to script faults in one place is that of torchft's ``EventInjector``; the rest is
+ours.
+
+    time of a rank's step = (step_s + sample_s * samples) / speed(rank, step) * jitter,   E[jitter] = 1
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, cast
+
+import numpy as np
+
+from lightning_hetero.emulate.parts import (
+    Fault,
+    Slowdown,
+    SlowSpells,
+    SpeedChange,
+    as_caps,
+    as_changes,
+    as_faults,
+    as_real,
+    as_speeds,
+    as_spells,
+    as_whole,
+)
+
+__all__ = ["Scenario"]
+
+_SPELLS, _JITTER = 0, 1  # independent streams of random numbers
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Scenario:
+    """Unequal, changing and failing devices, described independently of any hardware.
+
+    Lists and mappings of plain values are accepted everywhere, so a scenario can be written in YAML. All
+    methods are pure. ``step`` is the training step counted over batches and epochs, from 0.
+
+    Args:
+        speeds: relative speed by rank; 1 is the reference, 0.25 is four times slower. Ranks beyond the list
+            repeat it cyclically.
+        sample_s: emulated time per sample on a device of speed 1 [s]. If neither it nor ``step_s`` is given,
+            real work is stretched instead, see `stretch`.
+        step_s: emulated fixed time per step on a device of speed 1 [s]; a rank without samples pays it as
+            well.
+        jitter: relative standard deviation of each step's time, log-normal with mean 1.
+        spells: random slow spells, a `SlowSpells`.
+        changes: `SpeedChange` (``step, speeds``) or `Slowdown` (``step, rank, factor, steps``), in any order;
+            of two speed changes at one step the later in the list holds.
+        faults: `Fault` (``step, rank, kind, stall_s``); at most one per rank and step.
+        mem_samples: most samples a rank's memory holds in one forward pass, by rank: a list (``None``: no
+            cap; ranks beyond the list have none) or a mapping {rank: samples}. Throttled ranks raise
+            `torch.OutOfMemoryError` if their batch is larger, without touching real memory.
+        seed: of jitter and spells; in [0, 2**64).
+
+    Raises:
+        ValueError: a value outside its range, unknown keys, or two faults of one rank at one step.
+        TypeError: a list is expected and something else was given.
+
+    >>> swap = Scenario(speeds=[1, 0.25], sample_s=0.01).slow(rank=0, factor=2, at_step=10)
+    >>> swap.work_s(0, 9, 8), swap.work_s(0, 10, 8), swap.work_s(1, 0, 8)
+    (0.08, 0.16, 0.32)
+    """
+
+    speeds: Sequence[float] = (1.0,)
+    sample_s: float | None = None
+    step_s: float = 0.0
+    jitter: float = 0.0
+    spells: SlowSpells | Mapping[str, Any] | None = None
+    changes: Sequence[SpeedChange | Slowdown | Mapping[str, Any]] = ()
+    faults: Sequence[Fault | Mapping[str, Any]] = ()
+    mem_samples: Sequence[int | None] | Mapping[int, int] | None = None
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        values = {
+            "speeds": as_speeds("speeds", self.speeds),
+            "sample_s": None if self.sample_s is None else as_real("sample_s", self.sample_s),
+            "step_s": as_real("step_s", self.step_s),
+            "jitter": as_real("jitter", self.jitter),
+            "spells": as_spells(self.spells),
+            "changes": as_changes(self.changes),
+            "faults": as_faults(self.faults),
+            "mem_samples": as_caps(self.mem_samples),
+            "seed": as_whole("seed", self.seed),
+        }
+        for name, value in values.items():
+            object.__setattr__(self, name, value)  # frozen
+        if self.seed >= 2**64:
+            raise ValueError(f"seed={self.seed} must be in [0, 2**64)")
+
+    def slow(self, rank: int, factor: float, at_step: int = 0, steps: int | None = None) -> Scenario:
+        """Returns this scenario with ``rank`` ``factor`` times slower from ``at_step`` on (for ``steps``)."""
+        slowdown = Slowdown(step=at_step, rank=rank, factor=factor, steps=steps)
+        return replace(self, changes=(*self.changes, slowdown))
+
+    def change(self, speeds: Sequence[float], at_step: int) -> Scenario:
+        """Returns this scenario with other speeds of all ranks from ``at_step`` on."""
+        return replace(self, changes=(*self.changes, SpeedChange(step=at_step, speeds=speeds)))
+
+    def jittered(self, jitter: float) -> Scenario:
+        """Returns this scenario with this relative standard deviation of the step times."""
+        return replace(self, jitter=jitter)
+
+    def kill(self, rank: int, at_step: int) -> Scenario:
+        """Returns this scenario with the process of ``rank`` killed as it begins ``at_step``."""
+        return replace(self, faults=(*self.faults, Fault(step=at_step, rank=rank, kind="kill")))
+
+    def stall(self, rank: int, at_step: int, seconds: float) -> Scenario:
+        """Returns this scenario with ``rank`` hanging for ``seconds`` as it begins ``at_step``."""
+        return replace(
+            self, faults=(*self.faults, Fault(step=at_step, rank=rank, kind="stall", stall_s=seconds))
+        )
+
+    def raise_at(self, rank: int, at_step: int) -> Scenario:
+        """Returns this scenario with a RuntimeError in ``rank`` as it begins ``at_step``."""
+        return replace(self, faults=(*self.faults, Fault(step=at_step, rank=rank, kind="exception")))
+
+    def cap(self, rank: int, samples: int) -> Scenario:
+        """Returns this scenario with at most ``samples`` samples in one forward pass of ``rank``."""
+        caps = dict(enumerate(cast("tuple[int | None, ...]", self.mem_samples or ())))
+        caps[as_whole("rank", rank)] = as_whole("samples", samples, least=1)
+        return replace(self, mem_samples=[caps.get(r) for r in range(max(caps) + 1)])
+
+    @property
+    def emulated(self) -> bool:
+        """Whether step times are given (``sample_s`` or ``step_s``); otherwise real work is stretched."""
+        return self.sample_s is not None or self.step_s > 0.0
+
+    @property
+    def top_speed(self) -> float:
+        """The highest speed of any rank at any step."""
+        changed = [v for c in self.changes if isinstance(c, SpeedChange) for v in c.speeds]
+        return max([*self.speeds, *changed])
+
+    def speed(self, rank: int, step: int) -> float:
+        """Returns the relative speed of ``rank`` at ``step``: with changes and spells, without jitter.
+
+        Raises:
+            ValueError: a negative or fractional rank or step.
+        """
+        rank, step = as_whole("rank", rank), as_whole("step", step)
+        speeds, slower = self.speeds, 1.0
+        for change in self.changes:
+            if isinstance(change, SpeedChange) and change.step <= step:
+                speeds = change.speeds
+            elif isinstance(change, Slowdown) and change.holds(rank, step):
+                slower *= change.factor
+        spells = cast("SlowSpells | None", self.spells)
+        if spells is not None and self._in_spell(spells, rank, step):
+            slower *= spells.factor
+        return speeds[rank % len(speeds)] / slower
+
+    def stretch(self, rank: int, step: int) -> float:
+        """Returns how many times longer than on a calm device of speed 1 the step takes: jitter / speed."""
+        slower = 1.0 / self.speed(rank, step)
+        if self.jitter == 0.0:
+            return slower
+        sigma = math.sqrt(math.log1p(self.jitter**2))  # log-normal: variance exp(sigma^2) - 1, mean 1
+        normal = float(self._generator(_JITTER, rank, [0, step, 0, 0]).standard_normal())
+        return slower * math.exp(sigma * normal - sigma**2 / 2)
+
+    def work_s(self, rank: int, step: int, samples: int) -> float:
+        """Returns the emulated time of the step's compute [s], jitter included.
+
+        Raises:
+            ValueError: negative samples, or no emulated time is given.
+        """
+        return self._reference_s(as_whole("samples", samples)) * self.stretch(rank, step)
+
+    def ideal_step_s(self, world_size: int, global_batch: int, step: int = 0) -> float:
+        """Returns the least time of a step over all fractional splits of the global batch [s], no jitter.
+
+        Solves  min T,  sum_i x_i = B,  0 <= x_i <= cap_i,  (c + a x_i) / v_i <= T  by water filling: without
+        caps T = max(max_i c / v_i, (a B + n c) / sum_i v_i), so a B / sum v without fixed cost. A rank that
+        meets its cap leaves the sum and the rest is solved again, which only raises T: exact after at most n
+        rounds.
+        a: sample_s, c: step_s, v: speed, n: world_size, B: global_batch.
+
+        Returns ``inf`` if the memory caps cannot hold the global batch together.
+
+        Raises:
+            ValueError: ``world_size`` < 1, ``global_batch`` < 0, or no emulated time is given.
+        """
+        speeds, total = self._devices(world_size, global_batch, step)
+        a, c = self.sample_s or 0.0, self._reference_s(0)
+        caps = [math.inf if (m := self.mem_cap(r)) is None else float(m) for r in range(world_size)]
+        if sum(caps) < total:
+            return math.inf
+        floor_s = c / min(speeds)
+        if a == 0.0:
+            return floor_s
+        free, left, best_s = set(range(world_size)), float(total), floor_s
+        while free:
+            best_s = (a * left + c * len(free)) / math.fsum(speeds[r] for r in free)
+            full = {r for r in free if (best_s * speeds[r] - c) / a > caps[r]}
+            if not full:
+                break
+            free -= full
+            left -= sum(caps[r] for r in full)
+            # Rounding may push every last rank over its cap when the caps hold the batch exactly.
+            best_s = max((c + a * caps[r]) / speeds[r] for r in full)
+        return max(floor_s, best_s)
+
+    def even_step_s(self, world_size: int, global_batch: int, step: int = 0) -> float:
+        """Returns the time of a step if every rank gets global_batch / world_size samples [s], no jitter.
+
+        Returns ``inf`` if that is more than some rank's memory cap.
+
+        Raises:
+            ValueError: ``world_size`` < 1, ``global_batch`` < 0, or no emulated time is given.
+        """
+        speeds, total = self._devices(world_size, global_batch, step)
+        share = total / world_size
+        if any(m is not None and share > m for m in map(self.mem_cap, range(world_size))):
+            return math.inf
+        return self._reference_s(share) / min(speeds)
+
+    def fault(self, rank: int, step: int) -> Fault | None:
+        """Returns what happens to ``rank`` as it begins ``step``, if anything."""
+        faults = cast("tuple[Fault, ...]", self.faults)
+        return next((f for f in faults if f.rank == rank and f.step == step), None)
+
+    def mem_cap(self, rank: int) -> int | None:
+        """Returns the most samples ``rank`` can hold in one forward pass; ``None``: no cap."""
+        caps = cast("tuple[int | None, ...]", self.mem_samples or ())
+        return caps[rank] if rank < len(caps) else None
+
+    def _reference_s(self, samples: float) -> float:
+        if not self.emulated:
+            raise ValueError(
+                "this scenario has no emulated time, it stretches real work: to ask for seconds, give"
+                " sample_s (seconds per sample) or step_s (seconds per step)"
+            )
+        return self.step_s + (self.sample_s or 0.0) * samples
+
+    def _devices(self, world_size: int, global_batch: int, step: int) -> tuple[list[float], int]:
+        world_size = as_whole("world_size", world_size, least=1)
+        return [self.speed(r, step) for r in range(world_size)], as_whole("global_batch", global_batch)
+
+    def _generator(self, stream: int, rank: int, counter: Sequence[int]) -> np.random.Generator:
+        # Seed, rank and stream make the key, the step lies in the counter: no two draws share a position.
+        key = np.array([self.seed, 2 * rank + stream], dtype=np.uint64)
+        return np.random.Generator(np.random.Philox(key=key, counter=np.array(counter, dtype=np.uint64)))
+
+    def _in_spell(self, spells: SlowSpells, rank: int, step: int) -> bool:
+        # Philox yields four numbers per count, so step s reads number s whatever the window starts at.
+        first = max(0, step - spells.steps + 1)
+        block = first // 4
+        draws = self._generator(_SPELLS, rank, [block, 0, 0, 0]).random(step + 1 - 4 * block)
+        return bool((draws[first - 4 * block :] < spells.probability).any())

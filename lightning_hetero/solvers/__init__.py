@@ -1,0 +1,14 @@
+"""Solvers: from modelled costs to whole-number decisions. Pure, exact, deterministic.
+
+- `apportion`: shares in proportion to weights (largest remainder), inside bounds.
+- `minimax`: the split whose slowest rank is fastest, for any non-decreasing cost per rank.
+
+An impossible problem is an `Allocation` with status INFEASIBLE and a reason; malformed arguments raise.
+"""
+
+from __future__ import annotations
+
+from lightning_hetero.solvers.apportion import apportion
+from lightning_hetero.solvers.minimax import minimax
+
+__all__ = ["apportion", "minimax"]

@@ -1,0 +1,70 @@
+"""Tiers by folder, one seed, one thread, and guards around every test (see `tests.guards`)."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import HealthCheck, settings
+
+from tests import guards
+
+TIERS = ("pure", "ranks", "e2e", "gpu")
+HERE = Path(__file__).resolve().parent
+
+# Same examples in every run, and no deadlines: a busy machine must not fail a test.
+# HYPOTHESIS_PROFILE=explore searches further, with new examples each time.
+settings.register_profile(
+    "ci", derandomize=True, deadline=None, database=None, suppress_health_check=[HealthCheck.too_slow]
+)
+settings.register_profile("explore", settings.get_profile("ci"), derandomize=False, max_examples=2000)
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
+
+
+def _tier(path: Path) -> str | None:
+    parts = path.relative_to(HERE).parts if path.is_relative_to(HERE) else ()
+    return parts[0] if parts and parts[0] in TIERS else None
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Marks each test with its folder's tier; skips tests/gpu where there is no CUDA."""
+    no_cuda = pytest.mark.skip(reason="needs CUDA")
+    for item in items:
+        tier = _tier(item.path)
+        if tier is not None:
+            item.add_marker(tier)
+        if tier == "gpu" and not torch.cuda.is_available():
+            item.add_marker(no_cuda)
+
+
+@pytest.fixture(autouse=True)
+def leak_guards(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Wraps every test; tests/pure skips what pure code cannot leak. Others run in their own empty folder."""
+    with ExitStack() as stack:
+        # Entered first, checked last: a process group must be gone before its sockets are counted.
+        stack.enter_context(guards.environment())
+        stack.enter_context(guards.process_state())
+        if _tier(request.path) != "pure":
+            stack.enter_context(guards.droppings())
+            stack.enter_context(guards.listening_ports())
+            stack.enter_context(guards.child_processes())
+            stack.enter_context(guards.process_group())
+            folder = Path.cwd()
+            stack.callback(os.chdir, folder)
+            os.chdir(request.getfixturevalue("tmp_path"))
+        stack.enter_context(guards.threads())
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def rank_pools() -> Iterator[None]:
+    """Ends the rank harness's workers with the session, if a test started any."""
+    yield
+    import sys
+
+    if (harness := sys.modules.get("tests.ranks.harness")) is not None:
+        harness.close_pools()

@@ -1,0 +1,116 @@
+"""``lightning-hetero-train`` as a user runs it: processes, directories, tables, exit codes."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+import yaml
+
+ROOT = Path(__file__).resolve().parents[2]
+RANK_TABLE = "rank  samples/s"
+COMPARISON = "job  strategy"
+FAULT = "emulation.scenario={_target_:lightning_hetero.Scenario,faults:[{step:2,rank:%d,kind:%s}]}"
+
+pytestmark = pytest.mark.timeout(300)
+
+
+def train(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """Runs the command in the current (empty) directory, as a user without anything of Lightning's set."""
+    environ = {k: v for k, v in os.environ.items() if not k.startswith("PL_")}
+    for name in ("LOCAL_RANK", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE", "RANK"):
+        environ.pop(name, None)
+    environ["PYTHONPATH"] = os.pathsep.join(
+        [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+    )
+    command = [sys.executable, "-m", "lightning_hetero.cli.train", *arguments]
+    return subprocess.run(command, env=environ, capture_output=True, text=True, timeout=240)
+
+
+@pytest.fixture(autouse=True)
+def nothing_outlives_the_command(tmp_path: Path) -> Iterator[None]:
+    """Children of a dead parent are nobody's children: look for everything that works in our directory."""
+    yield
+    others = [p for p in psutil.process_iter(["cwd"]) if p.pid != os.getpid()]
+    left = [p for p in others if p.info["cwd"] == str(tmp_path)]
+    for process in left:
+        process.kill()
+    assert not left
+
+
+def job_directories(root: Path) -> list[str]:
+    return sorted(str(p.parent.relative_to(root)) for p in root.rglob(".hydra"))
+
+
+def test_one_run_leaves_one_directory_one_result_and_one_table(tmp_path: Path) -> None:
+    done = train("debug=fast", "experiment=digits")
+    assert done.returncode == 0, done.stderr
+    (directory,) = job_directories(tmp_path)
+    assert [p.name for p in tmp_path.iterdir()] == ["outputs"]
+    assert done.stdout.count(RANK_TABLE) == 1 and COMPARISON not in done.stdout
+    result = json.loads((tmp_path / directory / "result.json").read_text())
+    assert (result["strategy"], result["scenario"], result["steps"]) == ("ddp", "none", 4)
+    assert result["samples"] == 2 * 4 * 16 and result["fit_s"] > 0 and result["samples_per_s"] > 0
+    assert (
+        result["metric"]["name"] == "val_acc"
+        and result["metric"]["value"] == result["metrics"]["val_acc"]
+    )
+    assert [rank["rank"] for rank in result["ranks"]] == [0, 1]
+    assert [rank["share"] for rank in result["ranks"]] == [0.5, 0.5]
+
+
+def test_a_multirun_repeats_nothing_and_ends_with_one_comparison(tmp_path: Path) -> None:
+    swept = "strategy=ddp,hetero_balanced"
+    done = train(
+        "--multirun", "debug=fast", swept, "hydra.sweep.dir=sweep", "callbacks.checkpoint=null"
+    )
+    assert done.returncode == 0, done.stderr
+    assert job_directories(tmp_path) == ["sweep/0", "sweep/1"]
+    assert sorted(p.name for p in (tmp_path / "sweep").iterdir()) == ["0", "1", "multirun.yaml"]
+    assert [p.name for p in tmp_path.iterdir()] == ["sweep"]
+    assert done.stdout.count(RANK_TABLE) == 2 and done.stdout.count(COMPARISON) == 1
+    lines = done.stdout[done.stdout.index(COMPARISON) :].splitlines()
+    assert [line.split()[:2] for line in lines[2:4]] == [["0", "ddp"], ["1", "hetero_balanced"]]
+    results = [json.loads((tmp_path / "sweep" / job / "result.json").read_text()) for job in "01"]
+    assert [r["overrides"][1] for r in results] == ["strategy=ddp", "strategy=hetero_balanced"]
+    assert [r["steps"] for r in results] == [4, 4]
+    # Each job trained with ranks of its own, under its own configuration.
+    for job, result in zip("01", results, strict=True):
+        config = yaml.safe_load((tmp_path / "sweep" / job / ".hydra" / "config.yaml").read_text())
+        expected = {"0": "DDPStrategy", "1": "LoadBalancedStrategy"}[job]
+        assert config["strategy"]["_target_"].rpartition(".")[2] == expected
+        assert sorted(rank["rank"] for rank in result["ranks"]) == [0, 1]
+        assert (tmp_path / "sweep" / job / "train_ddp_process_1.log").exists()
+
+
+def test_a_metric_that_training_did_not_log_is_validated_at_the_end(tmp_path: Path) -> None:
+    done = train(
+        "debug=fast", "+trainer.check_val_every_n_epoch=9", "callbacks=none", "hydra.run.dir=here"
+    )
+    assert done.returncode == 0, done.stderr
+    result = json.loads((tmp_path / "here" / "result.json").read_text())
+    assert 0.0 <= result["metric"]["value"] <= 1.0
+    assert result["ranks"] == [] and result["samples_per_s"] is None
+    assert RANK_TABLE not in done.stdout and "val_acc" in done.stdout
+
+
+@pytest.mark.parametrize(("rank", "kind"), [(1, "exception"), (1, "kill"), (0, "exception")])
+def test_a_failing_rank_fails_the_command(tmp_path: Path, rank: int, kind: str) -> None:
+    done = train("debug=fast", FAULT % (rank, kind), "hydra.run.dir=here")
+    assert done.returncode != 0
+    assert job_directories(tmp_path) == ["here"]
+    assert RANK_TABLE not in done.stdout
+    assert not (tmp_path / "here" / "result.json").exists()
+
+
+def test_an_unknown_option_fails_before_anything_starts(tmp_path: Path) -> None:
+    done = train("strategy=no_such_strategy")
+    assert done.returncode != 0
+    assert "no_such_strategy" in done.stderr and "ddp" in done.stderr
+    assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,159 @@
+"""What is installed works: wheel and checkout both show our config groups to any Hydra app.
+
+Nothing is downloaded: the wheel is built by hatchling in this interpreter and unpacked into a folder, which
+stands on the search path of fresh interpreters, the checkout hidden.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+FILES = ("pyproject.toml", "hatch_build.py", "LICENSE", "README.md", ".gitignore")
+FOLDERS = ("lightning_hetero", "conf")
+
+BUILD = "import sys; from hatchling.build import build_wheel; print(build_wheel(sys.argv[1]))"
+
+# No site directory: neither an editable install's .pth nor a checkout on the path can help the wheel.
+ISOLATED = """
+import sys
+sys.path[:0] = [{folders}]
+sys.path[:] = [p for p in sys.path if p and p not in {hidden!r}]
+"""
+
+STRANGER = """
+import hydra
+from omegaconf import DictConfig, OmegaConf
+
+@hydra.main(config_path="my_conf", config_name="main", version_base="1.3")
+def main(cfg: DictConfig) -> None:
+    print(OmegaConf.to_yaml(cfg.strategy))
+    import sys
+    print("imported ours:", "lightning_hetero" in sys.modules, "imported torch:", "torch" in sys.modules)
+
+main()
+"""
+
+
+def python(folder: Path, script: str, *arguments: str, paths: tuple[Path, ...]) -> str:
+    """Runs ``script`` in ``folder`` in a fresh interpreter with ``paths`` first and the checkout hidden."""
+    file = folder / "app.py"
+    hidden = [str(ROOT), str(ROOT / "lightning_hetero" / "_hydra")]
+    hidden = [path for path in hidden if path not in map(str, paths)]
+    folders = ", ".join(repr(str(path)) for path in paths)
+    file.write_text(ISOLATED.format(folders=folders, hidden=hidden) + script)
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    result = subprocess.run(
+        [sys.executable, str(file), *arguments],
+        cwd=folder,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    assert result.returncode == 0, result.stdout + result.stderr
+    return result.stdout
+
+
+@pytest.fixture(scope="session")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Builds the wheel from a copy of the sources, so that nothing is written into the checkout."""
+    copy, out = tmp_path_factory.mktemp("sources"), tmp_path_factory.mktemp("dist")
+    for name in FILES:
+        shutil.copy(ROOT / name, copy)
+    for name in FOLDERS:
+        shutil.copytree(ROOT / name, copy / name, ignore=shutil.ignore_patterns("__pycache__"))
+    command = [sys.executable, "-c", BUILD, str(out)]
+    result = subprocess.run(command, cwd=copy, capture_output=True, text=True, timeout=100)
+    assert result.returncode == 0, result.stdout + result.stderr
+    return next(out.glob("lightning_hetero-*.whl"))
+
+
+@pytest.fixture(scope="session")
+def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the wheel's content and nothing else, as ``pip install --no-deps --target`` leaves it."""
+    folder = tmp_path_factory.mktemp("site")
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(folder)
+    return folder
+
+
+@pytest.fixture
+def stranger(tmp_path: Path) -> Path:
+    """Somebody else's Hydra app, which names our strategy group in its defaults."""
+    (tmp_path / "my_conf").mkdir()
+    (tmp_path / "my_conf" / "main.yaml").write_text("defaults:\n  - _self_\n  - strategy: hetero_balanced\n")
+    return tmp_path
+
+
+def test_the_wheel_contains_every_config_and_the_plugin(wheel: Path) -> None:
+    names = set(zipfile.ZipFile(wheel).namelist())
+    files = [path.relative_to(ROOT).as_posix() for path in (ROOT / "conf").rglob("*.yaml")]
+    configs = {f"lightning_hetero/{file}" for file in files}
+    assert configs and configs <= names
+    plugin = {"hydra_plugins/lightning_hetero/__init__.py", "hydra_plugins/lightning_hetero/search_path.py"}
+    assert plugin <= names
+    assert {"lightning_hetero/conf/__init__.py", "lightning_hetero/py.typed"} <= names
+    assert "hydra_plugins/__init__.py" not in names
+    top = {name.split("/")[0] for name in names}
+    assert top == {"lightning_hetero", "hydra_plugins", "lightning_hetero-0.1.0.dist-info"}
+    assert not any(name.startswith("lightning_hetero/_hydra") for name in names)
+
+
+def test_the_wheel_ships_licence_and_command(wheel: Path) -> None:
+    archive = zipfile.ZipFile(wheel)
+    info = "lightning_hetero-0.1.0.dist-info"
+    commands = archive.read(f"{info}/entry_points.txt").decode()
+    assert "lightning-hetero-train = lightning_hetero.cli.train:main" in commands
+    assert f"{info}/licenses/LICENSE" in archive.namelist()
+
+
+@pytest.mark.parametrize("kind", ["wheel", "checkout"])
+def test_a_strangers_app_finds_our_strategy_by_name(
+    kind: str, stranger: Path, request: pytest.FixtureRequest
+) -> None:
+    if kind == "wheel":
+        paths = (request.getfixturevalue("installed"),)
+    else:  # what the editable install's .pth adds
+        paths = (ROOT, ROOT / "lightning_hetero" / "_hydra")
+    printed = python(stranger, STRANGER, paths=paths)
+    assert "_target_: lightning_hetero." in printed
+    assert "LoadBalancedStrategy" in printed
+    assert "imported ours: False imported torch: False" in printed  # the plugin costs a stranger nothing
+    overridden = python(stranger, STRANGER, "strategy=ddp", paths=paths)
+    assert "LoadBalancedStrategy" not in overridden and "DDPStrategy" in overridden
+
+
+def test_a_strangers_own_file_wins(stranger: Path, installed: Path) -> None:
+    own = stranger / "my_conf" / "strategy"
+    own.mkdir()
+    (own / "hetero_balanced.yaml").write_text("mine: true\n")
+    printed = python(stranger, STRANGER, paths=(installed,))
+    assert printed.startswith("mine: true")
+
+
+@pytest.mark.parametrize("kind", ["wheel", "checkout"])
+def test_config_root_points_at_the_files(kind: str, tmp_path: Path, request: pytest.FixtureRequest) -> None:
+    folder = request.getfixturevalue("installed") if kind == "wheel" else ROOT
+    # the file alone: importing the package would cost Lightning's import
+    module = folder / "lightning_hetero" / "_conf.py"
+    script = f"import runpy; print(runpy.run_path({str(module)!r})['config_root']())"
+    expected = "pkg://lightning_hetero.conf" if kind == "wheel" else str(ROOT / "conf")
+    assert python(tmp_path, script, paths=(folder,)).strip() == expected
+
+
+def test_config_root_says_where_it_looked(tmp_path: Path) -> None:
+    (tmp_path / "package").mkdir()
+    module = tmp_path / "package" / "_conf.py"
+    shutil.copy(ROOT / "lightning_hetero" / "_conf.py", module)
+    code = f"import runpy; runpy.run_path({str(module)!r})['config_root']()"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100)
+    assert result.returncode != 0
+    assert "FileNotFoundError: no configuration in" in result.stderr

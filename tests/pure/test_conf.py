@@ -1,0 +1,147 @@
+"""The shipped YAML: every key belongs to its ``_target_``'s constructor, and everything composes."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hydra import compose, initialize_config_dir
+from hydra.utils import get_class
+from lightning.pytorch.strategies import DDPStrategy
+from omegaconf import DictConfig, ListConfig, OmegaConf
+from torch.nn.parallel import DistributedDataParallel
+
+CONF = Path(__file__).resolve().parents[2] / "conf"
+FILES = sorted(CONF.rglob("*.yaml"))
+# Given by the command line, not by YAML.
+INJECTED = {"lightning.pytorch.Trainer": {"strategy", "callbacks", "logger"}}
+
+
+def names(group: str) -> list[str]:
+    return sorted(path.stem for path in (CONF / group).glob("*.yaml"))
+
+
+def nodes_with_target(node: Any) -> Iterator[DictConfig]:
+    if isinstance(node, DictConfig):
+        if "_target_" in node:
+            yield node
+        for key in node:
+            yield from nodes_with_target(node._get_node(key))
+    elif isinstance(node, ListConfig):
+        for index in range(len(node)):
+            yield from nodes_with_target(node._get_node(index))
+
+
+def parameters(target: type) -> tuple[dict[str, inspect.Parameter], set[str]]:
+    """The constructor's named parameters, and what it takes besides through ``**kwargs``."""
+    named = dict(inspect.signature(target).parameters)
+    further: set[str] = set()
+    if any(p.kind is p.VAR_KEYWORD for p in named.values()) and issubclass(target, DDPStrategy):
+        further |= set(inspect.signature(DDPStrategy).parameters)
+        further |= set(inspect.signature(DistributedDataParallel).parameters)
+    return named, further
+
+
+def callbacks_of(trainer: Any) -> list[Any]:
+    return trainer.callbacks
+
+
+def check_keys(node: DictConfig) -> None:
+    target = get_class(node._target_)
+    named, further = parameters(target)
+    keys = {str(key) for key in node} - {"_target_"}
+    unknown = keys - set(named) - further
+    assert not unknown, f"{node._target_} does not take {sorted(unknown)}"
+    required = {
+        name
+        for name, p in named.items()
+        if p.default is p.empty and p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)
+    }
+    assert required <= keys, f"{node._target_} also needs {sorted(required - keys)}"
+    assert not keys & INJECTED.get(node._target_, set())
+
+
+def composed(*overrides: str, hydra: bool = False) -> DictConfig:
+    with initialize_config_dir(version_base="1.3", config_dir=str(CONF)):
+        return compose(
+            "train", overrides=["paths.output_dir=out", *overrides], return_hydra_config=hydra
+        )
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.relative_to(CONF).as_posix())
+def test_every_key_is_an_argument_of_its_target(path: Path) -> None:
+    for node in nodes_with_target(OmegaConf.load(path)):
+        check_keys(node)
+
+
+def test_a_wrong_key_is_noticed() -> None:
+    good = {"_target_": "lightning_hetero.demo.DigitsData", "batch_size": 4}
+    check_keys(OmegaConf.create(good))
+    with pytest.raises(AssertionError, match="does not take"):
+        check_keys(OmegaConf.create({**good, "bath_size": 4}))
+    ddp = {"_target_": "lightning.pytorch.strategies.DDPStrategy", "find_unused_parameters": True}
+    check_keys(OmegaConf.create(ddp))
+    with pytest.raises(AssertionError, match="does not take"):
+        check_keys(OmegaConf.create({**ddp, "unused": True}))
+
+
+@pytest.mark.parametrize("group", ["strategy", "trainer", "emulation", "callbacks", "logger"])
+def test_every_option_composes_into_the_default(group: str) -> None:
+    assert names(group)
+    for name in names(group):
+        cfg = composed(f"{group}={name}")
+        OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True)
+
+
+@pytest.mark.parametrize("debug", [[], *([f"debug={name}"] for name in names("debug"))], ids=str)
+@pytest.mark.parametrize("experiment", names("experiment"))
+def test_every_experiment_composes(experiment: str, debug: list[str]) -> None:
+    cfg = composed(f"experiment={experiment}", *debug)
+    plain = OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True)
+    assert isinstance(plain, dict)
+    for node in nodes_with_target(cfg):
+        check_keys(node)
+
+
+def test_the_topics_agree_on_the_length_of_a_window() -> None:
+    cfg = composed("experiment=topics", "model.block_size=32")
+    assert cfg.data.block_size == 32
+    assert (
+        cfg.callbacks.checkpoint.monitor == "val_perplexity"
+        and cfg.callbacks.checkpoint.mode == "min"
+    )
+
+
+def test_debug_runs_two_ranks_at_full_speed_unless_told_otherwise() -> None:
+    cfg = composed("debug=fast")
+    assert cfg.trainer.devices == 2 and cfg.emulation.scenario is None
+    assert composed("debug=fast", "emulation=two_fast_two_slow").emulation.scenario is not None
+
+
+@pytest.mark.parametrize("sweep", names("sweep"))
+def test_every_sweep_names_options_that_exist(sweep: str) -> None:
+    cfg = composed(f"sweep={sweep}", hydra=True)
+    assert cfg.hydra.mode.name == "MULTIRUN"
+    for group, choices in cfg.hydra.sweeper.params.items():
+        assert set(choices.split(",")) <= set(names(group))
+
+
+def test_the_whole_configuration_becomes_objects() -> None:
+    from lightning_hetero.callbacks import ThrottleCallback
+    from lightning_hetero.cli.train import FitClock, build, make_trainer
+    from lightning_hetero.demo import DigitsCNN, DigitsData
+
+    cfg = composed("trainer.default_root_dir=null")
+    assert isinstance(build(cfg.model), DigitsCNN) and isinstance(build(cfg.data), DigitsData)
+    for emulation, throttled in (("two_fast_two_slow", 1), ("none", 0)):
+        cfg = composed(f"emulation={emulation}")
+        trainer = make_trainer(cfg, Path("out"))
+        assert isinstance(trainer.strategy, DDPStrategy) and trainer.num_devices == 4
+        kinds = [type(callback) for callback in callbacks_of(trainer)]
+        assert kinds.count(ThrottleCallback) == throttled and kinds.count(FitClock) == 1
+        assert [type(logger).__name__ for logger in trainer.loggers] == ["CSVLogger"]
+    empty = make_trainer(composed("logger=none", "callbacks=none", "emulation=none"), Path("out"))
+    assert empty.loggers == [] and FitClock in map(type, callbacks_of(empty))

@@ -1,0 +1,332 @@
+"""`Controller`: every rank holds the same shares for the same batch, however far its own loader reads ahead."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lightning_hetero.balanced.controller import Controller, ExchangeClock, Row, Tag, shares_digest
+from lightning_hetero.balanced.policy import BalancePolicy, Decision, ShareBounds
+from lightning_hetero.solvers import minimax
+from lightning_hetero.types import AffineCost, SpeedSample
+
+FIXED_S, PER_SAMPLE_S = 0.009, 0.003
+SLOW = (1.0, 1.0, 2.0, 4.0)
+SWAPPED = (4.0, 2.0, 1.0, 1.0)
+
+
+class Noting(BalancePolicy):
+    """Notes which record was taken in before which shares were asked for; moves at every record."""
+
+    def __init__(self) -> None:
+        super().__init__(warmup=0)
+        self.taken: list[int] = []
+
+    def observe(self, records: Sequence[SpeedSample]) -> Decision:
+        decision = super().observe(records)
+        self.taken.append(records[0].step)
+        turn = 1 + len(self.taken) % 3
+        rest = self._total - turn * (len(records) - 1)
+        self._shares = (*[turn] * (len(records) - 1), rest)
+        return Decision(shares=self._shares, changed=True, reason=decision.reason)
+
+
+@dataclass
+class Mail:
+    """What all ranks sent, by tag. Reading an exchange that a rank has not sent yet would be a deadlock."""
+
+    world: int
+    rows: dict[Tag, dict[int, Row]] = field(default_factory=dict)
+
+    def send(self, rank: int, tag: Tag, row: Row) -> None:
+        self.rows.setdefault(tag, {})[rank] = row
+
+    def read(self, tag: Tag) -> list[Row]:
+        assert len(self.rows[tag]) == self.world, f"{tag}: waits for a rank that has not sent"
+        return [self.rows[tag][r] for r in range(self.world)]
+
+
+class Rank:
+    """One rank's main loop: its loader draws up to ``ahead`` batches early, then the step is trained."""
+
+    def __init__(self, rank: int, mail: Mail, *, lag: int, ahead: int, exchange: ExchangeClock, policy: BalancePolicy):
+        self.rank, self.mail, self.ahead = rank, mail, ahead
+        policy.start(world_size=mail.world, total=64, bounds=ShareBounds(lower=1))
+        self.controller = Controller(policy, rank=rank, world_size=mail.world, lag=lag, exchange=exchange)
+        self.shares: dict[Tag, tuple[int, ...]] = {}
+        self.taken_before: dict[Tag, int] = {}
+
+    def draw(self, epoch: int, step: int, steps: int, own_ahead: int) -> None:
+        """Draws every batch up to ``step + own_ahead``, as a loader with that much read-ahead has by now."""
+        policy = self.controller.policy
+        for t in range(min(steps, step + own_ahead + 1)):
+            if (epoch, t) not in self.shares:
+                self.shares[epoch, t] = self.controller.full_shares(epoch, t)
+                if isinstance(policy, Noting):
+                    self.taken_before[epoch, t] = len(policy.taken)
+
+    def train(self, epoch: int, step: int, slow: float, noise: float = 1.0) -> float:
+        samples = self.shares[epoch, step][self.rank]
+        compute_s = slow * (FIXED_S + PER_SAMPLE_S * samples) * noise
+        self.controller.measured(samples, compute_s, 0.0)
+        if self.controller.wants_exchange(epoch, step):
+            tag = (epoch, step)
+            self.mail.send(self.rank, tag, self.controller.row(epoch, step))
+            self.controller.sent(epoch, step, lambda: self.mail.read(tag))
+        return compute_s
+
+
+# ---- the lag rule --------------------------------------------------------------------------------------------
+
+
+@given(
+    world=st.integers(2, 4),
+    lag=st.integers(0, 5),
+    every=st.one_of(st.none(), st.integers(1, 4)),
+    steps=st.integers(1, 14),
+    speed=st.sampled_from([0.01, 0.3, 1.0]),  # short steps make ExchangeClock choose k > 1
+    data=st.data(),
+)
+def test_all_ranks_hold_the_same_shares_and_use_exactly_the_records_allowed(
+    world: int, lag: int, every: int | None, steps: int, speed: float, data: st.DataObject
+) -> None:
+    """Each rank's own read-ahead is at most the agreed lag and changes at will (slow workers, other prefetch)."""
+    mail = Mail(world)
+    ranks = [
+        Rank(r, mail, lag=lag, ahead=0, exchange=ExchangeClock(every=every), policy=Noting()) for r in range(world)
+    ]
+    ahead = data.draw(st.lists(st.lists(st.integers(0, lag), min_size=world, max_size=world), min_size=1, max_size=5))
+    order = data.draw(st.permutations(range(world)))
+    for epoch in range(3):
+        for step in range(steps):
+            for r in order:
+                ranks[r].draw(epoch, step, steps, ahead[(epoch + step) % len(ahead)][r])
+            for r in order:
+                ranks[r].train(epoch, step, speed * (1 + r))
+    first = ranks[0]
+    for other in ranks[1:]:
+        assert other.shares == first.shares
+        assert other.controller._last_exchange == first.controller._last_exchange
+    assert all(len(sent) == world for sent in mail.rows.values())  # the schedule is everybody's
+    tags = sorted(mail.rows)
+    for rank in ranks:
+        for (epoch, step), taken in rank.taken_before.items():
+            assert taken == sum(tag <= (epoch, step - 1 - lag) for tag in tags)
+        rank.controller.drain()
+        assert isinstance(rank.controller.policy, Noting)
+        assert rank.controller.policy.taken == [step for _, step in tags]
+    assert len({rank.controller.policy.shares for rank in ranks}) == 1
+
+
+def test_several_loaders_get_the_same_shares_for_a_step() -> None:
+    """The second loader of a step asks later, when more records may have arrived: the answer must not change."""
+    mail = Mail(2)
+    ranks = [Rank(r, mail, lag=0, ahead=0, exchange=ExchangeClock(every=1), policy=Noting()) for r in range(2)]
+    for step in range(4):
+        for rank in ranks:
+            rank.draw(0, step, 9, 0)
+        for rank in ranks:
+            rank.train(0, step, 1.0)
+            again = rank.controller.full_shares(0, step)
+            assert again == rank.shares[0, step]
+
+
+def test_memory_of_decided_shares_stays_small() -> None:
+    mail = Mail(1)
+    rank = Rank(0, mail, lag=3, ahead=0, exchange=ExchangeClock(), policy=Noting())
+    for t in range(300):
+        rank.draw(t // 100, t % 100, 100, 3)
+        assert len(rank.controller._decided) <= 2 * 3 + 2 + 1
+
+
+def test_one_rank_exchanges_nothing() -> None:
+    mail = Mail(1)
+    rank = Rank(0, mail, lag=0, ahead=0, exchange=ExchangeClock(every=1), policy=BalancePolicy())
+    for step in range(3):
+        rank.draw(0, step, 3, 0)
+        rank.train(0, step, 1.0)
+    assert not mail.rows and set(rank.shares.values()) == {(64,)}
+
+
+# ---- when to exchange ----------------------------------------------------------------------------------------
+
+
+@given(step_s=st.floats(1e-6, 10.0))
+def test_the_interval_aims_at_one_exchange_per_20_ms(step_s: float) -> None:
+    clock = ExchangeClock()
+    clock.observe((0, 3), step_s)
+    assert clock.interval((0, 3)) == min(64, max(1, math.ceil(0.02 / step_s)))
+    assert clock.interval((0, 2)) == 1  # not known yet up to there
+    assert ExchangeClock(every=5).interval((0, 3)) == 5
+
+
+@pytest.mark.parametrize(("step_s", "k"), [(1.0, 1), (0.02, 1), (0.019, 2), (0.005, 4), (1e-5, 64), (0.0, 1)])
+def test_the_interval_by_hand(step_s: float, k: int) -> None:
+    clock = ExchangeClock()
+    clock.observe((0, 0), step_s)
+    assert clock.interval((0, 0)) == k
+
+
+@given(st.lists(st.floats(1e-4, 0.1), min_size=1, max_size=20), st.integers(0, 25))
+def test_the_interval_depends_on_the_limit_only(steps_s: list[float], limit: int) -> None:
+    """A rank that has read more exchanges than another must not exchange on another schedule."""
+    late, early = ExchangeClock(), ExchangeClock()
+    for t, step_s in enumerate(steps_s):
+        late.observe((0, t), step_s)
+        if t <= limit:
+            early.observe((0, t), step_s)
+    assert late.interval((0, limit)) == early.interval((0, limit))
+
+
+def test_short_steps_are_exchanged_less_often_and_averaged() -> None:
+    mail = Mail(2)
+    ranks = [Rank(r, mail, lag=0, ahead=0, exchange=ExchangeClock(), policy=BalancePolicy()) for r in range(2)]
+    for step in range(40):
+        for rank in ranks:
+            rank.draw(0, step, 40, 0)
+        for rank in ranks:
+            rank.train(0, step, 0.1, noise=1.0 + 0.1 * (step % 2))  # 10.5 to 11.55 ms: k = 2
+    tags = sorted(step for _, step in mail.rows)
+    assert tags[0] == 0 and {b - a for a, b in zip(tags[4:], tags[5:], strict=False)} == {2}
+    last = mail.rows[0, tags[-1]][0]
+    samples = int(last[2])
+    assert last[3] == pytest.approx(1.05 * 0.1 * (FIXED_S + PER_SAMPLE_S * samples))  # mean of both steps
+
+
+def test_a_row_averages_only_steps_of_the_latest_share() -> None:
+    controller = Controller(BalancePolicy(), rank=0, world_size=2)
+    for samples, compute_s, wait_s in ((8, 9.0, 9.0), (4, 1.0, 0.5), (4, 3.0, 0.1)):
+        controller.measured(samples, compute_s, wait_s)
+    controller.measured(4, None, 7.0)  # its time is not known yet
+    assert controller.row(0, 2)[2:5] == [4.0, 2.0, 0.3]
+
+
+def test_an_epoch_begins_with_an_exchange() -> None:
+    controller = Controller(BalancePolicy(), rank=0, world_size=2, exchange=ExchangeClock(every=10))
+    asked = []
+    for epoch in range(2):
+        for step in range(12):
+            if controller.wants_exchange(epoch, step):
+                asked.append((epoch, step))
+                controller.sent(epoch, step, lambda: [])
+    assert asked == [(0, 0), (0, 10), (1, 0), (1, 10)]
+
+
+# ---- agreement -----------------------------------------------------------------------------------------------
+
+
+def test_a_disagreement_names_step_and_both_sides() -> None:
+    mail = Mail(2)
+    ranks = [Rank(r, mail, lag=0, ahead=0, exchange=ExchangeClock(every=1), policy=BalancePolicy()) for r in range(2)]
+    ranks[1].controller.policy._shares = (30, 34)
+    for rank in ranks:
+        rank.draw(2, 0, 9, 0)
+    for rank in ranks:
+        rank.train(2, 0, 1.0)
+    for rank, other in ((0, 1), (1, 0)):
+        with pytest.raises(RuntimeError) as error:
+            ranks[rank].draw(2, 1, 9, 0)
+        text = str(error.value)
+        assert "epoch 2, step 0" in text and f"rank {rank} ran" in text and f"rank {other} ran" in text
+        assert f"{shares_digest(2, 0, (32, 32)):#x}" in text and f"{shares_digest(2, 0, (30, 34)):#x}" in text
+
+
+def test_digests_differ_by_step_and_shares_and_survive_float64() -> None:
+    tags = [(e, s, shares) for e in range(3) for s in range(20) for shares in ((32, 32), (31, 33), (33, 31))]
+    digests = [shares_digest(*tag) for tag in tags]
+    assert len(set(digests)) == len(tags)
+    assert all(int(float(d)) == d for d in digests)
+
+
+def test_a_step_without_times_is_checked_but_not_learned_from() -> None:
+    mail = Mail(2)
+    ranks = [Rank(r, mail, lag=0, ahead=0, exchange=ExchangeClock(every=1), policy=Noting()) for r in range(2)]
+    for rank in ranks:
+        rank.draw(0, 0, 9, 0)
+        mail.send(rank.rank, (0, 0), rank.controller.row(0, 0))
+        rank.controller.sent(0, 0, lambda: mail.read((0, 0)))
+    ranks[0].controller.drain()
+    assert ranks[0].controller.report is None and ranks[0].controller.policy.taken == []  # type: ignore[attr-defined]
+
+
+def test_after_an_error_nothing_is_waited_for() -> None:
+    def never() -> list[Row]:
+        raise AssertionError("waited")
+
+    controller = Controller(BalancePolicy(), rank=0, world_size=2)
+    controller.sent(0, 0, never)
+    controller.abandon()
+    controller.drain()
+
+
+# ---- the closed loop -----------------------------------------------------------------------------------------
+
+
+@dataclass
+class Course:
+    """Noise-free makespan of every step, and that of the best integer split at that time."""
+
+    makespan_s: list[float]
+    ideal_s: list[float]
+    equal_s: list[float]
+
+    def settles(self, since: int, until: int, tolerance: float = 0.05) -> int:
+        """Steps from ``since`` until the makespan stays within ``tolerance`` of the best."""
+        late = [t for t in range(since, until) if self.makespan_s[t] > (1 + tolerance) * self.ideal_s[t]]
+        return late[-1] + 1 - since if late else 0
+
+
+def simulate(
+    before: tuple[float, ...], after: tuple[float, ...], *, steps: int, swap: int, lag: int = 0, noise: float = 0.0,
+    seed: int = 0,
+) -> Course:
+    """Four ranks, 64 samples, policy defaults: T = slow * (9 ms + 3 ms * b), as in the engine's prototype."""
+    rng = np.random.default_rng(seed)
+    mail = Mail(4)
+    ranks = [Rank(r, mail, lag=lag, ahead=lag, exchange=ExchangeClock(), policy=BalancePolicy()) for r in range(4)]
+    low, up = ShareBounds().resolve(4, 64)
+    course = Course([], [], [])
+    for rank in ranks:
+        rank.controller.policy.start(world_size=4, total=64, bounds=ShareBounds())
+    for step in range(steps):
+        slow = before if step < swap else after
+        costs = [AffineCost(fixed_s=k * FIXED_S, per_sample_s=k * PER_SAMPLE_S) for k in slow]
+        for rank in ranks:
+            rank.draw(0, step, steps, rank.ahead)
+        for rank in ranks:
+            rank.train(0, step, slow[rank.rank], max(0.5, 1 + noise * float(rng.standard_normal())))
+        shares = ranks[0].shares[0, step]
+        course.makespan_s.append(max(c.seconds(b) for c, b in zip(costs, shares, strict=True)))
+        course.ideal_s.append(minimax(costs, 64, lower=low, upper=up).makespan_s)
+        course.equal_s.append(max(c.seconds(16) for c in costs))
+    return course
+
+
+@pytest.mark.parametrize("lag", [0, 1, 4])
+def test_shares_settle_within_two_measurements_of_start_and_swap(lag: int) -> None:
+    course = simulate(SLOW, SWAPPED, steps=80, swap=40, lag=lag)
+    # At the start one more: the first record is warm-up.
+    assert course.settles(0, 40) <= 3 + lag
+    assert course.settles(40, 80) <= 3 + lag
+    assert course.equal_s[0] > 2 * course.ideal_s[0]  # there was something to gain
+
+
+@pytest.mark.parametrize("noise", [0.02, 0.1])
+def test_equal_ranks_with_noise_do_not_wander(noise: float) -> None:
+    over = []
+    for seed in range(6):
+        course = simulate((1.0,) * 4, (1.0,) * 4, steps=100, swap=100, noise=noise, seed=seed)
+        over.append(sum(course.makespan_s) / sum(course.equal_s))
+    assert 1.0 <= float(np.mean(over)) <= 1.03
+
+
+def test_unequal_ranks_with_noise_stay_near_the_best() -> None:
+    courses = [simulate(SLOW, SLOW, steps=100, swap=100, noise=0.1, seed=seed) for seed in range(4)]
+    over = [sum(c.makespan_s[5:]) / sum(c.ideal_s[5:]) for c in courses]
+    assert float(np.mean(over)) <= 1.10

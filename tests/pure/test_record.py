@@ -1,0 +1,231 @@
+"""Traces: what was written is what is read, whatever a crash left behind."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lightning_hetero.cluster.record import (
+    SCHEMA_VERSION,
+    EventWriter,
+    TornTraceWarning,
+    read_events,
+    replay,
+    trace_path,
+)
+from lightning_hetero.types import Event, SpeedSample
+
+finite = st.floats(allow_nan=False, allow_infinity=False)
+plain_values = st.none() | st.booleans() | st.integers() | finite | st.text(max_size=5)
+json_values = plain_values | st.lists(plain_values, max_size=3)
+some_events = st.lists(
+    st.builds(
+        Event,
+        kind=st.sampled_from(["step", "decision", "fault", "from the future"]),
+        rank=st.just(0),
+        epoch=st.integers(0, 3),
+        step=st.integers(0, 20),
+        t_s=finite,
+        data=st.dictionaries(st.text(max_size=5), json_values, max_size=3),
+    ),
+    max_size=6,
+)
+
+
+def step(rank: int, epoch: int, index: int, samples: int = 4, compute_s: float = 0.5, **more: Any) -> Event:
+    data = {"samples": samples, "compute_s": compute_s, "wait_s": 0.25, **more}
+    return Event(kind="step", rank=rank, epoch=epoch, step=index, t_s=float(index), data=data)
+
+
+def write(path: Path, events: list[Event], **arguments: Any) -> Path:
+    with EventWriter(path, **arguments) as writer:
+        for event in events:
+            writer.write(event)
+    return path
+
+
+def body(path: Path) -> list[Event]:
+    return [e for e in read_events(path) if e.kind != "run"]
+
+
+@settings(max_examples=15)
+@given(some_events, st.integers(1, 5))
+def test_round_trip_in_order_of_epoch_and_step(events: list[Event], flush_every: int) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        path = write(Path(folder) / "new" / "rank0.jsonl", events, flush_every=flush_every)
+        assert body(path) == sorted(events, key=lambda e: (e.epoch, e.step, e.rank))
+
+
+def test_first_line_says_version_world_size_and_names(tmp_path: Path) -> None:
+    path = write(tmp_path / "t.jsonl", [], rank=1, world_size=3, names=["cpu"])
+    first = json.loads(path.read_text().splitlines()[0])
+    assert (first["kind"], first["rank"]) == ("run", 1)
+    assert first["data"] == {"version": SCHEMA_VERSION, "world_size": 3, "names": ["cpu"]}
+
+
+def test_lines_are_collected_then_written_whole(tmp_path: Path) -> None:
+    path = tmp_path / "t.jsonl"
+    writer = EventWriter(path, flush_every=3)
+    counts = []
+    for i in range(7):
+        writer.write(step(0, 0, i))
+        counts.append(len(path.read_text().splitlines()) - 1)
+    writer.close()
+    writer.close()
+    assert counts == [0, 0, 3, 3, 3, 6, 6]
+    assert len(body(path)) == 7
+    with pytest.raises(ValueError, match="closed"):
+        writer.write(step(0, 0, 8))
+
+
+def test_a_failing_block_still_closes(tmp_path: Path) -> None:
+    with pytest.raises(KeyError), EventWriter(tmp_path / "t.jsonl") as writer:
+        writer.write(step(0, 0, 0))
+        raise KeyError
+    assert len(body(tmp_path / "t.jsonl")) == 1
+
+
+def test_values_json_does_not_know_become_plain(tmp_path: Path) -> None:
+    data = {
+        "scalar": np.float32(0.5),
+        "array": np.arange(3),
+        "point": np.array(2.0),
+        "inf": math.inf,
+        "deep": {"nan": [math.nan, (1, np.int64(2))]},
+        "other": Path("a"),
+    }
+    path = write(tmp_path / "t.jsonl", [Event(kind="step", rank=0, epoch=0, step=0, t_s=0.0, data=data)])
+    (event,) = body(path)
+    plain = {
+        "scalar": 0.5,
+        "array": [0, 1, 2],
+        "point": 2.0,
+        "inf": None,
+        "deep": {"nan": [None, [1, 2]]},
+        "other": "a",
+    }
+    assert event.data == plain
+
+
+@given(st.integers(1, 10_000))
+@settings(max_examples=15)
+def test_a_torn_last_line_is_skipped_and_reported(cut: int) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        path = write(Path(folder) / "t.jsonl", [step(0, 0, i, note="hé\u2028") for i in range(3)])
+        content = path.read_bytes()
+        last = content[:-1].rindex(b"\n") + 1
+        cut = last + 1 + cut % (len(content) - last - 2)  # inside the last line, neither empty nor whole
+        path.write_bytes(content[:cut])
+        with pytest.warns(TornTraceWarning, match="line 4: cut short"):
+            events = body(path)
+        assert events == [step(0, 0, i, note="hé\u2028") for i in range(2)]
+        write(path, [step(0, 0, 9)])  # a resumed run goes on after it
+        with pytest.warns(TornTraceWarning, match="line 4: cut short"):
+            assert body(path) == [*events, step(0, 0, 9)]
+
+
+def test_a_trace_torn_in_its_first_line_is_empty(tmp_path: Path) -> None:
+    path = write(tmp_path / "t.jsonl", [])
+    path.write_bytes(path.read_bytes()[:20])
+    with pytest.warns(TornTraceWarning, match="line 1"):
+        assert read_events(path) == []
+    path.write_bytes(b"")
+    assert read_events(path) == []
+
+
+def test_damage_that_no_crash_explains_is_an_error(tmp_path: Path) -> None:
+    path = write(tmp_path / "t.jsonl", [step(0, 0, i) for i in range(3)])
+    lines = path.read_text().splitlines()
+    path.write_text("\n".join([*lines[:2], lines[2][:30], lines[3]]) + "\n")
+    with pytest.raises(ValueError, match=r"t\.jsonl, line 3: not an event"):
+        read_events(path)
+    path.write_text("no trace at all")
+    with pytest.raises(ValueError, match="not a trace"):
+        read_events(path)
+
+
+@pytest.mark.parametrize("version", [SCHEMA_VERSION + 1, "1", None])
+def test_another_version_is_an_error_that_says_what_to_do(tmp_path: Path, version: Any) -> None:
+    path = write(tmp_path / "t.jsonl", [step(0, 0, 0)])
+    first, *rest = path.read_text().splitlines()
+    row = json.loads(first)
+    row["data"]["version"] = version
+    path.write_text("\n".join([json.dumps(row), *rest]) + "\n")
+    with pytest.raises(
+        ValueError, match=rf"schema version {version!r}.*reads schema version {SCHEMA_VERSION}"
+    ):
+        read_events(path)
+    path.write_text("\n".join(rest) + "\n")
+    with pytest.raises(ValueError, match="no 'run' line"):
+        read_events(path)
+
+
+def test_a_folder_is_merged_in_order(tmp_path: Path) -> None:
+    world = 11  # rank10 sorts before rank2 as a name
+    for rank in range(world):
+        write(
+            trace_path(tmp_path, rank),
+            [step(rank, e, i) for e in (0, 1) for i in (0, 1)],
+            rank=rank,
+            world_size=world,
+        )
+    (tmp_path / "notes.txt").write_text("not a trace")
+    expected = [step(r, e, i) for e in (0, 1) for i in (0, 1) for r in range(world)]
+    assert body(tmp_path) == expected
+
+
+def test_nothing_to_read_is_an_error(tmp_path: Path) -> None:
+    for path in (tmp_path, tmp_path / "missing"):
+        with pytest.raises(FileNotFoundError, match=r"rank0\.jsonl"):
+            read_events(path)
+
+
+def test_bad_arguments_are_named(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="rank=2"):
+        EventWriter(tmp_path / "t.jsonl", rank=2, world_size=2)
+    with pytest.raises(ValueError, match="flush_every=0"):
+        EventWriter(tmp_path / "t.jsonl", flush_every=0)
+
+
+@given(st.integers(1, 4), st.integers(0, 6), st.randoms(use_true_random=False))
+def test_replay_yields_whole_steps_in_order(world: int, count: int, shuffler: random.Random) -> None:
+    events = [
+        step(r, i // 4, i % 4, samples=r + i, compute_s=0.1 * (r + 1))
+        for i in range(count)
+        for r in range(world)
+    ]
+    decision = Event(kind="decision", rank=0, epoch=0, step=0, t_s=0.0, data={"samples": 1, "compute_s": 1})
+    stock = Event(kind="step", rank=9, epoch=0, step=0, t_s=0.0, data={"samples": 1, "step_s": 1.0})
+    shuffled = [*events, decision, stock]
+    shuffler.shuffle(shuffled)
+    assert list(replay(shuffled)) == [
+        tuple(
+            SpeedSample(rank=r, step=i % 4, samples=r + i, compute_s=0.1 * (r + 1), wait_s=0.25)
+            for r in range(world)
+        )
+        for i in range(count)
+    ]
+
+
+def test_replay_passes_over_incomplete_steps_and_takes_the_later_record() -> None:
+    events = [
+        step(0, 0, 0),
+        step(1, 0, 0),
+        step(0, 0, 1),
+        step(0, 0, 2),
+        step(1, 0, 2),
+        step(0, 0, 2, samples=7),
+    ]
+    assert [[(s.step, s.rank, s.samples) for s in row] for row in replay(events)] == [
+        [(0, 0, 4), (0, 1, 4)],
+        [(2, 0, 7), (2, 1, 4)],
+    ]

@@ -1,0 +1,171 @@
+"""Summaries and tables: against NumPy, by invariants, and as drawn literals."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lightning_hetero.cli.summary import (
+    RankSummary,
+    comparison_table,
+    format_table,
+    rank_table,
+    ranks_as_json,
+    ranks_from_json,
+    summarise_ranks,
+)
+from lightning_hetero.types import Event
+
+
+def step(rank: int, index: int, samples: float, compute_s: float, wait_s: float = 0.0) -> Event:
+    data = {"samples": samples, "compute_s": compute_s, "wait_s": wait_s}
+    return Event(
+        kind="step", rank=rank, epoch=index // 5, step=index % 5, t_s=float(index), data=data
+    )
+
+
+measured = st.tuples(
+    st.integers(0, 64), st.floats(1e-4, 10.0), st.floats(0.0, 10.0)
+)  # samples, compute_s, wait_s
+traces = st.integers(1, 4).flatmap(
+    lambda world: st.integers(1, 12).flatmap(
+        lambda steps: st.lists(
+            st.lists(measured, min_size=steps, max_size=steps), min_size=world, max_size=world
+        )
+    )
+)
+
+
+@given(traces, st.floats(0.05, 1.0), st.randoms(use_true_random=False))
+def test_figures_are_numpys_over_the_last_steps_in_any_order(trace, part, random) -> None:
+    events = [
+        step(r, i, *values) for r, steps in enumerate(trace) for i, values in enumerate(steps)
+    ]
+    random.shuffle(events)
+    ranks = summarise_ranks(events, steady_part=part)
+    assert [r.rank for r in ranks] == list(range(len(trace)))
+    means = []
+    for summary, steps in zip(ranks, trace, strict=True):
+        last = np.array(steps[len(steps) - summary.steps :])
+        assert abs(summary.steps - part * len(steps)) < 1
+        means.append(last[:, 0].mean())
+        assert summary.compute_s == pytest.approx(np.median(last[:, 1]))
+        assert summary.wait_s == pytest.approx(np.median(last[:, 2]))
+        speeds = [b / c for b, c, _ in last if b > 0]
+        assert summary.samples_per_s == (pytest.approx(np.median(speeds)) if speeds else None)
+    expected = np.array(means) / np.sum(means) if np.sum(means) > 0 else np.zeros(len(means))
+    assert [r.share for r in ranks] == pytest.approx(list(expected))
+    assert ranks_from_json(json.loads(json.dumps(ranks_as_json(ranks)))) == ranks
+
+
+def test_other_events_and_incomplete_steps_are_skipped() -> None:
+    events = [
+        Event(kind="decision", rank=0, epoch=0, step=0, t_s=0.0, data={"shares": [1, 2]}),
+        Event(kind="step", rank=1, epoch=0, step=0, t_s=0.0, data={"loss": 1.0}),
+        step(0, 0, 8, 0.5),
+    ]
+    (only,) = summarise_ranks(events)
+    assert only == RankSummary(
+        rank=0, steps=1, samples=8, share=1.0, samples_per_s=16.0, compute_s=0.5, wait_s=0.0
+    )
+    assert summarise_ranks([]) == []
+
+
+@pytest.mark.parametrize("part", [0.0, -0.1, 1.1])
+def test_a_part_outside_its_range_is_refused(part: float) -> None:
+    with pytest.raises(ValueError, match=r"must be in \(0, 1\]"):
+        summarise_ranks([], steady_part=part)
+
+
+def test_the_table_of_a_job_as_drawn() -> None:
+    events = [step(0, i, 48, 0.1) for i in range(4)] + [
+        step(1, i, 16, 0.08, 0.02) for i in range(4)
+    ]
+    assert rank_table(summarise_ranks(events)) == "\n".join(
+        [
+            "rank  samples/s  samples  share %  compute ms  wait ms",
+            "----  ---------  -------  -------  ----------  -------",
+            "   0      480.0     48.0     75.0       100.0      0.0",
+            "   1      200.0     16.0     25.0        80.0     20.0",
+        ]
+    )
+
+
+def test_the_table_of_several_jobs_as_drawn() -> None:
+    waiting = summarise_ranks([step(0, 0, 16, 0.1, 0.3), step(1, 0, 16, 0.4)])
+    even = summarise_ranks([step(0, 0, 24, 0.1), step(1, 0, 8, 0.1)])
+    metric = {"name": "val_acc", "mode": "max", "value": 0.975}
+    results = [
+        {"job": 0, "strategy": "ddp", "scenario": "swap", "fit_s": 20.0, "samples_per_s": 80.0,
+         "metric": metric, "ranks": ranks_as_json(waiting)},
+        {"job": 1, "strategy": "hetero_balanced", "scenario": "swap", "fit_s": 8.0, "samples_per_s": 200.0,
+         "metric": metric, "ranks": ranks_as_json(even)},
+        {"job": 2, "strategy": "ddp", "fit_s": None, "metric": None, "ranks": []},
+    ]  # fmt: skip
+    assert comparison_table(results) == "\n".join(
+        [
+            "job  strategy         scenario  fit s  speed-up  samples/s  val_acc  shares %  waiting %",
+            "---  ---------------  --------  -----  --------  ---------  -------  --------  ---------",
+            "  0  ddp              swap      20.00     1.00x       80.0   0.9750  50/50          37.5",
+            "  1  hetero_balanced  swap       8.00     2.50x      200.0   0.9750  75/25           0.0",
+            "  2  ddp              -             -         -          -        -  -                 -",
+        ]
+    )
+
+
+def test_jobs_with_different_metrics_get_a_column_each() -> None:
+    table = comparison_table(
+        [
+            {"metric": {"name": "val_acc", "value": 0.5}, "fit_s": 1.0},
+            {"metric": {"name": "val_perplexity", "value": 7.0}, "fit_s": 2.0},
+        ]
+    )
+    lines = [line.split() for line in table.splitlines()]
+    assert lines[0][-6:] == ["val_acc", "val_perplexity", "shares", "%", "waiting", "%"]
+    assert lines[2][-4:] == ["0.5000", "-", "-", "-"]
+    assert lines[3][-4:] == ["-", "7.0000", "-", "-"]
+
+
+def test_overrides_are_shown_where_jobs_differ_by_more_than_strategy_and_scenario() -> None:
+    jobs = [
+        {
+            "job": i,
+            "strategy": "ddp",
+            "overrides": ["seed=1", "strategy=ddp", f"model.lr={lr}"],
+            "fit_s": 1.0,
+        }
+        for i, lr in enumerate([0.1, 0.2])
+    ]
+    header, _, first, second = comparison_table(jobs).splitlines()
+    assert header.split()[3] == "overrides"
+    assert first.split()[3] == "model.lr=0.1"
+    assert second.split()[3] == "model.lr=0.2"
+    same = [{**job, "overrides": ["seed=1", f"strategy={i}"]} for i, job in enumerate(jobs)]
+    assert "overrides" not in comparison_table(same)
+
+
+def test_no_jobs_leave_a_header_only() -> None:
+    assert len(comparison_table([]).splitlines()) == 2
+
+
+@given(st.lists(st.lists(st.text("ab1.-", max_size=6), min_size=3, max_size=3), max_size=5))
+def test_columns_line_up_whatever_the_cells(rows: list[list[str]]) -> None:
+    lines = format_table(["x", "y", "zz"], rows).split("\n")
+    assert len(lines) == len(rows) + 2
+    widths = [len(part) for part in lines[1].split("  ")]
+    assert widths == [
+        max(len(cell) for cell in column) for column in zip(["x", "y", "zz"], *rows, strict=True)
+    ]
+    starts = [sum(widths[:i]) + 2 * i for i in range(3)]
+    for line, row in zip(lines[2:], rows, strict=True):
+        for start, width, cell in zip(starts, widths, row, strict=True):
+            assert line[start : start + width].strip() == cell
+
+
+def test_a_ragged_row_is_refused() -> None:
+    with pytest.raises(ValueError, match="1 cells, the header 2"):
+        format_table(["a", "b"], [["1"]])

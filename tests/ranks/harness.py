@@ -1,0 +1,399 @@
+"""Ranks for tests: real processes that stay alive between tests, each job with its own gloo default group.
+
+    parent: run_ranks ──job──►  rank 0..n-1: init_process_group(file://), fn(rank, world_size, *args)
+            ◄──result──         a rank that raised leaves the group at once: its peers may wait for it
+            ──release──►        destroy_process_group, restore environment and folder
+            ◄──done───
+
+The first call of a session starts a fork server that has imported torch and Lightning (seconds); every pool
+after it costs a fork, every job milliseconds. No ports are chosen: the ranks meet in a file. A rank that does
+not finish in time is killed with its whole pool, and the next call starts a new one.
+
+The environment of the test process does not reach the ranks: set variables inside the function.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import faulthandler
+import math
+import multiprocessing as mp
+import os
+import pickle
+import random
+import sys
+import tempfile
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing import forkserver
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from lightning.fabric.plugins.environments.cluster_environment import ClusterEnvironment
+from lightning.fabric.utilities.rank_zero import rank_zero_only
+
+__all__ = [
+    "RankEnvironment",
+    "RankTimeoutError",
+    "RankTracebackError",
+    "close_pools",
+    "run_ranks",
+    "worker_pids",
+]
+
+T = TypeVar("T")
+
+START_S = 180.0  # one cold import of torch and Lightning on a busy machine
+AFTERMATH_S = 2.0  # how long the other ranks may go on after the first one failed; then they are killed
+LEAVE_S = 10.0  # how long leaving the group may take
+
+# What launchers set; inherited from outside, it would tell Lightning a rank that is not ours.
+_LAUNCHER_PREFIXES = ("SLURM_", "TORCHELASTIC_", "OMPI_", "PMI_", "LSB_", "PL_", "MASTER_")
+_LAUNCHER_NAMES = ("RANK", "LOCAL_RANK", "NODE_RANK", "GROUP_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
+
+
+class RankTimeoutError(TimeoutError):
+    """A rank did not finish in time; the message shows where each late rank stood."""
+
+
+class RankTracebackError(Exception):
+    """Carries a rank's traceback as the ``__cause__`` of the exception raised in the parent."""
+
+
+class RankEnvironment(ClusterEnvironment):
+    """Tells a Trainer inside `run_ranks` its place; Lightning keeps the default group that exists already.
+
+    ``Trainer(accelerator="cpu", devices=world_size, plugins=[RankEnvironment(rank, world_size)], ...)``
+
+    Args:
+        rank: global rank, which is also the local one: all ranks are on one node.
+        world_size: number of ranks; must equal ``devices`` (ValueError if not).
+    """
+
+    def __init__(self, rank: int, world_size: int) -> None:
+        if not 0 <= rank < world_size:
+            raise ValueError(f"rank={rank} must be in 0..{world_size - 1} (world_size={world_size})")
+        self._rank, self._world_size = rank, world_size
+
+    @property
+    def creates_processes_externally(self) -> bool:
+        return True
+
+    @property
+    def main_address(self) -> str:
+        return "127.0.0.1"
+
+    @property
+    def main_port(self) -> int:
+        raise RuntimeError("ranks of run_ranks meet in a file, without a port: was their group destroyed?")
+
+    @staticmethod
+    def detect() -> bool:
+        return False
+
+    def world_size(self) -> int:
+        return self._world_size
+
+    def set_world_size(self, size: int) -> None:
+        if size != self._world_size:
+            raise ValueError(f"the Trainer wants {size} processes, run_ranks has {self._world_size}")
+
+    def global_rank(self) -> int:
+        return self._rank
+
+    def set_global_rank(self, rank: int) -> None:
+        if rank != self._rank:
+            raise ValueError(f"the Trainer wants rank {rank}, this process is rank {self._rank}")
+
+    def local_rank(self) -> int:
+        return self._rank
+
+    def node_rank(self) -> int:
+        return 0
+
+
+# ---------------------------------------------------------------------------------------------- parent's side
+
+
+@dataclass
+class _Outcome:
+    """What one rank answers: its value, or its exception with the traceback as text.
+
+    ``failed_at_s`` orders the failures of one job, so that the cause is reported and not a peer's "connection
+    closed"; the clock is the node's. A rank that died cannot say when, and comes first.
+    """
+
+    value: Any = None
+    error: BaseException | None = None
+    trace: str = ""
+    failed_at_s: float = -math.inf
+
+
+@dataclass
+class _Job:
+    call: bytes  # pickled (fn, args): unpickled under the guard that reports errors
+    sys_path: list[str]
+    folder: str
+    timeout_s: float
+
+
+class _Pool:
+    """``world_size`` worker processes, one pair of pipes each: control, and a lifeline nobody writes to."""
+
+    def __init__(self, world_size: int) -> None:
+        context: Any = mp.get_context("forkserver" if "forkserver" in mp.get_all_start_methods() else "spawn")
+        if context.get_start_method() == "forkserver":
+            context.set_forkserver_preload(["torch", "lightning.pytorch"])
+        self.controls: list[Connection] = []
+        self.lifelines: list[Connection] = []
+        self.processes: list[Any] = []
+        for rank in range(world_size):
+            control, worker_control = context.Pipe()
+            worker_lifeline, lifeline = context.Pipe(duplex=False)
+            process = context.Process(
+                target=_serve, args=(rank, world_size, worker_control, worker_lifeline), name=f"rank-{rank}"
+            )
+            process.start()
+            worker_control.close()
+            worker_lifeline.close()
+            self.controls.append(control)
+            self.lifelines.append(lifeline)
+            self.processes.append(process)
+        started = self._collect(START_S)
+        if len(started) < world_size or _first_failed(started) is not None:
+            self.kill()
+            raise RuntimeError(f"only ranks {sorted(started)} of {world_size} started within {START_S:.0f} s")
+
+    def run(self, fn: Callable[..., T], args: tuple[Any, ...], timeout_s: float) -> list[T]:
+        call = pickle.dumps((fn, args))
+        ranks = range(len(self.controls))
+        with tempfile.TemporaryDirectory(prefix="ranks-", ignore_cleanup_errors=True) as folder:
+            outcomes = self._exchange(_Job(call, list(sys.path), folder, timeout_s))
+            if (rank := _first_failed(outcomes)) is not None:
+                error = outcomes[rank].error
+                assert error is not None
+                raise error from RankTracebackError(f"rank {rank}:\n{outcomes[rank].trace}")
+            if late := sorted(set(ranks) - outcomes.keys()):
+                stacks = _stacks(folder, late)
+                raise RankTimeoutError(f"ranks {late} did not finish within {timeout_s} s, killed\n{stacks}")
+        return [outcomes[rank].value for rank in ranks]
+
+    def _exchange(self, job: _Job) -> dict[int, _Outcome]:
+        """Sends the job, collects what comes in time; kills the pool unless all are ready for the next."""
+        ready = False
+        try:
+            self._send_all(pickle.dumps(job))
+            outcomes = self._collect(job.timeout_s)
+            if len(outcomes) == len(self.controls):
+                self._send_all(b"release")
+                done = self._collect(LEAVE_S)
+                ready = len(done) == len(self.controls) and _first_failed(done) is None
+            return outcomes
+        finally:  # also after Ctrl-C: half a conversation cannot be taken up again
+            if not ready:
+                self.kill()
+
+    def _send_all(self, message: bytes) -> None:
+        for control in self.controls:
+            with contextlib.suppress(OSError):  # a dead rank is noticed when its answer is read
+                control.send_bytes(message)
+
+    def _collect(self, timeout_s: float) -> dict[int, _Outcome]:
+        """Waits for one message per rank; not much longer once a rank has failed."""
+        outcomes: dict[int, _Outcome] = {}
+        pending = dict(enumerate(self.controls))
+        deadline = time.monotonic() + timeout_s
+        while pending and (remaining := deadline - time.monotonic()) > 0:
+            ready = wait(list(pending.values()), remaining)
+            for rank in [rank for rank, control in pending.items() if control in ready]:
+                del pending[rank]
+                outcomes[rank] = self._receive(rank)
+                if outcomes[rank].error is not None:
+                    deadline = min(deadline, time.monotonic() + AFTERMATH_S)
+        return outcomes
+
+    def _receive(self, rank: int) -> _Outcome:
+        try:
+            return pickle.loads(self.controls[rank].recv_bytes())
+        except (EOFError, OSError):
+            self.processes[rank].join(LEAVE_S)
+            died = f"rank {rank} died with exit code {self.processes[rank].exitcode}"
+            return _Outcome(error=RuntimeError(died), trace=f"{died}, without a traceback")
+
+    def alive(self) -> bool:
+        return bool(self.processes) and all(process.is_alive() for process in self.processes)
+
+    def kill(self) -> None:
+        for end in [*self.controls, *self.lifelines]:
+            end.close()
+        for process in self.processes:
+            process.kill()
+        for process in self.processes:
+            process.join()
+            process.close()
+        self.controls, self.lifelines, self.processes = [], [], []
+
+
+def _first_failed(outcomes: dict[int, _Outcome]) -> int | None:
+    failed = [rank for rank, outcome in outcomes.items() if outcome.error is not None]
+    return min(failed, key=lambda rank: outcomes[rank].failed_at_s, default=None)
+
+
+_POOLS: dict[int, _Pool] = {}
+
+
+def run_ranks(world_size: int, fn: Callable[..., T], *args: Any, timeout_s: float = 60.0) -> list[T]:
+    """Calls ``fn(rank, world_size, *args)`` on every rank of a fresh gloo default group.
+
+    Ranks run with one thread, the same seed, a common empty working folder which is deleted afterwards, and
+    no launcher variables. A rank must not leave a non-daemon thread behind (RuntimeError).
+
+    Args:
+        world_size: number of ranks, at least 1.
+        fn: importable by name (module level, no lambda); arguments and results are pickled, tensors by value.
+        timeout_s: after it, ranks still running are killed.
+
+    Returns:
+        The results, by rank.
+
+    Raises:
+        RankTimeoutError: a rank did not finish; shows where it stood.
+        RuntimeError: a rank died.
+        BaseException: what the first rank to fail raised, its traceback as ``__cause__``.
+    """
+    if world_size < 1:
+        raise ValueError(f"world_size={world_size} must be at least 1")
+    if "<locals>" in fn.__qualname__ or "<lambda>" in fn.__qualname__:
+        raise TypeError(f"{fn.__qualname__} cannot be imported by name in a rank: define it at module level")
+    pool = _POOLS.get(world_size)
+    if pool is None or not pool.alive():
+        pool = _POOLS[world_size] = _Pool(world_size)
+    return pool.run(fn, args, timeout_s)
+
+
+def worker_pids() -> set[int]:
+    """Returns the process ids of all workers and of their fork server, which leak guards leave alone."""
+    server = vars(forkserver)["_forkserver"]._forkserver_pid  # not in typeshed
+    workers = {process.pid for pool in _POOLS.values() for process in pool.processes}
+    return workers | ({server} if server else set())
+
+
+def close_pools() -> None:
+    """Ends every worker; `run_ranks` starts new ones when needed."""
+    for pool in _POOLS.values():
+        pool.kill()
+    _POOLS.clear()
+
+
+atexit.register(close_pools)
+
+
+def _stacks(folder: str, ranks: list[int]) -> str:
+    """Returns what faulthandler wrote on the late ranks shortly before the deadline."""
+    files = {rank: Path(folder, f"stack-{rank}") for rank in ranks}
+    return "\n".join(f"rank {rank}:\n{file.read_text()}" for rank, file in files.items() if file.exists())
+
+
+# ---------------------------------------------------------------------------------------------- worker's side
+
+
+def _serve(rank: int, world_size: int, control: Connection, lifeline: Connection) -> None:
+    threading.Thread(target=_die_with_parent, args=(lifeline,), daemon=True).start()
+    for name in list(os.environ):
+        if name in _LAUNCHER_NAMES or name.startswith(_LAUNCHER_PREFIXES):
+            del os.environ[name]
+    if sys.platform == "linux":
+        os.environ["GLOO_SOCKET_IFNAME"] = "lo"  # the host's name need not resolve
+    torch.set_num_threads(1)
+    environment = dict(os.environ)
+    control.send_bytes(pickle.dumps(_Outcome()))
+    while True:
+        try:
+            job: _Job = pickle.loads(control.recv_bytes())
+        except EOFError:
+            return
+        outcome = _do(rank, world_size, job)
+        control.send_bytes(_pickled(outcome))
+        if outcome.error is not None:
+            _leave_group()  # now: the peers may be waiting for this rank
+        control.recv_bytes()
+        _leave_group()
+        os.chdir(tempfile.gettempdir())  # the parent deletes the job's folder
+        os.environ.clear()
+        os.environ.update(environment)
+        control.send_bytes(pickle.dumps(_Outcome()))
+
+
+def _die_with_parent(lifeline: Connection) -> None:
+    """Ends the process when the parent is gone, even while the main thread hangs in a collective."""
+    with contextlib.suppress(EOFError, OSError):
+        lifeline.recv_bytes()
+    os._exit(1)
+
+
+def _do(rank: int, world_size: int, job: _Job) -> _Outcome:
+    try:
+        sys.path[:] = job.sys_path
+        with _joined_group(rank, world_size, job), _no_threads_left(rank):
+            fn, args = pickle.loads(job.call)
+            outcome = _Outcome(value=fn(rank, world_size, *args))
+            pickle.loads(pickle.dumps(outcome))  # what cannot be read back must fail here, with a traceback
+            return outcome
+    except BaseException as error:
+        return _Outcome(error=error, trace=traceback.format_exc(), failed_at_s=time.monotonic())
+
+
+def _pickled(outcome: _Outcome) -> bytes:
+    try:
+        answer = pickle.dumps(outcome)
+        pickle.loads(answer)  # some exceptions pickle but cannot be built again
+        return answer
+    except Exception:
+        outcome.error = RuntimeError(f"{type(outcome.error).__name__}: {outcome.error}")
+        return pickle.dumps(outcome)
+
+
+@contextlib.contextmanager
+def _joined_group(rank: int, world_size: int, job: _Job) -> Iterator[None]:
+    work = Path(job.folder, "work")
+    work.mkdir(exist_ok=True)
+    os.chdir(work)
+    random.seed(0)
+    np.random.seed(0)
+    torch.manual_seed(0)
+    torch.set_default_dtype(torch.float32)
+    rank_zero_only.rank = rank  # pyright: ignore[reportFunctionMemberAccess]
+    with Path(job.folder, f"stack-{rank}").open("w") as stack:
+        faulthandler.dump_traceback_later(0.9 * job.timeout_s, file=stack)
+        try:
+            meeting = Path(job.folder, "store").as_uri()
+            timeout = timedelta(seconds=job.timeout_s)
+            dist.init_process_group("gloo", meeting, timeout, world_size, rank)
+            yield
+        finally:
+            faulthandler.cancel_dump_traceback_later()
+
+
+@contextlib.contextmanager
+def _no_threads_left(rank: int) -> Iterator[None]:
+    before = set(threading.enumerate())
+    yield
+    left = [t for t in threading.enumerate() if t not in before and not t.daemon]
+    for thread in left:
+        thread.join(0.5)
+    if names := [thread.name for thread in left if thread.is_alive()]:
+        raise RuntimeError(f"rank {rank} left threads behind: {names}; stop them in teardown")
+
+
+def _leave_group() -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group()

@@ -1,0 +1,82 @@
+"""The layer law holds on the real tree, and the linter notices when it is broken."""
+
+from __future__ import annotations
+
+import ast
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+PLUGIN = ROOT / "lightning_hetero" / "_hydra"
+LINT = "import sys; from importlinter.cli import lint_imports; sys.exit(lint_imports(no_cache=True))"
+
+
+def lint(folder: Path) -> subprocess.CompletedProcess[str]:
+    """Runs import-linter on the package in ``folder``, with the configuration there."""
+    command = [sys.executable, "-c", LINT]
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=100)
+
+
+@pytest.fixture
+def copy(tmp_path: Path) -> Path:
+    """A copy of the package and its contracts, to break."""
+    shutil.copy(ROOT / "pyproject.toml", tmp_path)
+    ignore = shutil.ignore_patterns("__pycache__")
+    shutil.copytree(ROOT / "lightning_hetero", tmp_path / "lightning_hetero", ignore=ignore)
+    return tmp_path
+
+
+def test_every_folder_is_a_package_or_the_linter_does_not_see_it() -> None:
+    files = (ROOT / "lightning_hetero").rglob("*.py")
+    folders = {file.parent for file in files if PLUGIN not in file.parents}
+    assert [str(folder) for folder in sorted(folders) if not (folder / "__init__.py").exists()] == []
+
+
+def test_the_tree_keeps_every_contract() -> None:
+    result = lint(ROOT)
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert "0 broken" in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("file", "planted", "contract"),
+    [
+        ("solvers/apportion.py", "import torch", "P is pure"),
+        ("predictors/planted.py", "from time import perf_counter", "P is pure"),
+        ("balanced/policy.py", "import threading", "P is pure"),
+        ("balanced/policy.py", "import lightning_hetero", "P is pure"),  # whose __init__ has Lightning
+        ("balanced/exchange.py", "from lightning.pytorch import Trainer", "T knows torch"),
+        ("data/planted.py", "import torchmetrics", "T knows torch"),
+        ("solvers/apportion.py", "from lightning_hetero.balanced import policy", "Layers import downwards"),
+        ("callbacks/planted.py", "import lightning_hetero.cli", "Layers import downwards"),
+    ],
+)
+def test_a_planted_import_is_found_and_named(copy: Path, file: str, planted: str, contract: str) -> None:
+    target = copy / "lightning_hetero" / file
+    with target.open("a") as source:
+        source.write(f"\n{planted}\n")
+    result = lint(copy)
+    assert result.returncode == 1, result.stdout + result.stderr
+    broken = [line for line in result.stdout.splitlines() if line.endswith("BROKEN")]
+    assert any(line.startswith(contract) for line in broken), result.stdout
+    assert ".".join(["lightning_hetero", *Path(file).with_suffix("").parts]) in result.stdout
+
+
+def test_the_hydra_plugin_imports_only_stdlib_and_hydra() -> None:
+    files = sorted(PLUGIN.rglob("*.py"))
+    assert any(file.name == "search_path.py" for file in files)
+    allowed = {*sys.stdlib_module_names, "hydra"}
+    for file in files:
+        for node in ast.walk(ast.parse(file.read_text())):
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            names += [node.module or "."] if isinstance(node, ast.ImportFrom) else []
+            assert {name.split(".")[0] for name in names} <= allowed, f"{file} imports {names}"
+
+
+def test_the_hydra_plugin_is_a_namespace_package() -> None:
+    # an __init__.py in hydra_plugins would hide every other distribution's plugins
+    assert not (PLUGIN / "hydra_plugins" / "__init__.py").exists()
