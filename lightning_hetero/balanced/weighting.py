@@ -5,7 +5,8 @@
 
 The factor is applied to every micro-batch before its backward. A communication hook that weights the summed gradient
 instead is wrong under gradient accumulation as soon as shares change inside the window, and with SyncBatchNorm
-(measured: relative error 0.16 and 0.46), and it takes the hook away from the user. Formula: [LB-BSP, g = sum (x_i/X) g_i].
+(measured: relative error 0.16 and 0.46), and it takes the hook away from the user.
+Formula: LB-BSP, g = sum (x_i/X) g_i.
 """
 
 from __future__ import annotations
