@@ -60,7 +60,7 @@ class BalancedRun:
         self.automatic = module.automatic_optimization
         self.failed = False
         self.part: Part | None = None
-        group = dist.new_group(backend="gloo", timeout=strategy._timeout)
+        group = dist.new_group(backend="gloo", timeout=strategy.timeout)
         assert isinstance(group, dist.ProcessGroup)
         self._group = group
         self.channel = SideChannel(self._group)
@@ -93,7 +93,7 @@ class BalancedRun:
             "loss_reduction": self.strategy._loss_reduction,
             "rebalance": str(self.strategy.rebalance),
             "accumulate_grad_batches": str(self.trainer.accumulate_grad_batches),
-            "ddp": repr(sorted(self.strategy._ddp_kwargs)),
+            "ddp": repr(sorted(self.strategy.ddp_arguments.items())),
             **settings,
         }
 
@@ -165,8 +165,7 @@ class BalancedRun:
         self._sent = True
         self.probe.close()
         self._measured.append(max(1, part.samples))  # a dummy batch computes on one sample
-        compute_s = self.probe.take()
-        if compute_s is not None:
+        while (compute_s := self.probe.take()) is not None:  # CUDA: of the step before
             samples = self._measured.popleft()
             controller.measured(samples, compute_s, self._wait_s)
             data = {"samples": part.samples, "compute_s": compute_s, "wait_s": self._wait_s}

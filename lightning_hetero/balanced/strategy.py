@@ -142,6 +142,8 @@ class LoadBalancedStrategy(DDPStrategy):
         if policy is not None and (predictor, dead_band, cooldown) != ("kalman", 0.02, 0):
             raise ValueError("give either a whole policy, or predictor, dead_band and cooldown, not both")
         self.policy = policy or BalancePolicy(predictor=predictor, dead_band=dead_band, cooldown=cooldown)
+        self.timeout = timeout
+        self.ddp_arguments = dict(kwargs)
         self.rebalance = rebalance
         self.sample_weighted_metrics = sample_weighted_metrics
         self._settings = BatchSettings(

@@ -111,7 +111,9 @@ class StragglerMonitor(Callback):
                 continue
             values |= {f"hetero/{name}/rank{r}": v for r, v in enumerate(column)}
             values |= {f"hetero/{name}/max": max(known), f"hetero/{name}/min": min(known)}
+        # All ranks log the same values; the maximum over them keeps Lightning from advising to synchronise.
         where = {"on_step": on_step, "on_epoch": not on_step, "batch_size": 1}
+        where |= {} if on_step else {"sync_dist": True, "reduce_fx": "max"}
         pl_module.log_dict(values, logger=True, **where)
         unevenness = imbalance(columns["compute_s"])
         if not math.isnan(unevenness):

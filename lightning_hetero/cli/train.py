@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import time
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -184,6 +185,10 @@ def collect_result(cfg: DictConfig, output_dir: Path, metrics: dict[str, float])
     }
 
 
+# Lightning calling torch names that torch 2.13 has renamed: nothing a user of this command can act on.
+UPSTREAM_WARNINGS = (r".*LeafSpec.*is deprecated", r".*_functional_collectives\.all_gather_single")
+
+
 def job_report(result: dict[str, Any]) -> str:
     """Returns what a job prints at its end: a headline and the table of its ranks."""
     metric = result["metric"]
@@ -199,6 +204,8 @@ def job_report(result: dict[str, Any]) -> str:
 @hydra.main(version_base="1.3", config_path=config_root(), config_name="train")
 def main(cfg: DictConfig) -> float | None:
     """Entry point of ``lightning-hetero-train`` and ``python -m lightning_hetero.cli.train``."""
+    for message in UPSTREAM_WARNINGS:
+        warnings.filterwarnings("ignore", message=message)
     with isolated_job(cfg.threads_per_rank):
         return run_job(cfg)
 

@@ -173,6 +173,7 @@ class _PartIterator:
     def __next__(self) -> Any:
         feed = self._feed
         started_s, decided_s = feed.clock(), feed.sampler.decision_s
+        first = self._inner is None
         if self._inner is None:
             self._issued = feed.sampler.begin(feed.position())
             self._inner = self._make()
@@ -183,5 +184,7 @@ class _PartIterator:
                 " draw from its batch_sampler, so its batches cannot be divided; use strategy='ddp'"
             )
         spent_s = feed.clock() - started_s - (feed.sampler.decision_s - decided_s)
+        if first:  # starting workers and opening files is no work that grows with samples
+            spent_s = 0.0
         feed.on_fetch(replace(self._issued.popleft(), fetch_s=max(0.0, spent_s)))
         return batch

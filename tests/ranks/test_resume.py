@@ -11,7 +11,7 @@ import torch
 from lightning.pytorch import LightningDataModule
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint, OnExceptionCheckpoint
 from lightning.pytorch.strategies import DDPStrategy
-from torch.utils.data import DataLoader, TensorDataset, WeightedRandomSampler
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset, WeightedRandomSampler
 
 from lightning_hetero import BalancePolicy
 from lightning_hetero.balanced.policy import Decision
@@ -136,7 +136,8 @@ def saving_job(rank: int, world: int, folder: str) -> list[Result]:
     for after in (False, True):
         keeper = OnExceptionCheckpoint(f"{folder}/fault", filename=f"{after}")
         with pytest.raises(RuntimeError, match="a fault"):
-            fit(rank, world, balanced(), loader(per_device), callbacks=[Fault(1, 3, after=after), keeper])
+            callbacks = [Fault(1, 3, after=after), keeper]
+            fit(rank, world, balanced(), loader(per_device), callbacks=callbacks, enable_checkpointing=True)
     return runs
 
 
@@ -276,19 +277,14 @@ def test_stock_ddp_continues_our_checkpoint(crossed: tuple[Path, Any]) -> None:
 def test_one_device_continues_our_checkpoint(crossed: tuple[Path, Any]) -> None:
     folder, _ = crossed
     expected = oracle(samples=96)
-    module = Noting()
-    single(module, data(96), BATCH, max_epochs=EPOCHS)
-    from torch.utils.data import DistributedSampler
-
     for name, done, exact in (("epoch-0", 6, True), ("epoch-1", 12, True), ("batch-1-2", 9, False)):
         module = Noting()
         sampler = DistributedSampler(data(96), num_replicas=1, rank=0, seed=0)
-        with pytest.warns() if not exact else _nothing():
-            quiet_trainer(devices=1, max_epochs=EPOCHS).fit(
-                module,
-                DataLoader(data(96), batch_size=BATCH, sampler=sampler),
-                ckpt_path=str(folder / "ours" / f"{name}.ckpt"),
-            )
+        quiet_trainer(devices=1, max_epochs=EPOCHS).fit(
+            module,
+            DataLoader(data(96), batch_size=BATCH, sampler=sampler),
+            ckpt_path=str(folder / "ours" / f"{name}.ckpt"),
+        )
         final, seen = result(module)
         assert len(seen) == 3 * PER_EPOCH - done
         if exact:
