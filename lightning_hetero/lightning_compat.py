@@ -6,11 +6,13 @@ Each function says what it reads, why no public way exists, and which test pins 
 
 from __future__ import annotations
 
+import math
 import types
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+import torch
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.trainer.states import RunningStage
 from torch import Tensor, nn
@@ -132,7 +134,11 @@ def batch_results_open(trainer: Trainer) -> bool:
 
 @contextmanager
 def dummy_batch_unlogged(trainer: Trainer) -> Iterator[None]:
-    """Inside, ``self.log`` of a mean counts with batch size 0: a rank without samples trains on a dummy batch."""
+    """Inside, ``self.log`` of a mean, sum, maximum or minimum counts nothing: a rank without samples trains on a dummy.
+
+    A mean counts with batch size 0, and a NaN as 0; the others take their neutral element. Logged on a step without
+    ``sync_dist``, the neutral element is what this rank shows.
+    """
     results = trainer._results
     if results is None:
         yield
@@ -140,10 +146,23 @@ def dummy_batch_unlogged(trainer: Trainer) -> Iterator[None]:
 
     def update(key: str, value: Any, batch_size: int) -> None:
         del batch_size
+        if isinstance(value, Tensor):
+            value = _neutral(results[key].meta, value)
         type(results).update_metrics(results, key, value, 0)  # pyright: ignore[reportAttributeAccessIssue]
 
     with _patched(results, "update_metrics", update):
         yield
+
+
+def _neutral(meta: Any, value: Tensor) -> Tensor:
+    """Returns what changes nothing under the reduction of a logged value; only its metadata tells which it is."""
+    if meta.is_mean_reduction:  # counts with weight 0, but 0 * NaN is NaN
+        return torch.nan_to_num(value, nan=0.0, posinf=0.0, neginf=0.0)
+    if not value.is_floating_point():
+        value = value.to(torch.float32)
+    if meta.is_max_reduction or meta.is_min_reduction:
+        return torch.full_like(value, -math.inf if meta.is_max_reduction else math.inf)
+    return torch.zeros_like(value) if meta.is_sum_reduction else value
 
 
 @contextmanager

@@ -123,6 +123,22 @@ def equal_figures(name: str, raw: dict[str, list[float]]) -> list[dict[str, Any]
     ]
 
 
+def critical_path_figures(raw: dict[str, list[list[float]]]) -> list[dict[str, Any]]:
+    """What the engine adds to a step of DDP at 4 ranks: the slowest rank's median."""
+    names = {
+        "critical_s": "exchange + decision on the critical path, 4 ranks, gloo",
+        "fetch_s": "of it at the fetch",
+        "beside_s": "sent and evaluated beside the gradient exchange",
+    }
+    figures = []
+    for kind, name in names.items():
+        worst = max(statistics.median(rank) for rank in raw[kind]) * 1e6
+        goal = "<= 100" if kind == "critical_s" else None
+        holds = worst <= 100 if goal else None
+        figures.append({"name": name, "value": worst, "unit": "us", "goal": goal, "holds": holds})
+    return figures
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="one repeat of short runs on 4 ranks, under a minute")
@@ -141,10 +157,8 @@ def main() -> None:
         for equal in equal_cases():
             if equal.name in result["equal"]:
                 figures += equal_figures(equal.name, result["equal"][equal.name])
-        if "critical_path_s" in result:
-            worst = max(statistics.median(rank) for rank in result["critical_path_s"]) * 1e6
-            name = "exchange + decision per step, 4 ranks, gloo, slowest rank's median"
-            figures.append({"name": name, "value": worst, "unit": "us", "goal": "<= 100", "holds": worst <= 100})
+        if "critical_path" in result:
+            figures += critical_path_figures(result["critical_path"])
     notes = (
         "Compute is emulated by sleeping in proportion to samples, so that more devices than cores run truthfully;"
         " everything else (Lightning, DDP, gloo, data loading) is real. The 1/8 device needs min_samples=1: the"

@@ -91,15 +91,39 @@ class StaticShares(Sampler[list[int]]):
             yield order[t * total + offset : t * total + offset + self.shares[self.rank]]
 
 
-class CriticalPath:
-    """Seconds per step this rank spends launching exchanges and deciding shares: everything DDP does not do."""
+class CriticalPathProbe(Callback):
+    """Seconds per step of everything the engine adds to DDP's own work, after a warm-up.
 
-    def __init__(self, strategy: LoadBalancedStrategy) -> None:
-        self.spent_s = 0.0
-        run = strategy._run
-        assert run is not None and run.binder.controller is not None
-        for owner, name in ((run.binder.controller, "full_shares"), (run, "_step_measured")):
-            self._wrap(owner, name)
+    ``fetch``: waiting for the last exchange and deciding, before the batch is drawn: everybody waits for it.
+    ``beside``: sending and evaluating while the gradients travel. It delays the step only if the gradient exchange
+    is over before; then (less than ``TAIL_S`` of waiting left after it) all of it counts as exposed.
+    """
+
+    TAIL_S = 50e-6
+
+    def __init__(self) -> None:
+        self.fetch_s: list[float] = []
+        self.beside_s: list[float] = []
+        self.critical_s: list[float] = []
+        self._spent = {"full_shares": 0.0, "_step_measured": 0.0}
+        self._run: Any = None
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 5:
+            self._run = trainer.strategy._run  # type: ignore[attr-defined]
+            self._wrap(self._run.binder.controller, "full_shares")
+            self._wrap(self._run, "_step_measured")
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        if batch_idx > 6:
+            fetch_s, beside_s = self._spent["full_shares"], self._spent["_step_measured"]
+            hidden = self._run.probe.wait_s - beside_s > self.TAIL_S
+            self.fetch_s.append(fetch_s)
+            self.beside_s.append(beside_s)
+            self.critical_s.append(fetch_s + (0.0 if hidden else beside_s))
+        self._spent = dict.fromkeys(self._spent, 0.0)
 
     def _wrap(self, owner: Any, name: str) -> None:
         inner = getattr(owner, name)
@@ -109,25 +133,9 @@ class CriticalPath:
             try:
                 return inner(*args, **kwargs)
             finally:
-                self.spent_s += time.perf_counter() - before
+                self._spent[name] += time.perf_counter() - before
 
         setattr(owner, name, timed)
-
-
-class CriticalPathProbe(Callback):
-    """Measures `CriticalPath` per step, after a warm-up."""
-
-    def __init__(self) -> None:
-        self.path: CriticalPath | None = None
-        self.per_step_s: list[float] = []
-
-    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        if self.path is None:
-            if batch_idx == 5:
-                self.path = CriticalPath(trainer.strategy)  # type: ignore[arg-type]
-            return
-        self.per_step_s.append(self.path.spent_s)
-        self.path.spent_s = 0.0
 
 
 def train(engine: str, case: Case, rank: int, *, probe: CriticalPathProbe | None = None) -> tuple[Stopwatch, Model]:
@@ -205,13 +213,16 @@ def run_equal(case: EqualCase, repeats: int, rank: int) -> dict[str, Any]:
     return out
 
 
-def run_critical_path(case: Case, rank: int) -> list[list[float]]:
-    """Seconds per step of exchange and decision, per rank."""
+def run_critical_path(case: Case, rank: int) -> dict[str, list[list[float]]]:
+    """Seconds per step of exchange and decision, per kind and rank."""
     probe = CriticalPathProbe()
     train("ours", case, rank, probe=probe)
-    everyone: list[list[float]] = [[]] * case.world_size
-    dist.all_gather_object(everyone, probe.per_step_s)
-    return everyone
+    out = {}
+    for kind in ("fetch_s", "beside_s", "critical_s"):
+        everyone: list[list[float]] = [[]] * case.world_size
+        dist.all_gather_object(everyone, getattr(probe, kind))
+        out[kind] = everyone
+    return out
 
 
 def main() -> None:
@@ -227,7 +238,7 @@ def main() -> None:
     equals = [e for e in equal_cases() if e.world_size == world_size]
     result["equal"] = {e.name: run_equal(e, max(repeats, 2 if quick else 9), rank) for e in equals}
     if world_size == 4:
-        result["critical_path_s"] = run_critical_path(cases[0], rank)
+        result["critical_path"] = run_critical_path(cases[0], rank)
     if rank == 0:
         path.write_text(json.dumps(result))
     dist.barrier()

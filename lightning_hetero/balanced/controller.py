@@ -1,9 +1,13 @@
 """Turns measurements into shares at the right time: which record may decide which batch (layer P).
 
-The rule, and why it needs no message: the shares of batch ``i`` use exactly the records exchanged at steps
+The rule, and why it needs no message: the shares of batch ``i`` may use the records exchanged at steps
 ``<= i - 1 - lag`` of the same epoch, and all of earlier epochs. ``lag`` is how far the data loader reads ahead. It is a
 pure function of data every rank has, so all ranks slice the same global batch alike, whatever their workers do.
 A digest of the shares travels with the next exchange: a disagreement is an error, not a silently wrong gradient.
+
+The newest record is the only one whose evaluation every rank would wait for, so it is evaluated at once only if it is
+*urgent* (some rank's time is not what was expected); otherwise with the next one, and meanwhile `catch_up` evaluates it
+where the time is free: while the gradients travel. Which records a batch has used stays a function of the records.
 """
 
 from __future__ import annotations
@@ -92,6 +96,7 @@ class Controller:
         self.exchange = exchange or ExchangeClock()
         self.report: StepReport | None = None
         self._pending: deque[tuple[Tag, Callable[[], Sequence[Row]]]] = deque()
+        self._late: tuple[Tag, Sequence[Row]] | None = None
         self._decided: dict[Tag, tuple[int, ...]] = {}
         self._local: list[tuple[int, float, float]] = []  # samples, compute_s, wait_s since the last exchange
         self._last_exchange: Tag | None = None
@@ -108,13 +113,25 @@ class Controller:
         return self._decided[tag]
 
     def consume(self, limit: Tag) -> None:
-        """Takes in every exchange up to ``limit``, in order."""
+        """Takes in every exchange up to ``limit``, in order; the last one is put off unless it is urgent."""
         while self._pending and self._pending[0][0] <= limit:
+            self.catch_up()
             tag, wait = self._pending.popleft()
-            self._observe(tag, wait())
+            rows = wait()
+            self._check(tag, rows)
+            self._late = (tag, rows)
+            if limit[1] < 0 or self.policy.urgent([int(r[2]) for r in rows], [r[3] for r in rows]):
+                self.catch_up()
+        if self._late is not None and self._late[0] < limit:
+            self.catch_up()
+
+    def catch_up(self) -> None:
+        """Evaluates the record that was put off, if there is one."""
+        if self._late is not None:
+            (tag, rows), self._late = self._late, None
+            self._observe(tag, rows)
 
     def _observe(self, tag: Tag, rows: Sequence[Row]) -> None:
-        self._check(tag, rows)
         records = tuple(
             SpeedSample(rank=r, step=int(row[1]), samples=int(row[2]), compute_s=row[3], wait_s=row[4])
             for r, row in enumerate(rows)
@@ -171,9 +188,14 @@ class Controller:
     def drain(self) -> None:
         """Takes in everything still under way (end of a run)."""
         while self._pending:
+            self.catch_up()
             tag, wait = self._pending.popleft()
-            self._observe(tag, wait())
+            rows = wait()
+            self._check(tag, rows)
+            self._late = (tag, rows)
+        self.catch_up()
 
     def abandon(self) -> None:
         """Forgets exchanges under way without waiting for them (after an error)."""
         self._pending.clear()
+        self._late = None

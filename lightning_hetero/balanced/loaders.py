@@ -6,7 +6,7 @@ import math
 import os
 from collections import deque
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from lightning.fabric.utilities.rank_zero import rank_zero_info, rank_zero_warn
@@ -29,6 +29,7 @@ from lightning_hetero.data import (
     rebatched_loader,
     rebatched_stream,
 )
+from lightning_hetero.data.batches import micro_batch_size
 from lightning_hetero.data.loader import base_sampler
 from lightning_hetero.data.stream import StreamMode
 
@@ -56,8 +57,9 @@ class _Slot:
 
     spec: LoaderSpec
     full: int
-    read_ahead: int
     order: EpochOrder | None
+    read_ahead: int = 0
+    unsized: bool = False
     handed: deque[Part] = field(default_factory=deque)
     loader: Any = None
     micro_batches: int = 1
@@ -116,17 +118,22 @@ class LoaderBinder:
         micro = self._micro_batches(order.global_batch_size)
         slot = _Slot(
             spec=spec,
-            full=-(-order.global_batch_size // micro),
-            read_ahead=read_ahead,
+            full=micro_batch_size(order.global_batch_size, micro, self.settings.quantum),
             order=order,
+            read_ahead=read_ahead,
             micro_batches=micro,
         )
         self._check_bounds(slot.full)
         self._check_position(order.global_batch_size)
         sampler = GlobalBatchSampler(
-            order, split=self._split_of(slot), rank=self._channel.rank, micro_batches=slot.micro_batches
+            order,
+            split=self._split_of(slot),
+            rank=self._channel.rank,
+            micro_batches=slot.micro_batches,
+            quantum=self.settings.quantum,
         )
-        sampler.epoch = compat.epoch_running(self._trainer)
+        # Agreed now, by all ranks: one of them alone may look at a batch before the epoch starts.
+        sampler.set_epoch(compat.epoch_running(self._trainer))
         slot.loader = rebatched_loader(
             loader, sampler, position=lambda: compat.upcoming_batch(self._trainer), on_fetch=slot.handed.append
         )
@@ -136,7 +143,10 @@ class LoaderBinder:
     def _agree(self, spec: LoaderSpec) -> int:
         """Compares the ranks' loaders; returns the furthest read-ahead."""
         specs: list[LoaderSpec] = self._channel.all_gather_object(spec)
-        for name in ("kind", "samples", "batch_size", "drop_last"):
+        names = ["kind", "samples", "batch_size", "drop_last"]
+        if spec.kind == "stream" and self.settings.stream == "shared":
+            names.append("workers")
+        for name in names:
             values = {rank: getattr(s, name) for rank, s in enumerate(specs)}
             if len(set(values.values())) > 1:
                 raise ValueError(
@@ -167,10 +177,12 @@ class LoaderBinder:
         if spec.kind == "batch_sampler":
             return self._pooled_batches(loader, seed)
         sampler = base_sampler(loader)
-        assert spec.batch_size is not None and spec.samples is not None
+        assert spec.batch_size is not None
         sizes: dict[str, Any] = {"global_batch_size": self._batch_of_all(spec), "drop_last": spec.drop_last}
         if spec.kind == "distributed" and (sampler.num_replicas, sampler.rank) == (channel.world_size, channel.rank):
-            return ShuffledOrder(spec.samples, seed=sampler.seed, shuffle=sampler.shuffle, **sizes)
+            samples = len(sampler.dataset)
+            if not (sampler.drop_last and samples % channel.world_size):  # that drops samples: they are its choice
+                return ShuffledOrder(samples, seed=sampler.seed, shuffle=sampler.shuffle, **sizes)
         if spec.kind.startswith("distributed") or not compat.uses_distributed_sampler(trainer):
             if self.settings.global_batch_size not in (None, spec.batch_size * channel.world_size):
                 raise ValueError(
@@ -181,6 +193,7 @@ class LoaderBinder:
                 sampler, batch_size=spec.batch_size, drop_last=spec.drop_last, seed=seed, channel=channel
             )
         if spec.kind == "plain":
+            assert spec.samples is not None
             # Like stock DDP, which shuffles every train loader except when overfitting.
             return ShuffledOrder(spec.samples, seed=seed, shuffle=not compat.overfits(trainer), **sizes)
         order = SamplerOrder(sampler, seed=seed, channel=channel, **sizes)
@@ -203,7 +216,10 @@ class LoaderBinder:
                 f"global_batch_size={self.settings.global_batch_size} cannot be combined with a batch sampler, which"
                 " decides the size itself"
             )
-        return PooledBatches(source, seed=seed, channel=self._channel)  # type: ignore[arg-type]
+        assert source is not None
+        if not compat.uses_distributed_sampler(self._trainer):
+            return PooledRanks(source, batch_size=None, drop_last=False, seed=seed, channel=self._channel)
+        return PooledBatches(source, seed=seed, channel=self._channel)
 
     def _stream(self, loader: DataLoader, spec: LoaderSpec) -> DataLoader:
         if self.settings.stream is None:
@@ -215,9 +231,8 @@ class LoaderBinder:
             )
         total = self._batch_of_all(spec)
         self._check_bounds(total)
-        sized = self.settings.stream == "shared" and hasattr(loader.dataset, "__len__")
-        # Without a length Lightning fetches one batch ahead, to know which is the last.
-        slot = _Slot(spec=spec, full=total, read_ahead=0 if sized else 1, order=None)
+        sized = hasattr(loader.dataset, "__len__")
+        slot = _Slot(spec=spec, full=total, order=None, unsized=not sized)
         if self.settings.stream == "infinite" and compat.batches_trained(self._trainer):
             rank_zero_warn("an infinite stream cannot be repositioned: the resumed run reads it from its start")
 
@@ -230,6 +245,7 @@ class LoaderBinder:
             loader,
             mode=self.settings.stream,
             rank=self._channel.rank,
+            world_size=self._channel.world_size,
             global_batch_size=total,
             split=self._split_of(slot),
             position=position,
@@ -245,7 +261,7 @@ class LoaderBinder:
             return 1
         world = self._channel.world_size
         caps = [upper] * world if isinstance(upper, int) else list(upper)
-        room = sum(caps) // self.settings.quantum * self.settings.quantum
+        room = sum(cap // self.settings.quantum * self.settings.quantum for cap in caps)
         if room >= total:
             return 1
         if room <= 0:
@@ -257,9 +273,10 @@ class LoaderBinder:
                 " and manual optimization cannot accumulate it for you; lower the batch or accumulate in training_step"
             )
         self._trainer.accumulate_grad_batches = self._user_accumulation * micro
+        size = micro_batch_size(total, micro, self.settings.quantum)
         rank_zero_info(
             f"global batch of {total} samples does not fit max_samples={upper!r} on {world} ranks at once:"
-            f" accumulating it over {micro} batches of {-(-total // micro)} (accumulate_grad_batches ="
+            f" accumulating it over {micro} batches of {size} (accumulate_grad_batches ="
             f" {self._trainer.accumulate_grad_batches}); the update still sees {total} samples"
         )
         return micro
@@ -295,7 +312,8 @@ class LoaderBinder:
         primary = self._primary()
         unit = math.gcd(*(s.full for s in self._slots))
         quantum = math.lcm(primary.full // unit, self.settings.quantum)
-        lag = max(s.read_ahead for s in self._slots)
+        # Without a length Lightning fetches one batch of each loader ahead, to know which is the last.
+        lag = max(s.read_ahead for s in self._slots) + any(s.unsized for s in self._slots)
         layout = (primary.full, quantum, lag)
         if self.controller is None or layout != self._layout:
             if primary.full % quantum:
@@ -335,7 +353,9 @@ class LoaderBinder:
         """Returns this rank's part of batch ``step``; with several loaders the primary's, fetch times added up."""
         parts: dict[int, Part] = {}
         for i, slot in enumerate(self._slots):
-            while slot.handed and slot.handed[0].step <= step:
+            # Batches that were fetched but never trained on (a user's look at the loader, an epoch cut short) stay
+            # behind: the latest of this number counts, what came before it is void.
+            for _ in range(max((n for n, p in enumerate(slot.handed, 1) if p.step == step), default=0)):
                 parts[i] = slot.handed.popleft()
         if not parts:
             raise RuntimeError(f"no part is known for training batch {step}; this is a bug of lightning_hetero")
@@ -345,15 +365,7 @@ class LoaderBinder:
                 "the last batches of the train loaders do not divide among the ranks alike, so their common loss is"
                 " weighted by the largest loader's share; use drop_last=True to stay exact"
             )
-        fetch_s = math.fsum(p.fetch_s for p in parts.values())
-        return Part(
-            epoch=chosen.epoch,
-            step=chosen.step,
-            samples=chosen.samples,
-            shares=chosen.shares,
-            weight_base=chosen.weight_base,
-            fetch_s=fetch_s,
-        )
+        return replace(chosen, fetch_s=math.fsum(p.fetch_s for p in parts.values()))
 
     @property
     def global_batch_size(self) -> int | None:

@@ -105,6 +105,8 @@ class BalancePolicy:
         min_gain_s: ... and by more than this many seconds ...
         noise_guard: ... and by more than this many standard deviations of the prediction.
         cooldown: records to let pass after a change before the next one.
+        surprise: relative deviation of a rank's time from the expected one above which the record is urgent: it
+            decides the very next batch; others are evaluated while gradients travel, one step later.
         warmup: first records to ignore (lazy initialisation, compilation, bucket rebuild).
         solver: the min-max split; same signature as `lightning_hetero.solvers.minimax`.
 
@@ -121,9 +123,15 @@ class BalancePolicy:
         noise_guard: float = 2.0,
         cooldown: int = 0,
         warmup: int = 1,
+        surprise: float = 0.1,
         solver: Callable[..., Allocation] = minimax,
     ) -> None:
-        for name, value in (("dead_band", dead_band), ("min_gain_s", min_gain_s), ("noise_guard", noise_guard)):
+        for name, value in (
+            ("dead_band", dead_band),
+            ("min_gain_s", min_gain_s),
+            ("noise_guard", noise_guard),
+            ("surprise", surprise),
+        ):
             if not (math.isfinite(value) and value >= 0):
                 raise ValueError(f"{name}={value!r} must be a finite number >= 0")
         for name, value in (("cooldown", cooldown), ("warmup", warmup)):
@@ -137,6 +145,7 @@ class BalancePolicy:
         self.noise_guard = noise_guard
         self.cooldown = cooldown
         self.warmup = warmup
+        self.surprise = surprise
         self._solve = solver
         self._predictors: list[Predictor] = []
         self._shares: tuple[int, ...] = ()
@@ -146,6 +155,8 @@ class BalancePolicy:
         self._total = 0
         self._seen = 0
         self._since_change = 0
+        self._expected_for: tuple[int, ...] = ()
+        self._expected_s: list[float] = []
 
     def start(self, *, world_size: int, total: int, bounds: ShareBounds, quantum: int = 1) -> None:
         """Opens a run: equal shares, or the speeds that `load_state_dict` has brought.
@@ -183,10 +194,24 @@ class BalancePolicy:
         """Returns the predicted compute time [s] of each rank for ``samples``; NaN before the first measurement."""
         return [p.predict(n) if p.ready else math.nan for p, n in zip(self._predictors, samples, strict=True)]
 
+    def urgent(self, samples: Sequence[int], compute_s: Sequence[float]) -> bool:
+        """Tells whether a record must be evaluated before the next batch: some rank's time was not as expected.
+
+        Cheap, because it is asked on the critical path of every step; the same on every rank.
+        """
+        if tuple(samples) != self._expected_for:
+            if self._seen <= self.warmup or not all(p.ready for p in self._predictors):
+                return True
+            self._expected_for = tuple(samples)
+            self._expected_s = [p.predict(n) for p, n in zip(self._predictors, samples, strict=True)]
+        limit = self.surprise
+        return any(abs(s - e) > limit * e for s, e in zip(compute_s, self._expected_s, strict=True))
+
     def observe(self, records: Sequence[SpeedSample]) -> Decision:
         """Takes in one record per rank, in rank order, and decides the shares from now on."""
         self._seen += 1
         self._since_change += 1
+        self._expected_for = ()
         if self._seen <= self.warmup:
             return Decision(shares=self._shares, changed=False, reason="warm-up")
         for predictor, record in zip(self._predictors, records, strict=True):

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Mapping
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -76,7 +76,9 @@ class BalancedRun:
         )
         self.probe = StepProbe(strategy.root_device, waiting=strategy._waiting)
         self._undo_sampler = compat.keep_train_sampler(trainer)
-        self._measured: deque[int] = deque()  # samples of closed steps whose time is not yet known
+        self._measured: deque[Part] = deque()  # closed steps whose time is not yet known
+        self._finished: tuple[Part, float] | None = None  # a step whose time is known, but not yet its wait
+        self._voided: list[Any] = []  # hooks that keep a batch of weight 0 out of the gradients
         self._wait_s = 0.0
         self._returned_s: float | None = None
         self._sent = False
@@ -125,9 +127,12 @@ class BalancedRun:
 
     def weigh(self, loss: Tensor) -> Tensor:
         """Returns the loss to differentiate and arranges the stamp at the end of its backward."""
-        self.probe.pause()  # the factor may have to wait for the peers' token counts
-        weighted = loss * self.weight.factor()
-        self.probe.resume()
+        with self.probe.paused():  # the factor may have to wait for the peers' token counts
+            factor = self.weight.factor()
+        if factor == 0.0:  # not by the product alone: 0 * NaN is NaN, e.g. a mean over no tokens
+            parameters = self.trainer.lightning_module.parameters()
+            self._voided = [p.register_hook(torch.zeros_like) for p in parameters if p.requires_grad]
+        weighted = loss * factor
         if weighted.requires_grad:
             when_backward_ends(weighted, self._backward_ended)
         return weighted
@@ -141,9 +146,13 @@ class BalancedRun:
 
     def backward_returned(self) -> None:
         """The gradient exchange is over."""
+        for handle in self._voided:
+            handle.remove()
+        self._voided = []
         self.probe.exchanged()
         self._wait_s = self.probe.wait_s
         if self.automatic:
+            self._note_step()
             self._returned_s = time.perf_counter()
         else:
             self.probe.resume()
@@ -158,21 +167,33 @@ class BalancedRun:
             self.probe.add(time.perf_counter() - self._returned_s)
             self._returned_s = None
 
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Around a collective, e.g. of ``self.log(..., sync_dist=True)``: waiting for peers is not this rank's work."""
+        started_s = time.perf_counter()
+        with self.probe.paused():
+            yield
+        if self._returned_s is not None:
+            self._returned_s += time.perf_counter() - started_s
+
     def _step_measured(self) -> None:
         controller, part = self.binder.controller, self.part
         if self._sent or controller is None or part is None:  # a closure may run more than once per step
             return
         self._sent = True
         self.probe.close()
-        self._measured.append(max(1, part.samples))  # a dummy batch computes on one sample
+        self._measured.append(part)
         while (compute_s := self.probe.take()) is not None:  # CUDA: of the step before
-            samples = self._measured.popleft()
-            controller.measured(samples, compute_s, self._wait_s)
-            data = {"samples": part.samples, "compute_s": compute_s, "wait_s": self._wait_s}
-            self._note("step", part, data)
+            done = self._measured.popleft()
+            # Sent while the gradients still travel, so the wait is the last known one. A dummy batch is one sample.
+            controller.measured(max(1, done.samples), compute_s, self._wait_s)
+            self._finished = (done, compute_s)
+            if done is not part or not self.automatic:
+                self._note_step()
         if self._synced and self.rebalancer.enabled and controller.wants_exchange(part.epoch, part.step):
             wait = self.channel.all_gather_row(controller.row(part.epoch, part.step))
             controller.sent(part.epoch, part.step, wait)
+        controller.catch_up()  # beside the gradient exchange, where it delays nobody
         report = controller.report
         if report is not None and report.decision.changed and report.decision is not self._last_decision:
             self._last_decision = report.decision
@@ -183,6 +204,13 @@ class BalancedRun:
                 "reason": decision.reason,
             }
             self._note("decision", part, data)
+
+    def _note_step(self) -> None:
+        """Notes the measured step once its own wait is known."""
+        if self._finished is not None:
+            (part, compute_s), self._finished = self._finished, None
+            data = {"samples": part.samples, "compute_s": compute_s, "wait_s": self._wait_s}
+            self._note("step", part, data)
 
     def _note(self, kind: str, part: Part, data: dict[str, Any]) -> None:
         t_s = time.perf_counter() - self._opened_s

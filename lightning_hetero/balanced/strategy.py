@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -251,6 +252,10 @@ class LoadBalancedStrategy(DDPStrategy):
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
         """Means of integers are exact; means of floats logged for a training batch count samples."""
+        with self._waiting_for_peers():
+            return self._reduce(tensor, group, reduce_op)
+
+    def _reduce(self, tensor: Any, group: Any, reduce_op: Any) -> Any:
         if not (isinstance(tensor, Tensor) and is_mean(reduce_op) and dist.is_initialized()):
             return super().reduce(tensor, group, reduce_op)
         world = dist.group.WORLD if group is None else group
@@ -262,6 +267,22 @@ class LoadBalancedStrategy(DDPStrategy):
         if weigh and compat.batch_results_open(run.trainer):  # type: ignore[union-attr]
             return weighted_mean_(tensor, run.weight.local, world)  # type: ignore[union-attr]
         return super().reduce(tensor, group, reduce_op)
+
+    def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
+        with self._waiting_for_peers():
+            return super().all_gather(tensor, group, sync_grads)
+
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        with self._waiting_for_peers():
+            return super().broadcast(obj, src)
+
+    def barrier(self, *args: Any, **kwargs: Any) -> None:
+        with self._waiting_for_peers():
+            super().barrier(*args, **kwargs)
+
+    def _waiting_for_peers(self) -> AbstractContextManager[None]:
+        """Collectives that a step asks for, e.g. by ``self.log(..., sync_dist=True)``, are not this rank's work."""
+        return nullcontext() if self._run is None else self._run.waiting()
 
     # ---- what others may ask ----------------------------------------------------------------------------------
 

@@ -15,7 +15,8 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any, Protocol
 
 import torch
@@ -42,6 +43,11 @@ def when_backward_ends(loss: Tensor, callback: Callable[[], None]) -> None:
 class Stopwatch(Protocol):
     """Adds up running time between `resume` and `pause`; `take` may lag behind by one step (CUDA)."""
 
+    @property
+    def running(self) -> bool:
+        """Whether time is being added up now."""
+        ...
+
     def resume(self) -> None: ...
 
     def pause(self) -> None: ...
@@ -55,7 +61,7 @@ class Stopwatch(Protocol):
         ...
 
     def reset(self) -> None:
-        """Forgets everything, e.g. when a step is abandoned."""
+        """Forgets the open step, e.g. when it is abandoned; closed steps can still be taken."""
         ...
 
 
@@ -71,6 +77,10 @@ class HostStopwatch:
         self._since: float | None = None
         self._sum_s = 0.0
         self._done: deque[float] = deque()
+
+    @property
+    def running(self) -> bool:
+        return self._since is not None
 
     def resume(self) -> None:
         if self._since is None:
@@ -91,7 +101,6 @@ class HostStopwatch:
 
     def reset(self) -> None:
         self._since, self._sum_s = None, 0.0
-        self._done.clear()
 
 
 class CudaStopwatch:
@@ -107,6 +116,10 @@ class CudaStopwatch:
         self._open: torch.cuda.Event | None = None
         self._pieces: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
         self._done: deque[list[tuple[torch.cuda.Event, torch.cuda.Event]]] = deque()
+
+    @property
+    def running(self) -> bool:
+        return self._open is not None
 
     def _stamp(self) -> torch.cuda.Event:
         event = torch.cuda.Event(enable_timing=True)
@@ -134,7 +147,6 @@ class CudaStopwatch:
 
     def reset(self) -> None:
         self._open, self._pieces = None, []
-        self._done.clear()
 
 
 class StepProbe:
@@ -171,10 +183,36 @@ class StepProbe:
         self._handles.append(module.register_forward_pre_hook(lambda *_: self.start()))
         for child in module.modules():
             if self._waiting and isinstance(child, self._waiting):
-                self._handles.append(child.register_forward_pre_hook(lambda *_: self.pause()))
-                self._handles.append(child.register_forward_hook(lambda *_: self.resume()))
-                self._handles.append(child.register_full_backward_pre_hook(lambda *_: self.pause()))
-                self._handles.append(child.register_full_backward_hook(lambda *_: self.resume()))
+                self._handles.append(child.register_forward_pre_hook(self._enter_waiting))
+                self._handles.append(child.register_forward_hook(self._leave_waiting))
+
+    # Hooks on tensors, not the module's full backward hooks: those forbid `ReLU(inplace=True)` behind the module.
+    def _enter_waiting(self, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
+        """Pauses in forward; a view of the input, whose gradient comes from this module alone, ends its backward."""
+        if not self._running:
+            return None
+        self.pause()
+        return tuple(self._resuming_view(arg) for arg in args)
+
+    def _resuming_view(self, arg: Any) -> Any:
+        if not (isinstance(arg, Tensor) and arg.requires_grad and torch.is_grad_enabled()):
+            return arg
+        view = arg.view_as(arg)
+        view.register_hook(lambda grad: self.resume())
+        return view
+
+    def _leave_waiting(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        """Ends the pause in forward; the gradient of the output begins the one in backward.
+
+        Without a gradient to pass on nothing would end it, and `SyncBatchNorm` does not communicate then.
+        """
+        if not self._running:
+            return
+        self.resume()
+        passes_on = any(isinstance(arg, Tensor) and arg.requires_grad for arg in args)
+        for out in output if isinstance(output, tuple | list) else (output,):
+            if passes_on and isinstance(out, Tensor) and out.requires_grad:
+                out.register_hook(lambda grad: self.pause())
 
     def detach(self) -> None:
         for handle in self._handles:
@@ -183,9 +221,9 @@ class StepProbe:
 
     def arm(self, host_s: float = 0.0) -> None:
         """Opens a step; the next `start` counts. ``host_s``: seconds of fetch and transfer that belong to it."""
-        if self._running:  # the step before never finished (exception, skipped batch)
+        if self._running or self._armed:  # the step before never finished (exception, skipped batch)
             self._watch.reset()
-            self._unread.clear()
+            self._host_s = 0.0
         self._armed, self._running = True, False
         self._host_s += host_s
         self._wait_s = 0.0
@@ -208,6 +246,17 @@ class StepProbe:
     def resume(self) -> None:
         if self._running:
             self._watch.resume()
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Keeps what happens inside, e.g. a collective of the user's, out of the measurement; may be nested."""
+        was_running = self._watch.running
+        self._watch.pause()
+        try:
+            yield
+        finally:
+            if was_running:
+                self._watch.resume()
 
     def backward_ended(self) -> None:
         """Stamp [3]: own gradients are complete."""

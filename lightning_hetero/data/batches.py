@@ -19,7 +19,7 @@ from torch.utils.data import Sampler
 
 from lightning_hetero.data.order import EpochOrder
 
-__all__ = ["GlobalBatchSampler", "Part", "Split"]
+__all__ = ["GlobalBatchSampler", "Part", "Split", "micro_batch_size"]
 
 Split = Callable[[int, int, int], tuple[int, ...]]
 """(epoch, step, total samples) -> samples per rank, summing to the total."""
@@ -52,6 +52,24 @@ class Part:
         return len(self.shares) * self.samples / self.weight_base
 
 
+def micro_batch_size(global_batch_size: int, micro_batches: int, quantum: int = 1) -> int:
+    """Returns the samples of a full micro-batch: an equal part of the global batch, rounded up to the quantum.
+
+    Raises:
+        ValueError: micro-batches of that size would be fewer than ``micro_batches``, which an accumulation over a
+            fixed number of batches cannot follow.
+    """
+    if micro_batches == 1:
+        return global_batch_size
+    size = -(-global_batch_size // (micro_batches * quantum)) * quantum
+    if micro_batches < 1 or -(-global_batch_size // size) != micro_batches:
+        raise ValueError(
+            f"a global batch of {global_batch_size} samples in multiples of {quantum} makes"
+            f" {-(-global_batch_size // size)} micro-batches of {size}, not micro_batches={micro_batches}"
+        )
+    return size
+
+
 class GlobalBatchSampler(Sampler[list[Any]]):
     """A batch sampler over the agreed order; yields this rank's indices and notes the part it issued.
 
@@ -60,7 +78,11 @@ class GlobalBatchSampler(Sampler[list[Any]]):
         split: decides the shares of a batch when it is drawn.
         rank: this rank.
         micro_batches: Lightning batches per global batch (gradient accumulation); 1 = the global batch itself.
+        quantum: full micro-batches are multiples of this many samples.
         clock: seconds; to keep the decision out of the fetch time.
+
+    Raises:
+        ValueError: the global batch cannot be cut into that many micro-batches (see `micro_batch_size`).
     """
 
     def __init__(
@@ -70,12 +92,13 @@ class GlobalBatchSampler(Sampler[list[Any]]):
         split: Split,
         rank: int,
         micro_batches: int = 1,
+        quantum: int = 1,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.order = order
         self.rank = rank
         self.micro_batches = micro_batches
-        self.micro_size = -(-order.global_batch_size // micro_batches)
+        self.micro_size = micro_batch_size(order.global_batch_size, micro_batches, quantum)
         self.epoch = 0
         self.decision_s = 0.0
         self._split = split
@@ -124,7 +147,8 @@ class GlobalBatchSampler(Sampler[list[Any]]):
             offset = start + sum(shares[: self.rank])
             mine = shares[self.rank]
             issued.append(Part(epoch=epoch, step=position + i, samples=mine, shares=shares, weight_base=base))
-            yield list(indices[offset : offset + mine]) if mine else [indices[start]]
+            # The first sample of an epoch is as good a dummy as any for an empty micro-batch at its end.
+            yield list(indices[offset : offset + mine]) if mine else [indices[start if start < end else 0]]
 
     def _pieces(self) -> tuple[int, Sequence[Any], list[tuple[int, int, float]]]:
         """Returns epoch, indices and (start, end, weight_base) of each Lightning batch; drawn once per epoch."""
@@ -134,8 +158,21 @@ class GlobalBatchSampler(Sampler[list[Any]]):
             start = 0
             for end in ends:
                 base = (end - start) / self.micro_batches
-                for low in range(start, end, self.micro_size if self.micro_batches > 1 else max(1, end - start)):
-                    pieces.append((low, min(end, low + self.micro_size) if self.micro_batches > 1 else end, base))
+                pieces += [(low, high, base) for low, high in self._cut(start, end)]
                 start = end
             self._plan = (self.epoch, indices, pieces)
         return self._plan
+
+    def _cut(self, start: int, end: int) -> list[tuple[int, int]]:
+        """Returns the bounds of the micro-batches of one global batch.
+
+        Lightning steps every ``micro_batches`` batches and after the last one. Orders of a fixed size are short only
+        there; pools may be of any size anywhere, so theirs always make the full number, with empty ones at the end.
+        """
+        if self.micro_batches == 1:
+            return [(start, end)]
+        if getattr(self.order, "samples", None) is not None:
+            return [(low, min(end, low + self.micro_size)) for low in range(start, end, self.micro_size)]
+        size = max(self.micro_size, -(-(end - start) // self.micro_batches))
+        lows = [min(end, start + i * size) for i in range(self.micro_batches)]
+        return list(zip(lows, [*lows[1:], end], strict=True))

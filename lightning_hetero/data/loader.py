@@ -40,6 +40,7 @@ class LoaderSpec:
         batch_size: per-device batch size, ``None`` if a batch sampler decides it.
         drop_last: leave out the partial last batch.
         read_ahead: batches requested before the oldest of them is used.
+        workers: ``num_workers``; they decide the order of an iterable dataset's samples.
     """
 
     kind: Literal["plain", "sampler", "distributed", "distributed_subclass", "batch_sampler", "stream"]
@@ -47,6 +48,7 @@ class LoaderSpec:
     batch_size: int | None
     drop_last: bool
     read_ahead: int
+    workers: int = 0
 
 
 def inspect_loader(loader: object) -> LoaderSpec:
@@ -69,9 +71,14 @@ def inspect_loader(loader: object) -> LoaderSpec:
             )
         # The samples are re-batched after the loader, so its read-ahead delays no decision.
         return LoaderSpec(
-            kind="stream", samples=None, batch_size=loader.batch_size, drop_last=loader.drop_last, read_ahead=0
+            kind="stream",
+            samples=None,
+            batch_size=loader.batch_size,
+            drop_last=loader.drop_last,
+            read_ahead=0,
+            workers=loader.num_workers,
         )
-    samples = len(loader.dataset)  # type: ignore[arg-type]
+    samples = len(loader.dataset) if hasattr(loader.dataset, "__len__") else None  # type: ignore[arg-type]
     if loader.batch_size is None:
         source = loader.batch_sampler if loader.batch_sampler is not None else loader.sampler
         if loader.batch_sampler is None and not isinstance(source, BatchSampler):
@@ -86,12 +93,18 @@ def inspect_loader(loader: object) -> LoaderSpec:
                 batch_size=None,
                 drop_last=bool(getattr(source, "drop_last", False)),
                 read_ahead=read_ahead,
+                workers=loader.num_workers,
             )
         sampler, batch_size, drop_last = source.sampler, source.batch_size, source.drop_last
     else:
         sampler, batch_size, drop_last = loader.sampler, loader.batch_size, loader.drop_last
     return LoaderSpec(
-        kind=_kind_of(sampler), samples=samples, batch_size=batch_size, drop_last=drop_last, read_ahead=read_ahead
+        kind=_kind_of(sampler),
+        samples=samples,
+        batch_size=batch_size,
+        drop_last=drop_last,
+        read_ahead=read_ahead,
+        workers=loader.num_workers,
     )
 
 
@@ -134,6 +147,8 @@ def rebatched_loader(
     slots: dict[str, Any] = {"_hetero": _Feed(sampler, position, on_fetch, clock), "_iterator": None}
     # DataLoader forbids changing these after construction; the copy is not yet in use by anyone.
     slots["batch_sampler" if loader.batch_sampler is not None else "sampler"] = sampler
+    # Batch t must be the same global batch on every rank, and parts are matched to batches in order.
+    slots["in_order"] = True
     for name, value in slots.items():
         object.__setattr__(balanced, name, value)
     return balanced

@@ -144,6 +144,7 @@ class SamplerOrder(FixedSizeOrder):
         self.seed = seed
         self.channel = channel
         self._state: dict[str, Any] = {}
+        self._restored: dict[str, Any] = {}
 
     @property
     def _generator(self) -> torch.Generator | None:
@@ -151,10 +152,10 @@ class SamplerOrder(FixedSizeOrder):
         return generator if isinstance(generator, torch.Generator) else None
 
     def indices(self, epoch: int) -> Sequence[Any]:
+        announce_epoch(self.sampler, epoch)
         generator = self._generator
         if generator is not None:
-            if self._state.get("epoch") == epoch:
-                generator.set_state(self._state["generator"])
+            self._rewind(generator, epoch)
             self._state = {"epoch": epoch, "generator": generator.get_state()}
         drawn = draw(self.sampler, self.seed + epoch) if self.channel.rank == 0 else None
         if drawn is not None and len(drawn) != self.samples:
@@ -164,11 +165,25 @@ class SamplerOrder(FixedSizeOrder):
             )
         return self.channel.broadcast_indices(drawn)
 
+    def _rewind(self, generator: torch.Generator, epoch: int) -> None:
+        """Puts the generator where it was before ``epoch`` in the run that wrote the checkpoint.
+
+        A checkpoint from the end of an epoch knows only that epoch's start: it is drawn once more to get to its end.
+        """
+        behind = epoch - self._restored.get("epoch", epoch + 1)
+        if behind < 0:
+            return
+        generator.set_state(self._restored["generator"])
+        self._restored = {}
+        if self.channel.rank == 0:
+            for _ in range(behind):
+                draw(self.sampler, self.seed)
+
     def state_dict(self) -> dict[str, Any]:
         return dict(self._state)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._state = dict(state)
+        self._state, self._restored = dict(state), dict(state)
 
 
 class PooledRanks(EpochOrder):
@@ -180,8 +195,8 @@ class PooledRanks(EpochOrder):
     Args:
         source: the rank's sampler (of indices) or batch sampler (of lists of indices).
         batch_size: per-rank batch size, or ``None`` if ``source`` yields batches.
-        drop_last: leave out a rank's partial last batch.
-        seed: see `SamplerOrder`.
+        drop_last: leave out a rank's partial last batch; only with ``batch_size``.
+        seed: for a look at the sizes of a batch sampler that does not tell them (see `batch_size_of`).
         channel: collects the sequences.
     """
 
@@ -198,14 +213,16 @@ class PooledRanks(EpochOrder):
         n = len(source)
         if batch_size is not None:
             n = n // batch_size if drop_last else -(-n // batch_size)
-        sizes = [batch_size or getattr(source, "batch_size", None) or 1] * channel.world_size
-        self._num_batches = max(channel.all_gather_object(n))
-        self.global_batch_size = sum(sizes)
+        size = batch_size if batch_size is not None else batch_size_of(source, seed)
+        everyone = channel.all_gather_object((n, size))
+        self._num_batches = max(n for n, _ in everyone)
+        self.global_batch_size = sum(size for _, size in everyone)
 
     def __len__(self) -> int:
         return self._num_batches
 
     def batches(self, epoch: int) -> tuple[Sequence[Any], Sequence[int]]:
+        announce_epoch(self.source, epoch)
         # Not reseeded: the ranks' samplers may rely on differing random streams.
         mine = list(self.source)
         if self.batch_size is not None:
@@ -230,16 +247,17 @@ class PooledBatches(EpochOrder):
         self.batch_sampler = batch_sampler
         self.seed = seed
         self.channel = channel
-        self._num_batches = -(-len(batch_sampler) // channel.world_size)
-        size = getattr(batch_sampler, "batch_size", None)
-        if not isinstance(size, int):
-            size = max((len(b) for b in draw(batch_sampler, seed)), default=1)
+        # Rank 0's figures, like its draws: a sampler's randomness may differ between ranks.
+        sizes = [len(batch_sampler), batch_size_of(batch_sampler, seed)] if channel.rank == 0 else None
+        batches, size = channel.broadcast_indices(sizes)
+        self._num_batches = -(-batches // channel.world_size)
         self.global_batch_size = size * channel.world_size
 
     def __len__(self) -> int:
         return self._num_batches
 
     def batches(self, epoch: int) -> tuple[Sequence[Any], Sequence[int]]:
+        announce_epoch(self.batch_sampler, epoch)
         world = self.channel.world_size
         flat: list[int] = []
         ends: list[int] = []
@@ -265,6 +283,34 @@ def concatenate(pools: Iterable[Iterable[Sequence[Any]]]) -> tuple[list[Any], li
             flat.extend(batch)
         ends.append(len(flat))
     return flat, ends
+
+
+def announce_epoch(source: object, epoch: int) -> None:
+    """Calls ``set_epoch`` of a sampler and of the sampler inside a batch sampler.
+
+    Lightning does so only for samplers it finds on the loader, where ours now stands in their place.
+    """
+    for sampler in (source, getattr(source, "sampler", None)):
+        set_epoch = getattr(sampler, "set_epoch", None)
+        if callable(set_epoch):
+            set_epoch(epoch)
+
+
+def batch_size_of(batch_sampler: Iterable[Any], seed: int) -> int:
+    """Returns the batch size a batch sampler tells, or else the largest of one draw.
+
+    The draw leaves the global random streams and the sampler's own ``generator`` as they were.
+    """
+    size = getattr(batch_sampler, "batch_size", None)
+    if isinstance(size, int):
+        return size
+    owners = (batch_sampler, getattr(batch_sampler, "sampler", None))
+    generators = [g for g in (getattr(o, "generator", None) for o in owners) if isinstance(g, torch.Generator)]
+    states = [g.get_state() for g in generators]
+    largest = max((len(batch) for batch in draw(batch_sampler, seed)), default=1)
+    for generator, state in zip(generators, states, strict=True):
+        generator.set_state(state)
+    return largest
 
 
 def draw(sampler: Iterable[Any], seed: int) -> list[Any]:

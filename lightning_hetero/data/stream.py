@@ -13,6 +13,7 @@ import copy
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from functools import cache
 from itertools import count
 from typing import Any, Literal
@@ -31,6 +32,7 @@ def rebatched_stream(
     *,
     mode: StreamMode,
     rank: int,
+    world_size: int,
     global_batch_size: int,
     split: Split,
     position: Callable[[], tuple[int, int]],
@@ -43,6 +45,7 @@ def rebatched_stream(
         loader: yields samples in chunks of its own ``batch_size``; its collate function is applied after re-batching.
         mode: see the module docstring.
         rank: this rank.
+        world_size: number of ranks.
         global_batch_size: samples of all ranks together.
         split: decides the shares of a batch when it is drawn.
         position: epoch, and batches of it already trained on, which a shared stream skips.
@@ -54,10 +57,23 @@ def rebatched_stream(
     source = copy.copy(loader)
     chunks = copy.copy(loader.batch_sampler)
     object.__setattr__(chunks, "drop_last", False)  # our own drop_last is about the global batch
-    for name, value in {"collate_fn": _keep, "drop_last": False, "_iterator": None, "batch_sampler": chunks}.items():
+    slots: dict[str, Any] = {"collate_fn": _keep, "drop_last": False, "_iterator": None, "batch_sampler": chunks}
+    if mode == "shared":
+        slots["in_order"] = True  # the ranks must see the samples in the same order
+    for name, value in slots.items():
         object.__setattr__(source, name, value)
     stream = _Stream(
-        source, loader.collate_fn, mode, rank, global_batch_size, loader.drop_last, split, position, on_fetch, clock
+        source=source,
+        collate=loader.collate_fn,
+        mode=mode,
+        rank=rank,
+        world_size=world_size,
+        total=global_batch_size,
+        drop_last=loader.drop_last,
+        split=split,
+        position=position,
+        on_fetch=on_fetch,
+        clock=clock,
     )
     object.__setattr__(balanced, "_hetero", stream)
     return balanced
@@ -79,37 +95,31 @@ def _stream_class(cls: type[DataLoader]) -> type[DataLoader]:
     return type(f"Balanced{cls.__name__}", (cls,), members)
 
 
+@dataclass(kw_only=True, slots=True)
 class _Stream:
     """State of one re-batched stream; a fresh pass over the source for every epoch."""
 
-    def __init__(
-        self,
-        source: DataLoader,
-        collate: Callable[[list[Any]], Any],
-        mode: StreamMode,
-        rank: int,
-        global_batch_size: int,
-        drop_last: bool,
-        split: Split,
-        position: Callable[[], tuple[int, int]],
-        on_fetch: Callable[[Part], None],
-        clock: Callable[[], float],
-    ) -> None:
-        self.source = source
-        self.collate = collate
-        self.mode: StreamMode = mode
-        self.rank = rank
-        self.total = global_batch_size
-        self.drop_last = drop_last
-        self.split = split
-        self.position = position
-        self.on_fetch = on_fetch
-        self.clock = clock
-        self.epoch = 0
+    source: DataLoader
+    collate: Callable[[list[Any]], Any]
+    mode: StreamMode
+    rank: int
+    world_size: int
+    total: int
+    drop_last: bool
+    split: Split
+    position: Callable[[], tuple[int, int]]
+    on_fetch: Callable[[Part], None]
+    clock: Callable[[], float]
+    epoch: int = 0
 
     def num_batches(self) -> int:
-        """Length of a sized, shared stream in global batches; ``TypeError`` without one, as `DataLoader` does."""
+        """Length of a sized stream in global batches; ``TypeError`` without one, as `DataLoader` does.
+
+        Of an infinite stream the dataset's length is one rank's epoch, as under stock DDP; it is not where it ends.
+        """
         samples = len(self.source.dataset)  # type: ignore[arg-type]
+        if self.mode == "infinite":
+            samples *= self.world_size
         return samples // self.total if self.drop_last else -(-samples // self.total)
 
     def batches(self) -> Iterator[Any]:

@@ -55,6 +55,9 @@ class Toy(LightningModule):
 class Scripted(BalancePolicy):
     """Changes the shares at every record, in a pattern that ignores the measurements."""
 
+    def urgent(self, samples: Sequence[int], compute_s: Sequence[float]) -> bool:
+        return True
+
     def observe(self, records: Sequence[SpeedSample]) -> Decision:
         super().observe(records)
         n, total = len(records), self._total // self._quantum
