@@ -63,6 +63,8 @@ class ExchangeClock:
 
     def observe(self, tag: Tag, step_s: float) -> None:
         """Notes the agreed step time of an exchange."""
+        if self.every is not None:
+            return
         k = 1 if step_s <= 0 else min(self.most, max(1, math.ceil(self.period_s / step_s)))
         self._history.append((tag, k))
 

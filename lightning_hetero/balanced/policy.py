@@ -103,7 +103,8 @@ class BalancePolicy:
             are copied for every rank.
         dead_band: shares move only if the slowest rank's predicted time falls by more than this fraction ...
         min_gain_s: ... and by more than this many seconds ...
-        noise_guard: ... and by more than this many standard deviations of the prediction.
+        noise_guard: ... and by more than this many standard deviations of the prediction; a quarter of that once the
+            shares are unequal anyway.
         cooldown: records to let pass after a change before the next one.
         surprise: relative deviation of a rank's time from the expected one above which the record is urgent: it
             decides the very next batch; others are evaluated while gradients travel, one step later.
@@ -120,7 +121,7 @@ class BalancePolicy:
         predictor: str | Predictor = "kalman",
         dead_band: float = 0.02,
         min_gain_s: float = 0.0005,
-        noise_guard: float = 2.0,
+        noise_guard: float = 4.0,
         cooldown: int = 0,
         warmup: int = 1,
         surprise: float = 0.1,
@@ -149,6 +150,7 @@ class BalancePolicy:
         self._solve = solver
         self._predictors: list[Predictor] = []
         self._shares: tuple[int, ...] = ()
+        self._equal: tuple[int, ...] = ()
         self._lower: list[int] = []
         self._upper: list[int] = []
         self._quantum = 1
@@ -172,6 +174,7 @@ class BalancePolicy:
         """
         self._lower, self._upper = bounds.resolve(world_size, total, quantum)
         self._quantum, self._total = quantum, total
+        self._expected_for = ()
         known = len(self._predictors) == world_size and all(p.ready for p in self._predictors)
         if not known:
             self._predictors = [self.prototype.fresh() for _ in range(world_size)]
@@ -180,7 +183,7 @@ class BalancePolicy:
                           upper=_units(self._upper, quantum))
         if not equal.ok:
             raise ValueError(equal.reason)
-        self._shares = tuple(s * quantum for s in equal.shares)
+        self._shares = self._equal = tuple(s * quantum for s in equal.shares)
         if known:
             self._shares = self._best().shares or self._shares
         self._since_change = self.cooldown
@@ -225,10 +228,12 @@ class BalancePolicy:
         now_s = [p.predict(n) for p, n in zip(self._predictors, self._shares, strict=True)]
         slowest = max(range(len(now_s)), key=now_s.__getitem__)
         current_s = now_s[slowest]
+        # Leaving equal shares takes more evidence than improving unequal ones: on equal devices nothing is to be won.
+        guard = self.noise_guard * (1.0 if self._shares == self._equal else 0.25)
         threshold_s = max(
             self.dead_band * current_s,
             self.min_gain_s,
-            self.noise_guard * self._predictors[slowest].std_s(self._shares[slowest]),
+            guard * self._predictors[slowest].std_s(self._shares[slowest]),
         )
 
         def keep(reason: str, gain_s: float = 0.0) -> Decision:

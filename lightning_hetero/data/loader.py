@@ -146,6 +146,8 @@ def rebatched_loader(
     balanced.__class__ = _balanced_class(type(loader))
     slots: dict[str, Any] = {"_hetero": _Feed(sampler, position, on_fetch, clock), "_iterator": None}
     # DataLoader forbids changing these after construction; the copy is not yet in use by anyone.
+    if not getattr(loader, "in_order", True):
+        slots["in_order"] = True  # all ranks must train the parts of one global batch together
     slots["batch_sampler" if loader.batch_sampler is not None else "sampler"] = sampler
     # Batch t must be the same global batch on every rank, and parts are matched to batches in order.
     slots["in_order"] = True

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -93,6 +94,8 @@ def result(module: Noting) -> Result:
 
 
 def fit(rank: int, world: int, strategy: Any, loaders: Any, *, ckpt: str | None = None, **kwargs: Any) -> Result:
+    # The reducer of an earlier fit is cyclic garbage; a forked loader worker that collects it crashes (stock DDP's too).
+    gc.collect()
     module = Noting()
     trainer = rank_trainer(rank, world, strategy, max_epochs=EPOCHS, **kwargs)
     trainer.fit(module, *loaders if isinstance(loaders, tuple) else (loaders,), ckpt_path=ckpt)
@@ -197,7 +200,7 @@ def test_every_kind_of_checkpoint_resumes_at_the_next_sample(
     """Fewer or more ranks keep the checkpoint's global batch although batch_size x devices would be another one."""
     cases = PLAN if now == 2 else PLAN[1::2] + PLAN[-2:] if before == 4 else PLAN[::2]
     plan = [{**how, "ckpt": str(saved[before] / name), "batch_size": BATCH // before} for name, _, how in cases]
-    ranks = run_ranks(now, resuming_job, plan, timeout_s=110.0)
+    ranks = run_ranks(now, resuming_job, plan, timeout_s=100.0)
     for i, (name, done, how) in enumerate(cases):
         check([r[i] for r in ranks], expected[how.get("accumulate", 1)], done, f"{name} {before} -> {now}")
 
