@@ -6,14 +6,17 @@
 
 __version__ = "0.1.0"
 
+from lightning.fabric.strategies import STRATEGY_REGISTRY
 from lightning.pytorch.strategies import StrategyRegistry
 
+from lightning_hetero.balanced.checks import refuse_fabric
 from lightning_hetero.balanced.policy import BalancePolicy
 from lightning_hetero.balanced.strategy import LoadBalancedStrategy
 from lightning_hetero.callbacks import BatchRebalancer, HeteroTrace, StragglerMonitor, ThrottleCallback
 from lightning_hetero.emulate import Scenario
 
 LoadBalancedStrategy.register_strategies(StrategyRegistry)
+STRATEGY_REGISTRY.register("hetero_balanced", refuse_fabric, description="for the Trainer only")
 
 __all__ = [
     "BalancePolicy",

@@ -5,13 +5,28 @@ from __future__ import annotations
 import difflib
 import inspect
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 from torch.nn.parallel import DistributedDataParallel
 
-__all__ = ["check_ddp_arguments", "check_same_settings", "name_lost_peer"]
+__all__ = ["check_ddp_arguments", "check_same_settings", "name_lost_peer", "refuse_fabric"]
+
+FABRIC_REFUSAL = (
+    "lightning_hetero's strategies divide the Trainer's batches and have no counterpart in Fabric, whose training loop is"
+    " the user's own; use lightning.pytorch.Trainer(strategy=...), or Fabric(strategy='ddp')"
+)
 
 _LOST_PEER = ("connection closed by peer", "connection reset", "connection refused", "broken pipe", "timed out")
+
+
+def refuse_fabric(**kwargs: object) -> NoReturn:
+    """Stands under our names in Fabric's registry.
+
+    Raises:
+        TypeError: always, with the reason.
+    """
+    del kwargs
+    raise TypeError(FABRIC_REFUSAL)
 
 
 def check_ddp_arguments(kwargs: Mapping[str, Any], ddp_comm_state: object | None) -> None:

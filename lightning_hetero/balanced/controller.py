@@ -68,6 +68,10 @@ class ExchangeClock:
         k = 1 if step_s <= 0 else min(self.most, max(1, math.ceil(self.period_s / step_s)))
         self._history.append((tag, k))
 
+    def forget(self) -> None:
+        """Starts over: steps are counted from the beginning again."""
+        self._history.clear()
+
     def interval(self, limit: Tag) -> int:
         """Returns k as known from exchanges up to ``limit``; the same on all ranks, unlike the latest known."""
         if self.every is not None:
@@ -107,12 +111,21 @@ class Controller:
         """Returns the shares of a full global batch drawn as batch ``step``, decided once per step."""
         tag = (epoch, step)
         if tag not in self._decided:
+            if self._last_exchange is not None and tag <= self._last_exchange:
+                self._start_over()
             self.consume((epoch, step - 1 - self.lag))
             self._decided[tag] = self.policy.shares
             horizon = (epoch, step - 2 * self.lag - 2)
             for old in [t for t in self._decided if t < horizon]:
                 del self._decided[old]
         return self._decided[tag]
+
+    def _start_over(self) -> None:
+        """Steps that were exchanged are drawn again: the run was set back (learning-rate finder), on all ranks alike."""
+        self.drain()
+        self._decided.clear()
+        self._last_exchange = None
+        self.exchange.forget()
 
     def consume(self, limit: Tag) -> None:
         """Takes in every exchange up to ``limit``, in order; the last one is put off unless it is urgent."""

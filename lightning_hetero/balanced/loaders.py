@@ -341,7 +341,13 @@ class LoaderBinder:
 
     def _split_of(self, slot: _Slot) -> Callable[[int, int, int], tuple[int, ...]]:
         def split(epoch: int, step: int, total: int) -> tuple[int, ...]:
-            shares = self._bind().full_shares(epoch, step)
+            controller = self._bind()
+            if step > compat.batches_trained(self._trainer) + controller.lag:
+                # Further ahead than the loop itself reads: a user on this rank looks at the loader. The records
+                # that decide such a batch do not exist yet, so the look must not decide it.
+                shares = self.policy.shares
+            else:
+                shares = controller.full_shares(epoch, step)
             if total == slot.full:  # the same fraction of every loader: exact, because shares are whole units
                 full = sum(shares)
                 return tuple(s * slot.full // full for s in shares)

@@ -149,6 +149,7 @@ class BalancePolicy:
         self.surprise = surprise
         self._solve = solver
         self._predictors: list[Predictor] = []
+        self._restored: tuple[list[Predictor], int] | None = None  # predictors and records seen, for the next start
         self._shares: tuple[int, ...] = ()
         self._equal: tuple[int, ...] = ()
         self._lower: list[int] = []
@@ -159,6 +160,24 @@ class BalancePolicy:
         self._since_change = 0
         self._expected_for: tuple[int, ...] = ()
         self._expected_s: list[float] = []
+
+    def settings(self) -> dict[str, str]:
+        """Returns what decides besides the records, in words: ranks where it differs would part ways."""
+        predictor = {
+            name: value
+            for name, value in vars(self.prototype).items()
+            if name not in self.prototype.MEMORY and isinstance(value, int | float | str)
+        }
+        numbers = {
+            name: getattr(self, name)
+            for name in ("dead_band", "min_gain_s", "noise_guard", "cooldown", "warmup", "surprise")
+        }
+        return {
+            "policy": type(self).__name__,
+            "predictor": f"{type(self.prototype).__name__}({_arguments(predictor)})",
+            "solver": getattr(self._solve, "__qualname__", type(self._solve).__name__),
+            "thresholds": _arguments(numbers),
+        }
 
     def start(self, *, world_size: int, total: int, bounds: ShareBounds, quantum: int = 1) -> None:
         """Opens a run: equal shares, or the speeds that `load_state_dict` has brought.
@@ -175,6 +194,8 @@ class BalancePolicy:
         self._lower, self._upper = bounds.resolve(world_size, total, quantum)
         self._quantum, self._total = quantum, total
         self._expected_for = ()
+        if self._restored is not None:
+            (self._predictors, self._seen), self._restored = self._restored, None
         known = len(self._predictors) == world_size and all(p.ready for p in self._predictors)
         if not known:
             self._predictors = [self.prototype.fresh() for _ in range(world_size)]
@@ -261,23 +282,27 @@ class BalancePolicy:
 
     def state_dict(self) -> dict[str, Any]:
         """Returns plain types only: predictors per rank, shares, number of records seen."""
+        predictors, seen = self._restored or (self._predictors, self._seen)
         return {
             "predictor": type(self.prototype).__name__,
-            "predictors": [p.state_dict() for p in self._predictors],
+            "predictors": [p.state_dict() for p in predictors],
             "shares": list(self._shares),
-            "seen": self._seen,
+            "seen": seen,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Takes over the speeds another run has learned; of another predictor class, they are ignored."""
-        if state.get("predictor") != type(self.prototype).__name__:
+        """Takes over, at the next `start`, the speeds another run has learned.
+
+        Of another predictor class they are ignored. A run under way goes on with its own: the learning-rate finder
+        restores a checkpoint from before the first measurement while it still trains.
+        """
+        learned = state.get("predictors", [])
+        if not learned or state.get("predictor") != type(self.prototype).__name__:
             return
-        self._predictors = []
-        for one in state.get("predictors", []):
-            predictor = self.prototype.fresh()
+        predictors = [self.prototype.fresh() for _ in learned]
+        for predictor, one in zip(predictors, learned, strict=True):
             predictor.load_state_dict(one)
-            self._predictors.append(predictor)
-        self._seen = int(state.get("seen", 0))
+        self._restored = (predictors, int(state.get("seen", 0)))
 
 
 def scale_shares(shares: Sequence[int], total: int) -> tuple[int, ...]:
@@ -289,3 +314,7 @@ def scale_shares(shares: Sequence[int], total: int) -> tuple[int, ...]:
 
 def _units(bounds: Sequence[int], quantum: int) -> list[int]:
     return [b // quantum for b in bounds]
+
+
+def _arguments(values: Mapping[str, object]) -> str:
+    return ", ".join(f"{name}={value!r}" for name, value in values.items())

@@ -64,9 +64,9 @@ class BalancedRun:
         assert isinstance(group, dist.ProcessGroup)
         self._group = group
         self.channel = SideChannel(self._group)
-        check_same_settings(self.channel.all_gather_object(self._fingerprint()))
         self.rebalancer = next(c for c in compat.trainer_callbacks(trainer) if isinstance(c, BatchRebalancer))
         self.policy: BalancePolicy = self.rebalancer.policy or strategy.policy
+        check_same_settings(self.channel.all_gather_object(self._fingerprint()))
         self.binder = LoaderBinder(trainer, self.channel, self.policy, strategy._settings, {})
         self.weight = LossWeight(
             channel=self.channel,
@@ -93,10 +93,11 @@ class BalancedRun:
             "lightning_hetero": __version__,
             "torch": torch.__version__,
             "loss_reduction": self.strategy._loss_reduction,
-            "rebalance": str(self.strategy.rebalance),
+            "rebalance": str(self.rebalancer.enabled),
             "accumulate_grad_batches": str(self.trainer.accumulate_grad_batches),
             "ddp": repr(sorted(self.strategy.ddp_arguments.items())),
             **settings,
+            **self.policy.settings(),
         }
 
     def resume(self, state: Mapping[str, Any]) -> None:

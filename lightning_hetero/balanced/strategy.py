@@ -162,6 +162,9 @@ class LoadBalancedStrategy(DDPStrategy):
         self._resume: dict[str, Any] = {}
         self._run: BalancedRun | None = None
 
+    def __repr__(self) -> str:  # what Fabric prints when it refuses a strategy of the Trainer
+        return f"<{type(self).__name__} for lightning.pytorch.Trainer>"
+
     # ---- set-up and teardown ----------------------------------------------------------------------------------
 
     def setup_environment(self) -> None:

@@ -61,8 +61,8 @@ def micro_batch_size(global_batch_size: int, micro_batches: int, quantum: int = 
     """
     if micro_batches == 1:
         return global_batch_size
-    size = -(-global_batch_size // (micro_batches * quantum)) * quantum
-    if micro_batches < 1 or -(-global_batch_size // size) != micro_batches:
+    size = -(-global_batch_size // (max(1, micro_batches) * quantum)) * quantum
+    if -(-global_batch_size // size) != micro_batches:
         raise ValueError(
             f"a global batch of {global_batch_size} samples in multiples of {quantum} makes"
             f" {-(-global_batch_size // size)} micro-batches of {size}, not micro_batches={micro_batches}"

@@ -315,6 +315,25 @@ def test_state_of_another_world_size_or_predictor_starts_afresh() -> None:
         assert feed(new, (1.0,) * world, 1)[0].reason == "warm-up"
 
 
+def test_a_state_loaded_during_a_run_waits_for_the_next_start() -> None:
+    """The learning-rate finder restores the state from before the first batch while the ranks still train."""
+    policy = BalancePolicy()
+    empty = policy.state_dict()
+    policy.start(world_size=4, total=64, bounds=ShareBounds())
+    feed(policy, (1.0, 1.0, 2.0, 4.0), 4)
+    before, learned = policy.shares, policy.state_dict()
+    policy.load_state_dict(empty)
+    assert policy.predict_s(before) == pytest.approx([c.seconds(b) for c, b in zip(costs_of((1.0, 1.0, 2.0, 4.0)), before, strict=True)], rel=0.1)
+    assert policy.state_dict() == learned and policy.shares == before
+
+    other = started()
+    feed(other, (4.0, 2.0, 1.0, 1.0), 4)
+    policy.load_state_dict(other.state_dict())
+    assert policy.shares == before and policy.state_dict()["predictors"] == other.state_dict()["predictors"]
+    policy.start(world_size=4, total=64, bounds=ShareBounds())
+    assert policy.shares[0] < 16 < policy.shares[3]
+
+
 def test_a_state_that_says_nothing_is_ignored() -> None:
     policy = BalancePolicy()
     policy.load_state_dict({})

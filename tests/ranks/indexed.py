@@ -1,0 +1,105 @@
+"""Runs that note which samples each rank trained on at each step, for the tests of loaders."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from lightning.pytorch import Trainer
+from torch.utils.data import DistributedSampler, TensorDataset
+
+from lightning_hetero.types import SpeedSample
+from tests.ranks.kit import Decision, Scripted, Toy, Weights, balanced, rank_trainer, regression, weights
+
+EXACT = 1e-12
+
+
+def indexed(samples: int) -> TensorDataset:
+    """Samples (index, x, y)."""
+    return TensorDataset(torch.arange(samples), *regression(samples).tensors)
+
+
+class Noting(Toy):
+    """Notes the indices of each batch; the dummy of a rank without samples is none."""
+
+    def note(self, indices: list[int]) -> None:
+        empty = getattr(self.trainer.strategy, "current_samples", lambda: None)() == 0
+        self.seen.append([] if empty else indices)  # type: ignore[arg-type]
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        index, x, y = batch
+        self.note(index.tolist())
+        return super().training_step((x, y), batch_idx)
+
+
+class Other(Scripted):
+    """Another pattern of shares: another mix of speeds."""
+
+    def observe(self, records: Sequence[SpeedSample]) -> Decision:
+        self._seen += 3
+        return super().observe(records)
+
+
+@dataclass
+class Fit:
+    """What one rank saw: the indices of each of its batches, the weights at the end, the updates made."""
+
+    seen: list[list[int]]
+    weights: Weights
+    updates: int
+    extra: Any = None
+
+
+def fit(
+    rank: int,
+    world: int,
+    loader: Any,
+    *,
+    strategy: Any = None,
+    module: Toy | None = None,
+    extra: Callable[[Trainer], Any] | None = None,
+    **kwargs: Any,
+) -> Fit:
+    """Trains; ``strategy`` is one, or the arguments of `balanced`; ``extra`` looks at the Trainer afterwards."""
+    strategy = balanced(**(strategy or {})) if strategy is None or isinstance(strategy, dict) else strategy
+    module = module or Noting()
+    trainer = rank_trainer(rank, world, strategy, **{"max_epochs": 3, **kwargs})
+    trainer.fit(module, loader)
+    seen: Any = module.seen
+    return Fit(seen, weights(module), trainer.global_step, extra(trainer) if extra is not None else None)
+
+
+def refusal(rank: int, world: int, loader: Any, **kwargs: Any) -> str:
+    """Returns the message of the TypeError or ValueError with which the fit is refused."""
+    try:
+        fit(rank, world, loader, **kwargs)
+    except (TypeError, ValueError) as error:
+        return f"{type(error).__name__}: {error}"
+    return "accepted"
+
+
+def together(ranks: Sequence[Fit]) -> list[list[int]]:
+    """The global batches: each step's indices in rank order."""
+    return [[i for batch in step for i in batch] for step in zip(*(r.seen for r in ranks), strict=True)]
+
+
+def cut(indices: Sequence[int], size: int, drop_last: bool = False) -> list[list[int]]:
+    chunks = [list(indices[i : i + size]) for i in range(0, len(indices), size)]
+    return chunks[:-1] if drop_last and len(chunks[-1]) < size else chunks
+
+
+def ddp_order(samples: int, size: int, epochs: int = 3, *, drop_last: bool = False, seed: int = 0) -> list[list[int]]:
+    """The global batches that stock DDP trains on, by torch's own sampler."""
+    batches: list[list[int]] = []
+    for epoch in range(epochs):
+        sampler = DistributedSampler(range(samples), num_replicas=1, rank=0, seed=seed)  # type: ignore[arg-type]
+        sampler.set_epoch(epoch)
+        batches += cut(list(sampler), size, drop_last)
+    return batches
+
+
+def by_name(ranks: Sequence[dict[str, Fit]]) -> dict[str, list[Fit]]:
+    """From one dict per rank to one list of ranks per name."""
+    return {name: [rank[name] for rank in ranks] for name in ranks[0]}
