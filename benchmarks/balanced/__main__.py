@@ -6,8 +6,8 @@ Figures, all of them ratios within one run:
 - *gross* = ideal / measured step. *net* takes off what a step of stock DDP costs beyond its own theory (framework,
   gradient exchange), because every engine pays that.
 - *time saved* = 1 - our median step / DDP's median step.
-- *steps to 5 %*: steps after the start or the swap until the shares in use are within 5 % of the ideal for good,
-  counted from the samples each rank really got.
+- *steps to 5 %*: steps after the start or the swap until the shares in use are within 5 % of the ideal three times
+  in a row, counted from the samples each rank really got.
 """
 
 from __future__ import annotations

@@ -12,8 +12,8 @@ from torch.nn.parallel import DistributedDataParallel
 __all__ = ["check_ddp_arguments", "check_same_settings", "name_lost_peer", "refuse_fabric"]
 
 FABRIC_REFUSAL = (
-    "lightning_hetero's strategies divide the Trainer's batches and have no counterpart in Fabric, whose training loop is"
-    " the user's own; use lightning.pytorch.Trainer(strategy=...), or Fabric(strategy='ddp')"
+    "lightning_hetero's strategies divide the Trainer's batches and have no counterpart in Fabric, whose training"
+    " loop is the user's own; use lightning.pytorch.Trainer(strategy=...), or Fabric(strategy='ddp')"
 )
 
 _LOST_PEER = ("connection closed by peer", "connection reset", "connection refused", "broken pipe", "timed out")

@@ -121,7 +121,7 @@ class Controller:
         return self._decided[tag]
 
     def _start_over(self) -> None:
-        """Steps that were exchanged are drawn again: the run was set back (learning-rate finder), on all ranks alike."""
+        """Steps that were exchanged are drawn again: all ranks were set back, e.g. by the learning-rate finder."""
         self.drain()
         self._decided.clear()
         self._last_exchange = None

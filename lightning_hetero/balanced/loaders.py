@@ -343,9 +343,7 @@ class LoaderBinder:
         def split(epoch: int, step: int, total: int) -> tuple[int, ...]:
             controller = self._bind()
             if step > compat.batches_trained(self._trainer) + controller.lag:
-                # Further ahead than the loop itself reads: a user on this rank looks at the loader. The records
-                # that decide such a batch do not exist yet, so the look must not decide it.
-                shares = self.policy.shares
+                shares = self.policy.shares  # a user's look further ahead than there are records: decides nothing
             else:
                 shares = controller.full_shares(epoch, step)
             if total == slot.full:  # the same fraction of every loader: exact, because shares are whole units

@@ -1,4 +1,9 @@
-"""Means of logged values that stay right when the ranks' batches differ in size (layer T)."""
+"""Means of logged values that stay right when the ranks' batches differ in size (layer T).
+
+Lightning reduces logged tensors through the strategy, so that is where they are put right. Metric objects of
+torchmetrics gather their own states: summed and concatenated ones are right anyway, but `MeanMetric` counts updates
+alike, so give it ``weight=len(x)`` with a batch mean.
+"""
 
 from __future__ import annotations
 

@@ -6,11 +6,12 @@ import time
 from collections import deque
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_hetero import __version__
@@ -43,6 +44,17 @@ def add_default_callbacks(trainer: Trainer, strategy: LoadBalancedStrategy, *, m
         callbacks.append(StragglerMonitor())
 
 
+def own_memory(module: nn.Module) -> None:
+    """Gives this process its own copy of parameters and buffers that came to it through shared memory.
+
+    Lightning 2.6.6 does so under ``start_method="spawn"`` only. Under ``"forkserver"`` on CPU all ranks, stock DDP's
+    too, would update one copy together: wrong weights without an error.
+    """
+    for tensor in chain(module.parameters(), module.buffers()):
+        if tensor.device.type == "cpu" and tensor.is_shared():
+            tensor.data = tensor.data.clone()
+
+
 class BalancedRun:
     """One fit on one rank: a side channel, the bound loaders, the stopwatch and the weight of the current batch.
 
@@ -59,6 +71,8 @@ class BalancedRun:
         self.strategy = strategy
         self.automatic = module.automatic_optimization
         self.failed = False
+        if strategy.world_size > 1:
+            own_memory(module)
         self.part: Part | None = None
         group = dist.new_group(backend="gloo", timeout=strategy.timeout)
         assert isinstance(group, dist.ProcessGroup)

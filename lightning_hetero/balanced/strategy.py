@@ -64,11 +64,13 @@ class LoadBalancedStrategy(DDPStrategy):
         exchange_every: exchange measurements every k steps; default: every step, fewer when steps are short.
         stream: what an `IterableDataset` is: ``"infinite"`` per rank, or ``"shared"`` by all ranks.
         batch_sampler: what to do with a custom batch sampler: ``"refuse"``, or ``"pool"`` one batch per device.
-        loss_reduction: whether ``training_step`` returns a ``"mean"`` or a ``"sum"`` over its batch.
+        loss_reduction: whether ``training_step`` returns a ``"mean"`` or a ``"sum"`` over its batch; of sums the ranks'
+            mean is taken, as by DDP: the sum over the global batch divided by the number of devices.
         batch_weight: what the loss is a mean over if not samples, e.g. tokens: ``batch -> number``. A method of that
             name on the LightningModule serves too.
         waiting_modules: module types, besides `SyncBatchNorm`, that wait for peers inside forward or backward.
-        sample_weighted_metrics: per-step means over ranks (``self.log(..., sync_dist=True)``) count samples.
+        sample_weighted_metrics: per-step means over ranks (``self.log(..., sync_dist=True)``) count samples, or what
+            ``batch_weight`` counts; means of an epoch count ``batch_size``, as Lightning's always do.
         monitor: add a `StragglerMonitor` if the Trainer has none.
         process_group_backend, timeout, start_method, ddp_comm_state, ddp_comm_hook, ddp_comm_wrapper, **kwargs: as in
             `DDPStrategy`; ``kwargs`` go to `DistributedDataParallel`.

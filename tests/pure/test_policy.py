@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -30,7 +31,9 @@ def records_of(slow: tuple[float, ...], shares: tuple[int, ...], step: int = 0) 
     ]
 
 
-def started(total: int = 64, world: int = 4, quantum: int = 1, bounds: ShareBounds | None = None, **kw: Any) -> BalancePolicy:
+def started(
+    total: int = 64, world: int = 4, quantum: int = 1, bounds: ShareBounds | None = None, **kw: Any
+) -> BalancePolicy:
     policy = BalancePolicy(**kw)
     policy.start(world_size=world, total=total, bounds=bounds or ShareBounds(), quantum=quantum)
     return policy
@@ -44,11 +47,13 @@ def makespan_s(slow: tuple[float, ...], shares: tuple[int, ...]) -> float:
     return max(cost.seconds(b) for cost, b in zip(costs_of(slow), shares, strict=True))
 
 
-# ---- bounds --------------------------------------------------------------------------------------------------
+# ---- bounds ------------------------------------------------------------------------------------------------
 
 
 @given(world=st.integers(1, 16), total=st.integers(1, 4096), quantum=st.sampled_from([1, 2, 3, 8]))
-def test_default_bounds_are_a_quarter_and_four_times_the_equal_share(world: int, total: int, quantum: int) -> None:
+def test_default_bounds_are_a_quarter_and_four_times_the_equal_share(
+    world: int, total: int, quantum: int
+) -> None:
     total = max(1, total // quantum) * quantum
     if total < world * quantum:
         with pytest.raises(ValueError, match="raise the global batch to at least"):
@@ -73,7 +78,7 @@ def test_resolve_accepts_exactly_what_a_split_can_meet(total: int, low: list[int
     if possible:
         assert ShareBounds(lower=low, upper=up).resolve(3, total) == (low, up)
     else:
-        with pytest.raises(ValueError, match="min_samples|max_samples"):
+        with pytest.raises(ValueError, match=r"min_samples|max_samples"):
             ShareBounds(lower=low, upper=up).resolve(3, total)
 
 
@@ -87,11 +92,21 @@ def test_explicit_bounds_are_tightened_to_multiples_of_the_quantum() -> None:
 @pytest.mark.parametrize(
     ("bounds", "world", "total", "parts"),
     [
-        (ShareBounds(lower=[1, 2]), 4, 64, ("min_samples lists 2 ranks, but there are 4", "one number per rank")),
+        (
+            ShareBounds(lower=[1, 2]),
+            4,
+            64,
+            ("min_samples lists 2 ranks, but there are 4", "one number per rank"),
+        ),
         (ShareBounds(upper=[9] * 5), 4, 16, ("max_samples lists 5 ranks, but there are 4",)),
         (ShareBounds(lower=20), 4, 64, ("min_samples=20 asks for 80 samples", "has 64", "at least 80")),
         (ShareBounds(upper=10), 4, 64, ("max_samples=10 admits 40 samples", "has 64", "at most 40")),
-        (ShareBounds(lower=[1, 9], upper=[8, 8]), 2, 12, ("rank 1 must get at least 9 and at most 8", "lower min")),
+        (
+            ShareBounds(lower=[1, 9], upper=[8, 8]),
+            2,
+            12,
+            ("rank 1 must get at least 9 and at most 8", "lower min"),
+        ),
         (ShareBounds(lower=-1), 2, 8, ("min_samples=-1 of rank 0", "whole number >= 0")),
         (ShareBounds(lower=[1, 1.5]), 2, 8, ("min_samples=1.5 of rank 1",)),  # type: ignore[list-item]
         (ShareBounds(upper=True), 2, 8, ("max_samples=True of rank 0",)),
@@ -135,11 +150,13 @@ def test_a_policy_takes_settings_from_the_predictor_it_is_given() -> None:
     assert isinstance(BalancePolicy(predictor="last").prototype, LastValue)
 
 
-# ---- when shares move ----------------------------------------------------------------------------------------
+# ---- when shares move --------------------------------------------------------------------------------------
 
 
 @given(world=st.integers(1, 9), units=st.integers(1, 40), quantum=st.sampled_from([1, 4]))
-def test_a_run_starts_with_equal_shares_and_keeps_them_through_warm_up(world: int, units: int, quantum: int) -> None:
+def test_a_run_starts_with_equal_shares_and_keeps_them_through_warm_up(
+    world: int, units: int, quantum: int
+) -> None:
     total = max(units, world) * quantum
     policy = started(total=total, world=world, quantum=quantum, warmup=3)
     equal = policy.shares
@@ -170,11 +187,15 @@ def test_the_dead_band_is_relative_to_the_slowest_rank() -> None:
     best_s = min(makespan_s(speeds, (b, 64 - b)) for b in range(1, 64))
     gain = 1 - best_s / current_s
     for band, moves in ((gain - 0.005, True), (gain + 0.005, False)):
-        policy = started(world=2, predictor=Exact(speeds), dead_band=band, noise_guard=0.0, min_gain_s=0.0, warmup=0)
+        policy = started(
+            world=2, predictor=Exact(speeds), dead_band=band, noise_guard=0.0, min_gain_s=0.0, warmup=0
+        )
         assert feed(policy, speeds, 1)[0].changed is moves
 
 
-@pytest.mark.parametrize(("setting", "value"), [("min_gain_s", 1.0), ("noise_guard", 1e9), ("dead_band", 0.99)])
+@pytest.mark.parametrize(
+    ("setting", "value"), [("min_gain_s", 1.0), ("noise_guard", 1e9), ("dead_band", 0.99)]
+)
 def test_each_guard_alone_keeps_the_shares(setting: str, value: float) -> None:
     guards: dict[str, Any] = {"dead_band": 0.0, "min_gain_s": 0.0, "noise_guard": 0.0, setting: value}
     policy = started(warmup=0, **guards)
@@ -187,7 +208,14 @@ def test_each_guard_alone_keeps_the_shares(setting: str, value: float) -> None:
 def test_cooldown_lets_that_many_records_pass_between_changes(cooldown: int, seed: int) -> None:
     rng = np.random.default_rng(seed)
     policy = started(
-        world=3, total=48, cooldown=cooldown, predictor="last", dead_band=0.0, min_gain_s=0.0, noise_guard=0.0, warmup=0
+        world=3,
+        total=48,
+        cooldown=cooldown,
+        predictor="last",
+        dead_band=0.0,
+        min_gain_s=0.0,
+        noise_guard=0.0,
+        warmup=0,
     )
     changes = []
     for t in range(40):
@@ -195,7 +223,7 @@ def test_cooldown_lets_that_many_records_pass_between_changes(cooldown: int, see
         decision = policy.observe(records_of(slow, policy.shares, t))
         if decision.changed:
             changes.append(t)
-    gaps = [b - a for a, b in zip(changes, changes[1:], strict=False)]
+    gaps = [b - a for a, b in pairwise(changes)]
     assert min(gaps) == cooldown + 1
 
 
@@ -223,7 +251,7 @@ class Exact(Kalman):
         return 0.0
 
 
-# ---- what is decided -----------------------------------------------------------------------------------------
+# ---- what is decided ---------------------------------------------------------------------------------------
 
 
 @st.composite
@@ -255,10 +283,14 @@ def test_shares_always_fill_the_batch_within_the_bounds(
 def test_known_costs_give_the_best_of_all_splits(slow: tuple[float, ...]) -> None:
     """Brute force over every split of 24 samples within the default bounds."""
     total, world = 24, len(slow)
-    policy = started(total, world, predictor=Exact(slow), dead_band=0.0, min_gain_s=0.0, noise_guard=0.0, warmup=0)
+    policy = started(
+        total, world, predictor=Exact(slow), dead_band=0.0, min_gain_s=0.0, noise_guard=0.0, warmup=0
+    )
     feed(policy, slow, 2)
     low, up = ShareBounds().resolve(world, total)
-    heads = [(a,) for a in range(total + 1)] if world == 2 else [(a, b) for a in range(25) for b in range(25 - a)]
+    heads = (
+        [(a,) for a in range(total + 1)] if world == 2 else [(a, b) for a in range(25) for b in range(25 - a)]
+    )
     splits = [(*head, total - sum(head)) for head in heads]
     allowed = [s for s in splits if all(a <= v <= b for v, a, b in zip(s, low, up, strict=True))]
     assert makespan_s(slow, policy.shares) == pytest.approx(min(makespan_s(slow, s) for s in allowed))
@@ -266,7 +298,10 @@ def test_known_costs_give_the_best_of_all_splits(slow: tuple[float, ...]) -> Non
 
 def test_a_rank_without_a_time_delays_the_decision_and_is_not_learned_from() -> None:
     policy = started(world=2, warmup=0)
-    missing = [SpeedSample(rank=0, step=0, samples=32, compute_s=0.1), SpeedSample(rank=1, step=0, samples=32, compute_s=0.0)]
+    missing = [
+        SpeedSample(rank=0, step=0, samples=32, compute_s=0.1),
+        SpeedSample(rank=1, step=0, samples=32, compute_s=0.0),
+    ]
     decision = policy.observe(missing)
     assert (decision.changed, decision.reason) == (False, "not every rank was measured yet")
     predicted = policy.predict_s(policy.shares)
@@ -283,10 +318,12 @@ def test_scaled_shares_sum_to_the_total_and_stay_near_proportion(shares: list[in
     assert scale_shares(shares, sum(shares)) == tuple(shares)
 
 
-# ---- state ---------------------------------------------------------------------------------------------------
+# ---- state -------------------------------------------------------------------------------------------------
 
 
-@given(predictor=st.sampled_from(["kalman", "ewma", "last"]), before=st.integers(2, 12), seed=st.integers(0, 20))
+@given(
+    predictor=st.sampled_from(["kalman", "ewma", "last"]), before=st.integers(2, 12), seed=st.integers(0, 20)
+)
 def test_a_restored_policy_predicts_the_same_and_starts_from_learned_speeds(
     predictor: str, before: int, seed: int
 ) -> None:
@@ -323,7 +360,9 @@ def test_a_state_loaded_during_a_run_waits_for_the_next_start() -> None:
     feed(policy, (1.0, 1.0, 2.0, 4.0), 4)
     before, learned = policy.shares, policy.state_dict()
     policy.load_state_dict(empty)
-    assert policy.predict_s(before) == pytest.approx([c.seconds(b) for c, b in zip(costs_of((1.0, 1.0, 2.0, 4.0)), before, strict=True)], rel=0.1)
+    assert policy.predict_s(before) == pytest.approx(
+        [c.seconds(b) for c, b in zip(costs_of((1.0, 1.0, 2.0, 4.0)), before, strict=True)], rel=0.1
+    )
     assert policy.state_dict() == learned and policy.shares == before
 
     other = started()

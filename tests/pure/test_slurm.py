@@ -15,7 +15,15 @@ from lightning_hetero import BalancePolicy, LoadBalancedStrategy
 
 # SLURM_PROCID, SLURM_LOCALID, SLURM_NODEID on two nodes of two tasks
 PLACES = [(0, 0, 0), (1, 1, 0), (2, 0, 1), (3, 1, 1)]
-OTHERS = ("RANK", "LOCAL_RANK", "NODE_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID")
+OTHERS = (
+    "RANK",
+    "LOCAL_RANK",
+    "NODE_RANK",
+    "WORLD_SIZE",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+    "TORCHELASTIC_RUN_ID",
+)
 
 
 @pytest.fixture
@@ -49,7 +57,12 @@ def test_ranks_come_from_srun(
     no_launcher.setenv("OMP_NUM_THREADS", "1")  # or Lightning would choose a number of threads here
     launcher: Any = chosen.launcher
     assert launcher.launch(lambda: "ran here") == "ran here" and launcher.procs == []
-    assert (chosen.world_size, chosen.global_rank, chosen.local_rank, chosen.node_rank) == (4, rank, local_rank, node)
+    assert (chosen.world_size, chosen.global_rank, chosen.local_rank, chosen.node_rank) == (
+        4,
+        rank,
+        local_rank,
+        node,
+    )
     assert made.is_global_zero is (rank == 0)
     environment = chosen.cluster_environment
     assert (environment.main_address, environment.main_port) == ("node7", 19711)
@@ -69,7 +82,13 @@ def test_an_interactive_shell_launches_its_own_processes(no_launcher: pytest.Mon
 
 @pytest.mark.parametrize(
     ("suffix", "start_method"),
-    [("", "popen"), ("_spawn", "spawn"), ("_fork", "fork"), ("_forkserver", "forkserver"), ("_notebook", "fork")],
+    [
+        ("", "popen"),
+        ("_spawn", "spawn"),
+        ("_fork", "fork"),
+        ("_forkserver", "forkserver"),
+        ("_notebook", "fork"),
+    ],
 )
 @pytest.mark.parametrize("unused", [False, True])
 def test_every_launcher_has_its_name_as_with_stock_ddp(suffix: str, start_method: str, unused: bool) -> None:
@@ -83,7 +102,10 @@ def test_every_launcher_has_its_name_as_with_stock_ddp(suffix: str, start_method
 
 def test_a_strategy_is_picklable_before_fit_with_its_settings(no_launcher: pytest.MonkeyPatch) -> None:
     strategy = LoadBalancedStrategy(
-        global_batch_size=96, policy=BalancePolicy(predictor="ewma", dead_band=0.1), min_samples=[2, 4], quantum=2
+        global_batch_size=96,
+        policy=BalancePolicy(predictor="ewma", dead_band=0.1),
+        min_samples=[2, 4],
+        quantum=2,
     )
     again = pickle.loads(pickle.dumps(strategy))
     assert (again.global_batch_size, again._settings) == (96, strategy._settings)

@@ -18,7 +18,7 @@ from lightning_hetero.predictors import Ewma
 from tests.ranks.harness import run_ranks
 from tests.ranks.kit import Toy, balanced, rank_trainer, regression
 
-# ---- at construction -----------------------------------------------------------------------------------------
+# ---- at construction ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -37,7 +37,9 @@ from tests.ranks.kit import Toy, balanced, rank_trainer, regression
         ("loss_reduction", "none", ("loss_reduction='none'", "mean", "sum")),
     ],
 )
-def test_a_value_out_of_range_is_named_with_what_is_allowed(argument: str, value: Any, parts: Sequence[str]) -> None:
+def test_a_value_out_of_range_is_named_with_what_is_allowed(
+    argument: str, value: Any, parts: Sequence[str]
+) -> None:
     with pytest.raises(ValueError) as error:
         LoadBalancedStrategy(**{argument: value})
     for part in parts:
@@ -47,7 +49,7 @@ def test_a_value_out_of_range_is_named_with_what_is_allowed(argument: str, value
 def test_an_unknown_ddp_argument_comes_with_a_suggestion() -> None:
     with pytest.raises(TypeError, match=r"'find_unused_parameter'; did you mean 'find_unused_parameters'\?"):
         LoadBalancedStrategy(find_unused_parameter=True)
-    with pytest.raises(TypeError, match="have no argument 'xyzzy'$"):
+    with pytest.raises(TypeError, match=r"have no argument 'xyzzy'$"):
         LoadBalancedStrategy(xyzzy=1)
     assert LoadBalancedStrategy(bucket_cap_mb=3, static_graph=True).policy.dead_band == 0.02
 
@@ -75,7 +77,7 @@ def test_fabric_is_refused_with_a_pointer_to_the_trainer() -> None:
         Fabric(accelerator="cpu", devices=2, strategy=LoadBalancedStrategy())  # type: ignore[arg-type]
 
 
-# ---- when the loaders are known ------------------------------------------------------------------------------
+# ---- when the loaders are known ----------------------------------------------------------------------------
 
 
 class Manual(Toy):
@@ -151,7 +153,9 @@ CASES: dict[str, Case] = {
     "quantum that does not divide": (
         {"quantum": 3}, Untrained, plain, "ValueError", ("quantum=3", "8 samples", "multiple"),
     ),
-    "a tensor as loader": ({}, Untrained, lambda: torch.zeros(2, 6), "TypeError", ("type Tensor", "DataLoader", "'ddp'")),
+    "a tensor as loader": (
+        {}, Untrained, lambda: torch.zeros(2, 6), "TypeError", ("type Tensor", "DataLoader", "'ddp'"),
+    ),
     "no batches": (
         {}, Untrained, lambda: plain(None), "TypeError", ("batch_size=None", "single items", "set batch_size"),
     ),
@@ -208,7 +212,7 @@ def test_every_rank_refuses_before_the_first_step(name: str) -> None:
             assert part in message
 
 
-# ---- ranks that differ ---------------------------------------------------------------------------------------
+# ---- ranks that differ -------------------------------------------------------------------------------------
 
 
 def differing(rank: int, which: str) -> LoadBalancedStrategy:
@@ -281,13 +285,17 @@ def tampered_job(rank: int, world: int) -> str:
 def test_shares_that_differ_at_run_time_are_an_error_naming_both_sides() -> None:
     for rank, message in enumerate(run_ranks(2, tampered_job)):
         assert "disagree on the shares of epoch 0, step 0" in message
-        assert f"rank {rank} ran" in message and f"rank {1 - rank} ran" in message and "same program" in message
+        assert (
+            f"rank {rank} ran" in message and f"rank {1 - rank} ran" in message and "same program" in message
+        )
 
 
 def stock_job(rank: int, world: int) -> str:
     strategy = DDPStrategy(process_group_backend="gloo")
     with pytest.raises(TypeError) as error:
-        rank_trainer(rank, world, strategy, callbacks=[BatchRebalancer()], max_epochs=1).fit(Untrained(), plain())
+        rank_trainer(rank, world, strategy, callbacks=[BatchRebalancer()], max_epochs=1).fit(
+            Untrained(), plain()
+        )
     return str(error.value)
 
 

@@ -31,7 +31,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 from lightning_hetero import BatchRebalancer, LoadBalancedStrategy, StragglerMonitor
 from lightning_hetero.balanced.policy import Decision
 from lightning_hetero.types import SpeedSample
-from tests.ranks.harness import run_ranks
+from tests.ranks.harness import RankEnvironment, run_ranks
 from tests.ranks.kit import Scripted, Toy, Weights, balanced, rank_trainer, regression, single, weights
 
 SAMPLES, BATCH = 80, 16
@@ -59,7 +59,7 @@ def loader(batch_size: int = BATCH // 2, samples: int = SAMPLES) -> DataLoader:
     return DataLoader(regression(samples), batch_size=batch_size)
 
 
-# ---- StragglerMonitor ----------------------------------------------------------------------------------------
+# ---- StragglerMonitor --------------------------------------------------------------------------------------
 
 
 class Seen(Callback):
@@ -71,13 +71,19 @@ class Seen(Callback):
         self.bars: list[set[str]] = []
         self.epochs: list[dict[str, float]] = []
 
-    def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
+    def on_train_batch_end(
+        self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
         self.steps.append({k: float(v) for k, v in trainer.logged_metrics.items() if k.startswith("hetero/")})
         self.bars.append(set(trainer.progress_bar_metrics))
-        self.reports.append(trainer.strategy.step_report() if hasattr(trainer.strategy, "step_report") else None)
+        self.reports.append(
+            trainer.strategy.step_report() if hasattr(trainer.strategy, "step_report") else None
+        )
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
-        self.epochs.append({k: float(v) for k, v in trainer.callback_metrics.items() if k.startswith("hetero/")})
+        self.epochs.append(
+            {k: float(v) for k, v in trainer.callback_metrics.items() if k.startswith("hetero/")}
+        )
 
 
 def monitor_job(rank: int, world: int) -> tuple[Seen, Seen]:
@@ -163,7 +169,7 @@ def added_job(rank: int, world: int) -> list[list[str]]:
         trainer = rank_trainer(rank, world, strategy, callbacks=callbacks, max_epochs=1)
         for _ in range(2):  # a second fit adds nothing more
             trainer.fit(Toy(), loader())
-        names = [type(c).__name__ for c in trainer.callbacks]
+        names = [type(c).__name__ for c in vars(trainer)["callbacks"]]
         found.append(sorted(n for n in names if n in ("BatchRebalancer", "StragglerMonitor")))
     return found
 
@@ -173,7 +179,7 @@ def test_default_callbacks_are_added_once_unless_given_or_declined() -> None:
     assert run_ranks(2, added_job) == [[both, ["BatchRebalancer"], both]] * 2
 
 
-# ---- BatchRebalancer -----------------------------------------------------------------------------------------
+# ---- BatchRebalancer ---------------------------------------------------------------------------------------
 
 
 class Counting(Scripted):
@@ -187,7 +193,9 @@ class Counting(Scripted):
 
 
 class SwitchOff(Callback):
-    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_end(
+        self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
         if batch_idx == 2:
             next(c for c in trainer.callbacks if isinstance(c, BatchRebalancer)).enabled = False
 
@@ -226,7 +234,7 @@ def test_the_rebalancer_brings_its_own_policy_and_can_be_switched_off() -> None:
             assert final.distance(weights(oracle)) <= EXACT
 
 
-# ---- Lightning's own callbacks and entry points --------------------------------------------------------------
+# ---- Lightning's own callbacks and entry points ------------------------------------------------------------
 
 
 def entries_job(rank: int, world: int) -> dict[str, Any]:
@@ -245,7 +253,7 @@ def entries_job(rank: int, world: int) -> dict[str, Any]:
     trainer.fit(module, loader(), loader(5))
     said["second"] = weights(module)
     said["steps"] = trainer.global_step
-    dry = Trainer(accelerator="cpu", devices=world, strategy=balanced(), plugins=trainer.strategy.cluster_environment,
+    dry = Trainer(accelerator="cpu", devices=world, strategy=balanced(), plugins=[RankEnvironment(rank, world)],
                   fast_dev_run=True, enable_progress_bar=False, enable_model_summary=False)  # fmt: skip
     dry.fit(Full(), loader(), loader(5))
     said["dry"] = dry.global_step
@@ -279,7 +287,11 @@ def callbacks_job(rank: int, world: int, folder: str) -> dict[str, Any]:
         logger=CSVLogger(folder, name="", version="csv"), profiler="simple", enable_progress_bar=True,
     )  # fmt: skip
     trainer.fit(module, loader(), loader(5))
-    return {"epochs": trainer.current_epoch, "best": best.best_model_path, "score": float(best.best_model_score or 0)}
+    return {
+        "epochs": trainer.current_epoch,
+        "best": best.best_model_path,
+        "score": float(best.best_model_score or 0),
+    }
 
 
 def test_lightnings_callbacks_loggers_and_profiler(tmp_path: Path) -> None:
@@ -288,7 +300,9 @@ def test_lightnings_callbacks_loggers_and_profiler(tmp_path: Path) -> None:
     assert said[0]["epochs"] == 3 and Path(said[0]["best"]).exists() and math.isfinite(said[0]["score"])
     with (tmp_path / "csv" / "metrics.csv").open() as file:
         rows = list(csv.DictReader(file))
-    assert {"loss_step", "loss_epoch", "val", "lr-Adam", "hetero/imbalance", "hetero/share/rank1"} <= rows[0].keys()
+    assert {"loss_step", "loss_epoch", "val", "lr-Adam", "hetero/imbalance", "hetero/share/rank1"} <= rows[
+        0
+    ].keys()
     rates = {float(row["lr-Adam"]) for row in rows if row["lr-Adam"]}
     assert rates == {3e-3, 1.5e-3, 0.75e-3}
 
@@ -338,7 +352,12 @@ def tuner_job(rank: int, world: int) -> tuple[float | None, int, str, Weights]:
     trainer.fit(after, loader())
     with pytest.raises(ValueError) as error:
         Tuner(rank_trainer(rank, world, balanced(), max_epochs=1)).scale_batch_size(module, max_trials=1)
-    return found.suggestion(skip_begin=1, skip_end=1), len(found.results["lr"]), str(error.value), weights(after)
+    return (
+        found.suggestion(skip_begin=1, skip_end=1),
+        len(found.results["lr"]),
+        str(error.value),
+        weights(after),
+    )
 
 
 def test_the_learning_rate_finder_works_and_batch_scaling_is_lightnings_refusal() -> None:

@@ -98,7 +98,7 @@ def options(rank: int, world: int) -> dict[str, Fit]:
             rank, world, None, module=reloading, reload_dataloaders_every_n_epochs=1, extra=lambda _: reloading.asked
         ),
         "look": fit(rank, world, loader(), **looking),
-        "look ahead": fit(rank, world, loader(workers=1, persistent_workers=True), **looking),
+        "look ahead": fit(rank, world, loader(workers=1), **looking),
         "look at sampler": fit(rank, world, loader(sampler=weighted()), **looking),
         "skip": fit(rank, world, loader(), callbacks=[Skipping()]),
         "twice": twice(rank, world),

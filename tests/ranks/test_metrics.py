@@ -253,6 +253,21 @@ def test_plain_means_on_request() -> None:
     assert all(epoch["mean_epoch"] == near(float(values().mean())) for one in seen for epoch in one["epochs"])
 
 
+def squared(batch: Any) -> float:
+    return float(len(batch[0]) ** 2)
+
+
+def test_means_per_step_count_the_users_unit() -> None:
+    """With ``batch_weight`` a step's mean is the one the loss takes; an epoch's counts ``batch_size``, as ever."""
+    seen = run_ranks(2, logged, {"batch_weight": squared})
+    for t, step in enumerate(batches(seen)):
+        weights = [len(part) ** 2 for part in step]
+        of_ranks = [math.fsum(part) / len(part) for part in step]
+        true = math.fsum(w * v for w, v in zip(weights, of_ranks, strict=True)) / sum(weights)
+        assert all(one["steps"][t]["mean_step"] == near(true) for one in seen)
+    assert all(epoch["mean_epoch"] == near(float(values().mean())) for one in seen for epoch in one["epochs"])
+
+
 class Reduces(Logs):
     """A user's own collectives inside a step."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +13,22 @@ import torch
 from lightning.pytorch import LightningDataModule
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint, OnExceptionCheckpoint
 from lightning.pytorch.strategies import DDPStrategy
-from torch.utils.data import DataLoader, DistributedSampler, TensorDataset, WeightedRandomSampler
+from torch.utils.data import DataLoader, TensorDataset, WeightedRandomSampler
 
 from lightning_hetero import BalancePolicy
 from lightning_hetero.balanced.policy import Decision
 from lightning_hetero.types import SpeedSample
 from tests.ranks.harness import run_ranks
-from tests.ranks.kit import Scripted, Toy, Weights, balanced, quiet_trainer, rank_trainer, regression, single, weights
+from tests.ranks.kit import (
+    Scripted,
+    Toy,
+    Weights,
+    balanced,
+    rank_trainer,
+    regression,
+    single,
+    weights,
+)
 
 SAMPLES, BATCH, EPOCHS = 90, 16, 3  # 5 full global batches and a tail of 10 per epoch
 PER_EPOCH = 6
@@ -63,7 +73,9 @@ class Saver(Callback):
     def __init__(self, folder: str, batches: Sequence[tuple[int, int]]) -> None:
         self.folder, self.batches = folder, batches
 
-    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_end(
+        self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
         if (trainer.current_epoch, batch_idx) in self.batches:
             trainer.save_checkpoint(f"{self.folder}/batch-{trainer.current_epoch}-{batch_idx}.ckpt")
 
@@ -84,7 +96,9 @@ class Fault(Callback):
         if not self.after and (trainer.current_epoch, batch_idx) == self.at:
             raise RuntimeError("a fault")
 
-    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_end(
+        self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
         if self.after and (trainer.current_epoch, batch_idx) == self.at:
             raise RuntimeError("a fault")
 
@@ -93,8 +107,10 @@ def result(module: Noting) -> Result:
     return weights(module), [[int(i) for i in batch] for batch in module.seen]
 
 
-def fit(rank: int, world: int, strategy: Any, loaders: Any, *, ckpt: str | None = None, **kwargs: Any) -> Result:
-    # The reducer of an earlier fit is cyclic garbage; a forked loader worker that collects it crashes (stock DDP's too).
+def fit(
+    rank: int, world: int, strategy: Any, loaders: Any, *, ckpt: str | None = None, **kwargs: Any
+) -> Result:
+    # An earlier fit's reducer is cyclic garbage; a forked loader worker that collects it crashes, under stock DDP too.
     gc.collect()
     module = Noting()
     trainer = rank_trainer(rank, world, strategy, max_epochs=EPOCHS, **kwargs)
@@ -105,7 +121,7 @@ def fit(rank: int, world: int, strategy: Any, loaders: Any, *, ckpt: str | None 
 def joined(ranks: Sequence[Result]) -> list[list[int]]:
     """Sorted indices of every global batch, in the order of training."""
     assert len({len(seen) for _, seen in ranks}) == 1
-    return [sorted(sum(parts, [])) for parts in zip(*(seen for _, seen in ranks), strict=True)]
+    return [sorted(chain.from_iterable(parts)) for parts in zip(*(seen for _, seen in ranks), strict=True)]
 
 
 def oracle(accumulate: int = 1, samples: int = SAMPLES) -> Result:
@@ -121,7 +137,7 @@ def check(ranks: Sequence[Result], expected: Result, from_batch: int, what: str)
         assert final.distance(expected[0]) <= EXACT, what
 
 
-# ---- ours to ours --------------------------------------------------------------------------------------------
+# ---- ours to ours ------------------------------------------------------------------------------------------
 
 
 def saving_job(rank: int, world: int, folder: str) -> list[Result]:
@@ -135,7 +151,9 @@ def saving_job(rank: int, world: int, folder: str) -> list[Result]:
     runs.append(fit(rank, world, balanced(), loaders, **options))
 
     saver = Saver(f"{folder}/accumulate", [(1, 1), (2, 3)])
-    runs.append(fit(rank, world, balanced(), loader(per_device), callbacks=[saver], accumulate_grad_batches=2))
+    runs.append(
+        fit(rank, world, balanced(), loader(per_device), callbacks=[saver], accumulate_grad_batches=2)
+    )
     for after in (False, True):
         keeper = OnExceptionCheckpoint(f"{folder}/fault", filename=f"{after}")
         with pytest.raises(RuntimeError, match="a fault"):
@@ -199,7 +217,9 @@ def test_every_kind_of_checkpoint_resumes_at_the_next_sample(
 ) -> None:
     """Fewer or more ranks keep the checkpoint's global batch although batch_size x devices would be another one."""
     cases = PLAN if now == 2 else PLAN[1::2] + PLAN[-2:] if before == 4 else PLAN[::2]
-    plan = [{**how, "ckpt": str(saved[before] / name), "batch_size": BATCH // before} for name, _, how in cases]
+    plan = [
+        {**how, "ckpt": str(saved[before] / name), "batch_size": BATCH // before} for name, _, how in cases
+    ]
     ranks = run_ranks(now, resuming_job, plan, timeout_s=100.0)
     for i, (name, done, how) in enumerate(cases):
         check([r[i] for r in ranks], expected[how.get("accumulate", 1)], done, f"{name} {before} -> {now}")
@@ -219,7 +239,9 @@ def stock_job(rank: int, world: int, folder: str) -> Result:
     return fit(rank, world, strategy, loader(BATCH // world, samples=96), callbacks=[saver])
 
 
-def test_a_checkpoint_is_stock_ddps_plus_one_key_of_plain_types(saved: dict[int, Path], tmp_path: Path) -> None:
+def test_a_checkpoint_is_stock_ddps_plus_one_key_of_plain_types(
+    saved: dict[int, Path], tmp_path: Path
+) -> None:
     run_ranks(2, stock_job, str(tmp_path))
     stock = torch.load(tmp_path / "batch-1-2.ckpt", weights_only=True)
     for name in ("plain/batch-1-2.ckpt", "plain/epoch-1.ckpt"):
@@ -235,75 +257,18 @@ def test_a_checkpoint_is_stock_ddps_plus_one_key_of_plain_types(saved: dict[int,
         assert fit_loop["state_dict"] == stock["loops"]["fit_loop"]["state_dict"]  # no loader state of ours
 
 
-# ---- to and from stock ---------------------------------------------------------------------------------------
-
-
-def cross_job(rank: int, world: int, folder: str) -> list[list[Result]]:
-    """Stock and ours save; each resumes the other's. 96 samples divide evenly, so both train the same batches."""
-    per_device = BATCH // world
-    stock = DDPStrategy(process_group_backend="gloo")
-    for name, strategy in (("stock", stock), ("ours", balanced())):
-        saver = Saver(f"{folder}/{name}", [(1, 2)])
-        fit(rank, world, strategy, loader(per_device, samples=96), callbacks=[saver])
-
-    def resumed(strategy: Any, ckpt: str) -> Result:
-        return fit(rank, world, strategy, loader(per_device, samples=96), ckpt=f"{folder}/{ckpt}")
-
-    return [
-        [resumed(balanced(policy=Other()), "stock/batch-1-2.ckpt"), resumed(balanced(), "stock/epoch-1.ckpt")],
-        [resumed(DDPStrategy(process_group_backend="gloo"), "ours/epoch-0.ckpt")],
-        [resumed(DDPStrategy(process_group_backend="gloo"), "ours/batch-1-2.ckpt")],
-    ]
-
-
-@pytest.fixture(scope="module")
-def crossed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[list[list[Result]]]]:
-    folder = tmp_path_factory.mktemp("cross")
-    return folder, run_ranks(2, cross_job, str(folder))
-
-
-def test_a_stock_checkpoint_is_continued_exactly_even_mid_epoch(crossed: tuple[Path, Any]) -> None:
-    _, ranks = crossed
-    expected = oracle(samples=96)
-    for i, done in enumerate((9, 12)):
-        check([r[0][i] for r in ranks], expected, done, f"stock checkpoint after {done} batches")
-
-
-def test_stock_ddp_continues_our_checkpoint(crossed: tuple[Path, Any]) -> None:
-    """From the end of an epoch exactly; mid-epoch stock DDP starts the epoch's order over, but it does finish."""
-    _, ranks = crossed
-    check([r[1][0] for r in ranks], oracle(samples=96), 6, "ours into stock DDP")
-    (mid,) = {len(r[2][0][1]) for r in ranks}
-    assert mid == 3 * PER_EPOCH - 9
-
-
-def test_one_device_continues_our_checkpoint(crossed: tuple[Path, Any]) -> None:
-    folder, _ = crossed
-    expected = oracle(samples=96)
-    for name, done, exact in (("epoch-0", 6, True), ("epoch-1", 12, True), ("batch-1-2", 9, False)):
-        module = Noting()
-        sampler = DistributedSampler(data(96), num_replicas=1, rank=0, seed=0)
-        quiet_trainer(devices=1, max_epochs=EPOCHS).fit(
-            module,
-            DataLoader(data(96), batch_size=BATCH, sampler=sampler),
-            ckpt_path=str(folder / "ours" / f"{name}.ckpt"),
-        )
-        final, seen = result(module)
-        assert len(seen) == 3 * PER_EPOCH - done
-        if exact:
-            check([(final, seen)], expected, done, name)
-
-
 def one_rank_job(rank: int, world: int, ckpt: str) -> Result:
     return fit(rank, world, balanced(), loader(BATCH // 4), ckpt=ckpt)
 
 
-def test_the_strategy_on_one_device_continues_mid_epoch(saved: dict[int, Path], expected: dict[int, Result]) -> None:
+def test_the_strategy_on_one_device_continues_mid_epoch(
+    saved: dict[int, Path], expected: dict[int, Result]
+) -> None:
     ranks = run_ranks(1, one_rank_job, str(saved[4] / "plain/batch-1-2.ckpt"))
     check(ranks, expected[1], 9, "4 -> 1")
 
 
-# ---- samplers, data modules, refusals ------------------------------------------------------------------------
+# ---- samplers, data modules, refusals ----------------------------------------------------------------------
 
 
 class Module(LightningDataModule):
@@ -340,7 +305,7 @@ def test_a_data_module_resumes_with_its_own_state(tmp_path: Path, expected: dict
 
 def weighted(seed: int | None) -> DataLoader:
     generator = None if seed is None else torch.Generator().manual_seed(seed)
-    chances = torch.arange(1.0, SAMPLES + 1)
+    chances = [float(i) for i in range(1, SAMPLES + 1)]
     return loader(BATCH // 2, sampler=WeightedRandomSampler(chances, SAMPLES, generator=generator))
 
 
@@ -374,15 +339,19 @@ def other_batch_job(rank: int, world: int, folder: str) -> tuple[str, int]:
 def test_another_global_batch_is_refused_mid_epoch_and_taken_at_its_end(saved: dict[int, Path]) -> None:
     for message, batches in run_ranks(2, other_batch_job, str(saved[2])):
         assert "after 9 batches of 16" in message or "after 3 batches of 16" in message
-        assert "with batches of 10" in message and "global_batch_size=16" in message and "end of an epoch" in message
+        assert (
+            "with batches of 10" in message
+            and "global_batch_size=16" in message
+            and "end of an epoch" in message
+        )
         assert batches == 2 * 9
 
 
-# ---- what was learned ----------------------------------------------------------------------------------------
+# ---- what was learned --------------------------------------------------------------------------------------
 
 
 class Given(BalancePolicy):
-    """Sees the times of ranks with known speeds, whatever the clock says; rank 1 takes three times as long."""
+    """Sees ranks of known speeds, whatever the clock says; rank 1 takes three times as long."""
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)
