@@ -263,7 +263,8 @@ def logged_names() -> set[str]:
     monitor, log = StragglerMonitor(every_n_steps=1), Log()
     records = [SpeedSample(rank=r, step=0, samples=4, compute_s=0.1, wait_s=0.1) for r in range(2)]
     report = SimpleNamespace(records=records, predicted_s=(0.1, 0.1))
-    trainer: Any = SimpleNamespace(global_step=1, strategy=SimpleNamespace(step_report=lambda: report))
+    strategy = SimpleNamespace(step_report=lambda: report)
+    trainer: Any = SimpleNamespace(global_step=1, is_last_batch=False, strategy=strategy)
     module: Any = log
     monitor.on_train_batch_end(trainer, module, None, None, 0)
     return {re.sub(r"rank\d+", "rank{r}", name) for name in log.names}

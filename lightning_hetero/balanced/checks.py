@@ -9,7 +9,12 @@ from typing import Any, NoReturn
 
 from torch.nn.parallel import DistributedDataParallel
 
-__all__ = ["check_ddp_arguments", "check_same_settings", "name_lost_peer", "refuse_fabric"]
+__all__ = ["check_ddp_arguments", "check_same_settings", "name_lost_peer", "refuse_fabric", "refuse_other_package"]
+
+PACKAGE_REFUSAL = (
+    "this program uses the package pytorch_lightning, whose Trainer knows nothing of lightning.pytorch's strategies:"
+    " the two packages are copies of the same code. Import lightning.pytorch instead of pytorch_lightning"
+)
 
 FABRIC_REFUSAL = (
     "lightning_hetero's strategies divide the Trainer's batches and have no counterpart in Fabric, whose training"
@@ -27,6 +32,16 @@ def refuse_fabric(**kwargs: object) -> NoReturn:
     """
     del kwargs
     raise TypeError(FABRIC_REFUSAL)
+
+
+def refuse_other_package(**kwargs: object) -> NoReturn:
+    """Stands under our names in the registry of ``pytorch_lightning``, if a program has imported it.
+
+    Raises:
+        TypeError: always, with the reason.
+    """
+    del kwargs
+    raise TypeError(PACKAGE_REFUSAL)
 
 
 def check_ddp_arguments(kwargs: Mapping[str, Any], ddp_comm_state: object | None) -> None:

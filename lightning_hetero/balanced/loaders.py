@@ -209,7 +209,7 @@ class LoaderBinder:
                 f"the train loader has a batch sampler of its own ({type(source).__name__}), and dividing its batches"
                 " by speed could break what it promises about a batch (equal lengths, class balance)."
                 " If it promises nothing that matters, pass LoadBalancedStrategy(batch_sampler='pool'): one batch per"
-                " device is drawn, the pool is divided. Otherwise use strategy='ddp'"
+                " device is drawn, the pool is divided. Otherwise use strategy='ddp' with use_distributed_sampler=False"
             )
         if self.settings.global_batch_size is not None:
             raise ValueError(

@@ -27,7 +27,7 @@ from lightning_hetero.balanced.checks import check_ddp_arguments, name_lost_peer
 from lightning_hetero.balanced.controller import StepReport
 from lightning_hetero.balanced.loaders import BatchSettings
 from lightning_hetero.balanced.metrics import integer_mean_, is_mean, weighted_mean_
-from lightning_hetero.balanced.policy import BalancePolicy, ShareBounds
+from lightning_hetero.balanced.policy import BalancePolicy, ShareBounds, scale_shares
 from lightning_hetero.balanced.run import BalancedRun, add_default_callbacks
 from lightning_hetero.balanced.weighting import LossReduction
 from lightning_hetero.data.stream import StreamMode
@@ -303,6 +303,11 @@ class LoadBalancedStrategy(DDPStrategy):
         return None if size is None or self._run is None else size * self._run.binder.user_accumulation
 
     @property
+    def policy_in_use(self) -> BalancePolicy:
+        """The policy that decides: a `BatchRebalancer`'s own, else the strategy's."""
+        return self._run.policy if self._run is not None else self.policy
+
+    @property
     def shares(self) -> tuple[int, ...]:
         """Samples per rank of a full batch, as now in force; empty before training."""
         controller = self._run.binder.controller if self._run is not None else None
@@ -317,6 +322,20 @@ class LoadBalancedStrategy(DDPStrategy):
         """The latest step whose measurements all ranks have exchanged."""
         controller = self._run.binder.controller if self._run is not None else None
         return controller.report if controller is not None else None
+
+    def summary(self) -> str | None:
+        """One line on the shares in force and what equal ones would cost; ``None`` before anything was measured."""
+        report = self.step_report()
+        if report is None:
+            return None
+        slowest_s = max(self.policy_in_use.predict_s(self.shares))
+        equal_s = max(self.policy_in_use.predict_s(scale_shares([1] * self.world_size, sum(self.shares))))
+        if not slowest_s > 0:
+            return None
+        return (
+            f"hetero_balanced: shares {'/'.join(map(str, self.shares))}, {slowest_s * 1e3:.1f} ms of work per batch;"
+            f" equal shares would take {equal_s / slowest_s:.2f} times as long"
+        )
 
     def step_events(self) -> list[Event]:
         """Returns and forgets the events of this rank since the last call, for `HeteroTrace`."""
@@ -348,7 +367,11 @@ class LoadBalancedStrategy(DDPStrategy):
             ("_forkserver", "forkserver"),
             ("_notebook", "fork"),
         ):
-            for unused, more in (("", {}), ("_find_unused_parameters_true", {"find_unused_parameters": True})):
+            for unused, more in (
+                ("", {}),
+                ("_find_unused_parameters_true", {"find_unused_parameters": True}),
+                ("_find_unused_parameters_false", {"find_unused_parameters": False}),
+            ):
                 strategy_registry.register(
                     f"hetero_balanced{suffix}{unused}",
                     cls,

@@ -8,8 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor, nn
 
+from lightning_hetero.callbacks.samples import count_samples
 from lightning_hetero.cluster.clock import StepProbe, when_backward_ends
 from lightning_hetero.cluster.score import imbalance, straggler_scores
 from lightning_hetero.lightning_compat import log_interval
@@ -31,16 +33,21 @@ class StragglerMonitor(Callback):
     With an engine of this package the values come from what its ranks exchange anyway, at no cost. With stock DDP the
     monitor times its own rank and gathers means once per epoch, so the same numbers tell what the engine would gain.
 
+    At the end of the fit one line tells the final shares and what equal ones would have cost.
+
     Args:
-        every_n_steps: log every n optimizer steps; ``None``: the Trainer's ``log_every_n_steps``.
+        every_n_steps: log every n optimizer steps and in each epoch's last; ``None``: the Trainer's
+            ``log_every_n_steps``.
         prog_bar: show the imbalance on the progress bar.
+        most_ranks: with more ranks than this, log only ``max`` and ``min`` over them.
     """
 
-    def __init__(self, *, every_n_steps: int | None = None, prog_bar: bool = True) -> None:
+    def __init__(self, *, every_n_steps: int | None = None, prog_bar: bool = True, most_ranks: int = 16) -> None:
         if every_n_steps is not None and every_n_steps < 1:
             raise ValueError(f"every_n_steps={every_n_steps!r} must be at least 1")
         self.every_n_steps = every_n_steps
         self.prog_bar = prog_bar
+        self.most_ranks = most_ranks
         self._own: _OwnTiming | None = None
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -50,7 +57,7 @@ class StragglerMonitor(Callback):
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         if self._own is not None:
-            self._own.open(batch, trainer.current_epoch, batch_idx)
+            self._own.open(count_samples(trainer, batch), trainer.current_epoch, batch_idx)
 
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
         if self._own is not None and loss.requires_grad:
@@ -67,7 +74,7 @@ class StragglerMonitor(Callback):
             self._own.close()
             return
         every = self.every_n_steps or log_interval(trainer)
-        if not every or trainer.global_step % every:
+        if not trainer.is_last_batch and (not every or trainer.global_step % every):
             return
         report = trainer.strategy.step_report()  # type: ignore[attr-defined]
         if report is not None:
@@ -87,6 +94,8 @@ class StragglerMonitor(Callback):
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self._own is not None:
             self._own.probe.detach()
+        elif summary := trainer.strategy.summary():  # type: ignore[attr-defined]
+            rank_zero_info(summary)
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         if self._own is not None:
@@ -109,7 +118,8 @@ class StragglerMonitor(Callback):
             known = [v for v in column if not math.isnan(v)]
             if not known:
                 continue
-            values |= {f"hetero/{name}/rank{r}": v for r, v in enumerate(column)}
+            if len(column) <= self.most_ranks:
+                values |= {f"hetero/{name}/rank{r}": v for r, v in enumerate(column)}
             values |= {f"hetero/{name}/max": max(known), f"hetero/{name}/min": min(known)}
         # All ranks log the same values; the maximum over them keeps Lightning from advising to synchronise.
         where = {"on_step": on_step, "on_epoch": not on_step, "batch_size": 1}
@@ -132,10 +142,8 @@ class _OwnTiming:
         self._events: deque[Event] = deque(maxlen=4096)
         self._clock_s = 0.0
 
-    def open(self, batch: Any, epoch: int, step: int) -> None:
-        from lightning.pytorch.utilities.data import extract_batch_size
-
-        self._sizes.append((epoch, step, extract_batch_size(batch)))
+    def open(self, samples: int, epoch: int, step: int) -> None:
+        self._sizes.append((epoch, step, samples))
         self.probe.arm()
 
     def backward_returned(self, *, more: bool) -> None:

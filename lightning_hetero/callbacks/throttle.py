@@ -2,41 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.utilities.data import extract_batch_size
 from torch import Tensor
 
+from lightning_hetero.callbacks.samples import count_samples
 from lightning_hetero.emulate.scenario import Scenario
 from lightning_hetero.emulate.throttle import Throttle
 
-__all__ = ["ThrottleCallback", "count_samples"]
-
-
-def count_samples(trainer: Trainer, batch: Any, samples: Callable[[Any], int] | None = None) -> int:
-    """Returns the number of samples this rank computes on in this batch.
-
-    A strategy that knows better, because it decides the shares, says so by ``current_samples() -> int |
-    None``; then ``samples(batch)`` counts if given, else the first tensor's first dimension as Lightning
-    itself does.
-
-    Raises:
-        lightning.pytorch.utilities.exceptions.MisconfigurationException: the batch holds no tensor.
-    """
-    current = getattr(trainer.strategy, "current_samples", None)
-    if callable(current) and (known := current()) is not None:
-        return int(known)  # pyright: ignore[reportArgumentType]
-    if samples is not None:
-        return int(samples(batch))
-    # extract_batch_size walks the whole batch; from an ordinary one it takes the first tensor's size as well.
-    first = batch
-    while isinstance(first, list | tuple | Mapping) and len(first) > 0:
-        first = next(iter(first.values() if isinstance(first, Mapping) else first))
-    if isinstance(first, Tensor) and first.ndim > 0:
-        return int(first.size(0))
-    return extract_batch_size(batch)
+__all__ = ["ThrottleCallback"]
 
 
 class ThrottleCallback(Callback):
@@ -53,7 +29,8 @@ class ThrottleCallback(Callback):
 
     Args:
         scenario: what to emulate; the rank is the Trainer's global rank.
-        samples: counts the samples of a batch, ``batch -> int``; default: the first tensor's first dimension.
+        samples: counts the samples of a batch, ``batch -> int``; default: see
+            `lightning_hetero.callbacks.samples.count_samples`.
         backward_per_forward: time of a backward pass in forward passes, for stretched work: 2 because a
             layer's backward pass takes two products (for its input and for its weights) for one of the
             forward pass.

@@ -11,7 +11,7 @@ from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 
-from lightning_hetero.callbacks.throttle import count_samples
+from lightning_hetero.callbacks.samples import count_samples
 from lightning_hetero.cluster.record import EventWriter, trace_path
 from lightning_hetero.types import Event
 

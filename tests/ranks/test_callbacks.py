@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import gc
 import math
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -70,6 +71,7 @@ class Seen(Callback):
         self.reports: list[Any] = []
         self.bars: list[set[str]] = []
         self.epochs: list[dict[str, float]] = []
+        self.summary: str | None = None
 
     def on_train_batch_end(
         self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
@@ -81,6 +83,8 @@ class Seen(Callback):
         )
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        if hasattr(trainer.strategy, "summary"):
+            self.summary = trainer.strategy.summary()
         self.epochs.append(
             {k: float(v) for k, v in trainer.callback_metrics.items() if k.startswith("hetero/")}
         )
@@ -137,11 +141,12 @@ def test_the_monitor_logs_what_the_ranks_have_exchanged(monitored: list[tuple[Se
     assert first[0].steps == second[0].steps  # the same on every rank
 
 
-def test_the_monitor_logs_every_n_steps_only(monitored: list[tuple[Seen, Seen]]) -> None:
-    """Values of step 2k stay in ``logged_metrics`` during step 2k + 1."""
+def test_the_monitor_logs_every_n_steps_and_at_the_end_of_an_epoch(monitored: list[tuple[Seen, Seen]]) -> None:
+    """Values of step 2k stay in ``logged_metrics`` during step 2k + 1, unless that is the last of 5 batches."""
     for ours, _ in monitored:
-        for now, after in zip(ours.steps[1::2], ours.steps[2::2], strict=False):
-            assert after == now
+        changed = [i for i in range(2, 11) if ours.steps[i - 1] != ours.steps[i - 2]]
+        assert set(changed) <= {2, 4, 5, 6, 8, 10}
+        assert 5 in changed
 
 
 def test_with_stock_ddp_the_monitor_logs_means_of_the_epoch(monitored: list[tuple[Seen, Seen]]) -> None:
@@ -152,6 +157,15 @@ def test_with_stock_ddp_the_monitor_logs_means_of_the_epoch(monitored: list[tupl
         check_derived(values)
         assert [values[f"hetero/share/rank{r}"] for r in range(2)] == [BATCH / 2] * 2
     assert monitored[0][1].epochs == monitored[1][1].epochs
+
+
+def test_the_last_line_tells_the_shares(monitored: list[tuple[Seen, Seen]]) -> None:
+    pattern = r"hetero_balanced: shares (\d+)/(\d+), [\d.]+ ms of work per batch; equal shares would take [\d.]+ times as long"
+    for ours, _ in monitored:
+        assert ours.summary is not None
+        found = re.fullmatch(pattern, ours.summary)
+        assert found and int(found[1]) + int(found[2]) == BATCH
+    assert monitored[0][0].summary == monitored[1][0].summary
 
 
 def test_the_monitor_refuses_a_bad_interval() -> None:

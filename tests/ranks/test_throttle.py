@@ -14,7 +14,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -315,10 +315,49 @@ def test_who_counts_the_samples(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     ],
 )
 def test_samples_are_counted_as_lightning_does(batch: Any, samples: int) -> None:
-    from lightning_hetero.callbacks.throttle import count_samples
+    from lightning_hetero.callbacks.samples import count_samples
 
-    trainer: Any = SimpleNamespace(strategy=object())
+    trainer: Any = SimpleNamespace(strategy=object(), train_dataloader=None)
     assert count_samples(trainer, batch) == samples
+
+
+@WARNINGS
+def test_samples_of_a_graph_batch_are_counted_by_the_loader(tmp_path: Path) -> None:
+    """The first tensor of a graph counts its nodes, here 7 per graph; 10 graphs in batches of 4 are 4, 4 and 2."""
+
+    class Graphs:
+        def __init__(self, graphs: list[Any]) -> None:
+            self.nodes = torch.stack([x for (x,) in graphs]).repeat(7, 1)
+
+    seen: list[int] = []
+
+    class Count(Callback):
+        def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+            seen.append(count_samples(trainer, batch))
+
+        def on_train_batch_end(self, trainer: Any, pl_module: Any, *args: Any) -> None:
+            seen.append(count_samples(trainer, args[1]))
+
+    from lightning_hetero.callbacks.samples import count_samples
+
+    class OnGraphs(LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = torch.nn.Linear(2, 1)
+
+        def training_step(self, batch: Graphs, batch_idx: int) -> Tensor:
+            return self.layer(batch.nodes).sum()
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD(self.parameters(), lr=0.0)
+
+    graphs = DataLoader(TensorDataset(torch.ones(10, 2)), batch_size=4, collate_fn=Graphs)
+    trainer = Trainer(
+        accelerator="cpu", devices=1, max_epochs=1, logger=False, enable_checkpointing=False, callbacks=[Count()],
+        enable_progress_bar=False, enable_model_summary=False, default_root_dir=tmp_path,
+    )
+    trainer.fit(OnGraphs(), graphs)
+    assert seen == [4, 4, 4, 4, 2, 2]
 
 
 @WARNINGS
