@@ -160,7 +160,10 @@ def test_with_stock_ddp_the_monitor_logs_means_of_the_epoch(monitored: list[tupl
 
 
 def test_the_last_line_tells_the_shares(monitored: list[tuple[Seen, Seen]]) -> None:
-    pattern = r"hetero_balanced: shares (\d+)/(\d+), [\d.]+ ms of work per batch; equal shares would take [\d.]+ times as long"
+    pattern = (
+        r"hetero_balanced: shares (\d+)/(\d+), [\d.]+ ms of work per batch;"
+        r" equal shares would take [\d.]+ times as long"
+    )
     for ours, _ in monitored:
         assert ours.summary is not None
         found = re.fullmatch(pattern, ours.summary)
