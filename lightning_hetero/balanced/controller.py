@@ -57,7 +57,7 @@ class ExchangeClock:
     """
 
     every: int | None = None
-    period_s: float = 0.02
+    period_s: float = 0.05
     most: int = 64
     _history: deque[tuple[Tag, int]] = field(default_factory=deque[tuple[Tag, int]])
 

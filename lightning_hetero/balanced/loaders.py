@@ -348,13 +348,15 @@ class LoaderBinder:
                 shares = controller.full_shares(epoch, step)
             if total == slot.full:  # the same fraction of every loader: exact, because shares are whole units
                 full = sum(shares)
+                if full == total:
+                    return shares
                 return tuple(s * slot.full // full for s in shares)
             return scale_shares(shares, total)
 
         return split
 
     def open(self, step: int) -> Part:
-        """Returns this rank's part of batch ``step``; with several loaders the primary's, fetch times added up."""
+        """Returns this rank's part of batch ``step``; of several loaders the primary's, fetch times added up."""
         parts: dict[int, Part] = {}
         for i, slot in enumerate(self._slots):
             # Batches that were fetched but never trained on (a user's look at the loader, an epoch cut short) stay
@@ -363,6 +365,8 @@ class LoaderBinder:
                 parts[i] = slot.handed.popleft()
         if not parts:
             raise RuntimeError(f"no part is known for training batch {step}; this is a bug of lightning_hetero")
+        if len(self._slots) == 1:
+            return parts[0]
         chosen = parts.get(self._slots.index(self._primary()), next(iter(parts.values())))
         if len({p.samples / p.weight_base for p in parts.values()}) > 1:
             rank_zero_warn(

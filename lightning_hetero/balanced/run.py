@@ -30,17 +30,15 @@ if TYPE_CHECKING:
 
     from lightning_hetero.balanced.strategy import LoadBalancedStrategy
 
-__all__ = ["BalancedRun", "add_default_callbacks"]
+__all__ = ["BalancedRun", "add_monitor"]
 
 
-def add_default_callbacks(trainer: Trainer, strategy: LoadBalancedStrategy, *, monitor: bool) -> None:
-    """Adds the engine's callbacks that the user has not given."""
-    from lightning_hetero.callbacks import BatchRebalancer, StragglerMonitor
+def add_monitor(trainer: Trainer) -> None:
+    """Adds a `StragglerMonitor` if the user has not given one."""
+    from lightning_hetero.callbacks import StragglerMonitor
 
     callbacks = compat.trainer_callbacks(trainer)
-    if not any(isinstance(c, BatchRebalancer) for c in callbacks):
-        callbacks.append(BatchRebalancer(strategy.policy, enabled=strategy.rebalance))
-    if monitor and not any(isinstance(c, StragglerMonitor) for c in callbacks):
+    if not any(isinstance(c, StragglerMonitor) for c in callbacks):
         callbacks.append(StragglerMonitor())
 
 
@@ -78,7 +76,9 @@ class BalancedRun:
         assert isinstance(group, dist.ProcessGroup)
         self._group = group
         self.channel = SideChannel(self._group)
-        self.rebalancer = next(c for c in compat.trainer_callbacks(trainer) if isinstance(c, BatchRebalancer))
+        given = [c for c in compat.trainer_callbacks(trainer) if isinstance(c, BatchRebalancer)]
+        # Not added to the Trainer's callbacks: it has no hook to call, and calling none costs some 10 us each.
+        self.rebalancer = given[0] if given else BatchRebalancer(strategy.policy, enabled=strategy.rebalance)
         self.policy: BalancePolicy = self.rebalancer.policy or strategy.policy
         check_same_settings(self.channel.all_gather_object(self._fingerprint()))
         self.binder = LoaderBinder(trainer, self.channel, self.policy, strategy._settings, {})
@@ -97,7 +97,7 @@ class BalancedRun:
         self._returned_s: float | None = None
         self._sent = False
         self._synced = False
-        self._events: deque[Event] = deque(maxlen=4096)
+        self._events: deque[tuple[str, Part, float, dict[str, Any]]] = deque(maxlen=4096)
         self._opened_s = time.perf_counter()
         self._last_decision: object = None
 
@@ -142,12 +142,14 @@ class BalancedRun:
 
     def weigh(self, loss: Tensor) -> Tensor:
         """Returns the loss to differentiate and arranges the stamp at the end of its backward."""
-        with self.probe.paused():  # the factor may have to wait for the peers' token counts
-            factor = self.weight.factor()
+        if self.weight.waits:  # for the peers' token counts
+            with self.probe.paused():
+                self.weight.factor()
+        factor = self.weight.factor()
         if factor == 0.0:  # not by the product alone: 0 * NaN is NaN, e.g. a mean over no tokens
             parameters = self.trainer.lightning_module.parameters()
             self._voided = [p.register_hook(torch.zeros_like) for p in parameters if p.requires_grad]
-        weighted = loss * factor
+        weighted = loss if factor == 1.0 else loss * factor
         if weighted.requires_grad:
             when_backward_ends(weighted, self._backward_ended)
         return weighted
@@ -228,14 +230,15 @@ class BalancedRun:
             self._note("step", part, data)
 
     def _note(self, kind: str, part: Part, data: dict[str, Any]) -> None:
-        t_s = time.perf_counter() - self._opened_s
-        self._events.append(
-            Event(kind=kind, rank=self.channel.rank, epoch=part.epoch, step=part.step, t_s=t_s, data=data)
-        )
+        self._events.append((kind, part, time.perf_counter() - self._opened_s, data))
 
     def take_events(self) -> list[Event]:
         """Returns and forgets the noted events."""
-        events = list(self._events)
+        rank = self.channel.rank
+        events = [
+            Event(kind=kind, rank=rank, epoch=part.epoch, step=part.step, t_s=t_s, data=data)
+            for kind, part, t_s, data in self._events
+        ]
         self._events.clear()
         return events
 

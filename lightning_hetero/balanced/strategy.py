@@ -28,7 +28,7 @@ from lightning_hetero.balanced.controller import StepReport
 from lightning_hetero.balanced.loaders import BatchSettings
 from lightning_hetero.balanced.metrics import integer_mean_, is_mean, weighted_mean_
 from lightning_hetero.balanced.policy import BalancePolicy, ShareBounds, scale_shares
-from lightning_hetero.balanced.run import BalancedRun, add_default_callbacks
+from lightning_hetero.balanced.run import BalancedRun, add_monitor
 from lightning_hetero.balanced.weighting import LossReduction
 from lightning_hetero.data.stream import StreamMode
 from lightning_hetero.predictors import Predictor
@@ -37,6 +37,8 @@ from lightning_hetero.types import Event
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
     from lightning.pytorch.strategies.strategy import _StrategyRegistry
+
+    from lightning_hetero.callbacks import BatchRebalancer
 
 __all__ = ["CHECKPOINT_KEY", "LoadBalancedStrategy"]
 
@@ -174,7 +176,8 @@ class LoadBalancedStrategy(DDPStrategy):
         assert self.lightning_module is not None
         trainer = self.lightning_module.trainer
         if trainer.state.fn == TrainerFn.FITTING and self._run is None:
-            add_default_callbacks(trainer, self, monitor=self._monitor)
+            if self._monitor:
+                add_monitor(trainer)
             self._run = BalancedRun(self, trainer)
 
     def setup(self, trainer: Trainer) -> None:
@@ -301,6 +304,11 @@ class LoadBalancedStrategy(DDPStrategy):
         """Samples per optimizer step: the global batch times the user's ``accumulate_grad_batches``."""
         size = self.global_batch_size
         return None if size is None or self._run is None else size * self._run.binder.user_accumulation
+
+    @property
+    def rebalancer(self) -> BatchRebalancer | None:
+        """The `BatchRebalancer` in charge, the Trainer's or else one of our own; ``None`` outside a fit."""
+        return self._run.rebalancer if self._run is not None else None
 
     @property
     def policy_in_use(self) -> BalancePolicy:

@@ -80,6 +80,11 @@ class LossWeight:
         self._factor = None
         self._total = self._channel.sum_async(weight)
 
+    @property
+    def waits(self) -> bool:
+        """Whether `factor` would have to wait for the peers."""
+        return self._factor is None
+
     def factor(self) -> float:
         """Returns the factor for the local loss; waits for the peers' weights if the user's unit is not samples."""
         if self._factor is None:

@@ -15,10 +15,10 @@ __all__ = ["BatchRebalancer"]
 
 
 class BatchRebalancer(Callback):
-    """Holds the policy that re-sizes batches; added by `LoadBalancedStrategy` if the Trainer has none.
+    """Holds the policy that re-sizes batches; without one among the Trainer's callbacks the strategy makes its own.
 
-    Give your own to replace the policy, or switch it off at any time, on all ranks alike, with ``enabled = False``:
-    shares then stay as they are.
+    Give your own to replace the policy, or switch off the one in charge (``trainer.strategy.rebalancer``) at any time,
+    on all ranks alike, with ``enabled = False``: shares then stay as they are.
 
     Args:
         policy: what decides the shares; ``None``: the strategy's.

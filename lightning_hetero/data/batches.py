@@ -25,9 +25,9 @@ Split = Callable[[int, int, int], tuple[int, ...]]
 """(epoch, step, total samples) -> samples per rank, summing to the total."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(kw_only=True, slots=True)
 class Part:
-    """This rank's part of one Lightning batch.
+    """This rank's part of one Lightning batch; complete when the loader hands it out.
 
     Attributes:
         epoch: epoch it belongs to.

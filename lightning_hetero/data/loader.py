@@ -11,7 +11,7 @@ import copy
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 from typing import Any, Literal
 
@@ -203,5 +203,7 @@ class _PartIterator:
         spent_s = feed.clock() - started_s - (feed.sampler.decision_s - decided_s)
         if first:  # starting workers and opening files is no work that grows with samples
             spent_s = 0.0
-        feed.on_fetch(replace(self._issued.popleft(), fetch_s=max(0.0, spent_s)))
+        part = self._issued.popleft()
+        part.fetch_s = max(0.0, spent_s)
+        feed.on_fetch(part)
         return batch

@@ -191,9 +191,9 @@ def added_job(rank: int, world: int) -> list[list[str]]:
     return found
 
 
-def test_default_callbacks_are_added_once_unless_given_or_declined() -> None:
+def test_the_monitor_is_added_once_unless_given_or_declined() -> None:
     both = ["BatchRebalancer", "StragglerMonitor"]
-    assert run_ranks(2, added_job) == [[both, ["BatchRebalancer"], both]] * 2
+    assert run_ranks(2, added_job) == [[["StragglerMonitor"], [], both]] * 2
 
 
 # ---- BatchRebalancer ---------------------------------------------------------------------------------------
@@ -214,7 +214,7 @@ class SwitchOff(Callback):
         self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         if batch_idx == 2:
-            next(c for c in trainer.callbacks if isinstance(c, BatchRebalancer)).enabled = False
+            trainer.strategy.rebalancer.enabled = False
 
 
 class Shares(Callback):
