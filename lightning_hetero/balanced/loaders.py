@@ -116,21 +116,13 @@ class LoaderBinder:
             return self._stream(loader, spec)
         order = self._order(loader, spec)
         micro = self._micro_batches(order.global_batch_size)
-        slot = _Slot(
-            spec=spec,
-            full=micro_batch_size(order.global_batch_size, micro, self.settings.quantum),
-            order=order,
-            read_ahead=read_ahead,
-            micro_batches=micro,
-        )
-        self._check_bounds(slot.full)
+        quantum = self.settings.quantum
+        full = micro_batch_size(order.global_batch_size, micro, quantum)
+        slot = _Slot(spec=spec, full=full, order=order, read_ahead=read_ahead, micro_batches=micro)
+        self.settings.bounds.resolve(self._channel.world_size, full, quantum)
         self._check_position(order.global_batch_size)
         sampler = GlobalBatchSampler(
-            order,
-            split=self._split_of(slot),
-            rank=self._channel.rank,
-            micro_batches=slot.micro_batches,
-            quantum=self.settings.quantum,
+            order, split=self._split_of(slot), rank=self._channel.rank, micro_batches=micro, quantum=quantum
         )
         # Agreed now, by all ranks: one of them alone may look at a batch before the epoch starts.
         sampler.set_epoch(compat.epoch_running(self._trainer))
@@ -230,7 +222,7 @@ class LoaderBinder:
                 " part of every global batch). Otherwise use strategy='ddp'"
             )
         total = self._batch_of_all(spec)
-        self._check_bounds(total)
+        self.settings.bounds.resolve(self._channel.world_size, total, self.settings.quantum)
         sized = hasattr(loader.dataset, "__len__")
         slot = _Slot(spec=spec, full=total, order=None, unsized=not sized)
         if self.settings.stream == "infinite" and compat.batches_trained(self._trainer):
@@ -280,9 +272,6 @@ class LoaderBinder:
             f" {self._trainer.accumulate_grad_batches}); the update still sees {total} samples"
         )
         return micro
-
-    def _check_bounds(self, full: int) -> None:
-        self.settings.bounds.resolve(self._channel.world_size, full, self.settings.quantum)
 
     def _check_position(self, total: int) -> None:
         stored = self._resume.get("global_batch_size")
@@ -400,5 +389,10 @@ class LoaderBinder:
         }
 
     def restore_trainer(self) -> None:
-        """Gives the Trainer back its own accumulation setting."""
+        """Gives the Trainer back its own accumulation setting and lets go of the process group.
+
+        The Trainer keeps the loaders and they keep this. Collected as garbage in a forked DataLoader worker, the
+        group's destructor would wait for threads that were not forked.
+        """
         self._trainer.accumulate_grad_batches = self._user_accumulation
+        vars(self._channel).pop("group", None)

@@ -91,7 +91,15 @@ def _stream_class(cls: type[DataLoader]) -> type[DataLoader]:
     def length(self: Any) -> int:
         return self._hetero.num_batches()
 
-    members = {"__module__": cls.__module__, "__iter__": iterate, "__len__": length}
+    def get_iterator(self: Any) -> Any:
+        return self._hetero.source._iterator
+
+    def set_iterator(self: Any, value: Any) -> None:
+        self._hetero.source._iterator = value
+
+    # Lightning ends persistent workers through this attribute of the loader it knows; they belong to the source.
+    iterator = property(get_iterator, set_iterator)
+    members = {"__module__": cls.__module__, "__iter__": iterate, "__len__": length, "_iterator": iterator}
     return type(f"Balanced{cls.__name__}", (cls,), members)
 
 

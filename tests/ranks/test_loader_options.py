@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from functools import cache
 from itertools import islice
 from typing import Any
@@ -14,6 +16,7 @@ from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor
 from torch.utils.data import DataLoader, WeightedRandomSampler
 
+from lightning_hetero.balanced.exchange import SideChannel
 from tests.ranks.harness import run_ranks
 from tests.ranks.indexed import EXACT, Fit, Noting, by_name, cut, ddp_order, fit, indexed, refusal, together
 from tests.ranks.kit import balanced, rank_trainer, single, weights
@@ -62,11 +65,11 @@ class Looking(Callback):
         self.look(trainer, 2)
 
 
-class Skipping(Callback):
+class Skipping(Noting):
     """Ends the first epoch at its third batch, as users may."""
 
-    def on_train_batch_start(self, trainer: Trainer, pl_module: Any, batch: Any, batch_idx: int) -> int | None:
-        return -1 if trainer.current_epoch == 0 and batch_idx == 2 else None
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> int | None:
+        return -1 if self.current_epoch == 0 and batch_idx == 2 else None
 
 
 class Scheduled(Noting):
@@ -100,7 +103,7 @@ def options(rank: int, world: int) -> dict[str, Fit]:
         "look": fit(rank, world, loader(), **looking),
         "look ahead": fit(rank, world, loader(workers=1), **looking),
         "look at sampler": fit(rank, world, loader(sampler=weighted()), **looking),
-        "skip": fit(rank, world, loader(), callbacks=[Skipping()]),
+        "skip": fit(rank, world, loader(), module=Skipping()),
         "twice": twice(rank, world),
         "scheduled": fit(rank, world, loader(), module=scheduled, extra=lambda _: scheduled.steps),
         "max_steps": fit(rank, world, loader(), max_steps=6),
@@ -187,6 +190,37 @@ def test_other_loaders_are_lightnings_business() -> None:
     assert ours == stock
     assert ours[0]["val"][:2] == ["DataLoader", "DistributedSampler"]
     assert {len(ours[0][stage]) for stage in ("val", "test", "predict")} == {2 + 6, 2 + 3}
+
+
+# ---- what is left of a fit ---------------------------------------------------------------------------------
+
+
+class Groups(Callback):
+    """Watches the engine's own process group: all groups but the default one."""
+
+    def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
+        self.watched = [weakref.ref(o) for o in gc.get_objects() if isinstance(o, SideChannel)]
+        self.groups = [weakref.ref(channel.group) for ref in self.watched if (channel := ref()) is not None]
+
+
+def after_the_fit(rank: int, world: int, sampler: bool) -> tuple[int, int]:
+    """Returns how many groups were in use, and how many are left: the Trainer still there, nothing collected."""
+    gc.collect()
+    groups = Groups()
+    gc.disable()
+    try:
+        trainer = rank_trainer(rank, world, balanced(), max_epochs=1, callbacks=[groups])
+        trainer.fit(Noting(), loader(sampler=weighted() if sampler else None))
+        assert trainer.train_dataloader is not None
+        return len(groups.groups), sum(ref() is not None for ref in groups.groups)
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize("sampler", [False, True])
+def test_no_process_group_is_left_for_the_garbage_collector(sampler: bool) -> None:
+    """It may run in a forked DataLoader worker of the next fit, where a group's destructor hangs or crashes."""
+    assert run_ranks(2, after_the_fit, sampler) == [(1, 0)] * 2
 
 
 # ---- a chosen global batch, accumulated where it does not fit ----------------------------------------------
