@@ -31,7 +31,7 @@ class Case:
     world_size: int
     scenario: Scenario
     per_rank: int = 32
-    steps: int = 60
+    steps: int = 40
     swap_at: int | None = None
     min_samples: int | None = None
 
@@ -73,11 +73,11 @@ def unequal_cases() -> list[Case]:
         Case(name="4 ranks 1:1:1/2:1/4, 10% jitter", world_size=4, scenario=four.jittered(0.1)),
         Case(name="4 ranks 1:1:1/2:1/8", world_size=4, scenario=scenario(STRONG, 4), min_samples=1),
         Case(
-            name="4 ranks, speeds reversed at step 40",
+            name="4 ranks, speeds reversed at step 30",
             world_size=4,
-            scenario=four.change(PATTERN[::-1], at_step=40),
-            steps=80,
-            swap_at=40,
+            scenario=four.change(PATTERN[::-1], at_step=30),
+            steps=60,
+            swap_at=30,
         ),
         Case(name="4 equal ranks", world_size=4, scenario=scenario((1.0,), 4)),
         Case(name="8 ranks 1:1:1/2:1/4 twice", world_size=8, scenario=scenario(PATTERN, 8)),

@@ -186,7 +186,7 @@ class Controller:
 
     def row(self, epoch: int, step: int) -> list[float]:
         """Returns what this rank sends for this step: the mean over the steps measured with its latest share."""
-        digest = shares_digest(epoch, step, self._decided.get((epoch, step), ()))
+        digest = shares_digest(epoch, step, self._decided[epoch, step])
         latest = self._local[-1][0] if self._local else 0
         same = [m for m in self._local if m[0] == latest]
         n = max(1, len(same))

@@ -19,13 +19,23 @@ class SideChannel:
     """Small collectives on a given gloo group.
 
     Args:
-        group: gloo process group over all ranks; owned by the caller.
+        group: gloo process group over all ranks; owned from here on, see `close`.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.group = group
         self.rank = dist.get_rank(group)
         self.world_size = dist.get_world_size(group)
+
+    def close(self, *, destroy: bool = True) -> None:
+        """Destroys the group (not after a failure, when peers may be gone), and lets go of it in any case.
+
+        What a Trainer keeps after a fit (its loaders) may still hold this channel. Collected as garbage in a forked
+        DataLoader worker, the group's destructor would wait for threads that were not forked.
+        """
+        if destroy and dist.is_initialized():
+            dist.destroy_process_group(self.group)
+        del self.group
 
     def all_gather_row(self, row: Sequence[float]) -> Callable[[], list[list[float]]]:
         """Starts gathering ``row`` (float64, the same length everywhere); call the result to wait for all rows."""

@@ -389,10 +389,5 @@ class LoaderBinder:
         }
 
     def restore_trainer(self) -> None:
-        """Gives the Trainer back its own accumulation setting and lets go of the process group.
-
-        The Trainer keeps the loaders and they keep this. Collected as garbage in a forked DataLoader worker, the
-        group's destructor would wait for threads that were not forked.
-        """
+        """Gives the Trainer back its own accumulation setting."""
         self._trainer.accumulate_grad_batches = self._user_accumulation
-        vars(self._channel).pop("group", None)

@@ -74,8 +74,7 @@ class BalancedRun:
         self.part: Part | None = None
         group = dist.new_group(backend="gloo", timeout=strategy.timeout)
         assert isinstance(group, dist.ProcessGroup)
-        self._group = group
-        self.channel = SideChannel(self._group)
+        self.channel = SideChannel(group)
         given = [c for c in compat.trainer_callbacks(trainer) if isinstance(c, BatchRebalancer)]
         # Not added to the Trainer's callbacks: it has no hook to call, and calling none costs some 10 us each.
         self.rebalancer = given[0] if given else BatchRebalancer(strategy.policy, enabled=strategy.rebalance)
@@ -250,11 +249,8 @@ class BalancedRun:
         self._undo_sampler()
         self.binder.restore_trainer()
         controller = self.binder.controller
-        if self.failed:
-            if controller is not None:
-                controller.abandon()
-            return  # peers may be gone: leave the group to the end of the process
-        if controller is not None:
+        if controller is not None and self.failed:
+            controller.abandon()
+        elif controller is not None:
             controller.drain()
-        if dist.is_initialized():
-            dist.destroy_process_group(self._group)
+        self.channel.close(destroy=not self.failed)

@@ -265,6 +265,7 @@ def test_a_row_averages_only_steps_of_the_latest_share() -> None:
     for samples, compute_s, wait_s in ((8, 9.0, 9.0), (4, 1.0, 0.5), (4, 3.0, 0.1)):
         controller.measured(samples, compute_s, wait_s)
     controller.measured(4, None, 7.0)  # its time is not known yet
+    controller.full_shares(0, 2)
     assert controller.row(0, 2)[2:5] == [4.0, 2.0, 0.3]
 
 

@@ -172,7 +172,7 @@ def read_ahead(rank: int, world: int) -> dict[str, Fit]:
 
 @cache
 def read_ahead_runs() -> dict[str, list[Fit]]:
-    return by_name(run_ranks(2, read_ahead, timeout_s=100))
+    return by_name(run_ranks(2, read_ahead, timeout_s=55, forks=True))
 
 
 STEPS = 15  # 60 samples, 2 x 2 per step
@@ -243,7 +243,7 @@ def combined(rank: int, world: int) -> dict[str, Fit]:
 
 @cache
 def combined_runs() -> dict[str, list[Fit]]:
-    return by_name(run_ranks(2, combined))
+    return by_name(run_ranks(2, combined, forks=True))
 
 
 @pytest.mark.parametrize("name", [*MODES, "uneven read-ahead"])

@@ -116,7 +116,7 @@ def shared(rank: int, world: int) -> dict[str, Fit]:
 
 @cache
 def shared_runs() -> dict[str, list[Fit]]:
-    return by_name(run_ranks(2, shared))
+    return by_name(run_ranks(2, shared, forks=True))
 
 
 def expected_of(name: str) -> list[list[int]]:
@@ -186,7 +186,7 @@ def infinite(rank: int, world: int) -> dict[str, Any]:
 
 @cache
 def infinite_runs() -> dict[str, list[Fit]]:
-    return by_name(run_ranks(2, infinite))
+    return by_name(run_ranks(2, infinite, forks=True))
 
 
 @pytest.mark.parametrize(("name", "epochs", "steps"), [("steps", 1, 9), ("limited", 3, 4), ("workers", 3, 4),
@@ -226,7 +226,7 @@ def refusals(rank: int, world: int) -> dict[str, str]:
 
 
 def test_refusals_say_what_and_why() -> None:
-    zero, one = run_ranks(2, refusals)
+    zero, one = run_ranks(2, refusals, forks=True)
     assert zero == one
     expected = {
         "unsaid": ("TypeError", "stream='infinite'", "stream='shared'", "strategy='ddp'"),
