@@ -87,6 +87,6 @@ def unequal_cases() -> list[Case]:
 def equal_cases() -> list[EqualCase]:
     """Equal devices with short and ordinary steps."""
     return [
-        EqualCase(name="3 ms steps, 2 equal ranks", world_size=2, step_s=0.003, steps=400),
-        EqualCase(name="30 ms steps, 2 equal ranks", world_size=2, step_s=0.030, steps=100),
+        EqualCase(name="3 ms steps, 2 equal ranks", world_size=2, step_s=0.003, steps=300),
+        EqualCase(name="30 ms steps, 2 equal ranks", world_size=2, step_s=0.030, steps=60),
     ]
