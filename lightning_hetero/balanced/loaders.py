@@ -30,7 +30,7 @@ from lightning_hetero.data import (
     rebatched_stream,
 )
 from lightning_hetero.data.batches import micro_batch_size
-from lightning_hetero.data.loader import base_sampler
+from lightning_hetero.data.loader import base_sampler, batch_source
 from lightning_hetero.data.stream import StreamMode
 
 if TYPE_CHECKING:
@@ -73,7 +73,9 @@ class LoaderBinder:
         channel: blocking exchanges at set-up and epoch starts.
         policy: decides shares; started here once the batch sizes are known.
         settings: see `BatchSettings`.
-        resume: the checkpoint's state of a previous run, or empty.
+
+    Attributes:
+        resume: the checkpoint's state of a previous run; set before the loaders are processed, else empty.
     """
 
     def __init__(
@@ -82,14 +84,13 @@ class LoaderBinder:
         channel: SideChannel,
         policy: BalancePolicy,
         settings: BatchSettings,
-        resume: Mapping[str, Any],
     ) -> None:
         self.settings = settings
         self.policy = policy
         self.controller: Controller | None = None
         self._trainer = trainer
         self._channel = channel
-        self._resume = resume
+        self.resume: Mapping[str, Any] = {}
         self._slots: list[_Slot] = []
         self._layout: tuple[int, int, int] | None = None  # of the running controller: size, quantum, lag
         self._stale = True  # loaders were (re)loaded since the controller was bound to them
@@ -153,8 +154,8 @@ class LoaderBinder:
         if self.settings.global_batch_size is not None:
             return self.settings.global_batch_size
         assert spec.batch_size is not None
-        stored = self._resume.get("global_batch_size")
-        if stored and self._resume.get("world_size") != world and self._resume.get("batch_size") == spec.batch_size:
+        stored = self.resume.get("global_batch_size")
+        if stored and self.resume.get("world_size") != world and self.resume.get("batch_size") == spec.batch_size:
             if stored != spec.batch_size * world:
                 rank_zero_info(
                     f"keeping the checkpoint's global batch of {stored} samples on {world} devices instead of"
@@ -189,13 +190,13 @@ class LoaderBinder:
             # Like stock DDP, which shuffles every train loader except when overfitting.
             return ShuffledOrder(spec.samples, seed=seed, shuffle=not compat.overfits(trainer), **sizes)
         order = SamplerOrder(sampler, seed=seed, channel=channel, **sizes)
-        states = self._resume.get("orders", [])
+        states = self.resume.get("orders", [])
         if len(states) > len(self._slots):
             order.load_state_dict(states[len(self._slots)])
         return order
 
     def _pooled_batches(self, loader: DataLoader, seed: int) -> EpochOrder:
-        source = loader.batch_sampler if loader.batch_sampler is not None else loader.sampler
+        source = batch_source(loader)
         if self.settings.batch_sampler == "refuse":
             raise TypeError(
                 f"the train loader has a batch sampler of its own ({type(source).__name__}), and dividing its batches"
@@ -274,7 +275,7 @@ class LoaderBinder:
         return micro
 
     def _check_position(self, total: int) -> None:
-        stored = self._resume.get("global_batch_size")
+        stored = self.resume.get("global_batch_size")
         done = compat.batches_trained(self._trainer)
         if stored and stored != total and done and not compat.last_batch_done(self._trainer):
             raise ValueError(

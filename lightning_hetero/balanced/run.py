@@ -80,7 +80,7 @@ class BalancedRun:
         self.rebalancer = given[0] if given else BatchRebalancer(strategy.policy, enabled=strategy.rebalance)
         self.policy: BalancePolicy = self.rebalancer.policy or strategy.policy
         check_same_settings(self.channel.all_gather_object(self._fingerprint()))
-        self.binder = LoaderBinder(trainer, self.channel, self.policy, strategy._settings, {})
+        self.binder = LoaderBinder(trainer, self.channel, self.policy, strategy._settings)
         self.weight = LossWeight(
             channel=self.channel,
             world_size=self.channel.world_size,
@@ -115,7 +115,7 @@ class BalancedRun:
 
     def resume(self, state: Mapping[str, Any]) -> None:
         """Takes over what a checkpoint brings, before the loaders are set up."""
-        self.binder._resume = state
+        self.binder.resume = state
         if state.get("policy"):
             self.policy.load_state_dict(state["policy"])
 

@@ -163,7 +163,6 @@ class LoadBalancedStrategy(DDPStrategy):
         self._batch_weight = batch_weight
         self._waiting = (nn.SyncBatchNorm, *waiting_modules)
         self._monitor = monitor
-        self._resume: dict[str, Any] = {}
         self._run: BalancedRun | None = None
 
     def __repr__(self) -> str:  # what Fabric prints when it refuses a strategy of the Trainer
@@ -210,7 +209,6 @@ class LoadBalancedStrategy(DDPStrategy):
         run, self._run = self._run, None
         if run is not None:
             run.close()
-        self._resume = {}
         super().teardown()
 
     def __getstate__(self) -> dict:
@@ -358,9 +356,8 @@ class LoadBalancedStrategy(DDPStrategy):
 
     def load_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
         checkpoint = super().load_checkpoint(checkpoint_path, *args, **kwargs)
-        self._resume = dict(checkpoint.get(CHECKPOINT_KEY, {}))
         if self._run is not None:
-            self._run.resume(self._resume)
+            self._run.resume(checkpoint.get(CHECKPOINT_KEY, {}))
         return checkpoint
 
     # ---- names ------------------------------------------------------------------------------------------------

@@ -80,7 +80,7 @@ def inspect_loader(loader: object) -> LoaderSpec:
         )
     samples = len(loader.dataset) if hasattr(loader.dataset, "__len__") else None  # type: ignore[arg-type]
     if loader.batch_size is None:
-        source = loader.batch_sampler if loader.batch_sampler is not None else loader.sampler
+        source = batch_source(loader)
         if loader.batch_sampler is None and not isinstance(source, BatchSampler):
             raise TypeError(
                 "DataLoader(batch_size=None) hands single items to training_step, which cannot be divided among"
@@ -118,9 +118,14 @@ def _kind_of(sampler: object) -> Literal["plain", "sampler", "distributed", "dis
     return "sampler"
 
 
+def batch_source(loader: DataLoader) -> Any:
+    """Returns what the loader draws from: its batch sampler, or the sampler in its place with ``batch_size=None``."""
+    return loader.batch_sampler if loader.batch_sampler is not None else loader.sampler
+
+
 def base_sampler(loader: DataLoader) -> Any:
     """Returns the sampler of single indices behind a loader without a batch sampler of its own."""
-    source = loader.batch_sampler if loader.batch_sampler is not None else loader.sampler
+    source = batch_source(loader)
     return source.sampler if type(source) is BatchSampler else loader.sampler
 
 
