@@ -2,26 +2,22 @@
 
     Trainer(strategy="hetero_balanced")          # importing this package registers the names
     Trainer(strategy=LoadBalancedStrategy())     # the same, with arguments
+    Trainer(strategy="hetero_stale")             # or BoundedStalenessStrategy()
 """
 
 __version__ = "0.1.0"
 
-import sys
-
-from lightning.fabric.strategies import STRATEGY_REGISTRY
 from lightning.pytorch.strategies import StrategyRegistry
 
-from lightning_hetero.balanced.checks import refuse_fabric, refuse_other_package
 from lightning_hetero.balanced.policy import BalancePolicy
 from lightning_hetero.balanced.strategy import LoadBalancedStrategy
 from lightning_hetero.callbacks import BatchRebalancer, HeteroTrace, StragglerMonitor, ThrottleCallback
 from lightning_hetero.emulate import Scenario
+from lightning_hetero.glue.setup import refuse_elsewhere
 
-LoadBalancedStrategy.register_strategies(StrategyRegistry)
-STRATEGY_REGISTRY.register("hetero_balanced", refuse_fabric, description="for the Trainer only")
-
-if (_other := sys.modules.get("pytorch_lightning.strategies")) is not None:
-    _other.StrategyRegistry.register("hetero_balanced", refuse_other_package, description="for lightning.pytorch only")
+for _strategy, _name in ((LoadBalancedStrategy, "hetero_balanced"),):
+    _strategy.register_strategies(StrategyRegistry)
+    refuse_elsewhere(_name)
 
 __all__ = [
     "BalancePolicy",

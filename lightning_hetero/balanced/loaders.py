@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import math
-import os
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -14,24 +13,21 @@ from torch.utils.data import DataLoader
 
 from lightning_hetero import lightning_compat as compat
 from lightning_hetero.balanced.controller import Controller, ExchangeClock
-from lightning_hetero.balanced.exchange import SideChannel
 from lightning_hetero.balanced.policy import BalancePolicy, ShareBounds, scale_shares
 from lightning_hetero.data import (
+    ContinuedOrder,
     EpochOrder,
     GlobalBatchSampler,
     LoaderSpec,
     Part,
-    PooledBatches,
-    PooledRanks,
-    SamplerOrder,
-    ShuffledOrder,
     inspect_loader,
     rebatched_loader,
     rebatched_stream,
 )
 from lightning_hetero.data.batches import micro_batch_size
-from lightning_hetero.data.loader import base_sampler, batch_source
 from lightning_hetero.data.stream import StreamMode
+from lightning_hetero.glue.orders import OrderFinder
+from lightning_hetero.transport.side_channel import SideChannel
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
@@ -75,7 +71,7 @@ class LoaderBinder:
         settings: see `BatchSettings`.
 
     Attributes:
-        resume: the checkpoint's state of a previous run; set before the loaders are processed, else empty.
+        orders: finds each loader's order; its ``resume`` is set before the loaders are processed.
     """
 
     def __init__(
@@ -90,7 +86,14 @@ class LoaderBinder:
         self.controller: Controller | None = None
         self._trainer = trainer
         self._channel = channel
-        self.resume: Mapping[str, Any] = {}
+        self.orders = OrderFinder(
+            trainer,
+            channel,
+            strategy_name="LoadBalancedStrategy",
+            global_batch_size=settings.global_batch_size,
+            batch_sampler=settings.batch_sampler,
+            stream=settings.stream,
+        )
         self._slots: list[_Slot] = []
         self._layout: tuple[int, int, int] | None = None  # of the running controller: size, quantum, lag
         self._stale = True  # loaders were (re)loaded since the controller was bound to them
@@ -106,22 +109,19 @@ class LoaderBinder:
         """
         spec = inspect_loader(loader)
         assert isinstance(loader, DataLoader)
-        if compat.uses_dataloader_iter(self._trainer):
-            raise TypeError(
-                "training_step(dataloader_iter) fetches batches by itself, so they cannot be weighted by this rank's"
-                " share; take `batch` instead, or use strategy='ddp'"
-            )
-        read_ahead = self._agree(spec)
+        read_ahead = self.orders.agree(spec)
         self._stale = True
         if spec.kind == "stream":
             return self._stream(loader, spec)
-        order = self._order(loader, spec)
+        order = self.orders.order(loader, spec, len(self._slots))
+        if not self._slots:
+            order = self.orders.continued(order)
         micro = self._micro_batches(order.global_batch_size)
         quantum = self.settings.quantum
         full = micro_batch_size(order.global_batch_size, micro, quantum)
         slot = _Slot(spec=spec, full=full, order=order, read_ahead=read_ahead, micro_batches=micro)
         self.settings.bounds.resolve(self._channel.world_size, full, quantum)
-        self._check_position(order.global_batch_size)
+        self.orders.check_position(order.global_batch_size)
         sampler = GlobalBatchSampler(
             order, split=self._split_of(slot), rank=self._channel.rank, micro_batches=micro, quantum=quantum
         )
@@ -133,87 +133,6 @@ class LoaderBinder:
         self._slots.append(slot)
         return slot.loader
 
-    def _agree(self, spec: LoaderSpec) -> int:
-        """Compares the ranks' loaders; returns the furthest read-ahead."""
-        specs: list[LoaderSpec] = self._channel.all_gather_object(spec)
-        names = ["kind", "samples", "batch_size", "drop_last"]
-        if spec.kind == "stream" and self.settings.stream == "shared":
-            names.append("workers")
-        for name in names:
-            values = {rank: getattr(s, name) for rank, s in enumerate(specs)}
-            if len(set(values.values())) > 1:
-                raise ValueError(
-                    f"the train loaders differ between ranks in {name}: {values}. Give every rank the same loader;"
-                    " the strategy divides each global batch by measured speed itself"
-                )
-        return max(s.read_ahead for s in specs)
-
-    def _batch_of_all(self, spec: LoaderSpec) -> int:
-        """Samples of a full global batch: as asked, as in the checkpoint of another world size, or as DDP's."""
-        world = self._channel.world_size
-        if self.settings.global_batch_size is not None:
-            return self.settings.global_batch_size
-        assert spec.batch_size is not None
-        stored = self.resume.get("global_batch_size")
-        if stored and self.resume.get("world_size") != world and self.resume.get("batch_size") == spec.batch_size:
-            if stored != spec.batch_size * world:
-                rank_zero_info(
-                    f"keeping the checkpoint's global batch of {stored} samples on {world} devices instead of"
-                    f" {spec.batch_size} x {world}; pass global_batch_size={spec.batch_size * world} to change it"
-                )
-            return int(stored)
-        return spec.batch_size * world
-
-    def _order(self, loader: DataLoader, spec: LoaderSpec) -> EpochOrder:
-        trainer, channel = self._trainer, self._channel
-        seed = int(os.environ.get("PL_GLOBAL_SEED", 0))  # what Lightning seeds its DistributedSampler with
-        if spec.kind == "batch_sampler":
-            return self._pooled_batches(loader, seed)
-        sampler = base_sampler(loader)
-        assert spec.batch_size is not None
-        sizes: dict[str, Any] = {"global_batch_size": self._batch_of_all(spec), "drop_last": spec.drop_last}
-        if spec.kind == "distributed" and (sampler.num_replicas, sampler.rank) == (channel.world_size, channel.rank):
-            samples = len(sampler.dataset)
-            if not (sampler.drop_last and samples % channel.world_size):  # that drops samples: they are its choice
-                return ShuffledOrder(samples, seed=sampler.seed, shuffle=sampler.shuffle, **sizes)
-        if spec.kind.startswith("distributed") or not compat.uses_distributed_sampler(trainer):
-            if self.settings.global_batch_size not in (None, spec.batch_size * channel.world_size):
-                raise ValueError(
-                    f"global_batch_size={self.settings.global_batch_size} cannot be combined with samplers that divide"
-                    " the data themselves (use_distributed_sampler=False); set the loader's batch_size instead"
-                )
-            return PooledRanks(
-                sampler, batch_size=spec.batch_size, drop_last=spec.drop_last, seed=seed, channel=channel
-            )
-        if spec.kind == "plain":
-            assert spec.samples is not None
-            # Like stock DDP, which shuffles every train loader except when overfitting.
-            return ShuffledOrder(spec.samples, seed=seed, shuffle=not compat.overfits(trainer), **sizes)
-        order = SamplerOrder(sampler, seed=seed, channel=channel, **sizes)
-        states = self.resume.get("orders", [])
-        if len(states) > len(self._slots):
-            order.load_state_dict(states[len(self._slots)])
-        return order
-
-    def _pooled_batches(self, loader: DataLoader, seed: int) -> EpochOrder:
-        source = batch_source(loader)
-        if self.settings.batch_sampler == "refuse":
-            raise TypeError(
-                f"the train loader has a batch sampler of its own ({type(source).__name__}), and dividing its batches"
-                " by speed could break what it promises about a batch (equal lengths, class balance)."
-                " If it promises nothing that matters, pass LoadBalancedStrategy(batch_sampler='pool'): one batch per"
-                " device is drawn, the pool is divided. Otherwise use strategy='ddp' with use_distributed_sampler=False"
-            )
-        if self.settings.global_batch_size is not None:
-            raise ValueError(
-                f"global_batch_size={self.settings.global_batch_size} cannot be combined with a batch sampler, which"
-                " decides the size itself"
-            )
-        assert source is not None
-        if not compat.uses_distributed_sampler(self._trainer):
-            return PooledRanks(source, batch_size=None, drop_last=False, seed=seed, channel=self._channel)
-        return PooledBatches(source, seed=seed, channel=self._channel)
-
     def _stream(self, loader: DataLoader, spec: LoaderSpec) -> DataLoader:
         if self.settings.stream is None:
             raise TypeError(
@@ -222,7 +141,7 @@ class LoaderBinder:
                 " every rank's stream is endless, or stream='shared' if all ranks read the same stream (each keeps its"
                 " part of every global batch). Otherwise use strategy='ddp'"
             )
-        total = self._batch_of_all(spec)
+        total = self.orders.batch_of_all(spec)
         self.settings.bounds.resolve(self._channel.world_size, total, self.settings.quantum)
         sized = hasattr(loader.dataset, "__len__")
         slot = _Slot(spec=spec, full=total, order=None, unsized=not sized)
@@ -273,16 +192,6 @@ class LoaderBinder:
             f" {self._trainer.accumulate_grad_batches}); the update still sees {total} samples"
         )
         return micro
-
-    def _check_position(self, total: int) -> None:
-        stored = self.resume.get("global_batch_size")
-        done = compat.batches_trained(self._trainer)
-        if stored and stored != total and done and not compat.last_batch_done(self._trainer):
-            raise ValueError(
-                f"the checkpoint stopped after {done} batches of {stored} samples in the middle of an epoch and cannot"
-                f" be continued with batches of {total}; pass global_batch_size={stored}, or resume from a checkpoint"
-                " made at the end of an epoch"
-            )
 
     # ---- running ----------------------------------------------------------------------------------------------
 
@@ -386,8 +295,17 @@ class LoaderBinder:
             "global_batch_size": self.global_batch_size,
             "batch_size": primary.spec.batch_size if primary else None,
             "orders": [s.order.state_dict() if s.order else {} for s in self._slots],
+            "applied": self._applied(),
             "policy": self.policy.state_dict(),
         }
+
+    def _applied(self) -> dict[str, Any]:
+        """Returns what was trained of an epoch that another engine had begun; empty if the order is as always."""
+        order = self._slots[0].order if self._slots else None
+        epoch, step = compat.epoch_running(self._trainer), compat.batches_trained(self._trainer)
+        if not isinstance(order, ContinuedOrder) or order.epoch != epoch or not order.step <= step < len(order):
+            return {}
+        return {"epoch": epoch, "tick": step, "spans": [list(span) for span in order.trained(step)]}
 
     def restore_trainer(self) -> None:
         """Gives the Trainer back its own accumulation setting."""

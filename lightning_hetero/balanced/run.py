@@ -6,23 +6,23 @@ import time
 from collections import deque
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_hetero import __version__
 from lightning_hetero import lightning_compat as compat
-from lightning_hetero.balanced.checks import check_same_settings
-from lightning_hetero.balanced.exchange import SideChannel
 from lightning_hetero.balanced.loaders import LoaderBinder
 from lightning_hetero.balanced.policy import BalancePolicy
 from lightning_hetero.balanced.weighting import LossWeight
 from lightning_hetero.cluster.clock import StepProbe, when_backward_ends
 from lightning_hetero.data import Part
+from lightning_hetero.glue.checks import check_same_settings
+from lightning_hetero.glue.setup import own_memory
+from lightning_hetero.transport.side_channel import SideChannel
 from lightning_hetero.types import Event
 
 if TYPE_CHECKING:
@@ -30,27 +30,7 @@ if TYPE_CHECKING:
 
     from lightning_hetero.balanced.strategy import LoadBalancedStrategy
 
-__all__ = ["BalancedRun", "add_monitor"]
-
-
-def add_monitor(trainer: Trainer) -> None:
-    """Adds a `StragglerMonitor` if the user has not given one."""
-    from lightning_hetero.callbacks import StragglerMonitor
-
-    callbacks = compat.trainer_callbacks(trainer)
-    if not any(isinstance(c, StragglerMonitor) for c in callbacks):
-        callbacks.append(StragglerMonitor())
-
-
-def own_memory(module: nn.Module) -> None:
-    """Gives this process its own copy of parameters and buffers that came to it through shared memory.
-
-    Lightning 2.6.6 does so under ``start_method="spawn"`` only. Under ``"forkserver"`` on CPU all ranks, stock DDP's
-    too, would update one copy together: wrong weights without an error.
-    """
-    for tensor in chain(module.parameters(), module.buffers()):
-        if tensor.device.type == "cpu" and tensor.is_shared():
-            tensor.data = tensor.data.clone()
+__all__ = ["BalancedRun"]
 
 
 class BalancedRun:
@@ -115,7 +95,7 @@ class BalancedRun:
 
     def resume(self, state: Mapping[str, Any]) -> None:
         """Takes over what a checkpoint brings, before the loaders are set up."""
-        self.binder.resume = state
+        self.binder.orders.resume = state
         if state.get("policy"):
             self.policy.load_state_dict(state["policy"])
 

@@ -4,7 +4,7 @@ One training batch, with the collaborator that does the work:
 
     fetch -> parts [data] -> open: weight [weighting] -> forward -> * weight -> backward -> own gradients complete
                                                                         |-> stopwatch stops [cluster.clock]
-                                                                        '-> record sent, not waited for [exchange]
+                                                                        '-> record sent, not waited for [transport]
     next fetch: records due by now -> predict, solve, maybe change the shares [controller, policy]
 """
 
@@ -23,14 +23,15 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
 
 from lightning_hetero import lightning_compat as compat
-from lightning_hetero.balanced.checks import check_ddp_arguments, name_lost_peer
 from lightning_hetero.balanced.controller import StepReport
 from lightning_hetero.balanced.loaders import BatchSettings
-from lightning_hetero.balanced.metrics import integer_mean_, is_mean, weighted_mean_
 from lightning_hetero.balanced.policy import BalancePolicy, ShareBounds, scale_shares
-from lightning_hetero.balanced.run import BalancedRun, add_monitor
+from lightning_hetero.balanced.run import BalancedRun
 from lightning_hetero.balanced.weighting import LossReduction
 from lightning_hetero.data.stream import StreamMode
+from lightning_hetero.glue.checks import check_ddp_arguments, name_lost_peer
+from lightning_hetero.glue.metrics import integer_mean_, is_mean, weighted_mean_
+from lightning_hetero.glue.setup import CHECKPOINT_KEY, add_monitor, register
 from lightning_hetero.predictors import Predictor
 from lightning_hetero.types import Event
 
@@ -40,10 +41,7 @@ if TYPE_CHECKING:
 
     from lightning_hetero.callbacks import BatchRebalancer
 
-__all__ = ["CHECKPOINT_KEY", "LoadBalancedStrategy"]
-
-CHECKPOINT_KEY = "lightning_hetero"
-"""The one top-level key added to a checkpoint; stock Lightning ignores it."""
+__all__ = ["LoadBalancedStrategy"]
 
 
 class LoadBalancedStrategy(DDPStrategy):
@@ -115,7 +113,7 @@ class LoadBalancedStrategy(DDPStrategy):
         start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
         **kwargs: Any,
     ) -> None:
-        check_ddp_arguments(kwargs, ddp_comm_state)
+        check_ddp_arguments(kwargs, ddp_comm_state, "LoadBalancedStrategy")
         for name, value in (
             ("global_batch_size", global_batch_size),
             ("quantum", quantum),
@@ -365,22 +363,4 @@ class LoadBalancedStrategy(DDPStrategy):
     @classmethod
     def register_strategies(cls, strategy_registry: _StrategyRegistry) -> None:
         """Registers ``hetero_balanced`` and its launchers: ``_spawn``, ``_fork``, ``_forkserver``, ``_notebook``."""
-        for suffix, start_method in (
-            ("", "popen"),
-            ("_spawn", "spawn"),
-            ("_fork", "fork"),
-            ("_forkserver", "forkserver"),
-            ("_notebook", "fork"),
-        ):
-            for unused, more in (
-                ("", {}),
-                ("_find_unused_parameters_true", {"find_unused_parameters": True}),
-                ("_find_unused_parameters_false", {"find_unused_parameters": False}),
-            ):
-                strategy_registry.register(
-                    f"hetero_balanced{suffix}{unused}",
-                    cls,
-                    description=f"Load-balanced DDP with `start_method` '{start_method}' {more or ''}".strip(),
-                    start_method=start_method,
-                    **more,
-                )
+        register(cls, strategy_registry, "hetero_balanced", "Load-balanced DDP")

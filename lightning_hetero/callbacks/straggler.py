@@ -30,8 +30,8 @@ class StragglerMonitor(Callback):
     ``score`` (speed relative to the fastest rank), and over the ranks ``max`` and ``min``;
     ``hetero/imbalance`` is the slowest rank's work over the mean (1.0 = balanced).
 
-    With an engine of this package the values come from what its ranks exchange anyway, at no cost. With stock DDP the
-    monitor times its own rank and gathers means once per epoch, so the same numbers tell what the engine would gain.
+    With an engine of this package the values come from what its ranks exchange anyway, at no cost, and the engine may
+    add its own (``engine_metrics() -> dict``; see its page in docs/). With stock DDP the monitor times its own rank and gathers means once per epoch, so the same numbers tell what the engine would gain.
 
     At the end of the fit one line tells the final shares and what equal ones would have cost.
 
@@ -79,6 +79,10 @@ class StragglerMonitor(Callback):
         report = trainer.strategy.step_report()  # type: ignore[attr-defined]
         if report is not None:
             self._log(pl_module, report.records, report.predicted_s, on_step=True)
+        more = getattr(trainer.strategy, "engine_metrics", None)
+        if callable(more) and (values := more()):
+            named = {f"hetero/{name}": float(value) for name, value in values.items()}  # pyright: ignore
+            pl_module.log_dict(named, logger=True, on_step=True, on_epoch=False, batch_size=1)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self._own is None:

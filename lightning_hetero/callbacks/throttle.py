@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -34,11 +35,13 @@ class ThrottleCallback(Callback):
         backward_per_forward: time of a backward pass in forward passes, for stretched work: 2 because a
             layer's backward pass takes two products (for its input and for its weights) for one of the
             forward pass.
-        throttle: makes the runtime, ``(scenario, rank) -> Throttle``; injectable for tests.
+        step_every_s: let the scenario's steps pass with time, one every so many seconds since the fit began,
+            instead of with the training's steps: a neighbour's load on a shared machine does not wait for us.
+        throttle: makes the runtime, ``(scenario, rank) -> Throttle``; injectable for tests, like ``clock``.
 
     Raises:
         TypeError: ``scenario`` is no `Scenario`.
-        ValueError: ``backward_per_forward`` is negative.
+        ValueError: ``backward_per_forward`` is negative, or ``step_every_s`` not above 0.
 
     >>> callback = ThrottleCallback(Scenario(speeds=[1.0, 0.25], sample_s=0.003))
     """
@@ -49,13 +52,20 @@ class ThrottleCallback(Callback):
         *,
         samples: Callable[[Any], int] | None = None,
         backward_per_forward: float = 2.0,
+        step_every_s: float | None = None,
         throttle: Callable[[Scenario, int], Throttle] = Throttle,
+        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         if not isinstance(scenario, Scenario):
             raise TypeError(f"scenario={scenario!r} must be a Scenario, e.g. Scenario(speeds=[1.0, 0.5])")
         if not backward_per_forward >= 0.0:
             raise ValueError(f"backward_per_forward={backward_per_forward!r} must be >= 0 (forward passes)")
+        if step_every_s is not None and not step_every_s > 0.0:
+            raise ValueError(f"step_every_s={step_every_s!r} must be > 0 (seconds per step of the scenario)")
         self.scenario = scenario
+        self.step_every_s = step_every_s
+        self._clock = clock
+        self._began_s = 0.0
         self._samples = samples
         self._backward_per_forward = float(backward_per_forward)
         self._make_throttle = throttle
@@ -64,6 +74,9 @@ class ThrottleCallback(Callback):
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._throttle = self._make_throttle(self.scenario, trainer.global_rank)
 
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._began_s = self._clock()
+
     def on_train_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
     ) -> None:
@@ -71,7 +84,16 @@ class ThrottleCallback(Callback):
             return
         samples = count_samples(trainer, batch, self._samples) if self._throttle.counts_samples else 0
         # Counted over epochs and restored from checkpoints, unlike batch_idx and a count of our own.
-        self._throttle.begin(trainer.fit_loop.epoch_loop.total_batch_idx, samples)
+        step = trainer.fit_loop.epoch_loop.total_batch_idx
+        if self.step_every_s is not None:
+            step = int((self._clock() - self._began_s) / self.step_every_s)
+        self._throttle.begin(step, samples)
+
+    def on_extra_batch_start(
+        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        """Called by a strategy that trains a further batch within the same step of the loop."""
+        self.on_train_batch_start(trainer, pl_module, batch, batch_idx)
 
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
         if self._throttle is not None and trainer.training:

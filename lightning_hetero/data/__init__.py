@@ -4,12 +4,14 @@
 ``batches``  cuts each global batch into one contiguous part per rank
 ``loader``   puts that into the user's own DataLoader, workers, collate function and all
 ``stream``   the same for iterable datasets, by re-batching
+``ticks``    batches made of whatever positions of the order a server grants, for the engine without shares
 """
 
 from lightning_hetero.data.batches import GlobalBatchSampler, Part
 from lightning_hetero.data.loader import LoaderSpec, inspect_loader, rebatched_loader
 from lightning_hetero.data.order import (
     Channel,
+    ContinuedOrder,
     EpochOrder,
     PooledBatches,
     PooledRanks,
@@ -20,6 +22,7 @@ from lightning_hetero.data.stream import rebatched_stream
 
 __all__ = [
     "Channel",
+    "ContinuedOrder",
     "EpochOrder",
     "GlobalBatchSampler",
     "LoaderSpec",

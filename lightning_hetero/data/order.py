@@ -22,6 +22,7 @@ import torch
 
 __all__ = [
     "Channel",
+    "ContinuedOrder",
     "EpochOrder",
     "FixedSizeOrder",
     "PooledBatches",
@@ -266,6 +267,62 @@ class PooledBatches(EpochOrder):
             flat, ends = concatenate(pools)  # type: ignore[assignment]
         drawn = [self.channel.broadcast_indices(x if self.channel.rank == 0 else None) for x in (flat, ends)]
         return drawn[0], drawn[1]
+
+
+class ContinuedOrder(EpochOrder):
+    """An order whose running epoch another engine has begun, with samples taken in another sequence.
+
+    In that epoch the samples already trained on come first, so that the batches from ``step`` on hold exactly the
+    others, each once; all other epochs are the inner order's.
+
+    Args:
+        order: the inner order.
+        epoch: the epoch that was begun.
+        step: batches of it that were trained.
+        spans: positions ``[start, end)`` of the samples that were trained on.
+    """
+
+    def __init__(self, order: EpochOrder, *, epoch: int, step: int, spans: Sequence[Sequence[int]]) -> None:
+        self.order = order
+        self.epoch, self.step = epoch, step
+        self.spans = sorted((int(start), int(end)) for start, end in spans)
+        self.global_batch_size = order.global_batch_size
+        self.samples = getattr(order, "samples", None)
+        self.drop_last = getattr(order, "drop_last", False)
+
+    def __len__(self) -> int:
+        return len(self.order)
+
+    def batches(self, epoch: int) -> tuple[Sequence[Any], Sequence[int]]:
+        indices, ends = self.order.batches(epoch)
+        if epoch != self.epoch or not self.step:
+            return indices, ends
+        trained = [i for start, end in self.spans for i in indices[start:end]]
+        borders = [0, *(p for span in self.spans for p in span), len(indices)]
+        others = [i for start, end in zip(borders[::2], borders[1::2], strict=True) for i in indices[start:end]]
+        moved = [*ends[: self.step - 1], len(trained)]
+        for end in ends[self.step :]:  # samples trained ahead make the next batches smaller, never empty
+            moved.append(max(end, moved[-1] + 1))
+        return [*trained, *others], moved
+
+    def trained(self, step: int) -> list[tuple[int, int]]:
+        """Returns the spans, in the inner order, of what is trained after ``step`` batches of the continued epoch."""
+        indices, _ = self.order.batches(self.epoch)
+        left = self.batches(self.epoch)[1][step - 1] - sum(end - start for start, end in self.spans)
+        spans = list(self.spans)
+        borders = [0, *(p for span in self.spans for p in span), len(indices)]
+        for start, end in zip(borders[::2], borders[1::2], strict=True):
+            taken = min(left, end - start)
+            if taken > 0:
+                spans.append((start, start + taken))
+                left -= taken
+        return sorted(spans)
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.order.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.order.load_state_dict(state)
 
 
 def chunks(items: Sequence[Any], size: int, drop_last: bool) -> list[Sequence[Any]]:

@@ -73,6 +73,7 @@ class Throttle:
         self._samples = 0
         self._since_s = 0.0
         self._overslept_s = 0.0
+        self._faults_until: int | None = None  # last step whose faults were carried out
 
     @property
     def counts_samples(self) -> bool:
@@ -81,6 +82,9 @@ class Throttle:
 
     def begin(self, step: int, samples: int) -> None:
         """Begins a step: faults and memory cap first, then the clock starts.
+
+        A fault comes once, at the first step begun that is not before its own: a rank may skip steps, or begin one
+        several times.
 
         Args:
             step: training step, counted over batches from 0.
@@ -91,7 +95,7 @@ class Throttle:
             torch.OutOfMemoryError: more samples than the scenario's memory cap of this rank.
         """
         self._step = None
-        self._run_fault(step)
+        self._run_faults(step)
         cap = self.scenario.mem_cap(self.rank)
         if cap is not None and samples > cap:
             raise torch.OutOfMemoryError(
@@ -131,6 +135,14 @@ class Throttle:
         self._sleep(pause_s)
         late_s = self._clock() - before_s - pause_s
         self._overslept_s = min(max(0.0, late_s), wanted_s)
+
+    def _run_faults(self, step: int) -> None:
+        # A step that is smaller than the last one is a new run, e.g. another fit.
+        last = self._faults_until
+        first = step if last is None or step < last else last + 1
+        self._faults_until = step
+        for at in range(first, step + 1):
+            self._run_fault(at)
 
     def _run_fault(self, step: int) -> None:
         fault = self.scenario.fault(self.rank, step)

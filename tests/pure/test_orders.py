@@ -14,7 +14,8 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch.utils.data import BatchSampler, DistributedSampler, RandomSampler, Sampler, WeightedRandomSampler
 
-from lightning_hetero.data import GlobalBatchSampler, PooledBatches, PooledRanks, SamplerOrder
+from lightning_hetero.data import GlobalBatchSampler, PooledBatches, PooledRanks, SamplerOrder, ShuffledOrder
+from lightning_hetero.data.order import ContinuedOrder
 from tests.pure.simulated import FakeChannel, Meeting, Step, any_split, cut, epoch_of, on_ranks, together
 
 seeds = st.integers(0, 2**31)
@@ -240,3 +241,26 @@ def test_pooled_ranks_of_batch_samplers_without_a_common_size(told: bool) -> Non
     for size, batches, state in on_ranks(2, sizes):
         assert (size, batches) == (16 if told else 11, 3)
         assert torch.equal(state, torch.Generator().manual_seed(1).get_state())
+
+
+def test_an_epoch_begun_elsewhere_goes_on_with_the_samples_left() -> None:
+    inner = ShuffledOrder(20, seed=0, shuffle=True, global_batch_size=6, drop_last=False)
+    order = ContinuedOrder(inner, epoch=3, step=2, spans=[(0, 5), (7, 12), (15, 18)])
+    indices, ends = order.batches(3)
+    plain, plain_ends = inner.batches(3)
+    trained = [*plain[0:5], *plain[7:12], *plain[15:18]]
+    assert list(indices[:13]) == trained
+    assert sorted(indices) == sorted(plain)
+    assert list(ends) == [6, 13, 18, 20]  # batch 2 is one sample short: it was trained ahead
+    assert list(indices[13:]) == [*plain[5:7], *plain[12:15], *plain[18:20]]
+    # What another engine needs to go on after one more batch.
+    assert order.trained(2) == [(0, 5), (7, 12), (15, 18)]
+    assert sorted(plain[p] for a, b in order.trained(3) for p in range(a, b)) == sorted(indices[:18])
+    assert order.batches(4) == inner.batches(4) and list(plain_ends) == [6, 12, 18, 20]
+    assert len(order) == len(inner)
+
+
+def test_no_batch_of_an_epoch_begun_elsewhere_is_empty() -> None:
+    inner = ShuffledOrder(10, seed=0, shuffle=False, global_batch_size=3, drop_last=False)
+    _, ends = ContinuedOrder(inner, epoch=0, step=1, spans=[(0, 7)]).batches(0)
+    assert list(ends) == [7, 8, 9, 10]

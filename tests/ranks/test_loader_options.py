@@ -16,7 +16,7 @@ from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor
 from torch.utils.data import DataLoader, WeightedRandomSampler
 
-from lightning_hetero.balanced.exchange import SideChannel
+from lightning_hetero.transport.side_channel import SideChannel
 from tests.ranks.harness import run_ranks
 from tests.ranks.indexed import EXACT, Fit, Noting, by_name, cut, ddp_order, fit, indexed, refusal, together
 from tests.ranks.kit import balanced, rank_trainer, single, weights

@@ -120,7 +120,7 @@ def test_faults_hit_their_rank_and_step_only() -> None:
     scenario = EMULATED.kill(1, 3).stall(1, 4, seconds=9.0).raise_at(1, 5).kill(0, 6)
     time = Time()
     throttle = time.throttle(scenario, 1, kill=lambda: killed.append("now"))
-    for step in (0, 1, 2, 6):
+    for step in (0, 1, 2):
         throttle.begin(step, samples=0)
     assert (killed, time.sleeps) == ([], [])
     throttle.begin(3, samples=0)
@@ -130,6 +130,20 @@ def test_faults_hit_their_rank_and_step_only() -> None:
     with pytest.raises(RuntimeError, match=r"scripted fault.*rank 1 at step 5"):
         throttle.begin(5, samples=0)
     assert throttle.finish() == 0.0  # the step never began
+    throttle.begin(6, samples=0)
+    assert killed == ["now"]  # rank 0's own
+
+
+def test_a_fault_comes_once_and_also_if_its_step_was_skipped() -> None:
+    time = Time()
+    throttle = time.throttle(EMULATED.stall(0, 4, seconds=9.0), 0)
+    throttle.begin(2, samples=0)
+    throttle.begin(7, samples=0)  # the rank was granted nothing in between
+    assert time.sleeps == [9.0]
+    throttle.begin(7, samples=0)  # another batch of the same step
+    assert time.sleeps == [9.0]
+    throttle.begin(4, samples=0)  # another fit
+    assert time.sleeps == [9.0, 9.0]
 
 
 def test_kill_is_a_signal_nobody_can_catch_to_this_process(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""Means of logged values that stay right when the ranks' batches differ in size (layer T).
+"""Means of logged values that stay right when the ranks' batches differ in size (layer L).
 
 Lightning reduces logged tensors through the strategy, so that is where they are put right. Metric objects of
 torchmetrics gather their own states: summed and concatenated ones are right anyway, but `MeanMetric` counts updates

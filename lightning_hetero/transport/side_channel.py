@@ -1,8 +1,9 @@
-"""Asynchronous all-gather of a few numbers per rank on a group of its own (layer T).
+"""Small collectives of the ranks among themselves, on a group of their own (layer T).
 
-Launched when a rank's gradients are complete, so it travels beside the gradient all-reduce; read one step later,
-so nobody waits for it. A side group on gloo: on the main group it would queue behind the gradient buckets, and
-on NCCL it would need device memory and a kernel.
+At set-up and epoch starts they block. During a step they do not: launched when a rank's gradients are complete, an
+all-gather of a few numbers travels beside a gradient all-reduce, and is read one step later, so nobody waits for it.
+A side group on gloo: on the main group it would queue behind the gradient buckets, and on NCCL it would need device
+memory and a kernel.
 """
 
 from __future__ import annotations
@@ -23,6 +24,12 @@ class SideChannel:
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
+        self.group = group
+        self.rank = dist.get_rank(group)
+        self.world_size = dist.get_world_size(group)
+
+    def rebind(self, group: dist.ProcessGroup) -> None:
+        """Goes on with another group, whose ranks may be fewer; the old one is broken and is not waited for."""
         self.group = group
         self.rank = dist.get_rank(group)
         self.world_size = dist.get_world_size(group)

@@ -44,8 +44,13 @@ def refuse_other_package(**kwargs: object) -> NoReturn:
     raise TypeError(PACKAGE_REFUSAL)
 
 
-def check_ddp_arguments(kwargs: Mapping[str, Any], ddp_comm_state: object | None) -> None:
-    """Refuses what cannot hold under load balancing.
+def check_ddp_arguments(kwargs: Mapping[str, Any], ddp_comm_state: object | None, strategy_name: str) -> None:
+    """Refuses what cannot hold when ranks train on batches of different sizes.
+
+    Args:
+        kwargs: what the strategy would pass on to `DistributedDataParallel`.
+        ddp_comm_state: as in `DDPStrategy`.
+        strategy_name: class of the strategy, for the message.
 
     Raises:
         TypeError: an unknown argument (with the nearest known one), or one that lets ranks drift apart.
@@ -63,7 +68,7 @@ def check_ddp_arguments(kwargs: Mapping[str, Any], ddp_comm_state: object | None
         if name not in known:
             near = difflib.get_close_matches(name, known, n=1)
             hint = f"; did you mean {near[0]!r}?" if near else ""
-            raise TypeError(f"LoadBalancedStrategy and DistributedDataParallel have no argument {name!r}{hint}")
+            raise TypeError(f"{strategy_name} and DistributedDataParallel have no argument {name!r}{hint}")
 
 
 def check_same_settings(everyone: Sequence[Mapping[str, str]]) -> None:

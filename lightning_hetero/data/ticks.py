@@ -1,0 +1,233 @@
+"""Batches made of granted samples: the user's loader, asked for whatever positions the server grants (layer T).
+
+    order of the epoch:   |   batch t   |  batch t+1  |  ...        the same on every rank
+    granted to rank r:       [----)   [-)                           spans of positions, known only when they are needed
+    fetched ahead:                         [----)                   what it will *probably* be granted (hint)
+
+With DataLoader workers, hints are fetched ahead in the user's own workers, sample by sample, and kept until granted; a
+granted sample that nobody has fetched is read directly. A hint is no lease: being wrong costs time, never a sample. The
+user's collate function runs in the main process, because only then the batch is known.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from functools import cache
+from typing import Any
+
+from torch.utils.data import DataLoader, Sampler
+
+from lightning_hetero.data.order import EpochOrder
+
+__all__ = ["SampleSource", "TickSampler", "tick_loader"]
+
+
+class TickSampler(Sampler[list[Any]]):
+    """What Lightning finds as the batch sampler of a tick loader: draws the epoch's order when the epoch is set.
+
+    Args:
+        order: the epoch's global batches.
+    """
+
+    def __init__(self, order: EpochOrder) -> None:
+        self.order = order
+        self.epoch = -1
+        self.indices: Sequence[Any] = ()
+        self.ends: Sequence[int] = ()
+        # What Lightning and users look for on a batch sampler.
+        self.batch_size = order.global_batch_size
+        self.drop_last = getattr(order, "drop_last", False)
+        self.sampler = self
+
+    def set_epoch(self, epoch: int) -> None:
+        """Chooses the epoch and agrees on its order; Lightning calls it on every rank before the epoch."""
+        if epoch != self.epoch:
+            self.indices, self.ends = self.order.batches(epoch)
+            self.epoch = epoch
+
+    def __len__(self) -> int:
+        return len(self.order)
+
+    def __iter__(self) -> Iterator[list[Any]]:
+        start = 0
+        for end in self.ends:
+            yield list(self.indices[start:end])
+            start = end
+
+
+class SampleSource:
+    """Fetches samples of one map-style loader by their position in the epoch's order.
+
+    Args:
+        loader: the user's; not changed.
+
+    Attributes:
+        ahead: batches to fetch ahead, as deep as the user's workers would.
+    """
+
+    def __init__(self, loader: DataLoader) -> None:
+        self._loader = loader
+        # With batch_size=None the dataset makes whole batches out of lists of indices: nothing to keep ahead.
+        self._single = loader.batch_sampler is not None
+        self.ahead = loader.num_workers * (loader.prefetch_factor or 0) if self._single else 0
+        self._indices: Sequence[Any] = ()
+        self._units: deque[tuple[int, int]] = deque()  # hints not yet given to the workers
+        self._under_way: deque[tuple[int, int]] = deque()
+        self._fetched: dict[int, Any] = {}
+        self.ahead_loader: DataLoader | None = _ahead_loader(loader, self._next_unit) if self.ahead else None
+        self._workers: Iterator[list[Any]] | None = None
+
+    def begin(self, indices: Sequence[Any], hints: Sequence[tuple[int, int]]) -> None:
+        """Starts an epoch.
+
+        Args:
+            indices: the epoch's order; position -> index of the dataset.
+            hints: spans likely to be granted for the next ``ahead`` batches, in order.
+        """
+        self._indices = indices
+        self._fetched.clear()
+        self._under_way.clear()
+        self._units = deque(hints)
+        self._workers = None
+        if self.ahead_loader is not None and len(indices):
+            self._workers = iter(self.ahead_loader)
+
+    def hint(self, span: tuple[int, int]) -> None:
+        """Adds what will probably be granted ``ahead`` batches later."""
+        if self.ahead_loader is not None:
+            self._units.append(span)
+
+    def batch(self, spans: Sequence[tuple[int, int]], *, ticks: int = 1) -> Any:
+        """Returns the collated batch of the granted positions.
+
+        Args:
+            spans: positions ``[start, end)``, in the order they are to stand in the batch.
+            ticks: ticks gone by since the last call: so many hinted units are taken in.
+        """
+        self._take_in(ticks)
+        positions = [p for start, end in spans for p in range(start, end)]
+        if not self._single:
+            return self._loader.collate_fn(self._loader.dataset[[self._indices[p] for p in positions]])
+        missing = [p for p in positions if p not in self._fetched]
+        if missing:
+            fetched = _items(self._loader.dataset, [self._indices[p] for p in missing])
+            self._fetched.update(zip(missing, fetched, strict=True))
+        return self._loader.collate_fn([self._fetched.pop(p) for p in positions])
+
+    def look(self, indices: Sequence[Any]) -> Any:
+        """Returns a collated batch of dataset indices, aside from any epoch: for a user's look at the loader."""
+        dataset = self._loader.dataset
+        return self._loader.collate_fn(_items(dataset, list(indices)) if self._single else dataset[list(indices)])
+
+    def dummy(self) -> Any:
+        """Returns a batch of one sample, for a step that must count nothing."""
+        return self.look(self._indices[:1])
+
+    def _take_in(self, ticks: int) -> None:
+        for _ in range(ticks):
+            if self._workers is None or not self._under_way:
+                return
+            start, end = self._under_way.popleft()
+            samples = next(self._workers)
+            self._fetched.update(zip(range(start, end), samples, strict=False))
+
+    def _next_unit(self) -> list[Any]:
+        """Returns the indices that a worker shall fetch next; one sample in vain where nothing was hinted."""
+        start, end = self._units.popleft() if self._units else (0, 0)
+        self._under_way.append((start, end))
+        return [self._indices[p] for p in range(start, end)] or [self._indices[0]]
+
+
+def _items(dataset: Any, indices: list[Any]) -> list[Any]:
+    fetch = getattr(dataset, "__getitems__", None)
+    return list(fetch(indices)) if callable(fetch) else [dataset[i] for i in indices]
+
+
+def _keep(samples: list[Any]) -> list[Any]:
+    return samples
+
+
+class _Units(Sampler[list[Any]]):
+    """An endless batch sampler: each unit is decided when a worker is free to fetch it."""
+
+    def __init__(self, unit: Callable[[], list[Any]]) -> None:
+        self._unit = unit
+
+    def __iter__(self) -> Iterator[list[Any]]:
+        while True:
+            yield self._unit()
+
+
+def _ahead_loader(loader: DataLoader, unit: Callable[[], list[Any]]) -> DataLoader:
+    source = copy.copy(loader)
+    slots: dict[str, Any] = {
+        "batch_sampler": _Units(unit),
+        "collate_fn": _keep,
+        "in_order": True,
+        "pin_memory": False,
+        "_iterator": None,
+    }
+    for name, value in slots.items():
+        object.__setattr__(source, name, value)
+    return source
+
+
+def tick_loader(
+    loader: DataLoader, sampler: TickSampler, source: SampleSource, ticks: Callable[[object], Iterator[Any]]
+) -> DataLoader:
+    """Returns a copy of ``loader`` that iterates over the ticks of an epoch.
+
+    Args:
+        loader: map-style; not changed.
+        sampler: knows the number of ticks and the epoch.
+        source: its persistent workers are ended with the copy's.
+        ticks: returns a fresh iterator for the loader's iterator that is given to it; asked when the first batch is
+            drawn, because Lightning makes iterators before a checkpoint has settled its counters.
+    """
+    ticking = copy.copy(loader)
+    ticking.__class__ = _tick_class(type(loader))
+    slot = "batch_sampler" if loader.batch_sampler is not None else "sampler"
+    for name, value in {"_hetero": (sampler, source, ticks), slot: sampler, "_iterator": None}.items():
+        object.__setattr__(ticking, name, value)
+    return ticking
+
+
+@cache
+def _tick_class(cls: type[DataLoader]) -> type[DataLoader]:
+    """The user's DataLoader class with another way to iterate; one base only, or the copy could not change class."""
+
+    def iterate(self: Any) -> Iterator[Any]:
+        return _Lazy(self._hetero[2])
+
+    def length(self: Any) -> int:
+        return len(self._hetero[0])
+
+    def get_iterator(self: Any) -> Any:
+        ahead = self._hetero[1].ahead_loader if hasattr(self, "_hetero") else None
+        return None if ahead is None else ahead._iterator
+
+    def set_iterator(self: Any, value: Any) -> None:
+        ahead = self._hetero[1].ahead_loader if hasattr(self, "_hetero") else None
+        if ahead is not None:
+            ahead._iterator = value
+
+    # Lightning ends persistent workers through this attribute of the loader it knows; they belong to the source.
+    iterator = property(get_iterator, set_iterator)
+    members = {"__module__": cls.__module__, "__iter__": iterate, "__len__": length, "_iterator": iterator}
+    return type(f"Ticking{cls.__name__}", (cls,), members)
+
+
+class _Lazy:
+    def __init__(self, make: Callable[[object], Iterator[Any]]) -> None:
+        self._make = make
+        self._inner: Iterator[Any] | None = None
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        if self._inner is None:
+            self._inner = self._make(self)
+        return next(self._inner)

@@ -1,0 +1,196 @@
+"""From the user's train loader to the order of an epoch, the same on all ranks and free of shares (layer L)."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Literal
+
+from lightning.fabric.utilities.rank_zero import rank_zero_info
+from torch.utils.data import DataLoader
+
+from lightning_hetero import lightning_compat as compat
+from lightning_hetero.data import (
+    Channel,
+    ContinuedOrder,
+    EpochOrder,
+    LoaderSpec,
+    PooledBatches,
+    PooledRanks,
+    SamplerOrder,
+    ShuffledOrder,
+)
+from lightning_hetero.data.loader import base_sampler, batch_source
+from lightning_hetero.data.stream import StreamMode
+
+if TYPE_CHECKING:
+    from lightning.pytorch import Trainer
+
+__all__ = ["OrderFinder"]
+
+
+class OrderFinder:
+    """Compares the ranks' train loaders and finds the order of each one's epochs: stock DDP's wherever it has one.
+
+    Args:
+        trainer: the running trainer.
+        channel: blocking exchanges at set-up and epoch starts.
+        strategy_name: class of the strategy, for messages.
+        global_batch_size: samples of all ranks per batch; ``None``: the loader's ``batch_size`` x devices.
+        batch_sampler: what to do with a custom batch sampler.
+        stream: what an `IterableDataset` is; ``None``: the strategy takes none, or was not told.
+
+    Attributes:
+        resume: the checkpoint's state of a previous run; set before the loaders are processed, else empty.
+    """
+
+    def __init__(
+        self,
+        trainer: Trainer,
+        channel: Channel,
+        *,
+        strategy_name: str,
+        global_batch_size: int | None,
+        batch_sampler: Literal["refuse", "pool"],
+        stream: StreamMode | None,
+    ) -> None:
+        self.resume: Mapping[str, Any] = {}
+        self._trainer = trainer
+        self._channel = channel
+        self._strategy_name = strategy_name
+        self._global_batch_size = global_batch_size
+        self._batch_sampler = batch_sampler
+        self._stream = stream
+
+    def agree(self, spec: LoaderSpec) -> int:
+        """Compares the ranks' loaders; returns the furthest read-ahead.
+
+        Raises:
+            TypeError: ``training_step`` draws batches by itself, in whatever order.
+            ValueError: the ranks' loaders differ; names in what, and each rank's value.
+        """
+        if compat.uses_dataloader_iter(self._trainer):
+            raise TypeError(
+                "training_step(dataloader_iter) fetches batches by itself, so they cannot be weighted by this rank's"
+                " share; take `batch` instead, or use strategy='ddp'"
+            )
+        specs: list[LoaderSpec] = self._channel.all_gather_object(spec)
+        names = ["kind", "samples", "batch_size", "drop_last"]
+        if spec.kind == "stream" and self._stream == "shared":
+            names.append("workers")
+        for name in names:
+            values = {rank: getattr(s, name) for rank, s in enumerate(specs)}
+            if len(set(values.values())) > 1:
+                raise ValueError(
+                    f"the train loaders differ between ranks in {name}: {values}. Give every rank the same loader;"
+                    " the strategy divides each global batch by measured speed itself"
+                )
+        return max(s.read_ahead for s in specs)
+
+    def batch_of_all(self, spec: LoaderSpec) -> int:
+        """Samples of a full global batch: as asked, as in the checkpoint of another world size, or as DDP's."""
+        world = self._channel.world_size
+        if self._global_batch_size is not None:
+            return self._global_batch_size
+        assert spec.batch_size is not None
+        stored = self.resume.get("global_batch_size")
+        if stored and self.resume.get("world_size") != world and self.resume.get("batch_size") == spec.batch_size:
+            if stored != spec.batch_size * world:
+                rank_zero_info(
+                    f"keeping the checkpoint's global batch of {stored} samples on {world} devices instead of"
+                    f" {spec.batch_size} x {world}; pass global_batch_size={spec.batch_size * world} to change it"
+                )
+            return int(stored)
+        return spec.batch_size * world
+
+    def order(self, loader: DataLoader, spec: LoaderSpec, index: int) -> EpochOrder:
+        """Returns the order of a map-style loader's epochs.
+
+        Args:
+            loader: the user's loader.
+            spec: what it is; its ``kind`` is not ``stream``.
+            index: number of the loader among the train loaders, for its state in a checkpoint.
+
+        Raises:
+            TypeError: the loader has a batch sampler of its own, which was not asked to be pooled.
+            ValueError: a ``global_batch_size`` where the user's samplers decide it.
+        """
+        trainer, channel = self._trainer, self._channel
+        seed = int(os.environ.get("PL_GLOBAL_SEED", 0))  # what Lightning seeds its DistributedSampler with
+        if spec.kind == "batch_sampler":
+            return self._pooled_batches(loader, seed)
+        sampler = base_sampler(loader)
+        assert spec.batch_size is not None
+        sizes: dict[str, Any] = {"global_batch_size": self.batch_of_all(spec), "drop_last": spec.drop_last}
+        if spec.kind == "distributed" and (sampler.num_replicas, sampler.rank) == (channel.world_size, channel.rank):
+            samples = len(sampler.dataset)
+            if not (sampler.drop_last and samples % channel.world_size):  # that drops samples: they are its choice
+                return ShuffledOrder(samples, seed=sampler.seed, shuffle=sampler.shuffle, **sizes)
+        if spec.kind.startswith("distributed") or not compat.uses_distributed_sampler(trainer):
+            if self._global_batch_size not in (None, spec.batch_size * channel.world_size):
+                raise ValueError(
+                    f"global_batch_size={self._global_batch_size} cannot be combined with samplers that divide"
+                    " the data themselves (use_distributed_sampler=False); set the loader's batch_size instead"
+                )
+            return PooledRanks(
+                sampler, batch_size=spec.batch_size, drop_last=spec.drop_last, seed=seed, channel=channel
+            )
+        if spec.kind == "plain":
+            assert spec.samples is not None
+            # Like stock DDP, which shuffles every train loader except when overfitting.
+            return ShuffledOrder(spec.samples, seed=seed, shuffle=not compat.overfits(trainer), **sizes)
+        order = SamplerOrder(sampler, seed=seed, channel=channel, **sizes)
+        states = self.resume.get("orders", [])
+        if len(states) > index:
+            order.load_state_dict(states[index])
+        return order
+
+    def continued(self, order: EpochOrder) -> EpochOrder:
+        """Returns the order with the rest of an epoch that another engine has begun in another sequence, if any."""
+        applied = self.resume.get("applied") or {}
+        spans = [tuple(span) for span in applied.get("spans", [])]
+        if not applied.get("tick") or len(spans) == 1 and spans[0][0] == 0 and self._at_an_end(order, applied):
+            return order
+        return ContinuedOrder(order, epoch=applied["epoch"], step=applied["tick"], spans=spans)
+
+    @staticmethod
+    def _at_an_end(order: EpochOrder, applied: Mapping[str, Any]) -> bool:
+        """Whether exactly the first ``tick`` global batches were applied, so that the order is as always."""
+        samples = getattr(order, "samples", None)
+        if samples is None:
+            return False
+        return applied["spans"][0][1] == min(applied["tick"] * order.global_batch_size, samples)
+
+    def _pooled_batches(self, loader: DataLoader, seed: int) -> EpochOrder:
+        source = batch_source(loader)
+        if self._batch_sampler == "refuse":
+            raise TypeError(
+                f"the train loader has a batch sampler of its own ({type(source).__name__}), and dividing its batches"
+                " by speed could break what it promises about a batch (equal lengths, class balance)."
+                f" If it promises nothing that matters, pass {self._strategy_name}(batch_sampler='pool'): one batch per"
+                " device is drawn, the pool is divided. Otherwise use strategy='ddp' with use_distributed_sampler=False"
+            )
+        if self._global_batch_size is not None:
+            raise ValueError(
+                f"global_batch_size={self._global_batch_size} cannot be combined with a batch sampler, which"
+                " decides the size itself"
+            )
+        assert source is not None
+        if not compat.uses_distributed_sampler(self._trainer):
+            return PooledRanks(source, batch_size=None, drop_last=False, seed=seed, channel=self._channel)
+        return PooledBatches(source, seed=seed, channel=self._channel)
+
+    def check_position(self, total: int) -> None:
+        """Checks that global batches of ``total`` samples can go on where the checkpoint stopped.
+
+        Raises:
+            ValueError: it stopped in the middle of an epoch of batches of another size.
+        """
+        stored = self.resume.get("global_batch_size")
+        done = compat.batches_trained(self._trainer)
+        if stored and stored != total and done and not compat.last_batch_done(self._trainer):
+            raise ValueError(
+                f"the checkpoint stopped after {done} batches of {stored} samples in the middle of an epoch and cannot"
+                f" be continued with batches of {total}; pass global_batch_size={stored}, or resume from a checkpoint"
+                " made at the end of an epoch"
+            )
