@@ -14,14 +14,16 @@ from lightning_hetero.balanced.strategy import LoadBalancedStrategy
 from lightning_hetero.callbacks import BatchRebalancer, HeteroTrace, StragglerMonitor, ThrottleCallback
 from lightning_hetero.emulate import Scenario
 from lightning_hetero.glue.setup import refuse_elsewhere
+from lightning_hetero.stale.strategy import BoundedStalenessStrategy
 
-for _strategy, _name in ((LoadBalancedStrategy, "hetero_balanced"),):
+for _strategy, _name in ((LoadBalancedStrategy, "hetero_balanced"), (BoundedStalenessStrategy, "hetero_stale")):
     _strategy.register_strategies(StrategyRegistry)
     refuse_elsewhere(_name)
 
 __all__ = [
     "BalancePolicy",
     "BatchRebalancer",
+    "BoundedStalenessStrategy",
     "HeteroTrace",
     "LoadBalancedStrategy",
     "Scenario",

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import math
 import types
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
+from lightning.fabric.utilities.data import sized_len
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.trainer.states import RunningStage
 from torch import Tensor, nn
@@ -21,20 +23,35 @@ if TYPE_CHECKING:
     from lightning.pytorch import Trainer
 
 __all__ = [
+    "accumulates_now",
+    "as_batch",
+    "averaged_weights",
     "batch_results_open",
     "batches_trained",
+    "collect_clipping",
+    "count_step",
+    "count_val_batches",
     "dummy_batch_unlogged",
     "epoch_running",
+    "is_train_iterator",
     "keep_train_sampler",
     "last_batch_done",
     "log_interval",
     "metrics_frozen",
     "overfits",
+    "reduced_names",
+    "resume_from",
+    "run_again",
+    "skip_empty_batches",
+    "step_limit",
+    "steps_uncounted",
+    "stop_sigterm_broadcast",
     "train_loaders",
     "trainer_callbacks",
     "upcoming_batch",
     "uses_dataloader_iter",
     "uses_distributed_sampler",
+    "val_loaders",
 ]
 
 
@@ -63,6 +80,41 @@ def train_loaders(trainer: Trainer) -> list[Any]:
     """The processed train loaders in order. Public ``trainer.train_dataloader`` gives them in the user's nesting."""
     combined = trainer.fit_loop._combined_loader
     return [] if combined is None else list(combined.flattened)
+
+
+def val_loaders(trainer: Trainer) -> list[Any]:
+    """The processed validation loaders of a fit in order."""
+    combined = trainer.fit_loop.epoch_loop.val_loop._combined_loader
+    return [] if combined is None else list(combined.flattened)
+
+
+def count_val_batches(trainer: Trainer, *, begin: bool = False) -> None:
+    """Takes note that the validation loaders have changed their lengths; Lightning asks for them once.
+
+    Args:
+        begin: within ``on_validation_start``: begin this validation with the new lengths, too.
+    """
+    from lightning.pytorch.trainer.connectors.data_connector import _parse_num_batches
+
+    loop = trainer.fit_loop.epoch_loop.val_loop
+    limit = trainer.limit_val_batches
+    lengths = [sized_len(loader) for loader in val_loaders(trainer)]
+    loop._max_batches = [
+        _parse_num_batches(RunningStage.VALIDATING, math.inf if length is None else length, limit)
+        for length in lengths
+    ]
+    if begin:
+        loop.reset()
+
+
+def reduced_names(trainer: Trainer) -> list[str]:
+    """Names of the values logged so far in this epoch that the epoch's end will reduce over ranks, sorted.
+
+    Only the collection of results knows them, with the hook they were logged in.
+    """
+    results = trainer._results
+    metrics = {} if results is None else dict(results)
+    return sorted(k for k, m in metrics.items() if m.meta.on_epoch and (not m.is_tensor or m.meta.sync.should))
 
 
 def trainer_callbacks(trainer: Trainer) -> list[Callback]:
@@ -189,3 +241,158 @@ def metrics_frozen(module: nn.Module) -> Iterator[None]:
 
 def _copied(state: Tensor | list[Any]) -> Tensor | list[Any]:
     return list(state) if isinstance(state, list) else state.clone()
+
+
+# ---- batches that a rank skips, or trains in addition ---------------------------------------------------------------
+
+
+def accumulates_now(trainer: Trainer) -> bool:
+    """Whether the batch that is running only accumulates gradients."""
+    return trainer.fit_loop._should_accumulate()
+
+
+def step_limit(trainer: Trainer) -> int | None:
+    """Optimizer steps still allowed by ``max_steps``; None without a limit."""
+    limit = trainer.fit_loop.epoch_loop.max_steps
+    return None if limit < 0 else max(0, limit - trainer.global_step)
+
+
+def count_step(trainer: Trainer) -> None:
+    """Counts an optimizer step that was made elsewhere, so that ``global_step`` and what follows from it agree."""
+    step = trainer.fit_loop.epoch_loop.automatic_optimization.optim_progress.optimizer.step
+    step.increment_ready()
+    step.increment_completed()
+
+
+def is_train_iterator(trainer: Trainer, iterator: object) -> bool:
+    """Whether the training loop fetches from this iterator of a train loader, or somebody else looks at its batches."""
+    combined = trainer.fit_loop._combined_loader
+    running = None if combined is None else combined._iterator
+    return running is not None and any(iterator is i for i in running.iterators)
+
+
+def resume_from(trainer: Trainer, checkpoint: str) -> None:
+    """Lets the fit that has begun resume from ``checkpoint``, whatever ``ckpt_path`` it was given."""
+    connector = trainer._checkpoint_connector
+    original = connector.resume_start
+
+    def resume_start(checkpoint_path: Any = None, *args: Any, **kwargs: Any) -> None:
+        del checkpoint_path
+        vars(connector).pop("resume_start", None)
+        original(checkpoint, *args, **kwargs)
+
+    connector.resume_start = resume_start  # type: ignore[method-assign]
+
+
+def stop_sigterm_broadcast(trainer: Trainer) -> Callable[[], None]:
+    """Stops the loop's broadcast before every batch, which would make all ranks wait for each other; returns undo."""
+    loop = trainer.fit_loop.epoch_loop
+    setattr(loop, "_broadcast_sigterm_tensor", lambda: None)  # noqa: B010 - an instance attribute over a method
+
+    def undo() -> None:
+        vars(loop).pop("_broadcast_sigterm_tensor", None)
+
+    return undo
+
+
+def skip_empty_batches(trainer: Trainer) -> Callable[[], None]:
+    """Lets the loop pass over a batch that is None without a user's hook seeing it; returns the undo function.
+
+    The loop itself skips the training hooks for None, but transfers it and calls ``on_train_batch_end``. Lightning's
+    own callbacks count batches there and must be called on every rank alike; a user's hook expects a batch.
+    """
+    from lightning.pytorch.callbacks import Checkpoint, EarlyStopping, ThroughputMonitor, Timer
+
+    module = trainer.lightning_module
+    patched: list[tuple[Any, str]] = []
+
+    def without_none(owner: Any, name: str, position: int) -> None:
+        original = getattr(owner, name)
+
+        def hook(*args: Any, **kwargs: Any) -> Any:
+            return None if args[position] is None else original(*args, **kwargs)
+
+        object.__setattr__(owner, name, hook)
+        patched.append((owner, name))
+
+    without_none(module, "_on_before_batch_transfer", 0)
+    without_none(module, "on_train_batch_end", 1)
+    for callback in trainer_callbacks(trainer):
+        hook = type(callback).on_train_batch_end
+        known = hook.__module__.split(".")[0] in ("lightning", "lightning_hetero")
+        known &= "on_train_batch_end" not in vars(callback)  # as in LambdaCallback
+        known &= hook is not ThroughputMonitor.on_train_batch_end  # measures the batch
+        if not known and not isinstance(callback, Checkpoint | EarlyStopping | Timer):
+            without_none(callback, "on_train_batch_end", 3)
+    warned = trainer.fit_loop.epoch_loop._warning_cache
+    warned.add("train_dataloader yielded None. If this was on purpose, ignore this warning...")
+
+    def undo() -> None:
+        for owner, name in patched:
+            vars(owner).pop(name, None)
+
+    return undo
+
+
+@contextmanager
+def as_batch(trainer: Trainer, batch: Any) -> Iterator[None]:
+    """Inside, values logged belong to ``batch``: another one within the same step of the loop."""
+    results = trainer._results
+    assert results is not None
+    before = results.batch, results.batch_size
+    results.batch, results.batch_size = batch, None
+    try:
+        yield
+    finally:
+        results.batch, results.batch_size = before
+
+
+@contextmanager
+def steps_uncounted(trainer: Trainer) -> Iterator[None]:
+    """Inside, the steps of manual optimization do not count: they belong to a batch already counted."""
+    progress = trainer.fit_loop.epoch_loop.manual_optimization.optim_step_progress
+    before = [(p, p.ready, p.completed) for p in (progress.total, progress.current)]
+    try:
+        yield
+    finally:
+        for tracker, ready, completed in before:
+            tracker.ready, tracker.completed = ready, completed
+
+
+def run_again(trainer: Trainer, batch: Any, batch_idx: int, optimizer: Any, *, zero: bool = True) -> Callable[[], Any]:
+    """Returns the loop's closure (training step, zeroing, backward) for another batch within the same step.
+
+    Args:
+        zero: let it zero the gradients as for the first batch of an accumulation window.
+    """
+    loop = trainer.fit_loop.epoch_loop
+    kwargs = loop._build_kwargs(OrderedDict(), batch, batch_idx)
+    optimization = loop.automatic_optimization
+    closure = optimization._make_closure(kwargs, optimizer, batch_idx)
+    if not zero:
+        closure._zero_grad_fn = None
+    return closure
+
+
+@contextmanager
+def collect_clipping(trainer: Trainer, collect: Callable[[float, str, Any], None]) -> Iterator[None]:
+    """Inside, gradients are not clipped; ``collect(value, algorithm, optimizer)`` is told how they should be.
+
+    The plugin's ``clip_gradients`` is public and where the Trainer's setting, ``configure_gradient_clipping`` and
+    ``self.clip_gradients`` end up.
+    """
+
+    def clip(optimizer: Any, clip_val: float = 0.0, gradient_clip_algorithm: Any = "norm") -> None:
+        if clip_val > 0:
+            kind = str(getattr(gradient_clip_algorithm, "value", gradient_clip_algorithm))
+            collect(float(clip_val), kind, getattr(optimizer, "_optimizer", optimizer))
+
+    with _patched(trainer.precision_plugin, "clip_gradients", clip):
+        yield
+
+
+def averaged_weights(trainer: Trainer) -> list[Tensor]:
+    """Parameters and buffers that Lightning's `WeightAveraging` callbacks (2.6 and later) keep of the model."""
+    models = [getattr(callback, "_average_model", None) for callback in trainer_callbacks(trainer)]
+    averages = [m for m in models if isinstance(m, torch.optim.swa_utils.AveragedModel)]
+    return [tensor for model in averages for tensor in (*model.parameters(), *model.buffers())]

@@ -125,6 +125,8 @@ def leave_process_group() -> None:
 def end_children(trainer: Trainer, *, failed: bool, timeout_s: float = 60.0) -> None:
     """Ends the ranks this process has started: waits for them, or stops them soon if the job failed.
 
+    A rank whose death the launcher has tolerated is no failure: the training was finished without it.
+
     Args:
         trainer: the job's trainer; without a script launcher there is nothing to do.
         failed: this process's own part of the job failed; its exception is about to be raised.
@@ -133,10 +135,12 @@ def end_children(trainer: Trainer, *, failed: bool, timeout_s: float = 60.0) -> 
     Raises:
         RuntimeError: a rank failed or did not finish, and ``failed`` is false.
     """
-    launched = getattr(trainer.strategy.launcher, "procs", [])
+    launcher = trainer.strategy.launcher
+    launched = getattr(launcher, "procs", [])
     children: list[subprocess.Popen[bytes]] = [
         p for p in launched if isinstance(p, subprocess.Popen)
     ]
+    tolerated: set[int] = getattr(launcher, "tolerated", set())
     # Lightning's observer thread looks at this very list and kills *this* process when one of them has
     # failed: right while nobody else watches them, wrong from here on. An empty list ends the thread.
     del launched[:]
@@ -144,7 +148,9 @@ def end_children(trainer: Trainer, *, failed: bool, timeout_s: float = 60.0) -> 
         leave_process_group()  # ranks that wait for this one then notice, and end by themselves
     deadline = time.monotonic() + (_GRACE_S if failed else timeout_s)
     problems = [
-        text for rank, child in enumerate(children, 1) if (text := _end(child, rank, deadline))
+        text
+        for rank, child in enumerate(children, 1)
+        if (text := _end(child, rank, deadline)) and rank not in tolerated
     ]
     if problems and failed:
         _LOG.error("%s", "; ".join(problems))

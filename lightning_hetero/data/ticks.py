@@ -76,6 +76,7 @@ class SampleSource:
         self._units: deque[tuple[int, int]] = deque()  # hints not yet given to the workers
         self._under_way: deque[tuple[int, int]] = deque()
         self._fetched: dict[int, Any] = {}
+        self._kept: deque[tuple[int, int]] = deque()  # units in `_fetched`, the oldest first
         self.ahead_loader: DataLoader | None = _ahead_loader(loader, self._next_unit) if self.ahead else None
         self._workers: Iterator[list[Any]] | None = None
 
@@ -86,13 +87,19 @@ class SampleSource:
             indices: the epoch's order; position -> index of the dataset.
             hints: spans likely to be granted for the next ``ahead`` batches, in order.
         """
+        self.end()
         self._indices = indices
-        self._fetched.clear()
-        self._under_way.clear()
         self._units = deque(hints)
-        self._workers = None
         if self.ahead_loader is not None and len(indices):
             self._workers = iter(self.ahead_loader)
+
+    def end(self) -> None:
+        """Forgets the epoch; the user's workers end, unless they are persistent."""
+        self._fetched.clear()
+        self._kept.clear()
+        self._under_way.clear()
+        self._units.clear()
+        self._workers = None
 
     def hint(self, span: tuple[int, int]) -> None:
         """Adds what will probably be granted ``ahead`` batches later."""
@@ -121,8 +128,9 @@ class SampleSource:
         dataset = self._loader.dataset
         return self._loader.collate_fn(_items(dataset, list(indices)) if self._single else dataset[list(indices)])
 
-    def dummy(self) -> Any:
-        """Returns a batch of one sample, for a step that must count nothing."""
+    def dummy(self, *, ticks: int = 0) -> Any:
+        """Returns a batch of one sample, for a step that must count nothing; ``ticks`` as in `batch`."""
+        self._take_in(ticks)
         return self.look(self._indices[:1])
 
     def _take_in(self, ticks: int) -> None:
@@ -132,6 +140,10 @@ class SampleSource:
             start, end = self._under_way.popleft()
             samples = next(self._workers)
             self._fetched.update(zip(range(start, end), samples, strict=False))
+            self._kept.append((start, end))
+            if len(self._kept) > self.ahead + 1:  # granted to others by now, as a rule
+                for position in range(*self._kept.popleft()):
+                    self._fetched.pop(position, None)
 
     def _next_unit(self) -> list[Any]:
         """Returns the indices that a worker shall fetch next; one sample in vain where nothing was hinted."""

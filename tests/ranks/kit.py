@@ -1,4 +1,4 @@
-"""Models, data and runs shared by the tests of the balanced engine; the oracle is a single-process Trainer."""
+"""Models, data and runs shared by the tests of the engines; the oracle is a single-process Trainer."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, TensorDataset
 
-from lightning_hetero import BalancePolicy, LoadBalancedStrategy
+from lightning_hetero import BalancePolicy, BoundedStalenessStrategy, LoadBalancedStrategy
 from lightning_hetero.balanced.policy import Decision
 from lightning_hetero.types import SpeedSample
 from tests.ranks.harness import RankEnvironment
@@ -104,6 +104,12 @@ def balanced(**kwargs: Any) -> LoadBalancedStrategy:
     kwargs.setdefault("process_group_backend", "gloo")
     kwargs.setdefault("exchange_every", 1)
     return LoadBalancedStrategy(**kwargs)
+
+
+def stale(**kwargs: Any) -> BoundedStalenessStrategy:
+    kwargs.setdefault("monitor", False)
+    kwargs.setdefault("process_group_backend", "gloo")
+    return BoundedStalenessStrategy(**kwargs)
 
 
 def single(

@@ -113,6 +113,55 @@ def test_train_loaders() -> None:
     assert len(found) == 2 and found[0] is loaders["a"] and found[1] is loaders["b"], VERSIONS
 
 
+def test_val_loaders() -> None:
+    ask = Ask(compat.val_loaders, "on_train_batch_start")
+    trainer = quiet_trainer(devices=1, callbacks=[ask], max_epochs=1, num_sanity_val_steps=1)
+    assert compat.val_loaders(trainer) == []
+    loaders = [DataLoader(regression(SAMPLES), batch_size=BATCH) for _ in range(2)]
+
+    class Two(Toy):
+        def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int) -> None: ...
+
+    trainer.fit(Two(), DataLoader(regression(SAMPLES), batch_size=BATCH), loaders)
+    found = ask.answers["on_train_batch_start"][0]
+    assert len(found) == 2 and found[0] is loaders[0] and found[1] is loaders[1], VERSIONS
+
+
+@pytest.mark.parametrize(("limit", "expected"), [(1.0, [10, 10]), (0.5, [5, 5]), (7, [7, 7]), (3, [3, 3])])
+@pytest.mark.parametrize("begin", [False, True])
+def test_count_val_batches(limit: float, expected: list[int], begin: bool) -> None:
+    """A loader that is longer from the second validation on; known before it begins, or when it has just begun."""
+    lengths: list[int] = []
+
+    class Longer(Validated):
+        def grow(self) -> None:
+            if self.trainer.current_epoch == 1:
+                loader = self.trainer.val_dataloaders
+                assert loader is compat.val_loaders(self.trainer)[0]
+                loader.sampler.data_source = loader.dataset  # a sampler of the first samples only, until now
+                compat.count_val_batches(self.trainer, begin=begin)
+
+        def on_train_epoch_start(self) -> None:
+            if not begin:
+                self.grow()
+
+        def on_validation_start(self) -> None:
+            if begin:
+                self.grow()
+            lengths.append(0)
+
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            assert batch_idx == lengths[-1], VERSIONS
+            lengths[-1] += 1
+
+    data = regression(10 * BATCH)
+    loader = DataLoader(data, batch_size=BATCH, sampler=SequentialSampler(range(4 * BATCH)))
+    trainer = quiet_trainer(devices=1, max_epochs=3, limit_val_batches=limit)
+    trainer.fit(Longer(), DataLoader(regression(SAMPLES), batch_size=BATCH), loader)
+    first = {1.0: 4, 0.5: 2, 7: 4, 3: 3}[limit]
+    assert lengths == [first, *expected], VERSIONS
+
+
 def test_trainer_callbacks() -> None:
     mine = Callback()
     trainer = quiet_trainer(devices=1, callbacks=[mine])

@@ -1,0 +1,1 @@
+"""The stale engine's claims, measured: simulated with real gradients, and in real processes."""

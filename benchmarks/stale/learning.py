@@ -1,0 +1,294 @@
+"""Real training on a simulated schedule: digits, an MLP and a CNN, momentum SGD and Adam.
+
+The recipe is the one tuned for synchronous training and is never touched: one model, data order, noise and initial
+weights per seed, whatever the policy, so runs are compared in pairs. Parameters are flat float32 vectors that are
+never written in place: a worker's copy of version v is a reference to the vector of version v.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lightning_hetero.stale.protocol import Accepted, Granted, Refused, Span, Updated
+
+__all__ = ["BATCH", "RECIPES", "TRAINING_SAMPLES", "Learner", "Recipe", "Training", "synchronous"]
+
+TRAINING_SAMPLES = 1408  # of 1797; 22 global batches
+BATCH = 64
+NOISE = 0.12  # standard deviation of noise on pixels in [0, 1]: without it the training loss goes to 0
+Vector = NDArray[np.float32]
+Gradient = Callable[[Vector, Vector, NDArray[np.int64]], tuple[float, Vector]]
+
+
+@lru_cache(maxsize=1)
+def digits() -> tuple[Vector, NDArray[np.int64]]:
+    """Returns the training images (1408, 64), pixels in [0, 1], and their labels."""
+    from sklearn.datasets import load_digits
+
+    pixels, labels = load_digits(return_X_y=True)
+    order = np.random.default_rng(0).permutation(len(labels))[:TRAINING_SAMPLES]
+    return (pixels[order] / 16.0).astype(np.float32), labels[order].astype(np.int64)
+
+
+@lru_cache(maxsize=1)
+def mean_image() -> Vector:
+    return digits()[0].mean(0)
+
+
+# ---- models: initial weights, and loss with its gradient ------------------------------------------------------------
+
+_MLP = ((64, 48), (48,), (48, 10), (10,))
+
+
+def mlp_weights(rng: np.random.Generator) -> Vector:
+    """Returns the 3610 initial weights of 64-48-10, uniform within 1/sqrt(inputs)."""
+    bounds = [64, 64, 48, 48]
+    return np.concatenate(
+        [rng.uniform(-1, 1, math.prod(s)) / math.sqrt(b) for s, b in zip(_MLP, bounds, strict=True)]
+    ).astype(np.float32)
+
+
+def mlp_gradient(weights: Vector, images: Vector, labels: NDArray[np.int64]) -> tuple[float, Vector]:
+    """Returns the mean cross-entropy over images (n, 64) and its gradient, flat."""
+    w1, b1 = weights[:3072].reshape(64, 48), weights[3072:3120]
+    w2, b2 = weights[3120:3600].reshape(48, 10), weights[3600:]
+    rows = np.arange(len(labels))
+    before = images @ w1 + b1
+    hidden = np.maximum(before, 0)
+    logits = hidden @ w2 + b2
+    logits -= logits.max(1, keepdims=True)
+    likely = np.exp(logits)
+    likely /= likely.sum(1, keepdims=True)
+    loss = -float(np.log(likely[rows, labels] + 1e-30).mean())
+    likely[rows, labels] -= 1
+    likely /= len(labels)
+    back = (likely @ w2.T) * (before > 0)
+    gradient = np.empty_like(weights)
+    np.matmul(images.T, back, out=gradient[:3072].reshape(64, 48))
+    back.sum(0, out=gradient[3072:3120])
+    np.matmul(hidden.T, likely, out=gradient[3120:3600].reshape(48, 10))
+    likely.sum(0, out=gradient[3600:])
+    return loss, gradient
+
+
+_CNN = ((8, 1, 3, 3), (8,), (16, 8, 3, 3), (16,), (10, 256), (10,))
+
+
+def cnn_weights(rng: np.random.Generator) -> Vector:
+    """Returns the 3818 initial weights of two convolutions (8 and 16 channels) and a linear layer."""
+    bounds = [9, 9, 72, 72, 256, 256]
+    return np.concatenate(
+        [rng.uniform(-1, 1, math.prod(s)) / math.sqrt(b) for s, b in zip(_CNN, bounds, strict=True)]
+    ).astype(np.float32)
+
+
+def cnn_gradient(weights: Vector, images: Vector, labels: NDArray[np.int64]) -> tuple[float, Vector]:
+    """Returns the mean cross-entropy over images (n, 64) and its gradient, flat; computed by torch."""
+    import torch
+    from torch.nn import functional as F
+
+    flat = torch.from_numpy(weights).clone().requires_grad_()
+    parts = [p.view(s) for p, s in zip(flat.split([math.prod(s) for s in _CNN]), _CNN, strict=True)]
+    x = torch.from_numpy(images).view(-1, 1, 8, 8)
+    x = F.max_pool2d(F.relu(F.conv2d(x, parts[0], parts[1], padding=1)), 2)
+    x = F.relu(F.conv2d(x, parts[2], parts[3], padding=1))
+    loss = F.cross_entropy(F.linear(x.flatten(1), parts[4], parts[5]), torch.from_numpy(labels))
+    (gradient,) = torch.autograd.grad(loss, flat)
+    return float(loss.detach()), gradient.numpy()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """What is trained and how, as tuned for synchronous training.
+
+    Attributes:
+        name: as in the tables.
+        epochs: length of the cosine schedule.
+        lr: at its start; the best of a grid by time to the target.
+        target: training loss, mean over the last epoch's worth of samples, for the time to target.
+        centred: whether the mean image is taken off. Without that the curvature is much larger, and the best learning
+            rate lies at the edge of stability: the hardest case for stale gradients.
+    """
+
+    name: str
+    epochs: int
+    lr: float
+    adam: bool
+    target: float
+    weights: Callable[[np.random.Generator], Vector]
+    gradient: Gradient
+    centred: bool = True
+
+
+_MLP_RECIPE: dict[str, Any] = {"epochs": 30, "weights": mlp_weights, "gradient": mlp_gradient}
+_CNN_RECIPE: dict[str, Any] = {"epochs": 12, "weights": cnn_weights, "gradient": cnn_gradient}
+RECIPES = {
+    recipe.name: recipe
+    for recipe in (
+        Recipe(name="MLP, momentum", lr=0.5, adam=False, target=0.02, **_MLP_RECIPE),
+        Recipe(name="MLP, Adam", lr=0.03, adam=True, target=0.02, **_MLP_RECIPE),
+        Recipe(name="CNN, momentum", lr=0.2, adam=False, target=0.05, **_CNN_RECIPE),
+        Recipe(name="CNN, Adam", lr=0.03, adam=True, target=0.05, **_CNN_RECIPE),
+        Recipe(name="MLP at the edge, momentum", lr=0.35, adam=False, target=0.03, centred=False, **_MLP_RECIPE),
+    )
+}
+
+
+class Learner:
+    """The server's half of one training: pool, optimizer, schedule, and the record of its losses.
+
+    Args:
+        recipe: model and optimizer.
+        seed: of the initial weights.
+        compensation: lambda of DC-ASGD: ``g + lambda g * g * (w_now - w_then)``.
+    """
+
+    def __init__(self, recipe: Recipe, seed: int, compensation: float = 0.0) -> None:
+        self.recipe, self.compensation = recipe, compensation
+        self.weights = recipe.weights(np.random.default_rng([7, seed]))
+        self.total = recipe.epochs * (TRAINING_SAMPLES // BATCH)
+        self.tick = self.steps = 0
+        self.first = np.zeros_like(self.weights)
+        self.second = np.zeros_like(self.weights)
+        self.pool = np.zeros_like(self.weights)
+        self.loss_sum = 0.0
+        self.samples = 0
+        self.tick_losses: list[float] = []
+        self.target_tick: int | None = None
+        self._taken: dict[int, Vector] = {}
+
+    @property
+    def running(self) -> bool:
+        """Whether the schedule has not ended; afterwards nothing is computed any more."""
+        return self.tick < self.total
+
+    def take(self, lease: int) -> None:
+        """A worker copies the parameters."""
+        self._taken[lease] = self.weights
+
+    def give(self, lease: int, images: Vector, labels: NDArray[np.int64], scale: float) -> None:
+        """A worker's gradients over its samples go into the pool."""
+        then = self._taken.pop(lease)
+        loss, gradient = self.gradient(then, images, labels)
+        if self.compensation:
+            gradient = gradient + self.compensation * gradient * gradient * (self.weights - then)
+        self.pool += np.float32(scale * len(labels)) * gradient
+        self.loss_sum += loss * len(labels)
+        self.samples += len(labels)
+
+    def gradient(self, weights: Vector, images: Vector, labels: NDArray[np.int64]) -> tuple[float, Vector]:
+        """Returns the mean loss over the images and its gradient."""
+        return self.recipe.gradient(weights, images - mean_image() if self.recipe.centred else images, labels)
+
+    def drop(self, lease: int) -> None:
+        """A worker's contribution is refused."""
+        self._taken.pop(lease, None)
+
+    def step(self, samples: int, worth: float, ends_tick: bool) -> None:
+        """One update with the mean of the pool, at ``worth`` times the scheduled learning rate."""
+        lr = np.float32(worth * self.recipe.lr * 0.5 * (1 + math.cos(math.pi * self.tick / self.total)))
+        gradient = self.pool / np.float32(max(samples, 1))
+        self.steps += 1
+        if self.recipe.adam:
+            self.first = np.float32(0.9) * self.first + np.float32(0.1) * gradient
+            self.second = np.float32(0.999) * self.second + np.float32(0.001) * gradient * gradient
+            root = np.sqrt(self.second / np.float32(1 - 0.999**self.steps)) + np.float32(1e-8)
+            self.weights = self.weights - lr * (self.first / np.float32(1 - 0.9**self.steps)) / root
+        else:
+            self.first = np.float32(0.9) * self.first + gradient
+            self.weights = self.weights - lr * self.first
+        self.pool = np.zeros_like(self.pool)
+        if ends_tick:
+            self._end_tick()
+
+    def _end_tick(self) -> None:
+        self.tick_losses.append(self.loss_sum / self.samples if self.samples else math.nan)
+        self.loss_sum, self.samples = 0.0, 0
+        window = TRAINING_SAMPLES // BATCH
+        if self.target_tick is None and len(self.tick_losses) >= window:
+            recent = [x for x in self.tick_losses[-window:] if math.isfinite(x)]
+            if recent and sum(recent) / len(recent) <= self.recipe.target:
+                self.target_tick = self.tick
+        self.tick += 1
+
+    def final_loss(self) -> float:
+        """Returns the loss over all training samples, each with two fixed draws of the noise; inf if it diverged."""
+        images, labels = digits()
+        noise = np.random.default_rng(999).standard_normal((2, *images.shape)).astype(np.float32)
+        with np.errstate(all="ignore"):
+            losses = [self.gradient(self.weights, images + np.float32(NOISE) * n, labels)[0] for n in noise]
+        mean = sum(losses) / 2
+        return mean if math.isfinite(mean) else math.inf
+
+    def result(self, ticks_s: Sequence[float]) -> dict[str, Any]:
+        """Returns the final loss and when the target was reached, given the time of each tick's end [s]."""
+        at = self.target_tick
+        return {"loss": self.final_loss(), "target_tick": at, "target_s": None if at is None else ticks_s[at]}
+
+
+class Training:
+    """`lightning_hetero.stale.simulator.Hooks` for several learners on one schedule."""
+
+    def __init__(self, learners: Sequence[Learner], seed: int) -> None:
+        self.learners, self.seed = list(learners), seed
+        self.ticks_s: list[float] = []
+        self._images, self._labels = digits()
+
+    def begin(self, epoch: int, now_s: float) -> None:
+        images, labels = digits()
+        rng = np.random.default_rng([self.seed, epoch])
+        order = rng.permutation(TRAINING_SAMPLES)
+        noise = rng.standard_normal(images.shape).astype(np.float32)
+        self._images, self._labels = images[order] + np.float32(NOISE) * noise, labels[order]
+
+    def granted(self, granted: Granted, now_s: float) -> None:
+        for learner in self.learners:
+            if learner.running:
+                learner.take(granted.lease)
+
+    def accepted(self, accepted: Accepted, granted: Granted, spans: Sequence[Span], now_s: float) -> None:
+        positions = np.concatenate([np.arange(start, end) for start, end in spans])
+        images, labels = self._images[positions], self._labels[positions]
+        for learner in self.learners:
+            if learner.running:
+                learner.give(granted.lease, images, labels, accepted.scale)
+
+    def refused(self, refused: Refused, now_s: float) -> None:
+        for learner in self.learners:
+            learner.drop(refused.lease)
+
+    def updated(self, updated: Updated, now_s: float) -> None:
+        for learner in self.learners:
+            if learner.running:
+                learner.step(updated.samples, updated.worth, updated.ends_tick)
+        if updated.ends_tick:
+            self.ticks_s.append(now_s)
+
+
+def synchronous(recipe: Recipe, seed: int) -> dict[str, Any]:
+    """Trains as one process would; every barrier engine does the same mathematics, only at other times.
+
+    Returns:
+        ``loss`` and ``target_tick``, as `Learner.result`.
+    """
+    learner = Learner(recipe, seed)
+    training = Training([learner], seed)
+    lease = 0
+    for epoch in range(recipe.epochs):
+        training.begin(epoch, 0.0)
+        for start in range(0, TRAINING_SAMPLES, BATCH):
+            span = (start, start + BATCH)
+            learner.take(lease)
+            granted = Granted(rank=0, lease=lease, tick=0, base=0, spans=(span,))
+            accepted = Accepted(rank=0, lease=lease, samples=BATCH, staleness=0)
+            training.accepted(accepted, granted, (span,), 0.0)
+            learner.step(BATCH, 1.0, True)
+            lease += 1
+    return {"loss": learner.final_loss(), "target_tick": learner.target_tick}

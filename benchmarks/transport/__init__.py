@@ -1,0 +1,1 @@
+"""What moving gradients and parameters costs: see `python -m benchmarks.transport --help`."""

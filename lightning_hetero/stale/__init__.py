@@ -1,0 +1,1 @@
+"""The stale engine: a bounded-staleness parameter server (after SaPS)."""

@@ -1,0 +1,53 @@
+"""Bits and words of the messages between workers and server (layer P)."""
+
+from __future__ import annotations
+
+from enum import IntFlag
+
+__all__ = ["PushFlag", "ReplyFlag", "Word"]
+
+
+class PushFlag(IntFlag):
+    """Bits of `Request.flags` of a push.
+
+    FINAL: the last push of the batch; it is a claim for the same tick, too.
+    OVERFLOW: gradients overflowed under mixed precision (AMP); the whole update is skipped, as under DDP.
+    """
+
+    FINAL = 1
+    OVERFLOW = 2
+
+
+class ReplyFlag(IntFlag):
+    """Bits of `Reply.flags`.
+
+    CHANGED: the sub-step was applied, so the published parameters differ although their version is the same.
+    """
+
+    CHANGED = 1
+
+
+class Word:
+    """What a tick did, in one integer: the number of optimizer steps, and whether an overflow skipped them.
+
+    >>> word = Word.of(steps=2, overflow=True)
+    >>> Word.steps(word), Word.overflowed(word)
+    (2, True)
+    """
+
+    _OVERFLOW = 1 << 16
+
+    @classmethod
+    def of(cls, *, steps: int, overflow: bool) -> int:
+        """Returns the word; ``steps`` counts skipped ones, too, as Lightning does."""
+        return min(steps, cls._OVERFLOW - 1) | (cls._OVERFLOW if overflow else 0)
+
+    @classmethod
+    def steps(cls, word: int) -> int:
+        """Returns how many optimizer steps the tick made."""
+        return word & (cls._OVERFLOW - 1)
+
+    @classmethod
+    def overflowed(cls, word: int) -> bool:
+        """Returns whether the steps were skipped because gradients overflowed."""
+        return bool(word & cls._OVERFLOW)

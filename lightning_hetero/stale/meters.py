@@ -1,0 +1,78 @@
+"""What the server counts in a run (layer P)."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any
+
+__all__ = ["Meters"]
+
+
+@dataclass(slots=True)
+class Meters:
+    """Totals since the start of the server.
+
+    Attributes:
+        updates, apply_s, longest_apply_s, last_apply_s: updates, and the time they took [s].
+        queue, longest_queue: messages found waiting when the server looked, the last time and at most.
+        pushes, samples: accepted, by rank.
+        staleness: samples accepted, by the number of versions they were old.
+        discarded: samples computed in vain, by reason.
+        reissued: samples given out again, by reason.
+        hold_s: time from a worker's claim to its answer, by rank [s].
+        compute_s: time the workers say they computed for their pushes, by rank [s].
+        overflows: updates skipped because gradients overflowed.
+    """
+
+    updates: int = 0
+    apply_s: float = 0.0
+    longest_apply_s: float = 0.0
+    last_apply_s: float = 0.0
+    queue: int = 0
+    longest_queue: int = 0
+    pushes: Counter[int] = field(default_factory=Counter[int])
+    samples: Counter[int] = field(default_factory=Counter[int])
+    staleness: Counter[int] = field(default_factory=Counter[int])
+    discarded: Counter[str] = field(default_factory=Counter[str])
+    reissued: Counter[str] = field(default_factory=Counter[str])
+    hold_s: dict[int, float] = field(default_factory=dict[int, float])
+    compute_s: dict[int, float] = field(default_factory=dict[int, float])
+    overflows: int = 0
+
+    def applied(self, seconds: float) -> None:
+        """An update took so long."""
+        self.updates += 1
+        self.apply_s += seconds
+        self.last_apply_s = seconds
+        self.longest_apply_s = max(self.longest_apply_s, seconds)
+
+    def waiting(self, messages: int) -> None:
+        """So many messages were waiting."""
+        self.queue = messages
+        self.longest_queue = max(self.longest_queue, messages)
+
+    def accepted(self, rank: int, samples: int, staleness: int, compute_s: float) -> None:
+        """A contribution went into the pool."""
+        self.pushes[rank] += 1
+        self.samples[rank] += samples
+        self.staleness[staleness] += samples
+        self.compute_s[rank] = self.compute_s.get(rank, 0.0) + compute_s
+
+    def held(self, rank: int, seconds: float) -> None:
+        """A claim was answered after so long."""
+        self.hold_s[rank] = self.hold_s.get(rank, 0.0) + seconds
+
+    def stale_fraction(self) -> float:
+        """Returns the part of the accepted samples that was computed on an older version; 0 if there are none."""
+        total = sum(self.staleness.values())
+        return 1.0 - self.staleness[0] / total if total else 0.0
+
+    def as_dict(self) -> dict[str, Any]:
+        """Returns plain values for JSON; numbers as keys become strings there."""
+        values = {name: getattr(self, name) for name in self.__slots__}
+        plain = {
+            k: {str(a): b for a, b in sorted(v.items())} if isinstance(v, dict) else v
+            for k, v in values.items()
+        }
+        return {**plain, "stale_fraction": self.stale_fraction()}

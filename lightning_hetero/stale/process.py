@@ -1,0 +1,328 @@
+"""The server's process: forked from local rank 0, so that it inherits the user's optimizers as they are (layer T).
+
+    local rank 0                                   server process
+    fork_server(body) -- fork -------------------> body(ready, orphaned)
+                      <-- details, as JSON -------   ready(details): it serves
+    lifeline, held open ------------------------->   orphaned(): rank 0 let go of it, or died
+    ServerProcess.stop() <-- exit code -----------   ends by itself when its clients are gone
+
+A fork needs no pickling: optimizers of any class work, also from a script without ``if __name__ == "__main__"``. Its
+price is what a fork inherits. The child therefore gives up everything that is not its own: sockets and stores of
+the rank (a peer that waits for a dead rank must not be kept waiting by a copy of its socket), signal handlers,
+the terminal, threads' locks as far as they can be known, and every exit hook.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import gc
+import json
+import os
+import select
+import signal
+import socket
+import sys
+import threading
+import time
+import traceback
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from datetime import timedelta
+from typing import Any, NoReturn
+
+import torch
+from torch.distributed import TCPStore
+
+__all__ = ["ServerProcess", "fork_server", "host_store"]
+
+Body = Callable[[Callable[[dict[str, Any]], None], Callable[[], bool]], None]
+
+_FIRST_TRY_S = 10.0  # a child that hangs in a lock it inherited does so at once; a second fork rarely hits it again
+_TERMINATE_S = 1.0  # between SIGTERM and SIGKILL
+
+
+class ServerProcess:
+    """The parent's handle of a forked server.
+
+    Usable from several threads. In other processes that hold a copy (forked data loader workers) it does nothing.
+
+    Attributes:
+        pid: of the child.
+        details: what the child reported when it was ready.
+    """
+
+    def __init__(self, pid: int, details: dict[str, Any], lifeline: int) -> None:
+        self.pid = pid
+        self.details = details
+        self._lifeline: int | None = lifeline
+        self._owner = os.getpid()
+        self._code: int | None = None
+        self._lock = threading.Lock()
+
+    def alive(self) -> bool:
+        """Whether the server still runs."""
+        return self.exit_code() is None
+
+    def exit_code(self) -> int | None:
+        """Returns None while it runs, then its exit code; minus the signal's number if a signal ended it."""
+        with self._lock:
+            if self._code is None and os.getpid() == self._owner:
+                try:
+                    pid, status = os.waitpid(self.pid, os.WNOHANG)
+                    if pid == self.pid:
+                        self._code = os.waitstatus_to_exitcode(status)
+                except ChildProcessError:  # SIGCHLD is ignored: nobody can know; as subprocess does
+                    self._code = 0
+            return self._code
+
+    def stop(self, timeout_s: float) -> int | None:
+        """Waits until the server ends by itself, then terminates it; idempotent.
+
+        Args:
+            timeout_s: how long to wait before SIGTERM; SIGKILL follows a second later.
+
+        Returns:
+            The exit code; None in a process that is not the parent.
+        """
+        if os.getpid() != self._owner:
+            return None
+        self._let_go()
+        if not self._ends_within(timeout_s):
+            self._signal(signal.SIGTERM)
+            if not self._ends_within(_TERMINATE_S):
+                self._signal(signal.SIGKILL)
+                self._ends_within(float("inf"))
+        return self.exit_code()
+
+    def _let_go(self) -> None:
+        """Tells the child that the parent is done. A byte, because a forked worker may hold a copy of the pipe."""
+        with self._lock:
+            lifeline, self._lifeline = self._lifeline, None
+        if lifeline is not None:
+            with contextlib.suppress(OSError):
+                os.write(lifeline, b".")
+            os.close(lifeline)
+
+    def _signal(self, number: signal.Signals) -> None:
+        if self.exit_code() is None:  # not reaped, so the number is still this child's
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pid, number)
+
+    def _ends_within(self, timeout_s: float) -> bool:
+        deadline, pause_s = time.monotonic() + timeout_s, 0.0005
+        while self.exit_code() is None:
+            if time.monotonic() >= deadline:
+                return False
+            time.sleep(pause_s)
+            pause_s = min(0.02, 2 * pause_s)
+        return True
+
+
+def fork_server(body: Body, *, keep: Sequence[int], ready_timeout_s: float = 30.0) -> ServerProcess:
+    """Forks a child that runs ``body`` and returns when it is ready.
+
+    Args:
+        body: ``body(ready, orphaned)`` runs in the child; it calls ``ready(details)`` (a JSON object) once it serves.
+            ``orphaned()`` tells whether the parent is gone or has called `ServerProcess.stop`. The child ends when
+            ``body`` returns (exit code 0) or raises (traceback on the screen, exit code 1).
+        keep: file descriptors that stay open in the child; all others from 3 on are closed there (their numbers stay
+            taken, so that a forgotten file object of the parent can never write into a socket of the child).
+        ready_timeout_s: how long the child may take to be ready [s].
+
+    Raises:
+        ValueError: ``keep`` names something that is not an open file descriptor.
+        RuntimeError: this system cannot fork, or the child failed or hung; the message says what to do.
+    """
+    if not hasattr(os, "fork"):
+        raise RuntimeError("the parameter server is forked from rank 0; this system cannot fork, use Linux or macOS")
+    for number in keep:
+        _check_open(number)
+    waits_s = (min(_FIRST_TRY_S, ready_timeout_s), ready_timeout_s)
+    for wait_s in waits_s:
+        try:
+            return _fork_once(body, keep, wait_s)
+        except TimeoutError:
+            continue
+    raise RuntimeError(
+        f"the parameter server was forked twice and was not ready within {waits_s[0]:g} s and {waits_s[1]:g} s."
+        " Usually another thread of rank 0 held a lock at the moment of the fork: start threads (loggers, profilers,"
+        " data services) after training has begun, set OMP_NUM_THREADS=1, or give an overloaded machine more time"
+    )
+
+
+def host_store(host: str, timeout: timedelta) -> TCPStore:
+    """Returns a store on a free port, hosted by this process; ``.port`` tells which.
+
+    Args:
+        host: address under which peers reach this machine. On a loopback address nobody else can connect.
+        timeout: of the store's own operations.
+    """
+    options: dict[str, Any] = {"is_master": True, "timeout": timeout, "wait_for_workers": False}
+    if host in ("localhost", "127.0.0.1"):
+        listening = socket.create_server(("127.0.0.1", 0))
+        port = listening.getsockname()[1]
+        return TCPStore("127.0.0.1", port, master_listen_fd=listening.detach(), **options)
+    return TCPStore(host, 0, **options)
+
+
+# ---- the parent's side ----------------------------------------------------------------------------------------
+
+
+def _fork_once(body: Body, keep: Sequence[int], wait_s: float) -> ServerProcess:
+    parent = os.getpid()
+    news, report = os.pipe()
+    lifeline_end, lifeline = os.pipe()
+    try:
+        pid = _fork(lambda: _child(body, parent, report, lifeline_end, keep))
+    except BaseException:
+        os.close(news)
+        os.close(lifeline)
+        raise
+    finally:
+        os.close(report)
+        os.close(lifeline_end)
+    process = ServerProcess(pid, {}, lifeline)
+    try:
+        process.details = _hear(news, wait_s, process)
+    except BaseException:
+        process._signal(signal.SIGKILL)
+        process.stop(float("inf"))
+        raise
+    finally:
+        os.close(news)
+    return process
+
+
+def _fork(child: Callable[[], NoReturn]) -> int:
+    """Forks; no signal is handled between the fork and the child's own settings."""
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError, AttributeError):
+            stream.flush()  # what is buffered now would be printed twice
+    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+    try:
+        with warnings.catch_warnings():
+            # From Python 3.12 on. True, and the reason for the second try.
+            warnings.filterwarnings("ignore", r".*use of fork\(\) may lead to deadlocks", DeprecationWarning)
+            pid = os.fork()
+        if pid == 0:
+            child()
+        return pid
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
+
+
+def _hear(news: int, wait_s: float, process: ServerProcess) -> dict[str, Any]:
+    """Returns what the child reports; TimeoutError if it says nothing in time, RuntimeError if it failed."""
+    said, deadline = b"", time.monotonic() + wait_s
+    while not said.endswith(b"\n"):
+        if not _readable(news, max(0.0, deadline - time.monotonic())):
+            raise TimeoutError
+        part = os.read(news, 1 << 16)
+        if not part:
+            process.stop(_TERMINATE_S)
+            raise RuntimeError(f"the parameter server ended with code {process.exit_code()} before it was ready")
+        said += part
+    answer = json.loads(said)
+    if "failed" in answer:
+        process.stop(_TERMINATE_S)
+        raise RuntimeError(f"the parameter server could not start: {answer['failed']} (its traceback is above)")
+    return answer["ready"]
+
+
+def _readable(number: int, timeout_s: float) -> bool:
+    poll = select.poll()  # unlike select, knows numbers above 1023
+    poll.register(number, select.POLLIN)
+    return bool(poll.poll(1000 * timeout_s))
+
+
+def _check_open(number: int) -> None:
+    try:
+        os.fstat(number)
+    except (OSError, TypeError, OverflowError) as error:
+        raise ValueError(f"keep has {number!r}, which is not an open file descriptor ({error})") from None
+
+
+# ---- the child's side -----------------------------------------------------------------------------------------
+
+
+def _child(body: Body, parent: int, report: int, lifeline_end: int, keep: Sequence[int]) -> NoReturn:
+    """Everything of the child; never returns, and leaves without any exit hook of the parent."""
+    code = 1
+    try:
+        gc.freeze()  # a collection must not finalise what belongs to the parent, e.g. join its threads
+        _drop_inherited({report, lifeline_end, *keep})
+        _reset_signals()
+        with contextlib.suppress(OSError):
+            os.setsid()  # Ctrl-C and a closed terminal end the ranks, and the server with them, in order
+        torch.set_num_threads(1)
+        told = False
+
+        def ready(details: dict[str, Any]) -> None:
+            nonlocal told
+            _tell(report, {"ready": details})
+            told = True
+
+        def orphaned() -> bool:
+            # The pipe tells in time; the parent's id tells even if a forked worker of it holds the other end.
+            return os.getppid() != parent or _readable(lifeline_end, 0.0)
+
+        try:
+            body(ready, orphaned)
+            code = 0
+        except BaseException as error:
+            traceback.print_exc()
+            if not told:
+                with contextlib.suppress(OSError):
+                    _tell(report, {"failed": f"{type(error).__name__}: {error}"})
+    finally:
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(BaseException):
+                stream.flush()
+        os._exit(code)
+
+
+def _tell(report: int, message: dict[str, Any]) -> None:
+    said = json.dumps(message).encode() + b"\n"
+    while said:
+        said = said[os.write(report, said) :]
+
+
+def _drop_inherited(keep: set[int]) -> None:
+    """Closes inherited files; each number stays taken by the null device. Output goes straight to the screen."""
+    null = os.open(os.devnull, os.O_RDWR)
+    for number in [0, *_open_numbers()]:
+        if number not in keep and number != null and number not in (1, 2):
+            with contextlib.suppress(OSError):
+                os.dup2(null, number, inheritable=False)
+    for number in (1, 2):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.dup2(null, number)
+    # What stands in their place may be a notebook's or a test runner's object with a thread in the parent.
+    sys.stdout = os.fdopen(1, "w", buffering=1, errors="backslashreplace", closefd=False)
+    sys.stderr = os.fdopen(2, "w", buffering=1, errors="backslashreplace", closefd=False)
+    if faulthandler.is_enabled():
+        faulthandler.enable(2)
+
+
+def _open_numbers() -> Iterator[int]:
+    for listing in ("/proc/self/fd", "/dev/fd"):
+        with contextlib.suppress(OSError, ValueError):
+            yield from (number for number in map(int, os.listdir(listing)) if number > 2)
+            return
+    for number in range(3, min(os.sysconf("SC_OPEN_MAX"), 1 << 16)):
+        with contextlib.suppress(OSError):
+            os.fstat(number)
+            yield number
+
+
+def _reset_signals() -> None:
+    """No handler of the parent runs here; Ctrl-C in the terminal is the ranks' business."""
+    signal.set_wakeup_fd(-1)
+    for number in signal.valid_signals():
+        if callable(signal.getsignal(number)):
+            signal.signal(number, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_SETMASK, set())

@@ -1,0 +1,129 @@
+"""What the server's counts say about ranks and staleness, derived from `ParameterServer.measures` (layer P)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from lightning_hetero.types import SpeedSample
+
+__all__ = ["Since", "StepReport", "advice", "engine_metrics", "summary"]
+
+_MOST_STALE = 0.25  # of the samples; the measured price of more, with momentum, is several times the final loss
+_ENOUGH = 8  # updates before that is judged
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepReport:
+    """Means over the updates since the report before.
+
+    Attributes:
+        epoch, step: where the server is.
+        records: per rank, samples, own work and waiting per update.
+        predicted_s: per rank, time predicted for its share of a batch [s]; NaN where unknown.
+    """
+
+    epoch: int
+    step: int
+    records: tuple[SpeedSample, ...]
+    predicted_s: tuple[float, ...]
+
+
+class Since:
+    """Turns totals into what was added since the last time."""
+
+    def __init__(self) -> None:
+        self._updates = 0
+        self._totals: dict[tuple[str, int], float] = {}
+
+    def report(self, measures: Mapping[str, Any], ranks: int) -> StepReport | None:
+        """Returns means per update since the last report; None, and nothing is taken, if there was no update.
+
+        Args:
+            measures: the server's.
+            ranks: how many there are; those that did nothing, or are dead, have a record of zeros.
+        """
+        updates = int(measures["updates"]) - self._updates
+        if updates < 1:
+            return None
+        self._updates += updates
+        records: list[SpeedSample] = []
+        for rank in range(ranks):
+            samples, compute_s, wait_s = (
+                self._added(name, rank, measures) / updates for name in ("samples", "compute_s", "hold_s")
+            )
+            records.append(
+                SpeedSample(
+                    rank=rank, step=measures["tick"], samples=round(samples), compute_s=compute_s, wait_s=wait_s
+                )
+            )
+        predicted_s = [*measures["predicted_s"], *[math.nan] * ranks][:ranks]
+        return StepReport(
+            epoch=measures["epoch"], step=measures["tick"], records=tuple(records), predicted_s=tuple(predicted_s)
+        )
+
+    def _added(self, name: str, rank: int, measures: Mapping[str, Any]) -> float:
+        total = float(measures[name].get(str(rank), 0.0))
+        before = self._totals.get((name, rank), 0.0)
+        self._totals[name, rank] = total
+        return total - before if total >= before else total  # less: the server was started again
+
+
+def engine_metrics(measures: Mapping[str, Any], ranks: int) -> dict[str, float]:
+    """Returns numbers for a logger, over all of the training so far.
+
+    ``staleness_mean``, ``staleness_max`` of samples [versions], ``stale_fraction`` (staleness above 0), ``version_gap``
+    (of the oldest work under way now), ``discarded_samples`` (computed in vain), ``reissued_samples`` (given to
+    others), ``hold_s`` (mean per update of waiting, over all ranks), ``apply_s`` (mean per update), ``queue`` (longest,
+    messages), ``contribution/rank{r}`` (part of the samples).
+    """
+    staleness = {int(age): count for age, count in measures["staleness"].items() if count}
+    samples = sum(staleness.values())
+    updates = max(1, int(measures["updates"]))
+    by_rank = measures["samples"]
+    return {
+        "staleness_mean": sum(age * count for age, count in staleness.items()) / samples if samples else 0.0,
+        "staleness_max": float(max(staleness, default=0)),
+        "stale_fraction": float(measures["stale_fraction"]),
+        "version_gap": float(measures["version_gap"]),
+        "discarded_samples": float(sum(measures["discarded"].values())),
+        "reissued_samples": float(sum(measures["reissued"].values())),
+        "hold_s": sum(measures["hold_s"].values()) / updates,
+        "apply_s": measures["apply_s"] / updates,
+        "queue": float(measures["longest_queue"]),
+        **{f"contribution/rank{r}": by_rank.get(str(r), 0) / samples if samples else 0.0 for r in range(ranks)},
+    }
+
+
+def summary(measures: Mapping[str, Any], ranks: int) -> str | None:
+    """Returns one line on who did how much, how stale it was, and what equal parts would cost; None without updates."""
+    if not measures["updates"]:
+        return None
+    numbers = engine_metrics(measures, ranks)
+    parts = "/".join(f"{100 * numbers[f'contribution/rank{r}']:.0f}" for r in range(ranks))
+    line = (
+        f"hetero_stale: {measures['updates']} updates, of whose samples the ranks computed {parts} %;"
+        f" {100 * numbers['stale_fraction']:.1f} % were stale, by at most {numbers['staleness_max']:.0f} versions,"
+        f" {numbers['discarded_samples']:.0f} samples were computed in vain"
+    )
+    shares = measures["shares"]
+    times = [t for t, n in zip(measures["predicted_s"], shares, strict=True) if n and not math.isnan(t)]
+    equal = [t for t in measures["equal_s"] if not math.isnan(t)]
+    if times and equal and max(times) > 0:
+        line += f"; equal shares with a barrier would take {max(equal) / max(times):.2f} times as long per batch"
+    return line
+
+
+def advice(measures: Mapping[str, Any]) -> str | None:
+    """Returns what to tell somebody more than a quarter of whose samples are stale; None if all is well."""
+    stale = float(measures.get("stale_fraction", 0.0))
+    if stale <= _MOST_STALE or int(measures.get("updates", 0)) < _ENOUGH:
+        return None
+    return (
+        f"{100 * stale:.0f} % of the samples so far were computed on older parameters than those they updated. With"
+        " momentum and a learning rate tuned for fresh gradients, more than 25 % can cost several times the final loss."
+        " Use policy='flexible' with overlap=False, a larger grace (e.g. grace=0.25) or a smaller bound; lower the"
+        " learning rate or the momentum; or use strategy='hetero_balanced' if the ranks' speeds are steady"
+    )

@@ -1,0 +1,518 @@
+"""State of one fit: the server's process, this rank's link to it, the bound loader, and where ranks meet (layer L)."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Mapping
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch import Callback
+from torch import nn
+from torch.utils.data import DataLoader
+
+from lightning_hetero import __version__
+from lightning_hetero import lightning_compat as compat
+from lightning_hetero.data.loader import inspect_loader
+from lightning_hetero.data.ticks import SampleSource, TickSampler, tick_loader
+from lightning_hetero.glue.checks import check_same_settings
+from lightning_hetero.glue.orders import OrderFinder
+from lightning_hetero.glue.setup import own_memory
+from lightning_hetero.stale import report
+from lightning_hetero.stale.join import Admission, Door
+from lightning_hetero.stale.layout import FlatLayout
+from lightning_hetero.stale.loop import TickLoop
+from lightning_hetero.stale.process import ServerProcess
+from lightning_hetero.stale.regroup import rebuild_default_group, shrink_sampler
+from lightning_hetero.stale.start import Address, connect, start_server
+from lightning_hetero.stale.worker import Worker
+from lightning_hetero.transport.side_channel import SideChannel
+
+if TYPE_CHECKING:
+    from lightning.pytorch import LightningModule, Trainer
+
+    from lightning_hetero.stale.strategy import BoundedStalenessStrategy
+
+__all__ = ["MeetingPoints", "StaleRun"]
+
+
+class MeetingPoints(Callback):
+    """Before anything of Lightning or torchmetrics reduces over ranks, all live ranks meet at the server.
+
+    Then they hold the same version, and a rank that died meanwhile is out of the group. First among the callbacks.
+    """
+
+    def __init__(self, run: StaleRun) -> None:
+        self._run = run
+
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if self._run.meet("validation starts", pull=True):
+            compat.count_val_batches(trainer, begin=True)
+        self._run.agree_on_averages()
+
+    def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._run.meet(f"validation ends{self._run.logged()}")
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._run.meet(f"epoch ends{self._run.logged()}", pull=True)
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Before callbacks put their averages in place of the parameters."""
+        self._run.meet("last batch trained", pull=True)
+        self._run.agree_on_averages()
+
+
+class StaleRun:
+    """One fit on one rank.
+
+    Args:
+        strategy: gives settings, device and timeout; its process group exists.
+        trainer: the running trainer.
+    """
+
+    def __init__(self, strategy: BoundedStalenessStrategy, trainer: Trainer) -> None:
+        self.strategy = strategy
+        self.trainer = trainer
+        module = trainer.lightning_module
+        if strategy.world_size > 1:
+            own_memory(module)
+        self.channel = SideChannel(self._new_group())
+        newcomer = strategy.newcomer
+        if newcomer is None:
+            check_same_settings(self.channel.all_gather_object(self._fingerprint()))
+        self.orders = OrderFinder(
+            trainer,
+            self.channel,
+            strategy_name=type(strategy).__name__,
+            global_batch_size=strategy.settings_global_batch_size,
+            batch_sampler=strategy.batch_sampler,
+            stream=None,
+        )
+        self.sampler: TickSampler | None = None
+        self.source: SampleSource | None = None
+        self.loop: TickLoop | None = None
+        self.worker: Worker | None = None
+        self.server_process: ServerProcess | None = None
+        self.failed = False
+        self.resume: Mapping[str, Any] = {}
+        invitation = newcomer.invitation if newcomer is not None else None
+        self.alive = tuple(range(strategy.world_size)) if invitation is None else invitation.members
+        self.meetings = 0 if invitation is None else invitation.meetings
+        assert strategy.cluster_environment is not None
+        self.admission = Admission(self, Door(strategy.cluster_environment))
+        self.metrics: dict[str, Any] = {}
+        self.since = report.Since()
+        self._advised = False
+        self._batch_size: int | None = None
+        self._address: Address | None = None
+        self._generation = 0
+        self._signature: tuple[Any, ...] = ()
+        self.state: dict[str, Any] = {}
+        self._undo: list[Callable[[], None]] = [compat.keep_train_sampler(trainer)]
+        points, callbacks = MeetingPoints(self), compat.trainer_callbacks(trainer)
+        callbacks.insert(0, points)
+        self._undo.append(lambda: callbacks.remove(points))
+
+    def _new_group(self) -> dist.ProcessGroup:
+        group = dist.new_group(backend="gloo", timeout=self.strategy.timeout)
+        assert isinstance(group, dist.ProcessGroup)
+        return group
+
+    def _fingerprint(self) -> dict[str, str]:
+        return {
+            "lightning_hetero": __version__,
+            "torch": torch.__version__,
+            "accumulate_grad_batches": str(self.trainer.accumulate_grad_batches),
+            **self.strategy.settings(),
+        }
+
+    # ---- the train loader -------------------------------------------------------------------------------------
+
+    def process(self, loader: object) -> DataLoader:
+        """Returns the copy of the train loader that trains what the server grants.
+
+        Raises:
+            TypeError, ValueError: the loader's samples cannot be granted one by one, or the ranks' loaders differ.
+        """
+        spec = inspect_loader(loader)
+        assert isinstance(loader, DataLoader)
+        if spec.kind == "stream":
+            raise TypeError(
+                "the train dataset is an IterableDataset, whose samples have no positions that could be granted to one"
+                " rank or another; use a map-style dataset, strategy='hetero_balanced' or strategy='ddp'"
+            )
+        if self.sampler is not None and self.loop is None:
+            raise TypeError(
+                "several train loaders: samples are granted from one order, which several loaders do not have. Combine"
+                " the datasets (torch.utils.data.StackDataset or ConcatDataset), or use strategy='hetero_balanced'"
+            )
+        newcomer = self.strategy.newcomer
+        if newcomer is None:
+            self.orders.agree(spec)
+        elif spec.kind != "plain":
+            raise TypeError(
+                "a rank cannot join a run whose order of samples the ranks draw together (a sampler or batch sampler of"
+                " your own): start all ranks again from the last checkpoint"
+            )
+        order = self.orders.order(loader, spec, 0)
+        self.orders.check_position(order.global_batch_size)
+        self._batch_size = spec.batch_size
+        self.sampler = TickSampler(order)
+        self.source = SampleSource(loader)
+        if self.loop is not None:
+            self.loop.bind(self.sampler, self.source)
+        self.sampler.set_epoch(compat.epoch_running(self.trainer))
+        return tick_loader(loader, self.sampler, self.source, self._ticks)
+
+    def _ticks(self, iterator: object) -> Iterator[Any]:
+        if self.loop is None or not compat.is_train_iterator(self.trainer, iterator):
+            return self._look()
+        return self.loop.ticks()
+
+    def _look(self) -> Iterator[Any]:
+        """What stock DDP would show to somebody who looks at the loader: equal parts. Nothing is claimed."""
+        sampler, source = self.sampler, self.source
+        assert sampler is not None and source is not None
+        rank, world = self.strategy.global_rank, self.strategy.world_size
+        start = 0
+        for end in sampler.ends:
+            part = range(start + rank * (end - start) // world, start + (rank + 1) * (end - start) // world)
+            yield source.look([sampler.indices[p] for p in part] or [sampler.indices[start]])
+            start = end
+
+    @property
+    def global_batch_size(self) -> int | None:
+        """Samples per update."""
+        return None if self.sampler is None else self.sampler.order.global_batch_size
+
+    # ---- the server -------------------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Starts the server and connects to it; training begins."""
+        trainer, strategy = self.trainer, self.strategy
+        assert self.sampler is not None and self.source is not None
+        module = trainer.lightning_module
+        optimizers = strategy.optimizers
+        named = {id(p): (name, p) for name, p in module.named_parameters()}
+        owned = {id(p): p for o in optimizers for g in o.param_groups for p in g["params"]}
+        stray = [tuple(p.shape) for i, p in owned.items() if i not in named]
+        if stray:
+            raise ValueError(
+                f"an optimizer updates {len(stray)} parameters that are not the LightningModule's (shapes"
+                f" {stray[:3]}); register their module on the LightningModule"
+            )
+        entries = [entry for i, entry in named.items() if i in owned]
+        buffers = [(name, b) for name, b in module.named_buffers()]
+        layout = FlatLayout.of(entries, buffers, optimizers=optimizers, codec=strategy.server_settings.codec)
+        newcomer = strategy.newcomer
+        if newcomer is None and strategy.is_global_zero:
+            per_node = strategy.num_processes
+            near = range(per_node) if strategy.transport != "pairs" else ()
+            self.server_process, self._address = start_server(
+                layout=layout,
+                parameters=[p for _, p in entries],
+                buffers=[b for _, b in buffers],
+                optimizers=optimizers,
+                settings=strategy.server_settings,
+                ranks=self.alive,
+                near=[r for r in near if r in self.alive],
+                ahead=self.source.ahead,
+                state=dict(self.state.get("coordinator") or self.resume.get("server", {})),
+                host=self._host(),
+                timeout=strategy.timeout or timedelta(minutes=30),
+            )
+            self.admission.door.announce(self._address)
+        self._address = self._broadcast(self._address) if newcomer is None else newcomer.address
+        assert self._address is not None
+        link = connect(self._address, strategy.global_rank, layout, strategy.timeout or timedelta(minutes=30))
+        self.worker = Worker(
+            link, layout, [p for _, p in entries], [b for _, b in buffers], optimizers,
+            codec=strategy.server_settings.codec,
+        )  # fmt: skip
+        self.worker.attach()
+        self.worker.pull()
+        self._signature = self._groups()
+        if not strategy.is_global_zero:
+            for optimizer in optimizers:  # it lives in the server now
+                optimizer.state.clear()
+        if self.loop is None:
+            self.loop = TickLoop(
+                trainer,
+                strategy,
+                self.worker,
+                self.sampler,
+                self.source,
+                before_epoch=self._before_epoch,
+                resume=self.resume.get("applied") or {},
+                weight=strategy.batch_weight or getattr(module, "batch_weight", None),
+                sums=strategy.server_settings.divide_by is not None,
+            )
+            self._undo.append(compat.stop_sigterm_broadcast(trainer))
+            self._undo.append(compat.skip_empty_batches(trainer))
+            self._undo.append(self._take_over_optimizers())
+        if newcomer is not None:
+            strategy.newcomer = None
+            dist.barrier()  # the members wait for this: from here on all is as it is for them
+
+    def _host(self) -> str:
+        if self.strategy.num_nodes == 1:
+            return "127.0.0.1"
+        assert self.strategy.cluster_environment is not None
+        return self.strategy.cluster_environment.main_address
+
+    def _broadcast(self, value: Any) -> Any:
+        box = [value]
+        dist.broadcast_object_list(box, 0)
+        return box[0]
+
+    def _groups(self) -> tuple[Any, ...]:
+        """What the server was started with: parameters of each group of each optimizer."""
+        return tuple(
+            tuple(tuple(id(p) for p in g["params"]) for g in o.param_groups) for o in self.strategy.optimizers
+        )
+
+    def _before_epoch(self) -> Worker:
+        """A callback may have unfrozen layers by adding them to an optimizer: then the server starts again with them."""
+        self.admission.admit()
+        if self._groups() != self._signature:
+            self.meet("parameters were added to an optimizer")
+            self._bring_home()
+            self._leave()
+            self.start()
+        assert self.worker is not None
+        return self.worker
+
+    def _take_over_optimizers(self) -> Callable[[], None]:
+        """Ends the optimizers' own steps on this rank: the server makes them. Returns the undo function."""
+        optimizers = self.strategy.optimizers
+        before = [(vars(o).get("step"), vars(o).get("zero_grad")) for o in optimizers]
+        for index, optimizer in enumerate(optimizers):
+            self._take_over(index, optimizer)
+        module = self.trainer.lightning_module
+        facades = module.optimizers()
+        facades = facades if isinstance(facades, list) else [facades]
+        for facade, optimizer in zip(facades, optimizers, strict=True):
+            facade.zero_grad = optimizer.zero_grad  # otherwise it calls the class's
+        watched = () if module.automatic_optimization else (self._watch_zeroing(),)
+
+        def undo() -> None:
+            for stop in watched:
+                stop()
+            for facade in facades:
+                vars(facade).pop("zero_grad", None)
+            for optimizer, (step, zero_grad) in zip(optimizers, before, strict=True):
+                for name, value in (("step", step), ("zero_grad", zero_grad)):
+                    vars(optimizer).pop(name, None)
+                    if value is not None:
+                        setattr(optimizer, name, value)
+
+        return undo
+
+    def _watch_zeroing(self) -> Callable[[], None]:
+        """Takes note of ``module.zero_grad()``, of the LightningModule or a part of it; returns the undo function."""
+        zero_grad = nn.Module.zero_grad
+        loop, strategy = self.loop, self.strategy
+        assert loop is not None
+
+        def note_and_zero(module: nn.Module, *args: Any, **kwargs: Any) -> None:
+            zero_grad(module, *args, **kwargs)
+            zeroed = {id(p) for p in module.parameters()}
+            for index, optimizer in enumerate(strategy.optimizers):
+                owned = {id(p) for g in optimizer.param_groups for p in g["params"] if p.requires_grad}
+                if owned & zeroed:
+                    loop.zeroed(index)
+                    if owned - zeroed:
+                        strategy.warn_once(
+                            f"{type(module).__name__}.zero_grad() zeroes only a part of optimizer {index}'s parameters;"
+                            " in the parameter server all of them are zeroed. Call optimizer.zero_grad() instead"
+                        )
+
+        def undo() -> None:
+            nn.Module.zero_grad = zero_grad
+
+        nn.Module.zero_grad = note_and_zero
+        return undo
+
+    def _take_over(self, index: int, optimizer: Any) -> None:
+        zero_grad = optimizer.zero_grad
+        loop = self.loop
+        assert loop is not None
+
+        def push_instead(closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
+            output = closure() if closure is not None else None
+            loop.stepped()
+            optimizer._opt_called = True  # what torch's schedulers look for before they warn
+            return output
+
+        push_instead._wrapped_by_lr_sched = True  # type: ignore[attr-defined]  # and this
+
+        def note_and_zero(*args: Any, **kwargs: Any) -> Any:
+            loop.zeroed(index)
+            return zero_grad(*args, **kwargs)
+
+        # Schedulers made later, e.g. by a callback, must neither wrap it as a method nor miss their own wrapper.
+        push_instead._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
+        optimizer.step = push_instead
+        optimizer.zero_grad = note_and_zero
+
+    # ---- meeting ----------------------------------------------------------------------------------------------
+
+    def meet(self, what: str, *, pull: bool = False) -> bool:
+        """Waits at the server for all live ranks; leaves the dead behind. Returns whether the ranks are others now.
+
+        Args:
+            what: the purpose, the same on all ranks; a difference is an error that names both sides.
+            pull: take the newest parameters, which are the same for all as nobody computes meanwhile.
+        """
+        if self.worker is None:
+            return False
+        self.meetings += 1
+        met = self.worker.meet(self.meetings, what)
+        self.metrics = self.worker.parse_metrics(met)
+        for notice in self.worker.parse_notices(met):
+            self.strategy.warn_once(notice)
+        if not self._advised and (advice := report.advice(self.metrics)) is not None:
+            self._advised = True
+            self.strategy.warn_once(advice)
+        if pull:
+            self.worker.pull()
+        before = self.alive
+        if met.generation != self._generation:
+            self._generation = met.generation
+            self._regroup(tuple(met.numbers))
+        return self.alive != before
+
+    def logged(self) -> str:
+        """Names what is reduced when an epoch ends, for `meet`: ranks that log other values would mix them up."""
+        names = compat.reduced_names(self.trainer)
+        return f", logged: {', '.join(names)}" if names else ""
+
+    def _regroup(self, alive: tuple[int, ...]) -> None:
+        strategy = self.strategy
+        if alive == self.alive:
+            return
+        dead = sorted(set(self.alive) - set(alive))
+        self.alive = alive
+        self.rebuild(alive, self._generation)
+        if strategy.is_global_zero:
+            self.admission.door.open(self._address)
+        if dead:
+            strategy.warn_once(
+                f"rank {', '.join(map(str, dead))} died; the others go on without, on {len(alive)} devices, with the"
+                " same global batch; its samples were granted to them"
+                + (f"; rank {alive[0]} writes checkpoints now, loggers of rank 0 log no more" if 0 in dead else "")
+            )
+
+    def rebuild(self, members: tuple[int, ...], generation: int) -> None:
+        """Makes new process groups of ``members``, all of whom call this; validation is divided among them."""
+        strategy, self.alive = self.strategy, members
+        assert self._address is not None
+        store = dist.TCPStore(self._address.host, self._address.port, is_master=False)
+        rebuild_default_group(
+            store=store,
+            generation=generation,
+            members=members,
+            rank=strategy.global_rank,
+            backend=strategy.process_group_backend or "gloo",
+            timeout=strategy.timeout,
+        )
+        self.channel.rebind(self._new_group())
+        for loader in compat.val_loaders(self.trainer):
+            if isinstance(loader, DataLoader):
+                shrink_sampler(loader, members, strategy.global_rank)
+        compat.count_val_batches(self.trainer)
+
+    # ---- state ------------------------------------------------------------------------------------------------
+
+    def fetch_state(self) -> dict[str, Any]:
+        """Returns the server's state (rank 0) with the parameters of the very same version on this rank."""
+        worker = self.worker
+        assert worker is not None
+        while True:
+            state = worker.state()
+            # What callbacks have put in place of the newest parameters, e.g. averages, stays.
+            if (worker.version if worker.is_newest else worker.pull()) == state["version"]:
+                self.state = state
+                return state
+
+    def agree_on_averages(self) -> None:
+        """Averaged weights are rank 0's on all ranks: a rank that a tick went by without has not seen its version."""
+        if self.worker is not None and len(self.alive) > 1:
+            for tensor in compat.averaged_weights(self.trainer):
+                dist.broadcast(tensor.data, 0)  # the lowest of those left
+
+    def checkpoint(self) -> dict[str, Any]:
+        """Returns what a resumed run needs, as plain types."""
+        server = self.state.get("coordinator", {})
+        applied = {}
+        if self.loop is not None and server:
+            # Lightning's tick: while a rank fails, the others may go on, and the server with them.
+            tick = min(server["tick"], compat.batches_trained(self.trainer))
+            applied = {"epoch": server["epoch"], "tick": tick, "spans": server["applied"]}
+        return {
+            "world_size": self.strategy.world_size,
+            "global_batch_size": self.global_batch_size,
+            "batch_size": self._batch_size,
+            "orders": [self.sampler.order.state_dict()] if self.sampler is not None else [],
+            "applied": applied,
+            "server": server,
+        }
+
+    def _bring_home(self) -> None:
+        """The server's optimizer state goes back into this process's optimizers (rank 0: it writes checkpoints)."""
+        if self.strategy.is_global_zero:
+            state = self.fetch_state()
+            known = zip(self.strategy.optimizers, self._signature, state["optimizers"], strict=True)
+            for optimizer, groups, own in known:
+                before = dict(enumerate(i for group in groups for i in group))
+                held = {before[index]: entry for index, entry in own["state"].items()}
+                present = [id(p) for group in optimizer.param_groups for p in group["params"]]  # perhaps more than then
+                entries = {index: held[i] for index, i in enumerate(present) if i in held}
+                optimizer.load_state_dict(
+                    {"state": entries, "param_groups": optimizer.state_dict()["param_groups"]}
+                )
+
+    def _leave(self) -> None:
+        worker, self.worker = self.worker, None
+        if worker is not None:
+            worker.detach()
+            worker.leave()
+            worker.link.close()
+        process, self.server_process = self.server_process, None
+        if process is not None:
+            process.stop(10.0)
+
+    def finish(self) -> None:
+        """Training is over: everything comes home, the server ends."""
+        if self.worker is None:
+            return
+        self.meet("training ends")
+        self._bring_home()
+        self.meet("state is saved")
+        if self.strategy.is_global_zero:
+            self.admission.door.shut(range(self.strategy.world_size))
+        self._leave()
+
+    def abort(self, text: str) -> None:
+        """This rank failed: tell the others why."""
+        self.failed = True
+        if self.worker is not None:
+            self.worker.abort(text)
+
+    def close(self) -> None:
+        """Ends the run; after a failure without waiting for anybody."""
+        if self.source is not None:
+            self.source.end()
+        for undo in reversed(self._undo):
+            undo()
+        self._undo = []
+        worker, self.worker = self.worker, None
+        if worker is not None:
+            worker.detach()
+            worker.link.close()
+        process, self.server_process = self.server_process, None
+        if process is not None:
+            process.stop(5.0)
+        self.channel.close(destroy=not self.failed)

@@ -1,0 +1,101 @@
+"""How fast each worker is: one predictor per rank, and the shares that follow (layer P)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+from lightning_hetero.predictors import Kalman, Predictor
+from lightning_hetero.solvers import apportion, minimax
+from lightning_hetero.types import AffineCost
+
+__all__ = ["Speeds"]
+
+
+class Speeds:
+    """Learns from pushes what a chunk takes from grant to push [s], transfers included.
+
+    A rank that was never measured is taken to be as fast as the mean of those that were.
+
+    Args:
+        predictor: its settings are copied for every rank; None: `Kalman`.
+    """
+
+    def __init__(self, predictor: Predictor | None = None) -> None:
+        self.prototype = Kalman() if predictor is None else predictor
+        if not isinstance(self.prototype, Predictor):
+            raise TypeError(f"predictor={predictor!r} must be a lightning_hetero.predictors.Predictor")
+        self._of: dict[int, Predictor] = {}
+        self._splits: dict[tuple[int, frozenset[int], bool], dict[int, int]] = {}
+
+    def learn(self, rank: int, samples: int, seconds: float) -> None:
+        """Takes in one chunk; a time that is not above 0 tells nothing."""
+        if samples > 0 and 0.0 < seconds < math.inf:
+            self._of.setdefault(rank, self.prototype.fresh()).update(samples, seconds)
+            self._splits.clear()
+
+    def cost(self, rank: int) -> AffineCost | None:
+        """Returns the model of a rank; None before the first measurement of any."""
+        own = self._of.get(rank)
+        if own is not None and own.ready:
+            return own.cost()
+        known = [p.cost() for p in self._of.values() if p.ready]
+        if not known:
+            return None
+        return AffineCost(
+            fixed_s=math.fsum(c.fixed_s for c in known) / len(known),
+            per_sample_s=math.fsum(c.per_sample_s for c in known) / len(known),
+        )
+
+    def predict_s(self, rank: int, samples: int) -> float:
+        """Returns the time a rank will take for a chunk [s]; NaN while nothing is known."""
+        cost = self.cost(rank)
+        return math.nan if cost is None else cost.seconds(samples)
+
+    def split(self, ranks: Collection[int], total: int, *, equal: bool = False) -> Mapping[int, int]:
+        """Returns samples per rank of ``total`` such that all ranks finish together; very slow ones get none.
+
+        Equal, larger parts to lower ranks, if ``equal`` or while nothing is known.
+        """
+        key = (total, frozenset(ranks), equal)
+        if key not in self._splits:
+            order = sorted(ranks)
+            costs = [_coarse(cost) for rank in order if (cost := self.cost(rank)) is not None]
+            shares: Sequence[int] = ()
+            if costs and not equal:
+                shares = minimax(costs, total).shares
+            if order and not shares:
+                shares = apportion([1.0] * len(order), total).shares
+            self._splits[key] = dict(zip(order, shares, strict=True))
+        return self._splits[key]
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns plain types only: the kind of predictor, and its memory per rank."""
+        return {
+            "predictor": type(self.prototype).__name__,
+            "ranks": [[rank, dict(p.state_dict())] for rank, p in sorted(self._of.items())],
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Takes over what another run learned; of another kind of predictor it is ignored."""
+        if state.get("predictor") != type(self.prototype).__name__:
+            return
+        loaded: dict[int, Predictor] = {}
+        for rank, memory in state["ranks"]:
+            loaded[int(rank)] = self.prototype.fresh()
+            loaded[int(rank)].load_state_dict(memory)
+        self._of = loaded
+        self._splits.clear()
+
+
+def _coarse(cost: AffineCost) -> AffineCost:
+    """Rounds to steps of about 1 %: ranks of equal speed shall be exactly equal, whatever the last bits measured."""
+    return AffineCost(fixed_s=_round(cost.fixed_s), per_sample_s=_round(cost.per_sample_s))
+
+
+def _round(value: float) -> float:
+    if value <= 0.0:
+        return 0.0
+    # Steps of a logarithm, shifted: round numbers of seconds must not lie on the edge between two steps.
+    return math.exp(0.01 * (math.floor(100.0 * math.log(value) + 0.3819) + 0.5))

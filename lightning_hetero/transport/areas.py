@@ -1,0 +1,192 @@
+"""Memory that one side writes and the other reads without a lock: a worker's slot, the published parameters (layer T).
+
+Both consist of a few 64-bit *words* and of bytes. Every word and byte has one writer; a sequence word is odd while the
+bytes beside it are being written, so a reader notices a writer that was killed in the middle, and one that was faster
+than itself. Idea: seqlocks, as in the Linux kernel; with two buffers a reader retries only if two publications begin
+while it copies.
+
+The words are aligned and written as a whole. x86 keeps the order of stores; for processors that do not, `_fence` lets
+none pass.
+"""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_hetero.transport.base import TornSlotError
+
+__all__ = ["PAGE_BYTES", "ParameterArea", "Slot", "check_flat", "check_sizes"]
+
+PAGE_BYTES = 4096
+
+_LOCK = threading.Lock()
+
+
+def _fence() -> None:
+    """Lets no load or store pass: two acquisitions in a row are a full barrier (one would admit both sides inside)."""
+    for _ in range(2):
+        with _LOCK:
+            pass
+
+
+def check_flat(name: str, tensor: Tensor, size_bytes: int) -> None:
+    """Raises TypeError or ValueError unless ``tensor`` is flat uint8 of ``size_bytes``."""
+    if not isinstance(tensor, Tensor) or tensor.dtype != torch.uint8:
+        raise TypeError(f"{name} must be a tensor of bytes (torch.uint8), not {getattr(tensor, 'dtype', type(tensor))}")
+    if tensor.shape != (size_bytes,) or not tensor.is_contiguous():
+        raise ValueError(f"{name} has the shape {tuple(tensor.shape)}, need ({size_bytes},), contiguous")
+
+
+def check_sizes(**sizes: int) -> None:
+    """Raises ValueError unless every size is a whole number >= 1."""
+    for name, value in sizes.items():
+        if type(value) is not int or value < 1:
+            raise ValueError(f"{name}={value!r} must be a whole number >= 1")
+
+
+def _aligned(size_bytes: int) -> int:
+    """Returns ``size_bytes`` rounded up to whole pages."""
+    return -(-size_bytes // PAGE_BYTES) * PAGE_BYTES
+
+
+def _words(memory: Tensor, count: int) -> Any:
+    # a memoryview, because it reads and writes a word as a whole, and as an int
+    array: Any = memory[: 8 * count].numpy()
+    return memoryview(array).cast("q")
+
+
+class Slot:
+    """A worker's gradients; the worker writes, the server reads.
+
+    Args:
+        memory: ``Slot.size(n)`` bytes: a page with the sequence word, then the ``n`` bytes of `data`.
+        data_bytes: ``n``.
+
+    Attributes:
+        data: uint8 (n,), page-aligned if ``memory`` is.
+    """
+
+    def __init__(self, memory: Tensor, data_bytes: int) -> None:
+        check_flat("memory", memory, self.size(data_bytes))
+        self._memory = memory  # what the words are a view of
+        self._words = _words(memory, 1)
+        self.data = memory[PAGE_BYTES : PAGE_BYTES + data_bytes]
+
+    @staticmethod
+    def size(data_bytes: int) -> int:
+        return PAGE_BYTES + _aligned(data_bytes)
+
+    @classmethod
+    def empty(cls, data_bytes: int) -> Slot:
+        """Returns a slot in this process's own memory, with nothing in it."""
+        return cls(torch.zeros(cls.size(data_bytes), dtype=torch.uint8), data_bytes)
+
+    @property
+    def sequence(self) -> int:
+        return self._words[0]
+
+    def mark(self, sequence: int) -> None:
+        """Takes over the number which the writer of a copy has: odd = being written."""
+        _fence()
+        self._words[0] = sequence
+
+    def open(self) -> None:
+        """Begins to write. What a predecessor left open stays so, under another number."""
+        now = self._words[0]
+        self._words[0] = now + 1 + now % 2
+        _fence()
+
+    def close(self) -> int:
+        """Ends writing; returns the number of this content.
+
+        Raises:
+            RuntimeError: it was not opened.
+        """
+        now = self._words[0]
+        if now % 2 == 0:
+            raise RuntimeError("close_slot without open_slot: open the slot before writing gradients into it")
+        _fence()
+        self._words[0] = now + 1
+        return now + 1
+
+    def check(self, sequence: int) -> Tensor:
+        """Returns `data` if it holds the content numbered ``sequence``; raises TornSlotError otherwise."""
+        now = self._words[0]
+        if now % 2:
+            raise TornSlotError(f"content {sequence} was asked for, but the slot is being written (sequence {now})")
+        if now != sequence or now == 0:
+            held = f"content {now}" if now else "nothing yet"
+            raise TornSlotError(f"content {sequence} was asked for, but the slot holds {held}")
+        _fence()
+        return self.data
+
+
+class ParameterArea:
+    """The newest parameters; the server writes, every worker reads.
+
+    Args:
+        memory: ``ParameterArea.size(n)`` bytes: a page of words, then two buffers of ``n`` bytes, page-aligned.
+        data_bytes: ``n``.
+    """
+
+    # words: publications so far; per buffer its sequence and its version
+    _COUNT, _SEQUENCE, _VERSION = 0, (1, 2), (3, 4)
+
+    def __init__(self, memory: Tensor, data_bytes: int) -> None:
+        check_flat("memory", memory, self.size(data_bytes))
+        self._words = _words(memory, 5)
+        first, second = PAGE_BYTES, PAGE_BYTES + _aligned(data_bytes)
+        self._buffers = memory[first : first + data_bytes], memory[second : second + data_bytes]
+
+    @staticmethod
+    def size(data_bytes: int) -> int:
+        return PAGE_BYTES + 2 * _aligned(data_bytes)
+
+    def publish(self, version: int, parameters: Tensor) -> None:
+        """Copies ``parameters`` (uint8, n) into the older buffer and makes it the newest."""
+        check_flat("parameters", parameters, self._buffers[0].numel())
+        words = self._words
+        count = words[self._COUNT] + 1
+        which = count % 2
+        words[self._SEQUENCE[which]] += 1
+        _fence()
+        self._buffers[which].copy_(parameters)
+        words[self._VERSION[which]] = version
+        _fence()
+        words[self._SEQUENCE[which]] += 1
+        words[self._COUNT] = count
+
+    def read(self, into: Tensor) -> int:
+        """Copies the newest parameters as a whole; returns their version.
+
+        Raises:
+            RuntimeError: nothing was published yet.
+        """
+        check_flat("into", into, self._buffers[0].numel())
+        words = self._words
+        while count := words[self._COUNT]:
+            which = count % 2
+            sequence = words[self._SEQUENCE[which]]
+            if sequence % 2:  # a writer got ahead by a whole buffer since the count was read
+                continue
+            _fence()
+            into.copy_(self._buffers[which])
+            version = words[self._VERSION[which]]
+            _fence()
+            if words[self._SEQUENCE[which]] == sequence:
+                return version
+        raise RuntimeError("no parameters were published yet: the server publishes before it answers a worker")
+
+    def newest(self) -> int:
+        """Returns the newest version, -1 before the first."""
+        words = self._words
+        while count := words[self._COUNT]:
+            version = words[self._VERSION[count % 2]]
+            _fence()
+            if words[self._COUNT] == count:  # else the buffer may already be getting its next version
+                return version
+        return -1

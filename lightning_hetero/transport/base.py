@@ -1,0 +1,347 @@
+"""Worker <-> server: fixed-size control messages, a gradient slot per worker, published parameters (layer T).
+
+    worker r                                        server
+    Link.gradient  --(bytes of slot r)----------->  Listener.gradient(r)
+    Link.call(Request) --(doorbell)-------------->  Listener.events() -> Arrived(r, request)
+                       <--(may come much later)---  Listener.reply(r, Reply)
+    Link.read_parameters()  <---------------------  Listener.publish(version)
+
+Rules every implementation keeps: each byte has one writer; nothing is ever unpickled; a worker has at most one request
+under way; the death of one worker is told as `Gone` and disturbs no other; a late or returning worker is told as
+`Joined`, with its rank, at any time.
+"""
+
+from __future__ import annotations
+
+import struct
+from abc import ABC, abstractmethod
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import IntEnum
+
+from torch import Tensor
+
+__all__ = [
+    "Arrived",
+    "Ask",
+    "Gone",
+    "Happened",
+    "Joined",
+    "Link",
+    "Listener",
+    "Reply",
+    "Request",
+    "Say",
+    "ServerLostError",
+    "TornSlotError",
+]
+
+
+class Ask(IntEnum):
+    """What a worker wants."""
+
+    EPOCH = 1  # begin an epoch; payload: ends of its ticks in samples
+    CLAIM = 2  # work for `tick`
+    PUSH = 3  # the slot holds the gradients of `lease`; if FINAL also a claim for the same tick
+    RETURN = 4  # a grant that will not be computed
+    MEET = 5  # answered when every live worker has asked for it with the same `tick` (a meeting number)
+    STATE = 6  # state of the optimizers and of the epoch; answered through Listener.share_state
+    ABORT = 7  # this worker failed; text says why: everybody is told
+    LEAVE = 8  # this worker is done
+    METRICS = 9  # what the server has counted and predicts; answered DONE with a JSON object as text
+
+
+class Say(IntEnum):
+    """What the server answers."""
+
+    GRANT = 1  # payload: spans, flat
+    PASSED = 2  # `tick` is the server's; payload: one word per tick gone by, see stale.server
+    APPLIED = 3  # a sub-step was applied (or not: version tells); go on
+    MET = 4  # payload: ranks alive
+    DONE = 5
+    STATE = 6
+    FAILED = 7  # text says why; the run cannot go on
+
+
+_REQUEST = struct.Struct("<BxHiiiqiIIIddQI")
+_REPLY = struct.Struct("<BxHiiiqqqqIII")
+
+
+def _packed(form: struct.Struct, message: Request | Reply, *values: float) -> bytes:
+    try:
+        return form.pack(*values)
+    except struct.error as error:
+        raise ValueError(f"{error} (integers have 32 or 64 bits, substep and micro 16) in {message!r:.500}") from error
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Request:
+    """One control message of a worker; `pack` makes it ``SIZE`` bytes and the payload that follows.
+
+    Attributes:
+        kind: what is wanted.
+        epoch, tick: where the worker is.
+        substep: number of the optimizer step inside the batch (manual optimization).
+        lease: the grant a push belongs to.
+        samples: samples the slot's gradients are the mean of.
+        weight: what they count in the mean over the update; usually ``samples``.
+        compute_s: own time since the grant [s].
+        flags: bits, see `stale.server`.
+        steps, zeroes: bit i: optimizer i steps after this push / was zeroed before it.
+        slot: sequence number of the slot's content.
+        numbers: 64-bit integers, e.g. the ends of ticks.
+        text: words for people.
+    """
+
+    kind: Ask
+    epoch: int = 0
+    tick: int = 0
+    substep: int = 0
+    lease: int = 0
+    samples: int = 0
+    weight: float = 0.0
+    compute_s: float = 0.0
+    flags: int = 0
+    steps: int = 0
+    zeroes: int = 0
+    slot: int = 0
+    numbers: Sequence[int] = ()
+    text: str = ""
+
+    SIZE = _REQUEST.size
+
+    def pack(self) -> bytes:
+        """Returns header and payload; raises ValueError if a number does not fit its field."""
+        body = array("q", self.numbers).tobytes() + self.text.encode()
+        return (
+            _packed(_REQUEST, self,
+                self.kind, self.substep, self.epoch, self.tick, self.samples, self.lease, len(self.numbers), self.flags,
+                self.steps, self.zeroes, self.weight, self.compute_s, self.slot, len(body),
+            )
+            + body
+        )  # fmt: skip
+
+    @classmethod
+    def unpack(cls, head: bytes, body: bytes) -> Request:
+        """Returns the request; raises ValueError if it is none."""
+        try:
+            kind, substep, epoch, tick, samples, lease, count, flags, steps, zeroes, weight, compute_s, slot, size = (
+                _REQUEST.unpack(head)
+            )
+            if size != len(body) or not 0 <= 8 * count <= size:
+                raise ValueError(f"a payload of {len(body)} bytes was announced as {size} with {count} numbers")
+            return cls(
+                kind=Ask(kind), substep=substep, epoch=epoch, tick=tick, samples=samples, lease=lease, flags=flags,
+                steps=steps, zeroes=zeroes, weight=weight, compute_s=compute_s, slot=slot,
+                numbers=tuple(array("q", body[: 8 * count])), text=body[8 * count :].decode(),
+            )  # fmt: skip
+        except (struct.error, UnicodeDecodeError) as error:
+            raise ValueError(f"not a request: {error}") from error
+
+    @staticmethod
+    def body_size(head: bytes) -> int:
+        """Returns how many bytes of payload follow the header."""
+        return _REQUEST.unpack(head)[-1]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Reply:
+    """One answer of the server; see `Request` for packing.
+
+    Attributes:
+        kind: what it is.
+        epoch, tick: where the server is.
+        version: of the parameters; with a grant, the one to compute with.
+        lease, micro, numbers: of a grant, see `stale.protocol.Granted`; ``numbers`` are its spans, flat.
+        hint_start, hint_end: positions worth fetching ahead.
+        generation: number of membership changes so far.
+        flags: bits, see `stale.server`.
+    """
+
+    kind: Say
+    epoch: int = 0
+    tick: int = 0
+    version: int = 0
+    lease: int = 0
+    micro: int = 0
+    hint_start: int = 0
+    hint_end: int = 0
+    generation: int = 0
+    flags: int = 0
+    numbers: Sequence[int] = ()
+    text: str = ""
+
+    SIZE = _REPLY.size
+
+    def pack(self) -> bytes:
+        """Returns header and payload; raises ValueError if a number does not fit its field."""
+        body = array("q", self.numbers).tobytes() + self.text.encode()
+        return (
+            _packed(_REPLY, self,
+                self.kind, self.micro, self.epoch, self.tick, self.generation, self.version, self.lease,
+                self.hint_start, self.hint_end, self.flags, len(self.numbers), len(body),
+            )
+            + body
+        )  # fmt: skip
+
+    @classmethod
+    def unpack(cls, head: bytes, body: bytes) -> Reply:
+        """Returns the reply; raises ValueError if it is none."""
+        try:
+            kind, micro, epoch, tick, generation, version, lease, start, end, flags, count, size = _REPLY.unpack(head)
+            if size != len(body) or not 0 <= 8 * count <= size:
+                raise ValueError(f"a payload of {len(body)} bytes was announced as {size} with {count} numbers")
+            return cls(
+                kind=Say(kind), micro=micro, epoch=epoch, tick=tick, generation=generation, version=version,
+                lease=lease, hint_start=start, hint_end=end, flags=flags,
+                numbers=tuple(array("q", body[: 8 * count])), text=body[8 * count :].decode(),
+            )  # fmt: skip
+        except (struct.error, UnicodeDecodeError) as error:
+            raise ValueError(f"not a reply: {error}") from error
+
+    @staticmethod
+    def body_size(head: bytes) -> int:
+        """Returns how many bytes of payload follow the header."""
+        return _REPLY.unpack(head)[-1]
+
+
+class ServerLostError(ConnectionError):
+    """The server does not answer any more; the message says what is known of the reason."""
+
+
+class TornSlotError(RuntimeError):
+    """A slot was being written when it was read, or not written at all: its worker died or is confused."""
+
+
+@dataclass(frozen=True, slots=True)
+class Joined:
+    """A worker connected."""
+
+    rank: int
+
+
+@dataclass(frozen=True, slots=True)
+class Gone:
+    """A worker's connection ended; ``reason`` in words."""
+
+    rank: int
+    reason: str = field(default="", compare=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Arrived:
+    """A worker's request."""
+
+    rank: int
+    request: Request
+
+
+Happened = Joined | Gone | Arrived
+
+
+class Link(ABC):
+    """A worker's end.
+
+    Attributes:
+        rank: this worker.
+        gradient: uint8, the slot this worker writes; anything may be written between `open_slot` and `close_slot`.
+    """
+
+    rank: int
+    gradient: Tensor
+
+    @abstractmethod
+    def open_slot(self) -> None:
+        """Begins to write the slot: until `close_slot` the server sees it as torn."""
+
+    @abstractmethod
+    def ready(self, start: int, stop: int) -> None:
+        """Says that bytes ``[start, stop)`` of the slot are final; a transport over a wire may send them now.
+
+        If they change after all, say it again: the last content counts.
+        """
+
+    @abstractmethod
+    def close_slot(self) -> int:
+        """Ends writing; returns the sequence number for `Request.slot`. Bytes not `ready` yet become so."""
+
+    @abstractmethod
+    def call(self, request: Request, *, timeout_s: float | None = None) -> Reply:
+        """Sends a request and waits for its reply.
+
+        Raises:
+            ServerLostError: the server is gone, or silent for ``timeout_s``; the connection is over then.
+        """
+
+    @abstractmethod
+    def read_parameters(self, into: Tensor) -> int:
+        """Copies the newest published parameters (uint8, all of them) into ``into``; returns their version.
+
+        Never torn: what is copied is one version as a whole.
+
+        Raises:
+            RuntimeError: nothing was published yet.
+            ServerLostError: the server is gone (where it is asked for them).
+        """
+
+    @abstractmethod
+    def newest_version(self) -> int:
+        """Returns the newest published version without a message, as far as this worker can know (a lower bound).
+
+        -1: none is known.
+        """
+
+    @abstractmethod
+    def read_state(self) -> bytes:
+        """Returns what the server shared with `Listener.share_state`, after a reply ``Say.STATE``."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Ends the connection; idempotent, waits for nobody."""
+
+
+class Listener(ABC):
+    """The server's end. Used by one thread, except `wake`.
+
+    Attributes:
+        ranks: the workers it can serve, connected or not.
+    """
+
+    ranks: frozenset[int]
+
+    @abstractmethod
+    def events(self, timeout_s: float | None) -> list[Happened]:
+        """Waits until something happens, at most ``timeout_s`` (None: without limit; 0: not at all)."""
+
+    @abstractmethod
+    def wake(self) -> None:
+        """Makes `events`, now or the next time, return early, with an empty list if need be; for other threads."""
+
+    @abstractmethod
+    def reply(self, rank: int, reply: Reply) -> None:
+        """Answers a worker's outstanding request; a worker that is gone meanwhile is ignored."""
+
+    @abstractmethod
+    def gradient(self, rank: int, slot: int) -> Tensor:
+        """Returns a worker's slot (uint8), to be read before the next `reply` to it.
+
+        Raises:
+            TornSlotError: it does not hold the content numbered ``slot``.
+        """
+
+    @abstractmethod
+    def publish(self, version: int, parameters: Tensor) -> None:
+        """Makes ``parameters`` (uint8, all of them) the newest version; readers never see half of it."""
+
+    @abstractmethod
+    def share_state(self, data: bytes) -> None:
+        """Puts ``data`` where a worker on this node can read it with `Link.read_state`."""
+
+    @abstractmethod
+    def disconnect(self, rank: int) -> None:
+        """Ends a worker's connection; it will be told as `Gone`, too."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Ends all connections and removes what lies on disk; idempotent."""

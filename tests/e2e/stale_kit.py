@@ -1,0 +1,278 @@
+"""One script, started in every way: trains with the stale engine and lets scripted faults happen.
+
+Each rank that comes to the end of its training writes what it ended with; the rest is read from exit codes and screens.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+
+__all__ = ["Ended", "launch", "launch_externally", "nothing_left", "validation_loss"]
+
+ROOT = Path(__file__).resolve().parents[2]
+TRAIN, VALID, BATCH, EPOCHS = 96, 24, 4, 3
+
+SCRIPT = """
+import errno, json, os, signal, subprocess, sys, time
+from datetime import timedelta
+from pathlib import Path
+
+import psutil
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+from lightning.pytorch.plugins import TorchCheckpointIO
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_hetero import BoundedStalenessStrategy
+
+FOLDER = Path(__file__).parent
+ALL_REDUCE = torch.distributed.all_reduce
+ASKED = {"start": "popen", "ranks": 3, "fault": None, "at": [1, 2], "step_s": 0.0, "liveness_s": 5.0, "save": False,
+         "resume": None, "epochs": 3, "train": 96, **json.loads(sys.argv[1])}
+
+
+def data(samples, seed):
+    x = torch.randn(samples, 4, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    return DataLoader(TensorDataset(x, x.sum(1, keepdim=True)), batch_size=4)
+
+
+class Model(LightningModule):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.net = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.Tanh(), torch.nn.Linear(3, 1)).double()
+
+    def training_step(self, batch, batch_idx):
+        time.sleep(ASKED["step_s"])
+        happen(self.trainer, "exception", batch_idx)
+        loss = torch.nn.functional.mse_loss(self.net(batch[0]), batch[1])
+        self.log("loss", loss)
+        return loss
+
+    def validation_step(self, batch, batch_idx):
+        happen(self.trainer, "kill in validation", 99)
+        self.log("val", torch.nn.functional.mse_loss(self.net(batch[0]), batch[1]), sync_dist=True)
+
+    def configure_optimizers(self):
+        return torch.optim.Adam(self.parameters(), lr=0.01)
+
+
+def happen(trainer, kind, batch_idx):
+    if not ASKED["fault"] or trainer.sanity_checking:
+        return
+    wanted, rank = ASKED["fault"]
+    # a rank may skip a batch that others made, so: at the first one not before
+    if wanted == kind and trainer.global_rank == rank and (trainer.current_epoch, batch_idx) >= tuple(ASKED["at"]):
+        (FOLDER / "happened").write_text(str(time.time()))
+        if kind == "exception":
+            raise RuntimeError("the cause: a flux compensator broke")
+        if kind == "stop":
+            ASKED["fault"] = None
+            waker = f"sleep 1.5; date +%s.%N > woken; kill -CONT {os.getpid()}"
+            subprocess.Popen(["sh", "-c", waker], cwd=FOLDER)
+            os.kill(os.getpid(), signal.SIGSTOP)
+        elif kind == "kill the server":
+            ASKED["fault"] = None
+            (server,) = [c for c in psutil.Process().children() if os.getsid(c.pid) == c.pid]
+            server.kill()
+        elif kind != "kill while writing":
+            os.kill(os.getpid(), signal.SIGKILL)
+        return True
+
+
+class Faults(Callback):
+    def on_train_batch_start(self, trainer, module, batch, batch_idx):
+        for kind in ("kill", "stop", "kill the server"):
+            happen(trainer, kind, batch_idx)
+        if happen(trainer, "kill while writing", batch_idx):
+            # the last layer's gradient is the first to be complete and, by hooks that came earlier, in the slot
+            die = lambda p: os.kill(os.getpid(), signal.SIGKILL)
+            module.net[-1].weight.register_post_accumulate_grad_hook(die)
+
+
+    def on_validation_epoch_end(self, trainer, module):
+        if (ASKED["fault"] or [""])[0] == "kill in a collective" and not trainer.sanity_checking:
+            def all_reduce(*args, **kwargs):  # all have met, and wait for each other now
+                happen(trainer, "kill in a collective", 99)
+                return ALL_REDUCE(*args, **kwargs)
+
+            torch.distributed.all_reduce = all_reduce
+
+
+class Report(Callback):
+    def __init__(self):
+        self.batches, self.files = [], set()
+
+    def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
+        self.batches.append([time.time(), trainer.global_step])
+        for line in Path("/proc/self/maps").read_text().splitlines():
+            if "/lightning-hetero-" in line:
+                self.files.add(line.split(None, 5)[5])
+
+    def on_train_end(self, trainer, module):
+        assert self.files, "no shared memory seen"
+        said = {
+            "steps": trainer.global_step,
+            "epochs": trainer.current_epoch,
+            "world": trainer.world_size,
+            "weights": [p.detach().flatten().tolist() for p in module.parameters()],
+            "val": trainer.callback_metrics["val"].item(),
+            "batches": self.batches,
+            "files": sorted(self.files),
+        }
+        (FOLDER / f"rank{trainer.global_rank}.json").write_text(json.dumps(said))
+
+
+class FullDisk(TorchCheckpointIO):
+    def save_checkpoint(self, checkpoint, path, storage_options=None):
+        if ASKED["fault"] and ASKED["fault"][0] == "full disk":
+            raise OSError(errno.ENOSPC, "No space left on device", str(path))
+        super().save_checkpoint(checkpoint, path, storage_options)
+
+
+def main():
+    strategy = BoundedStalenessStrategy(start_method=ASKED["start"], timeout=timedelta(seconds=100),
+                                        liveness_s=ASKED["liveness_s"], monitor=False)
+    callbacks = [Faults(), Report()]
+    if ASKED["save"]:
+        callbacks.append(ModelCheckpoint(FOLDER / "saved", "{step}", every_n_train_steps=4, save_top_k=-1))
+    trainer = Trainer(accelerator="cpu", devices=ASKED["ranks"], strategy=strategy, max_epochs=ASKED["epochs"],
+                      callbacks=callbacks, plugins=[FullDisk()], logger=False, enable_progress_bar=False,
+                      enable_checkpointing=ASKED["save"], enable_model_summary=False)
+    model = Model()
+    trainer.fit(model, data(ASKED["train"], 0), data(24, 1), ckpt_path=ASKED["resume"])
+    ended = [p.detach().flatten().tolist() for p in model.parameters()]
+    (FOLDER / f"parent{os.environ.get('LOCAL_RANK', 0)}.json").write_text(json.dumps(ended))
+
+
+if __name__ == "__main__":
+    main()
+"""
+
+_LAUNCHER = (
+    *("RANK", "LOCAL_RANK", "NODE_RANK", "GROUP_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"),
+    *("MASTER_ADDR", "MASTER_PORT"),
+)
+
+
+@dataclass
+class Ended:
+    """What is left of a run.
+
+    Attributes:
+        code: exit code; of each process if there were several.
+        said: output of all processes, or of each.
+        ranks: what the ranks reported that came to the end.
+        ended_at_s: wall clock.
+    """
+
+    code: list[int]
+    said: list[str]
+    ranks: dict[int, dict[str, Any]]
+    ended_at_s: float
+
+    def finished(self, steps: int, ranks: Sequence[int]) -> None:
+        """These ranks, and no others, came to the end of the same training, with the same model."""
+        assert sorted(self.ranks) == list(ranks), "\n".join(self.said)
+        first = self.ranks[ranks[0]]
+        for rank in ranks:
+            assert self.ranks[rank]["steps"] == steps
+            assert self.ranks[rank]["weights"] == first["weights"] and self.ranks[rank]["val"] == first["val"]
+        # the last validation, over all samples, whoever is left to do it
+        assert abs(first["val"] - validation_loss(first["weights"])) <= 1e-12
+
+    @property
+    def screens(self) -> str:
+        return "\n".join(self.said)
+
+
+def validation_loss(weights: list[list[float]]) -> float:
+    """Returns the loss of the script's model over the whole validation set."""
+    x = torch.randn(VALID, 4, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    w1, b1, w2, b2 = (torch.tensor(w, dtype=torch.float64) for w in weights)
+    out = torch.tanh(x @ w1.view(3, 4).T + b1) @ w2.view(1, 3).T + b2
+    return float((out - x.sum(1, keepdim=True)).square().mean())
+
+
+def _environ(**more: str) -> dict[str, str]:
+    environ = {k: v for k, v in os.environ.items() if not k.startswith(("PL_", "SLURM_", "TORCHELASTIC_"))}
+    for name in _LAUNCHER:
+        environ.pop(name, None)
+    paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+    environ |= {"PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"}
+    if sys.platform == "linux":
+        environ["GLOO_SOCKET_IFNAME"] = "lo"  # the host's name need not resolve
+    return environ | more
+
+
+def _collect(folder: Path, processes: Sequence[subprocess.Popen], outputs: Sequence[Path], limit_s: float) -> Ended:
+    deadline = time.monotonic() + limit_s
+    try:
+        codes = [process.wait(max(0.0, deadline - time.monotonic())) for process in processes]
+        ended_at_s = time.time()
+    except subprocess.TimeoutExpired:
+        raise AssertionError("it hangs:\n" + "\n".join(path.read_text() for path in outputs)) from None
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+    ranks = {
+        int(path.stem[4:]): json.loads(path.read_text()) for path in folder.glob("rank*.json") if path.stat().st_size
+    }
+    return Ended(codes, [path.read_text() for path in outputs], ranks, ended_at_s)
+
+
+def launch(folder: Path, *command: str, limit_s: float = 60.0, **asked: Any) -> Ended:
+    """Runs the script with Python, or with ``command`` in between, as a user would."""
+    (folder / "script.py").write_text(SCRIPT)
+    output = folder / "said"
+    with output.open("w") as said:
+        process = subprocess.Popen(
+            [sys.executable, *command, "script.py", json.dumps(asked)],
+            cwd=folder, env=_environ(), stdout=said, stderr=said,
+        )  # fmt: skip
+    return _collect(folder, [process], [output], limit_s)
+
+
+def launch_externally(folder: Path, ranks: int = 3, limit_s: float = 60.0, **asked: Any) -> Ended:
+    """Starts every rank by itself, each with a screen of its own."""
+    (folder / "script.py").write_text(SCRIPT)
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    outputs = [folder / f"said{rank}" for rank in range(ranks)]
+    command = [sys.executable, "script.py", json.dumps({**asked, "ranks": ranks})]
+    meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(ranks), "NODE_RANK": "0"}
+    processes = []
+    for rank, output in enumerate(outputs):
+        environ = _environ(LOCAL_RANK=str(rank), **meeting)
+        with output.open("w") as said:
+            processes.append(subprocess.Popen(command, cwd=folder, env=environ, stdout=said, stderr=said))
+    return _collect(folder, processes, outputs, limit_s)
+
+
+@contextmanager
+def nothing_left(folder: Path) -> Iterator[None]:
+    """Fails if a process that works in the folder outlives the run, or a file of the server does."""
+    yield
+    left = [p for p in psutil.process_iter(["cwd"]) if p.info["cwd"] == str(folder) and p.pid != os.getpid()]
+    _, alive = psutil.wait_procs(left, timeout=8)
+    names = [f"{p.pid} {' '.join(p.cmdline())}" for p in alive]
+    for process in alive:
+        process.kill()
+    assert not names, names
+    for report in folder.glob("rank*.json"):
+        assert [file for file in json.loads(report.read_text())["files"] if Path(file).exists()] == []
