@@ -177,14 +177,12 @@ def summarize(results: dict[str, dict[str, Any]], *, quick: bool, seeds: Iterabl
     for task in TASKS:
         steps = 23 if quick else task.steps
         for cluster in CLUSTERS:
-            found = {
-                engine: {
-                    seed: results[k]
-                    for seed in seeds
-                    if (k := key(Run(task=task.name, cluster=cluster.name, engine=engine, seed=seed, steps=steps))) in results
-                }
-                for engine in ENGINES
-            }
+            found: dict[str, dict[int, Any]] = {engine: {} for engine in ENGINES}
+            for engine, by_seed in found.items():
+                for seed in seeds:
+                    run = Run(task=task.name, cluster=cluster.name, engine=engine, seed=seed, steps=steps)
+                    if key(run) in results:
+                        by_seed[seed] = results[key(run)]
             for engine, by_seed in found.items():
                 if not by_seed:
                     continue
