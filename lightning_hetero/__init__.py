@@ -5,10 +5,9 @@
     Trainer(strategy="hetero_stale")             # or BoundedStalenessStrategy()
 """
 
-__version__ = "0.1.0"
-
 from lightning.pytorch.strategies import StrategyRegistry
 
+from lightning_hetero._version import __version__
 from lightning_hetero.balanced.policy import BalancePolicy
 from lightning_hetero.balanced.strategy import LoadBalancedStrategy
 from lightning_hetero.callbacks import BatchRebalancer, HeteroTrace, StragglerMonitor, ThrottleCallback

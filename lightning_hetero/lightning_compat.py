@@ -6,6 +6,7 @@ Each function says what it reads, why no public way exists, and which test pins 
 
 from __future__ import annotations
 
+import dis
 import math
 import types
 from collections import OrderedDict
@@ -29,6 +30,7 @@ __all__ = [
     "batch_results_open",
     "batches_trained",
     "collect_clipping",
+    "count_started",
     "count_step",
     "count_val_batches",
     "dummy_batch_unlogged",
@@ -69,6 +71,11 @@ def batches_trained(trainer: Trainer) -> int:
     """Batches of the running epoch already trained on, right also before the loop has settled a resume."""
     current = trainer.fit_loop.epoch_loop.batch_progress.current
     return current.processed  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def batches_of_all_epochs(trainer: Trainer) -> int:
+    """Batches trained since the first epoch, also before a resume; those that yielded None count."""
+    return trainer.fit_loop.epoch_loop.batch_progress.total.processed  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def last_batch_done(trainer: Trainer) -> bool:
@@ -113,8 +120,13 @@ def reduced_names(trainer: Trainer) -> list[str]:
     Only the collection of results knows them, with the hook they were logged in.
     """
     results = trainer._results
-    metrics = {} if results is None else dict(results)
-    return sorted(k for k, m in metrics.items() if m.meta.on_epoch and (not m.is_tensor or m.meta.sync.should))
+    names: list[str] = []
+    for name, metric in () if results is None else results.items():
+        sync = metric.meta.sync
+        reduced = sync.should and not sync.rank_zero_only if metric.is_tensor else True  # torchmetrics always are
+        if metric.meta.on_epoch and reduced:
+            names.append(name)
+    return sorted(names)
 
 
 def trainer_callbacks(trainer: Trainer) -> list[Callback]:
@@ -257,6 +269,12 @@ def step_limit(trainer: Trainer) -> int | None:
     return None if limit < 0 else max(0, limit - trainer.global_step)
 
 
+def count_started(trainer: Trainer) -> None:
+    """Counts a batch as started, as Lightning does not for None. Otherwise it takes a checkpoint of this batch for one
+    from the middle of a batch, and the resumed run makes the batch a second time."""
+    trainer.fit_loop.epoch_loop.batch_progress.increment_started()
+
+
 def count_step(trainer: Trainer) -> None:
     """Counts an optimizer step that was made elsewhere, so that ``global_step`` and what follows from it agree."""
     step = trainer.fit_loop.epoch_loop.automatic_optimization.optim_progress.optimizer.step
@@ -299,7 +317,9 @@ def skip_empty_batches(trainer: Trainer) -> Callable[[], None]:
     """Lets the loop pass over a batch that is None without a user's hook seeing it; returns the undo function.
 
     The loop itself skips the training hooks for None, but transfers it and calls ``on_train_batch_end``. Lightning's
-    own callbacks count batches there and must be called on every rank alike; a user's hook expects a batch.
+    own callbacks count batches there and must be called on every rank alike; a user's hook may expect a batch. One
+    that looks at neither batch nor outputs is called, too: it counts, averages weights, or saves a checkpoint, for
+    which all ranks must come.
     """
     from lightning.pytorch.callbacks import Checkpoint, EarlyStopping, ThroughputMonitor, Timer
 
@@ -316,12 +336,14 @@ def skip_empty_batches(trainer: Trainer) -> Callable[[], None]:
         patched.append((owner, name))
 
     without_none(module, "_on_before_batch_transfer", 0)
-    without_none(module, "on_train_batch_end", 1)
+    if _looks_at(module.on_train_batch_end, 0, 1):
+        without_none(module, "on_train_batch_end", 1)
     for callback in trainer_callbacks(trainer):
         hook = type(callback).on_train_batch_end
         known = hook.__module__.split(".")[0] in ("lightning", "lightning_hetero")
         known &= "on_train_batch_end" not in vars(callback)  # as in LambdaCallback
         known &= hook is not ThroughputMonitor.on_train_batch_end  # measures the batch
+        known |= not _looks_at(callback.on_train_batch_end, 2, 3)
         if not known and not isinstance(callback, Checkpoint | EarlyStopping | Timer):
             without_none(callback, "on_train_batch_end", 3)
     warned = trainer.fit_loop.epoch_loop._warning_cache
@@ -332,6 +354,18 @@ def skip_empty_batches(trainer: Trainer) -> Callable[[], None]:
             vars(owner).pop(name, None)
 
     return undo
+
+
+def _looks_at(hook: Callable[..., Any], *positions: int) -> bool:
+    """Whether a method's code reads one of its arguments, counted without ``self``; True if that cannot be seen."""
+    code = getattr(getattr(hook, "__func__", None), "__code__", None)
+    if code is None or code.co_argcount <= 1 + max(positions) or hasattr(hook, "__wrapped__"):
+        return True
+    wanted = {code.co_varnames[1 + position] for position in positions}
+    if wanted & set(code.co_cellvars):
+        return True
+    reads = [i.argval for i in dis.get_instructions(code) if i.opname.startswith("LOAD_FAST")]
+    return any(wanted & set(names if isinstance(names, tuple) else (names,)) for names in reads)
 
 
 @contextmanager

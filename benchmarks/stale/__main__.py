@@ -81,7 +81,8 @@ def tables(simulated_rows: list[dict[str, Any]], real_rows: list[dict[str, Any]]
     """Returns all rows for readers, wins and losses."""
     parts: list[str] = []
     if simulated_rows:
-        recipes = [key.partition(":")[0] for key in simulated_rows[0] if key.endswith("loss to DDP")]
+        keys = dict.fromkeys(key for row in simulated_rows for key in row)  # not every case trains every recipe
+        recipes = [key.partition(":")[0] for key in keys if key.endswith("loss to DDP")]
         columns = {
             "case": "simulated", "policy": "policy", "time_s": "time [s]", "time_spread_s": "+-", "to_ddp": "to DDP",
             "to_balanced": "to balanced", "to_bound": "to bound",

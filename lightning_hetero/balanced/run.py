@@ -13,8 +13,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_hetero import __version__
 from lightning_hetero import lightning_compat as compat
+from lightning_hetero._version import __version__
 from lightning_hetero.balanced.loaders import LoaderBinder
 from lightning_hetero.balanced.policy import BalancePolicy
 from lightning_hetero.balanced.weighting import LossWeight

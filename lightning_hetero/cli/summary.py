@@ -2,6 +2,10 @@
 
 Steady state here means the last half of each rank's steps: adaptation, caches and start-up are over.
 Times are medians over it, so that one hiccup of the machine does not change the picture.
+
+A step here is one batch of the training loop. Under a strategy whose ranks do not all take part in every batch
+(`BoundedStalenessStrategy`) a rank may have several ``step`` events for one, which add up, or a ``passed`` event for
+one that was made without it, which is a step of 0 samples and tells nothing about times.
 """
 
 from __future__ import annotations
@@ -18,6 +22,7 @@ __all__ = [
     "RankSummary",
     "comparison_table",
     "format_table",
+    "mean_global_batch",
     "rank_table",
     "ranks_as_json",
     "ranks_from_json",
@@ -31,12 +36,12 @@ class RankSummary:
 
     Attributes:
         rank: global rank.
-        steps: steps the figures are taken from.
+        steps: steps the figures are taken from, those made without this rank included.
         samples: mean samples per step.
         share: mean part of the global batch, in [0, 1].
         samples_per_s: median speed of own work; None if no step took measurable time.
-        compute_s: median time of own work per step [s].
-        wait_s: median time spent waiting for peers per step [s].
+        compute_s: median time of own work per step it took part in [s].
+        wait_s: median time spent waiting for peers per step it took part in [s].
     """
 
     rank: int
@@ -52,7 +57,7 @@ def summarise_ranks(events: Iterable[Event], *, steady_part: float = 0.5) -> lis
     """Returns one summary per rank, in order of rank; empty if the events hold no step.
 
     Args:
-        events: any events; only those of kind ``step`` with ``samples`` and ``compute_s`` count.
+        events: any events; only those of kind ``passed``, and ``step`` with ``samples`` and ``compute_s``, count.
         steady_part: part of each rank's steps, from the end, to look at; in (0, 1].
 
     Raises:
@@ -62,27 +67,33 @@ def summarise_ranks(events: Iterable[Event], *, steady_part: float = 0.5) -> lis
         raise ValueError(
             f"steady_part={steady_part!r} must be in (0, 1]; 0.5 is the second half of the steps"
         )
-    by_rank: dict[int, list[Event]] = {}
-    for event in events:
-        if event.kind == "step" and "samples" in event.data and "compute_s" in event.data:
-            by_rank.setdefault(event.rank, []).append(event)
-    steady = {rank: _last_part(steps, steady_part) for rank, steps in sorted(by_rank.items())}
-    samples = {
-        rank: fmean(float(e.data["samples"]) for e in steps) for rank, steps in steady.items()
-    }
+    steady = {rank: _last_part(list(steps.values()), steady_part) for rank, steps in sorted(_steps(events).items())}
+    samples = {rank: fmean(step.samples for step in steps) for rank, steps in steady.items()}
     total = math.fsum(samples.values())
-    return [
-        RankSummary(
-            rank=rank,
-            steps=len(steps),
-            samples=samples[rank],
-            share=samples[rank] / total if total > 0 else 0.0,
-            samples_per_s=_median_speed(steps),
-            compute_s=median(float(e.data["compute_s"]) for e in steps),
-            wait_s=median(float(e.data.get("wait_s") or 0.0) for e in steps),
+    summaries: list[RankSummary] = []
+    for rank, steps in steady.items():
+        own = [step for step in steps if step.taken_part]
+        summaries.append(
+            RankSummary(
+                rank=rank,
+                steps=len(steps),
+                samples=samples[rank],
+                share=samples[rank] / total if total > 0 else 0.0,
+                samples_per_s=_median_speed(own),
+                compute_s=median(step.compute_s for step in own) if own else 0.0,
+                wait_s=median(step.wait_s for step in own) if own else 0.0,
+            )
         )
-        for rank, steps in steady.items()
-    ]
+    return summaries
+
+
+def mean_global_batch(events: Iterable[Event]) -> float:
+    """Returns the samples of all ranks per step, over the steps the events tell of; 0 if there are none."""
+    batches: dict[tuple[int, int], float] = {}
+    for steps in _steps(events).values():
+        for at, step in steps.items():
+            batches[at] = batches.get(at, 0.0) + step.samples
+    return fmean(batches.values()) if batches else 0.0
 
 
 def ranks_as_json(ranks: Iterable[RankSummary]) -> list[dict[str, Any]]:
@@ -186,18 +197,39 @@ def format_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return "\n".join(lines)
 
 
-def _last_part(steps: list[Event], part: float) -> list[Event]:
-    ordered = sorted(steps, key=lambda e: (e.epoch, e.step))
-    return ordered[-max(1, math.ceil(part * len(ordered))) :]
+@dataclass(slots=True)
+class _Step:
+    """What one rank did in one batch of the loop."""
+
+    samples: float = 0.0
+    compute_s: float = 0.0
+    wait_s: float = 0.0
+    taken_part: bool = False
 
 
-def _median_speed(steps: Iterable[Event]) -> float | None:
+def _steps(events: Iterable[Event]) -> dict[int, dict[tuple[int, int], _Step]]:
+    """Returns each rank's steps by (epoch, step), in this order."""
+    found: dict[int, dict[tuple[int, int], _Step]] = {}
+    for event in sorted(events, key=lambda e: (e.epoch, e.step)):
+        measured = event.kind == "step" and "samples" in event.data and "compute_s" in event.data
+        if not measured and event.kind != "passed":
+            continue
+        step = found.setdefault(event.rank, {}).setdefault((event.epoch, event.step), _Step())
+        if measured:
+            step.samples += float(event.data["samples"])
+            step.compute_s += float(event.data["compute_s"])
+            step.wait_s += float(event.data.get("wait_s") or 0.0)
+            step.taken_part = True
+    return found
+
+
+def _last_part(steps: list[_Step], part: float) -> list[_Step]:
+    return steps[-max(1, math.ceil(part * len(steps))) :]
+
+
+def _median_speed(steps: Iterable[_Step]) -> float | None:
     # A step without samples says nothing about the speed: its time is all fixed cost.
-    speeds = [
-        float(e.data["samples"]) / float(e.data["compute_s"])
-        for e in steps
-        if float(e.data["compute_s"]) > 0 and float(e.data["samples"]) > 0
-    ]
+    speeds = [step.samples / step.compute_s for step in steps if step.compute_s > 0 and step.samples > 0]
     return median(speeds) if speeds else None
 
 

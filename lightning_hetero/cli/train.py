@@ -2,6 +2,7 @@
 
     lightning-hetero-train                                   # digits, DDP, four devices of unequal speed
     lightning-hetero-train -m strategy=ddp,hetero_balanced   # the same twice, and a table that compares
+    lightning-hetero-train experiment=stale_digits emulation=dying_rank   # a rank is killed; training goes on
 
 Each job writes ``result.json`` into its output directory and prints a table of its ranks; a multirun ends
 with a table of its jobs. Only rank 0 writes and prints.
@@ -10,6 +11,7 @@ with a table of its jobs. Only rank 0 writes and prints.
 from __future__ import annotations
 
 import json
+import math
 import time
 import warnings
 from pathlib import Path
@@ -23,11 +25,13 @@ from hydra.utils import instantiate
 from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
 from omegaconf import DictConfig
 
+from lightning_hetero import lightning_compat as compat
 from lightning_hetero._conf import config_root
 from lightning_hetero.callbacks import ThrottleCallback
 from lightning_hetero.cli.jobs import end_children, isolated_job, job_number
 from lightning_hetero.cli.summary import (
     comparison_table,
+    mean_global_batch,
     rank_table,
     ranks_as_json,
     ranks_from_json,
@@ -61,14 +65,13 @@ class FitClock(Callback):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._started_s = time.perf_counter()
-
-    def on_train_batch_end(self, *args: Any, **kwargs: Any) -> None:
-        self._batches += 1
+        self._batches = compat.batches_of_all_epochs(trainer)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if trainer.is_global_zero:
             fit_s = time.perf_counter() - self._started_s
-            clocked = {"fit_s": fit_s, "steps": trainer.global_step, "batches": self._batches}
+            batches = compat.batches_of_all_epochs(trainer) - self._batches
+            clocked = {"fit_s": fit_s, "steps": trainer.global_step, "batches": batches}
             self.path.write_text(json.dumps(clocked))
 
 
@@ -165,8 +168,7 @@ def collect_result(cfg: DictConfig, output_dir: Path, metrics: dict[str, float])
     clocked = json.loads((output_dir / RESULT_FILE).read_text())
     events = read_events(cfg.paths.events_dir) if Path(cfg.paths.events_dir).is_dir() else []
     # A trace need not hold every step, so: the mean global batch times the batches trained.
-    global_batch = sum(rank.samples for rank in summarise_ranks(events, steady_part=1.0))
-    samples = round(global_batch * clocked["batches"])
+    samples = round(mean_global_batch(events) * clocked["batches"])
     return {
         "job": job_number() or 0,
         "overrides": list(hydra_cfg.overrides.task),
@@ -180,7 +182,7 @@ def collect_result(cfg: DictConfig, output_dir: Path, metrics: dict[str, float])
             "mode": cfg.metric.mode,
             "value": metrics.get(cfg.metric.name),
         },
-        "metrics": metrics,
+        "metrics": {name: value if math.isfinite(value) else None for name, value in metrics.items()},
         "ranks": ranks_as_json(summarise_ranks(events)),
     }
 

@@ -25,7 +25,7 @@ CHECKPOINT_KEY = "lightning_hetero"
 
 def add_monitor(trainer: Trainer) -> None:
     """Adds a `StragglerMonitor` if the user has not given one."""
-    from lightning_hetero.callbacks import StragglerMonitor
+    from lightning_hetero.callbacks.straggler import StragglerMonitor
 
     callbacks = compat.trainer_callbacks(trainer)
     if not any(isinstance(c, StragglerMonitor) for c in callbacks):

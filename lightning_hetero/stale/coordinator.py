@@ -203,7 +203,7 @@ class Coordinator:
         self.speeds.learn(rank, count, min(now - held.granted_s, held.limit_s))
         if held.claimed == self.tick and count == held.samples:
             self.roster.ended(held, now)
-        effects = self._receive(worker, held, count, finite, in_tick=self.tick in (tick, held.claimed))
+        effects = self._receive(worker, held, count, finite, in_tick=tick == self.tick)
         effects += self._update(now)
         return effects + self._settle(now)
 
@@ -428,11 +428,10 @@ class Coordinator:
         if isinstance(answer, Hold):
             if first:
                 return self._dummy(worker)
-            if not claim.expired:
-                held.starved, held.until_s = False, min(held.until_s, answer.until_s)
-                if now < held.until_s:
-                    return None
-            answer = Grant(samples=1)
+            held.starved, held.until_s = False, min(held.until_s, answer.until_s)
+            if now < held.until_s:
+                return None
+            answer = Grant(samples=1)  # a hold ends when it was to end, whatever the policy says now
         samples = min(answer.samples, claim.room)
         if samples > 0:
             return self._lend(worker, held.tick, samples, now, micro=answer.micro)
@@ -475,7 +474,7 @@ class Coordinator:
 
     def _view(self, worker: Worker, held: Held, now: float) -> Claim:
         books, tick = self._books, self.tick
-        due = self.roster.due(tick, now)
+        due = self.roster.due(tick)
         reserved: list[Due] = []
         for other in self.roster.pending(worker, tick):
             if (part := books.ledger.free_in_slice(other.rank, tick)) > 0:

@@ -23,6 +23,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from typing import TYPE_CHECKING, Any
 
 import torch
+from lightning.pytorch.callbacks import LearningRateMonitor
 from torch.optim import Optimizer
 
 from lightning_hetero import lightning_compat as compat
@@ -160,10 +161,19 @@ class TickLoop:
             self._grant = None
             self.in_step = True
             return self._source.dummy()
+        compat.count_started(self._trainer)
+        self._log_learning_rates()
         if Word.steps(word):
             compat.count_step(self._trainer)
             self._scale.after_step(overflow=Word.overflowed(word))
         return None
+
+    def _log_learning_rates(self) -> None:
+        """`LearningRateMonitor` logs at the start of a batch, which has none when it is passed."""
+        trainer = self._trainer
+        for callback in compat.trainer_callbacks(trainer):
+            if isinstance(callback, LearningRateMonitor):
+                LearningRateMonitor.on_train_batch_start(callback, trainer, trainer.lightning_module, None, self._tick)
 
     def _open(self, reply: Reply) -> Any:
         """Takes a grant: parameters, then samples; returns the (first micro-)batch on the host."""
@@ -280,9 +290,9 @@ class TickLoop:
             return
         reply = self._claim_again() if self.dummy else self._push(steps=0, final=True)
         while reply.kind is Say.GRANT:
-            with self._fill_in(reply) as batch, self._frozen_schedulers():
-                with compat.steps_uncounted(self._trainer):
-                    again(batch)
+            uncounted = compat.steps_uncounted(self._trainer)
+            with self._fill_in(reply) as batch, self._frozen_schedulers(), uncounted:
+                again(batch)
             self._stepped = True
             reply = self._claim_again() if self.dummy else self._push(steps=0, final=True)
         self._tick_over(reply)

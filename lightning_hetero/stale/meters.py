@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 __all__ = ["Meters"]
 
@@ -70,9 +70,10 @@ class Meters:
 
     def as_dict(self) -> dict[str, Any]:
         """Returns plain values for JSON; numbers as keys become strings there."""
-        values = {name: getattr(self, name) for name in self.__slots__}
-        plain = {
-            k: {str(a): b for a, b in sorted(v.items())} if isinstance(v, dict) else v
-            for k, v in values.items()
-        }
+        plain: dict[str, Any] = {}
+        for name in self.__slots__:
+            value: Any = getattr(self, name)
+            if isinstance(value, dict):
+                value = {str(k): v for k, v in sorted(cast("dict[Any, Any]", value).items())}
+            plain[name] = value
         return {**plain, "stale_fraction": self.stale_fraction()}

@@ -45,6 +45,8 @@ class Since:
             measures: the server's.
             ranks: how many there are; those that did nothing, or are dead, have a record of zeros.
         """
+        if measures["updates"] < self._updates:  # the server was started again
+            self._updates, self._totals = 0, {}
         updates = int(measures["updates"]) - self._updates
         if updates < 1:
             return None
@@ -68,7 +70,7 @@ class Since:
         total = float(measures[name].get(str(rank), 0.0))
         before = self._totals.get((name, rank), 0.0)
         self._totals[name, rank] = total
-        return total - before if total >= before else total  # less: the server was started again
+        return total - before if total >= before else total
 
 
 def engine_metrics(measures: Mapping[str, Any], ranks: int) -> dict[str, float]:

@@ -229,27 +229,24 @@ class Roster:
         end_s = self.end_s(lease)
         return math.inf if math.isnan(end_s) else lease.granted_s + _OVERDUE * (end_s - lease.granted_s)
 
-    def due(self, tick: int, now: float) -> tuple[Due, ...]:
+    def due(self, tick: int) -> tuple[Due, ...]:
         """Returns what is under way, each sample once."""
         due: list[Due] = []
         for worker in self._workers.values():
             lease = worker.valid
             if lease is None or (lease.twin is not None and lease.twin.number < lease.number):
                 continue
-            end_s = self._expected_s(lease, tick, now)
+            end_s = self._expected_s(lease, tick)
             if lease.twin is not None:
-                end_s = min(end_s, self._expected_s(lease.twin, tick, now))
+                end_s = min(end_s, self._expected_s(lease.twin, tick))
             due.append(Due(rank=worker.rank, samples=lease.samples, end_s=end_s, current=lease.claimed == tick))
         return tuple(due)
 
-    def _expected_s(self, lease: Lease, tick: int, now: float) -> float:
-        """Returns the next moment at which a chunk is expected, with and without what surprised others in its tick."""
-        end_s = self.end_s(lease)
+    def _expected_s(self, lease: Lease, tick: int) -> float:
+        """Returns when a chunk should end [s], put off if others of its tick took longer than predicted."""
         if lease.claimed != tick or math.isnan(lease.predicted_s) or not self._surprises:
-            return end_s
-        also_s = lease.granted_s + median(self._surprises) * lease.predicted_s
-        rounding_s = 1e-6 * lease.predicted_s
-        return min((s for s in (end_s, also_s) if s >= now - rounding_s), default=max(end_s, also_s))
+            return self.end_s(lease)
+        return lease.granted_s + max(median(self._surprises), 1.0) * lease.predicted_s
 
     def pending(self, asking: Worker, tick: int) -> list[Worker]:
         """Returns the other live workers that have still to take their part of the tick."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -13,8 +12,8 @@ from lightning.pytorch import Callback
 from torch import nn
 from torch.utils.data import DataLoader
 
-from lightning_hetero import __version__
 from lightning_hetero import lightning_compat as compat
+from lightning_hetero._version import __version__
 from lightning_hetero.data.loader import inspect_loader
 from lightning_hetero.data.ticks import SampleSource, TickSampler, tick_loader
 from lightning_hetero.glue.checks import check_same_settings
@@ -24,6 +23,7 @@ from lightning_hetero.stale import report
 from lightning_hetero.stale.join import Admission, Door
 from lightning_hetero.stale.layout import FlatLayout
 from lightning_hetero.stale.loop import TickLoop
+from lightning_hetero.stale.norms import normalise_single_samples
 from lightning_hetero.stale.process import ServerProcess
 from lightning_hetero.stale.regroup import rebuild_default_group, shrink_sampler
 from lightning_hetero.stale.start import Address, connect, start_server
@@ -57,6 +57,7 @@ class MeetingPoints(Callback):
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._run.meet(f"epoch ends{self._run.logged()}", pull=True)
+        self._run.admission.look()
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Before callbacks put their averages in place of the parameters."""
@@ -230,6 +231,8 @@ class StaleRun:
         self.worker = Worker(
             link, layout, [p for _, p in entries], [b for _, b in buffers], optimizers,
             codec=strategy.server_settings.codec,
+            # A scaler divides gradients in place after the backward pass, where no hook sees it.
+            overlap=None if getattr(strategy.precision_plugin, "scaler", None) is None else False,
         )  # fmt: skip
         self.worker.attach()
         self.worker.pull()
@@ -251,6 +254,7 @@ class StaleRun:
             )
             self._undo.append(compat.stop_sigterm_broadcast(trainer))
             self._undo.append(compat.skip_empty_batches(trainer))
+            self._undo.append(normalise_single_samples(module))
             self._undo.append(self._take_over_optimizers())
         if newcomer is not None:
             strategy.newcomer = None
@@ -294,7 +298,7 @@ class StaleRun:
         facades = module.optimizers()
         facades = facades if isinstance(facades, list) else [facades]
         for facade, optimizer in zip(facades, optimizers, strict=True):
-            facade.zero_grad = optimizer.zero_grad  # otherwise it calls the class's
+            vars(facade)["zero_grad"] = optimizer.zero_grad  # otherwise it calls the class's
         watched = () if module.automatic_optimization else (self._watch_zeroing(),)
 
         def undo() -> None:
@@ -316,23 +320,23 @@ class StaleRun:
         loop, strategy = self.loop, self.strategy
         assert loop is not None
 
-        def note_and_zero(module: nn.Module, *args: Any, **kwargs: Any) -> None:
-            zero_grad(module, *args, **kwargs)
-            zeroed = {id(p) for p in module.parameters()}
+        def note_and_zero(self: nn.Module, set_to_none: bool = True) -> None:
+            zero_grad(self, set_to_none)
+            zeroed = {id(p) for p in self.parameters()}
             for index, optimizer in enumerate(strategy.optimizers):
                 owned = {id(p) for g in optimizer.param_groups for p in g["params"] if p.requires_grad}
                 if owned & zeroed:
                     loop.zeroed(index)
                     if owned - zeroed:
                         strategy.warn_once(
-                            f"{type(module).__name__}.zero_grad() zeroes only a part of optimizer {index}'s parameters;"
+                            f"{type(self).__name__}.zero_grad() zeroes only a part of optimizer {index}'s parameters;"
                             " in the parameter server all of them are zeroed. Call optimizer.zero_grad() instead"
                         )
 
         def undo() -> None:
-            nn.Module.zero_grad = zero_grad
+            nn.Module.zero_grad = zero_grad  # type: ignore[method-assign]
 
-        nn.Module.zero_grad = note_and_zero
+        nn.Module.zero_grad = note_and_zero  # type: ignore[method-assign]
         return undo
 
     def _take_over(self, index: int, optimizer: Any) -> None:

@@ -24,7 +24,7 @@ class Speeds:
 
     def __init__(self, predictor: Predictor | None = None) -> None:
         self.prototype = Kalman() if predictor is None else predictor
-        if not isinstance(self.prototype, Predictor):
+        if not callable(getattr(self.prototype, "fresh", None)):
             raise TypeError(f"predictor={predictor!r} must be a lightning_hetero.predictors.Predictor")
         self._of: dict[int, Predictor] = {}
         self._splits: dict[tuple[int, frozenset[int], bool], dict[int, int]] = {}

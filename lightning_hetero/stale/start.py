@@ -52,9 +52,9 @@ class Address:
     """Where workers find the server.
 
     Attributes:
-        directory: of the shared-memory transport on the server's node.
+        directory: of the shared-memory transport on the server's node; empty if nobody uses it.
         host, port: of its store, for pairs and for rebuilding the ranks' own group after a death.
-        token: shared secret of this run.
+        token: shared secret of this run, 16 bytes in hexadecimal digits.
         near: ranks that use shared memory; the others use pairs.
     """
 
@@ -94,9 +94,11 @@ def start_server(
         timeout: of the store.
     """
     token = secrets.token_hex(16)
-    listener = SharedMemoryListener.create(
-        None, ranks=near, slot_bytes=layout.slot_bytes, parameter_bytes=layout.bytes
-    )
+    shared = None  # nobody uses it with transport="pairs"
+    if near:
+        shared = SharedMemoryListener.create(
+            None, ranks=near, slot_bytes=layout.slot_bytes, parameter_bytes=layout.bytes
+        )
     area = torch.empty(layout.bytes, dtype=torch.uint8)
     for view, tensor in zip(layout.views(area), [*parameters, *buffers], strict=True):
         view.copy_(tensor.detach())
@@ -123,13 +125,17 @@ def start_server(
         )
         if state:
             coordinator.load_state_dict(state)
-        listeners: list[Listener] = [listener]
+        listeners: list[Listener] = [] if shared is None else [shared]
         if set(ranks) - set(near):
+            far = sorted(set(ranks) - set(near))
             listeners.append(
                 PairListener(
-                    store, ranks=sorted(set(ranks) - set(near)), slot_bytes=layout.slot_bytes,
-                    parameter_bytes=layout.bytes, token=token,
-                )  # fmt: skip
+                    store,
+                    ranks=far,
+                    slot_bytes=layout.slot_bytes,
+                    parameter_bytes=layout.bytes,
+                    token=bytes.fromhex(token),
+                )
             )
         merged = listeners[0] if len(listeners) == 1 else Several(listeners)
         server = ParameterServer(
@@ -151,10 +157,13 @@ def start_server(
         finally:
             merged.close()
 
-    process = fork_server(body, keep=listener.fileno_list())
-    listener.detach()
+    process = fork_server(body, keep=[] if shared is None else shared.fileno_list())
+    directory = ""
+    if shared is not None:
+        shared.detach()
+        directory = shared.address
     address = Address(
-        directory=listener.address, host=host, port=process.details["port"], token=token, near=tuple(near)
+        directory=directory, host=host, port=process.details["port"], token=token, near=tuple(near)
     )
     return process, address
 
@@ -163,9 +172,11 @@ def connect(address: Address, rank: int, layout: FlatLayout, timeout: timedelta)
     """Returns this worker's link."""
     if rank in address.near:
         return SharedMemoryLink(address.directory, rank)
-    store = torch.distributed.TCPStore(address.host, address.port, is_master=False, timeout=timeout)
     return PairLink(
-        store, rank, slot_bytes=layout.slot_bytes, parameter_bytes=layout.bytes, token=address.token
+        f"{address.host}:{address.port}",
+        rank,
+        token=bytes.fromhex(address.token),
+        connect_timeout_s=timeout.total_seconds(),
     )
 
 

@@ -11,12 +11,13 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 import torch.distributed as dist
+from lightning.pytorch.callbacks import StochasticWeightAveraging
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
@@ -31,6 +32,7 @@ from lightning_hetero.stale import report
 from lightning_hetero.stale.compress import Codec
 from lightning_hetero.stale.compress import by_name as codec_by_name
 from lightning_hetero.stale.join import Newcomer
+from lightning_hetero.stale.norms import has_batch_norm
 from lightning_hetero.stale.policy import Policy
 from lightning_hetero.stale.policy import by_name as policy_by_name
 from lightning_hetero.stale.regroup import rebuild_default_group
@@ -243,6 +245,13 @@ class BoundedStalenessStrategy(DDPStrategy):
                 "SyncBatchNorm makes every rank wait for all others in every batch, which is what this strategy avoids;"
                 " use BatchNorm (its running statistics are averaged over the samples), GroupNorm, or"
                 " strategy='hetero_balanced'"
+            )
+        swa = [c for c in compat.trainer_callbacks(module.trainer) if isinstance(c, StochasticWeightAveraging)]
+        if swa and has_batch_norm(module):
+            raise TypeError(
+                "StochasticWeightAveraging with BatchNorm runs an epoch over the averaged weights to renew the running"
+                " statistics, and the parameter server does not have these weights; use WeightAveraging, which averages"
+                " the statistics, too, or GroupNorm, or strategy='hetero_balanced'"
             )
         scaler = getattr(self.precision_plugin, "scaler", None)
         if scaler is not None and not module.automatic_optimization:

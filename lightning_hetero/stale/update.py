@@ -186,7 +186,8 @@ class Updater:
         zeroed = pool.zeroes & at_once | (pool.zeroes | self._spent) & ~at_once & ~self._begun
         self._begun = 0 if last else self._begun | zeroed
         self._spent &= ~zeroed
-        whole = pool.factor(self._divide_by)
+        # A sum over a part of a batch is as much smaller already as the part is worth.
+        whole = pool.factor(None if self._divide_by is None else self._divide_by * worth)
 
         def work(shard: int) -> None:
             for i in self._own[shard]:

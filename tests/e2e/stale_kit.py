@@ -269,7 +269,7 @@ def nothing_left(folder: Path) -> Iterator[None]:
     """Fails if a process that works in the folder outlives the run, or a file of the server does."""
     yield
     left = [p for p in psutil.process_iter(["cwd"]) if p.info["cwd"] == str(folder) and p.pid != os.getpid()]
-    _, alive = psutil.wait_procs(left, timeout=8)
+    _, alive = psutil.wait_procs(left, timeout=20)
     names = [f"{p.pid} {' '.join(p.cmdline())}" for p in alive]
     for process in alive:
         process.kill()

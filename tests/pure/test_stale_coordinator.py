@@ -60,6 +60,21 @@ def kinds(effects: list[Effect]) -> list[str]:
     return [type(e).__name__ for e in effects]
 
 
+class Hasty(Pooled):
+    """Gives a sample at a time to whoever asks; may insist on a verdict."""
+
+    name, holds = "hasty", "never"
+
+    def __init__(self, verdict: Apply | None = None) -> None:
+        self.verdict = verdict
+
+    def claim(self, claim: Claim) -> Grant | Hold:
+        return Grant(samples=1)
+
+    def update(self, pool: Pool) -> Apply | None:
+        return super().update(pool) if self.verdict is None or not pool.pushes else self.verdict
+
+
 # --- 1: the first claim of an epoch ---
 
 
@@ -119,30 +134,23 @@ def test_a_grant_given_back_does_not_count_as_the_step() -> None:
 # --- 2: the witness ---
 
 
-def two_in_tick_one() -> tuple[Coordinator, Granted]:
-    """Rank 1 is still busy with 4 samples of tick 0 while the server is in tick 1, which needs 4; rank 0 is free."""
-    it = started(Flexible(bound=5), ends=(4, 8, 12))
-    slow = granted(it.claim(1, 0, 0.0))
-    while it.tick == 0:
-        it.push(0, granted(it.claim(0, 0, 0.0)).lease, 0.1, tick=0)
-    return it, slow
-
-
 def test_late_contributions_alone_never_end_a_tick() -> None:
-    it, slow = two_in_tick_one()
-    while it.tick == 1:  # rank 0 all but completes tick 1, then stops
-        grant = granted(it.claim(0, 1, 0.2))
-        it.push(0, grant.lease, 0.3, tick=1)
-    assert it.tick == 2 and it.version == 2
-    need = it.ends[2] - it.ledger.arrived
-    assert need > slow.samples or slow.samples >= 1
-    effects = it.push(1, slow.lease, 0.4, tick=0)
-    assert kinds(effects) == ["Accepted"], "a late push is welcome, but not a witness"
-    while it.tick == 2:
-        grant = granted(it.claim(0, 2, 0.5))
-        assert grant.samples >= 1
-        effects = it.push(0, grant.lease, 0.6, tick=2)
-    assert it.over and it.ledger.arrived == 12
+    it = started(Asp(chunk=2), workers=2, ends=(2, 4, 8))
+    late, first = granted(it.claim(1, 0, 0.0)), granted(it.claim(0, 0, 0.0))
+    assert isinstance(it.push(0, first.lease, 1.0, tick=0)[1], Updated) and it.tick == 1
+    effects = it.push(1, late.lease, 2.0, tick=0)
+    assert it.ledger.arrived == it.ends[1] and it.tick == 1
+    assert effects[1].ends_tick is False  # type: ignore[union-attr]
+    in_tick = granted(it.claim(0, 1, 2.0))
+    it.push(0, in_tick.lease, 3.0, tick=1)
+    assert it.tick == 2
+    # the same with a policy that pools: no update at all before somebody in the tick has contributed
+    it = started(Hasty(), workers=2, ends=(1, 2, 4))
+    late, first = granted(it.claim(1, 0, 0.0)), granted(it.claim(0, 0, 0.0))
+    it.push(0, first.lease, 1.0, tick=0)
+    assert kinds(it.push(1, late.lease, 2.0, tick=0)) == ["Accepted"]
+    in_tick = granted(it.claim(1, 1, 2.0))
+    assert kinds(it.push(1, in_tick.lease, 3.0, tick=1)) == ["Accepted", "Updated"]
 
 
 def test_a_worker_in_the_tick_is_granted_even_if_late_leases_cover_the_need() -> None:
@@ -416,6 +424,22 @@ def test_grants_carry_the_slice_that_comes_next() -> None:
     assert granted(it.claim(0, 0, 0.0)).hint == (0, 0)
 
 
+def test_hints_are_the_slices_of_the_next_ticks() -> None:
+    it = started(Bsp(), workers=2, ends=(4, 8, 11), ahead=2)
+    assert (it.hints(0), it.hints(1)) == ([(0, 2), (4, 6)], [(2, 4), (6, 8)])
+    a, b = granted(it.claim(0, 0, 0.0)), granted(it.claim(1, 0, 0.0))
+    assert (a.spans, a.hint, b.spans, b.hint) == (((0, 2),), (8, 10), ((2, 4),), (10, 11))
+    it.push(0, a.lease, 1.0, tick=0)
+    it.push(1, b.lease, 1.0, tick=0)
+    assert it.hints(1) == [(6, 8), (10, 11)]  # for one that begins the epoch only now
+    assert it.hints(7) == [(0, 0), (0, 0)]  # nobody knows it yet
+    for tick in (1, 2):
+        for rank in (0, 1):
+            it.push(rank, granted(it.claim(rank, tick, 1.0)).lease, 2.0, tick=tick)
+    assert it.over and it.hints(0) == []
+    assert started(Bsp(), workers=2, ends=(4, 8)).hints(0) == []
+
+
 def test_slices_that_may_have_been_fetched_survive_small_changes_of_speed() -> None:
     for seconds, share in ((1.05, 16), (2.0, 11)):
         it = started(Flexible(), workers=2, ends=(32, 64, 96), ahead=1)
@@ -454,15 +478,6 @@ def test_whatever_a_policy_does_the_epoch_ends(policy: Policy) -> None:
     assert len(books.updates[0]) == 3
 
 
-class Hasty(Stubborn):
-    def __init__(self, verdict: Apply) -> None:
-        self.verdict = verdict
-
-    def claim(self, claim: Claim) -> Grant | Hold:
-        return Grant(samples=1)
-
-    def update(self, pool: Pool) -> Apply | None:
-        return self.verdict if pool.pushes else None
 
 
 def test_an_update_that_breaks_a_rule_is_an_error() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import doctest
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
 
@@ -9,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from lightning_hetero.stale import ledger as module
 from lightning_hetero.stale.ledger import Ledger, Spans, head, size
 from tests.pure.stale_random import flat
 
@@ -189,3 +191,8 @@ def test_spans_refuse_what_is_there_or_not_there() -> None:
         with pytest.raises(ValueError, match="not all positions"):
             spans.remove(start, end)
     assert list(spans) == [(0, 3), (4, 8)] and spans.within(2, 6) == [(2, 3), (4, 6)]
+
+
+def test_examples_in_docstrings() -> None:
+    result = doctest.testmod(module)
+    assert result.attempted == 2 and result.failed == 0

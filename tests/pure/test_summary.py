@@ -13,6 +13,7 @@ from lightning_hetero.cli.summary import (
     RankSummary,
     comparison_table,
     format_table,
+    mean_global_batch,
     rank_table,
     ranks_as_json,
     ranks_from_json,
@@ -73,6 +74,44 @@ def test_other_events_and_incomplete_steps_are_skipped() -> None:
         rank=0, steps=1, samples=8, share=1.0, samples_per_s=16.0, compute_s=0.5, wait_s=0.0
     )
     assert summarise_ranks([]) == []
+
+
+def passed(rank: int, index: int) -> Event:
+    return Event(kind="passed", rank=rank, epoch=index // 5, step=index % 5, t_s=float(index), data={"behind": 0})
+
+
+def test_several_events_of_a_step_add_up_and_a_step_without_the_rank_has_no_samples() -> None:
+    events = [
+        *(step(0, i, 9, 0.3, 0.1) for i in range(4)),
+        *(step(0, i, 3, 0.1, 0.1) for i in range(4)),  # a fill-in in each
+        step(1, 0, 99, 9.0),  # not in the last half
+        passed(1, 1),
+        step(1, 2, 4, 0.4, 0.2),
+        passed(1, 3),
+    ]
+    for ordered in (events, events[::-1]):
+        fast, slow = summarise_ranks(ordered)
+        assert (fast.steps, slow.steps) == (2, 2)
+        assert (fast.samples, slow.samples) == (12.0, 2.0)
+        assert fast.share == pytest.approx(12 / 14) and slow.share == pytest.approx(2 / 14)
+        assert fast.compute_s == pytest.approx(0.4) and fast.wait_s == pytest.approx(0.2)
+        assert fast.samples_per_s == pytest.approx(30.0)
+        # times are those of the steps it took part in
+        assert (slow.compute_s, slow.wait_s, slow.samples_per_s) == (0.4, 0.2, pytest.approx(10.0))
+
+
+def test_a_rank_that_only_looked_on_has_no_speed() -> None:
+    (only,) = summarise_ranks([passed(2, 0), passed(2, 1)])
+    assert only == RankSummary(
+        rank=2, steps=1, samples=0.0, share=0.0, samples_per_s=None, compute_s=0.0, wait_s=0.0
+    )
+
+
+def test_the_global_batch_is_what_all_ranks_trained_per_step() -> None:
+    assert mean_global_batch([]) == 0.0
+    lost = [step(0, i, 6, 0.1) for i in range(4)] + [step(1, i, 2, 0.1) for i in range(2)]
+    assert mean_global_batch(lost) == pytest.approx((8 + 8 + 6 + 6) / 4)  # rank 1 died
+    assert mean_global_batch([step(0, 0, 6, 0.1), step(0, 0, 2, 0.1), passed(1, 0)]) == 8.0
 
 
 @pytest.mark.parametrize("part", [0.0, -0.1, 1.1])

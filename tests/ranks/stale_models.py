@@ -5,12 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from lightning.pytorch.callbacks import BaseFinetuning
+from lightning.pytorch.callbacks import BaseFinetuning, Callback
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 from lightning_hetero.predictors import Predictor
 from lightning_hetero.types import AffineCost
+from tests.ranks.exact_models import Gan
 from tests.ranks.indexed import indexed
 from tests.ranks.kit import Toy
 
@@ -168,6 +169,23 @@ class Norm(Toy):
         return super().loss(batch)
 
 
+class GanByParts(Gan):
+    """Nothing is toggled: the maker's backward leaves gradients on the judge, which its part's ``zero_grad`` drops."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        x, y = batch
+        maker, judge = self.optimizers()  # type: ignore[misc]
+        logits = nn.functional.binary_cross_entropy_with_logits
+        self.net.zero_grad()
+        fooled = self.judge(self.net(x))
+        self.manual_backward(logits(fooled, torch.ones_like(fooled)))
+        maker.step()
+        self.judge.zero_grad()
+        real, fake = self.judge(y), self.judge(self.net(x).detach())
+        self.manual_backward(logits(real, torch.ones_like(real)) + logits(fake, torch.zeros_like(fake)))
+        judge.step()
+
+
 class ManualClip(Toy):
     """Manual optimization that clips."""
 
@@ -211,7 +229,7 @@ class Indexed(Toy):
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         index, x, y = batch
-        if self.trainer.strategy.current_samples():  # type: ignore[attr-defined]
+        if getattr(self.trainer.strategy, "current_samples", lambda: len(index))():
             self.seen.append(index.tolist())
         return super().training_step((x, y), batch_idx)
 
@@ -222,6 +240,16 @@ def with_nan(samples: int, at: int) -> TensorDataset:
     x = x.clone()
     x[at] = float("nan")
     return TensorDataset(index, x, y)
+
+
+class Counted(Callback):
+    """Notes what the server has counted at the end of each epoch."""
+
+    def __init__(self) -> None:
+        self.epochs: list[dict[str, Any]] = []
+
+    def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+        self.epochs.append(trainer.strategy.server_metrics())
 
 
 class Constant(Predictor):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import lightning
@@ -19,6 +20,7 @@ from torchmetrics import CatMetric, MaxMetric, MetricCollection, SumMetric
 from torchmetrics.classification import BinaryPrecision, BinaryRecall
 
 from lightning_hetero import lightning_compat as compat
+from tests.ranks import test_lightning_compat_ticks as ticks
 from tests.ranks.harness import run_ranks
 from tests.ranks.kit import Toy, quiet_trainer, rank_trainer, regression
 
@@ -160,6 +162,42 @@ def test_count_val_batches(limit: float, expected: list[int], begin: bool) -> No
     trainer.fit(Longer(), DataLoader(regression(SAMPLES), batch_size=BATCH), loader)
     first = {1.0: 4, 0.5: 2, 7: 4, 3: 3}[limit]
     assert lengths == [first, *expected], VERSIONS
+
+
+def test_count_started(tmp_path: Path) -> None:
+    """A checkpoint behind a batch that was None is resumed behind it, not before."""
+
+    class Holed(DataLoader):
+        counted = True
+
+        def __iter__(self) -> Any:
+            for i, batch in enumerate(super().__iter__()):
+                if i == 1 and self.counted:
+                    compat.count_started(trainer)
+                yield None if i == 1 else batch
+
+    class Save(Callback):
+        def __init__(self) -> None:
+            self.started: list[int] = []
+
+        def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+            self.started.append(batch_idx)
+
+        def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+            if batch_idx == 1:
+                trainer.save_checkpoint(tmp_path / "saved.ckpt")
+
+    options: dict[str, Any] = {"devices": 1, "max_epochs": 1, "limit_val_batches": 0}
+    for counted, resumed in ((True, [2, 3]), (False, [1, 2, 3])):
+        trainer = quiet_trainer(callbacks=[Save()], **options)
+        loader = Holed(regression(SAMPLES), batch_size=BATCH)
+        loader.counted = counted
+        with pytest.warns(UserWarning, match="yielded None"):
+            trainer.fit(Toy(), loader)
+        again = Save()
+        trainer = quiet_trainer(callbacks=[again], **options)
+        trainer.fit(Toy(), DataLoader(regression(SAMPLES), batch_size=BATCH), ckpt_path=tmp_path / "saved.ckpt")
+        assert again.started == resumed, VERSIONS
 
 
 def test_trainer_callbacks() -> None:
@@ -352,5 +390,6 @@ def test_metrics_frozen_keeps_the_cached_result() -> None:
 
 
 def test_every_function_has_a_test() -> None:
-    missing = [name for name in compat.__all__ if f"test_{name}" not in globals()]
+    tests = {**globals(), **vars(ticks)}
+    missing = [name for name in compat.__all__ if f"test_{name}" not in tests]
     assert missing == []

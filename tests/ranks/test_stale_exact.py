@@ -13,7 +13,7 @@ import torch.distributed as dist
 from lightning.pytorch.callbacks import Callback, GradientAccumulationScheduler, StochasticWeightAveraging
 from torch.utils.data import DataLoader
 
-from lightning_hetero.stale.policy import Flexible
+from lightning_hetero.stale.policy import Flexible, Saps
 from tests.ranks.exact_models import (
     Accumulating,
     Gan,
@@ -33,9 +33,9 @@ from tests.ranks.stale_models import (
     Constant,
     Decaying,
     Frozen,
+    GanByParts,
     ManualClip,
     ManualSchedule,
-    Norm,
     OneCycle,
     OwnClipping,
     PerEpoch,
@@ -93,7 +93,7 @@ AUTOMATIC: dict[str, Case] = {
     "decay of parameters used in turns": Case(Decaying),
     "frozen parameters": Case(Frozen),
     "parameters unfrozen later": Case(Unfreezing, callbacks=lambda: [Unfreeze()]),
-    "weight averaging": Case(callbacks=lambda: [StochasticWeightAveraging(5e-3, swa_epoch_start=1, annealing_epochs=1)]),
+    "weight averaging": Case(callbacks=lambda: [StochasticWeightAveraging(5e-3, 1, annealing_epochs=1)]),
     "tied weights": Case(Tied),
     "channels last": Case(ChannelsLast),
     "mean over tokens": Case(Tokens, strategy={"batch_weight": tokens_of}, data=sequences, trainer={"max_epochs": 1}),
@@ -110,6 +110,7 @@ AUTOMATIC: dict[str, Case] = {
 MANUAL: dict[str, Case] = {
     "one optimizer": Case(Manual),
     "two optimizers": Case(Gan),
+    "two optimizers, gradients dropped by the module's parts": Case(GanByParts),
     "accumulation": Case(Accumulating),
     "clipping": Case(ManualClip),
     "schedulers, zeroing by the module": Case(ManualSchedule),
@@ -120,11 +121,17 @@ IN_TIME = (
     "parameters used in turns", "parameters unfrozen later", "mean over tokens", "loss that is a sum",
     "manual: two optimizers", "manual: accumulation",
 )  # fmt: skip
+IN_PARTS = (
+    "plain", "accumulation, last window incomplete", "clipping by norm", "mean over tokens", "loss that is a sum",
+    "parameters used in turns",
+)  # fmt: skip
 SETTINGS: dict[str, tuple[int, Callable[[], Any]]] = {
     "one worker": (1, lambda: "flexible"),
     "barrier": (3, lambda: "bsp"),
+    "micro-batches": (1, lambda: Saps(threshold=50, micro=5)),
     "flexible, in time": (3, lambda: Flexible(grace=math.inf)),
 }
+ONLY = {"flexible, in time": IN_TIME, "micro-batches": IN_PARTS}
 
 
 class Together(Callback):
@@ -149,7 +156,7 @@ def fit(rank: int, world: int, name: str, setting: str) -> Any:
 
 @pytest.mark.parametrize(
     ("name", "setting"),
-    [(n, s) for n in CASES for s in SETTINGS if s != "flexible, in time" or n in IN_TIME],
+    [(n, s) for n in CASES for s in SETTINGS if n in ONLY.get(s, CASES)],
 )
 def test_weights_are_those_of_one_process(name: str, setting: str) -> None:
     case, world = CASES[name], SETTINGS[setting][0]

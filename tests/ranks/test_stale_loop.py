@@ -5,11 +5,12 @@ Lateness is scripted by versions, not by seconds: a late rank goes on when the s
 
 from __future__ import annotations
 
+import copy
+import csv
 import math
 import time
+import warnings
 from collections.abc import Sequence
-from datetime import timedelta
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -39,21 +40,22 @@ TICKS = 12  # per epoch
 
 
 class Late(Callback):
-    """The last rank goes on only when ``versions`` more updates were made without it, or none can come any more.
+    """A rank goes on only when ``versions`` more updates were made without it; in vain if all meet before.
 
     Args:
-        at: before its first claim of an epoch (``"start"``), or in its first batch after the epoch's first (``"middle"``).
+        rank: which one.
+        at: ``"start"``: before its first claim of an epoch; ``"middle"``: in its first batch after the epoch's first.
     """
 
-    def __init__(self, at: str, versions: int) -> None:
-        self.at, self.versions = at, versions
+    def __init__(self, rank: int, at: str, versions: int) -> None:
+        self.rank, self.at, self.versions = rank, at, versions
         self.epoch = -1
-        self.empty = 0  # ticks without a batch
+        self.passed = 0  # ticks without a batch
 
     def wait(self, trainer: Any) -> None:
-        if trainer.global_rank == trainer.world_size - 1:
+        if trainer.global_rank == self.rank:
             link = trainer.strategy._run.worker.link
-            goal, until_s = link.newest_version() + self.versions, time.monotonic() + 10.0
+            goal, until_s = link.newest_version() + self.versions, time.monotonic() + 2.0
             while link.newest_version() < goal and time.monotonic() < until_s:
                 time.sleep(0.001)
 
@@ -65,6 +67,9 @@ class Late(Callback):
         if self.at == "middle" and batch_idx and self.epoch != trainer.current_epoch:
             self.epoch = trainer.current_epoch
             self.wait(trainer)
+
+    def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+        self.passed += sum(event.kind == "passed" for event in trainer.strategy.step_events())
 
 
 # ---- counters: those of stock DDP, on all ranks -------------------------------------------------------------------
@@ -108,50 +113,51 @@ PLANS: dict[str, dict[str, Any]] = {
     "across epochs": {"interval": "step", "val_check_interval": 7, "check_val_every_n_epoch": None},
     "max_steps": {"interval": "step", "max_steps": 11, "max_epochs": -1, "accumulate_grad_batches": 2},
     "stops early": {"interval": "plateau", "max_epochs": 9, "callbacks": [EarlyStopping("val", patience=2)]},
-    "at least": {"interval": "epoch", "min_epochs": 2, "max_epochs": 4, "callbacks": [EarlyStopping("val", patience=0)]},
-    "timed": {"interval": "epoch", "callbacks": [Timer(timedelta(minutes=9)), GradientAccumulationScheduler({1: 5})]},
+    "at least": {
+        "interval": "epoch", "min_epochs": 3, "max_epochs": 4, "callbacks": [EarlyStopping("val", patience=1)],
+    },
+    "timed": {
+        "interval": "epoch",
+        "callbacks": [Timer({"minutes": 9}, interval="epoch"), GradientAccumulationScheduler({1: 5})],
+    },
 }
 
 
 def plan(rank: int, world: int, name: str, engine: str) -> Any:
     """Returns what was noted, the files of checkpoints, the logged learning rates, empty ticks."""
-    options = dict(PLANS[name])
+    options = copy.deepcopy(PLANS[name])
     module = Scheduled(options.pop("interval"))
     folder = Path(f"{name} {engine}".replace(" ", "_"))
-    late = Late("middle", 4)
+    late = [Late(int(engine[-1]), "middle", 2)] if engine.startswith("late") else []
     watch: list[Callback] = [
         ModelCheckpoint(folder, filename="{step}", every_n_train_steps=4, save_top_k=-1, save_weights_only=True),
         LearningRateMonitor(),
         *options.pop("callbacks", []),
-        *([late] if engine == "late" else []),
+        *late,
     ]
     strategies: dict[str, Any] = {
         "ddp": lambda: DDPStrategy(process_group_backend="gloo"),
         "barrier": lambda: stale(policy=Bsp()),
-        "late": lambda: stale(policy=Flexible()),
     }
     trainer = rank_trainer(
-        rank, world, strategies[engine](), callbacks=watch, logger=CSVLogger(folder, name="", version=""),
+        rank, world, strategies.get(engine, stale)(), callbacks=watch, logger=CSVLogger(folder, name="", version=""),
         enable_checkpointing=True, log_every_n_steps=3, **{"max_epochs": 2, **options},
     )  # fmt: skip
     data = DataLoader(regression(4 * TICKS), batch_size=2)
     trainer.fit(module, data, DataLoader(regression(8), batch_size=2))
-    rates = [line for line in (folder / "metrics.csv").read_text().splitlines() if "lr" in line] if rank == 0 else []
-    rows = _rates(folder / "metrics.csv") if rank == 0 else rates
+    rows = _rates(folder / "metrics.csv") if rank == 0 else []
     files = sorted(p.name for p in folder.glob("*.ckpt"))
     done = (trainer.global_step, trainer.current_epoch, trainer.fit_loop.epoch_loop.total_batch_idx)
-    return module.history, done, files, rows
+    return module.history, done, files, rows, sum(one.passed for one in late)
 
 
 def _rates(path: Path) -> list[tuple[str, str]]:
-    import csv
-
     with path.open() as file:
         return [(row["step"], row["lr-SGD"]) for row in csv.DictReader(file) if row.get("lr-SGD")]
 
 
 def plans(rank: int, world: int, name: str) -> dict[str, Any]:
-    return {engine: plan(rank, world, name, engine) for engine in ("ddp", "barrier", "late")}
+    return {engine: plan(rank, world, name, engine) for engine in ("ddp", "barrier", "late 0", "late 1")}
 
 
 @pytest.mark.parametrize("name", PLANS)
@@ -159,13 +165,15 @@ def test_counters_are_those_of_stock_ddp_on_all_ranks(name: str) -> None:
     ranks = run_ranks(2, plans, name)
     stock = ranks[0]["ddp"]
     assert len(stock[2]) >= 2 and len(stock[3]) >= 2
-    for engine in ("barrier", "late"):
-        history, done, files, rows = ranks[0][engine]
+    for engine in ("barrier", "late 0", "late 1"):
+        history, done, files, rows, _ = ranks[0][engine]
         assert history == stock[0]
         assert done == stock[1]
         assert files == stock[2]
         assert rows == stock[3]
         assert ranks[1][engine][:2] == (history, done)
+        if engine != "barrier":
+            assert ranks[int(engine[-1])][engine][-1] > 0, "it was not late"
 
 
 # ---- logged values: means over the samples that were trained on ---------------------------------------------------
@@ -200,9 +208,9 @@ class EpochLogs(Logs):
 
 LATENESS: dict[str, tuple[int, Callback | None]] = {
     "barrier": (86, None),
-    "late at the start": (86, Late("start", 2)),
-    "late for the whole epoch": (86, Late("start", 6)),
-    "late in the middle": (86, Late("middle", 3)),
+    "late at the start": (86, Late(2, "start", 2)),
+    "late for the whole epoch": (86, Late(2, "start", 6)),
+    "late in the middle": (86, Late(2, "middle", 3)),
     "too few samples": (2, None),
 }
 
@@ -215,20 +223,20 @@ def logged(rank: int, world: int, name: str) -> Any:
     trainer = rank_trainer(rank, world, stale(policy=policy), max_epochs=3, callbacks=callbacks)
     valid = DataLoader(TensorDataset(values()[:50]), batch_size=4)
     trainer.fit(module, DataLoader(TensorDataset(values()[:samples]), batch_size=5), valid)
-    return module.of_epoch, module.rows, module.dummies, trainer.global_step
+    return module.of_epoch, module.rows, module.dummies, trainer.global_step, getattr(late, "passed", 0)
 
 
 @pytest.mark.parametrize("name", LATENESS)
 def test_values_of_an_epoch_are_those_of_its_samples(name: str) -> None:
     ranks = run_ranks(3, logged, name)
-    samples, late = LATENESS[name]
+    samples = LATENESS[name][0]
     padded = torch.cat([values()[:50], values()[:1]])
     for epoch in range(3):
         x = torch.tensor([v for one in ranks for v in one[0][epoch]], dtype=torch.float64)
         assert set(x.tolist()) == set(values()[:samples].tolist())
         called, positive = x.abs() > 0.5, x > 0
         mean, total = float(x.mean()), float(x.sum())
-        for _, rows, _, _ in ranks:
+        for _, rows, *_ in ranks:
             row = rows[epoch]
             for key in ("mean_epoch", "sized_epoch", "plain", "cat_mean", "weighted"):
                 assert row[key] == near(mean), key
@@ -240,6 +248,7 @@ def test_values_of_an_epoch_are_those_of_its_samples(name: str) -> None:
             assert row["at_end"] == near(1.0)  # the plain mean over ranks
             assert row["val_epoch"] == near(float(padded.mean()))
     assert {one[3] for one in ranks} == {3 * -(-samples // 15)}
+    assert (ranks[2][4] > 0) == name.startswith("late")
     if name in ("late for the whole epoch", "too few samples"):
         assert ranks[2][2] == 3 and ranks[2][0] == [[], [], []]  # one dummy in each epoch, which counts nothing
 
@@ -301,8 +310,6 @@ class Behind(Callback):
 
 
 def warned(rank: int, world: int, policy: str) -> tuple[list[str], float]:
-    import warnings
-
     callbacks = [Behind()] if policy == "asp" else []
     trainer = rank_trainer(rank, world, stale(policy=policy), max_epochs=3, callbacks=callbacks)
     stale_part: list[float] = []

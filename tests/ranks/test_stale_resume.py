@@ -71,8 +71,9 @@ class Scheduled(Noting):
 
 
 def train(
-    rank: int, world: int, strategy: Any, loaders: Any, *, ckpt: str | None = None, after: str | None = None, **kwargs: Any
-) -> Result:
+    rank: int, world: int, strategy: Any, loaders: Any, *, ckpt: str | None = None, after: str | None = None,
+    **kwargs: Any,
+) -> Result:  # fmt: skip
     """`fit` of a module with schedulers; saves once more to ``after`` when it is over."""
     gc.collect()
     module = Scheduled()
@@ -105,7 +106,6 @@ def saving_job(rank: int, world: int, folder: str) -> list[Result]:
     saver = Saver(f"{folder}/accumulate", [(1, 1), (2, 3)])
     runs.append(train(rank, world, bsp(), loader(per_device), callbacks=[saver], accumulate_grad_batches=2))
     train(rank, world, bsp(), loader(per_device), max_epochs=1, after=f"{folder}/epochs")
-    train(rank, world, bsp(), loader(per_device), max_steps=8, max_epochs=-1, after=f"{folder}/steps")
     for after in (False, True):
         keeper = OnExceptionCheckpoint(f"{folder}/fault", filename=f"{after}")
         with pytest.raises(RuntimeError, match="a fault"):
@@ -137,20 +137,19 @@ PLAN: list[tuple[str, int, dict[str, Any]]] = [
     ("plain/val-8.ckpt", 8, {"val_check_interval": 2}),
     ("plain/epoch-0.ckpt", 6, {}),
     ("plain/epoch-1.ckpt", 12, {"val_check_interval": 2}),
-    ("steps/step=12.ckpt", 12, {"val_check_interval": 2}),
     ("steps/step=16.ckpt", 16, {}),
     ("steps/last.ckpt", 16, {}),
     ("accumulate/batch-1-1.ckpt", 8, {"accumulate_grad_batches": 2}),
-    ("accumulate/batch-2-3.ckpt", 16, {"accumulate_grad_batches": 2}),
     ("accumulate/epoch-0.ckpt", 6, {"accumulate_grad_batches": 2}),
     ("epochs/after.ckpt", 6, {}),
-    ("steps/after.ckpt", 8, {}),
     ("fault/False.ckpt", 9, {}),
     ("fault/True.ckpt", 10, {}),
 ]
 
 
-def resuming_job(rank: int, world: int, folder: str, cases: Sequence[tuple[str, int, dict[str, Any]]]) -> list[Result]:
+def resuming_job(
+    rank: int, world: int, folder: str, cases: Sequence[tuple[str, int, dict[str, Any]]]
+) -> list[Result]:
     runs = []
     for name, _, options in cases:
         loaders: Any = loader(BATCH // 2)
@@ -174,7 +173,14 @@ def test_every_kind_of_checkpoint_resumes_at_the_next_sample(
 def stock_job(rank: int, world: int, folder: str) -> None:
     loaders = (loader(BATCH // world, samples=96), loader(10))
     saver = Saver(folder, [(1, 2)])
-    train(rank, world, DDPStrategy(process_group_backend="gloo"), loaders, callbacks=[saver], val_check_interval=2)
+    train(
+        rank,
+        world,
+        DDPStrategy(process_group_backend="gloo"),
+        loaders,
+        callbacks=[saver],
+        val_check_interval=2,
+    )
 
 
 def test_a_checkpoint_is_stock_ddps_plus_one_key_of_plain_types(saved: Path, tmp_path: Path) -> None:
@@ -221,46 +227,49 @@ def test_the_optimizer_in_the_checkpoint_is_the_servers(saved: Path, tmp_path: P
 
 
 def test_weights_alone_can_be_saved(saved: Path) -> None:
-    for folder in ("epochs", "steps"):
-        whole, alone = state_of(saved / folder / "after.ckpt"), state_of(saved / folder / "weights.ckpt")
-        assert "optimizer_states" not in alone
-        for key, value in whole["state_dict"].items():
-            assert torch.equal(value, alone["state_dict"][key])
+    whole, alone = (state_of(saved / "epochs" / f"{name}.ckpt") for name in ("after", "weights"))
+    assert "optimizer_states" not in alone
+    assert whole["state_dict"].keys() == alone["state_dict"].keys()
+    assert all(torch.equal(value, alone["state_dict"][key]) for key, value in whole["state_dict"].items())
 
 
 # ---- each sample once, whatever the timing -------------------------------------------------------------------------
 
 
-class Diary(Noting):
+class Diary(Scheduled):
     """Notes samples per epoch, and what the server has accepted; rank 1 is slow now and then."""
 
-    def __init__(self, rank: int, slow_s: float = 0.0, first_s: float = 0.0) -> None:
+    def __init__(self, rank: int, slow_s: float = 0.0, first_s: float = 0.0, fails: bool = False) -> None:
         super().__init__()
-        self.rank, self.slow_s, self.first_s = rank, slow_s, first_s
+        self.updates = 0
+        self.rank, self.slow_s, self.first_s, self.fails = rank, slow_s, first_s, fails
         self.epochs: dict[int, list[int]] = {}
         self.sizes: list[int] = []
         self.accepted = 0
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-        if self.trainer.strategy.current_samples():
+        if getattr(self.trainer.strategy, "current_samples", int)():
             self.epochs.setdefault(self.trainer.current_epoch, []).extend(batch[0].tolist())
             self.sizes.append(len(batch[0]))
         time.sleep(self.slow_s if self.rank == 1 and batch_idx % 3 == 1 else 0.0)
         time.sleep(self.first_s if len(self.sizes) == 1 else 0.0)
+        if self.fails and (self.current_epoch, batch_idx) >= (1, 2):
+            raise RuntimeError("a fault")
         return super().training_step(batch, batch_idx)
 
     def on_train_end(self) -> None:
-        self.accepted = sum(self.trainer.strategy.server_metrics()["samples"].values())
+        if (counted := getattr(self.trainer.strategy, "server_metrics", None)) is not None:
+            self.accepted = sum(counted()["samples"].values())
 
 
 def diary(
     rank: int, world: int, strategy: Any, *, ckpt: str | None = None, slow_s: float = 0.0, first_s: float = 0.0,
-    **kwargs: Any,
+    fails: bool = False, **kwargs: Any,
 ) -> Diary:  # fmt: skip
-    module = Diary(rank, slow_s, first_s)
+    module = Diary(rank, slow_s, first_s, fails)
     trainer = rank_trainer(rank, world, strategy, **{"max_epochs": EPOCHS, **kwargs})
     trainer.fit(module, loader(BATCH // 2), ckpt_path=ckpt)
-    module.updates = trainer.global_step  # type: ignore[assignment]
+    module.updates = trainer.global_step
     return module
 
 
@@ -268,7 +277,7 @@ Page = tuple[dict[int, list[int]], int, int, list[int]]
 
 
 def page(module: Diary) -> Page:
-    return module.epochs, module.accepted, int(module.updates), module.sizes
+    return module.epochs, module.accepted, module.updates, module.sizes
 
 
 def positions(epoch: int) -> list[int]:
@@ -307,7 +316,9 @@ def rest_job(rank: int, world: int, paths: Sequence[str], policies: Sequence[str
 
 
 @pytest.mark.parametrize(("first", "then"), [("flexible", ["asp", "flexible"]), ("asp", ["bsp", "saps"])])
-def test_every_sample_counts_once_before_or_after_the_resume(tmp_path: Path, first: str, then: list[str]) -> None:
+def test_every_sample_counts_once_before_or_after_the_resume(
+    tmp_path: Path, first: str, then: list[str]
+) -> None:
     """Rank 1 is late in every third batch, so samples are applied out of order; another policy goes on."""
     pages = run_ranks(2, timed_job, str(tmp_path), first)
     assert all(p[1] == EPOCHS * SAMPLES for p in pages)
@@ -362,10 +373,9 @@ def failing_job(rank: int, world: int, folder: str, failing: int) -> str:
         OnExceptionCheckpoint(folder, filename="exception"),
         ModelCheckpoint(folder, filename="{step}", every_n_train_steps=4, save_last=True),
     ]
-    if rank == failing:
-        callbacks.append(Fault(1, 3, after=False))
+    options: dict[str, Any] = {"callbacks": callbacks, "enable_checkpointing": True}
     with pytest.raises(RuntimeError) as error:
-        diary(rank, world, stale(liveness_s=60.0), callbacks=callbacks, enable_checkpointing=True)
+        diary(rank, world, stale(liveness_s=60.0), fails=rank == failing, **options)
     return str(error.value)
 
 
