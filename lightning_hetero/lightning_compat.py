@@ -297,6 +297,8 @@ def resume_from(trainer: Trainer, checkpoint: str) -> None:
     def resume_start(checkpoint_path: Any = None, *args: Any, **kwargs: Any) -> None:
         del checkpoint_path
         vars(connector).pop("resume_start", None)
+        if "weights_only" in kwargs:  # from 2.6 on; this very run has written the file
+            kwargs["weights_only"] = False
         original(checkpoint, *args, **kwargs)
 
     connector.resume_start = resume_start  # type: ignore[method-assign]

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import ast
+import re
 import shutil
 import subprocess
 import sys
+from fnmatch import fnmatchcase
 from pathlib import Path
 
 import pytest
+from importlinter.api import read_configuration
 
 ROOT = Path(__file__).resolve().parents[1]
 PLUGIN = ROOT / "lightning_hetero" / "_hydra"
+LIGHTNING = {"strategy", "run", "loaders", "loop", "join", "launcher"}
 LINT = "import sys; from importlinter.cli import lint_imports; sys.exit(lint_imports(no_cache=True))"
 
 
@@ -55,6 +59,16 @@ def test_the_tree_keeps_every_contract() -> None:
         ("callbacks/planted.py", "import lightning_hetero.cli", "Layers import downwards"),
         ("glue/planted.py", "from lightning_hetero.balanced import run", "Layers import downwards"),
         ("stale/planted.py", "from lightning_hetero.balanced import weighting", "Engines never import"),
+        ("stale/run.py", "from lightning_hetero import LoadBalancedStrategy", "Engines never import"),
+        ("balanced/run.py", "import lightning_hetero", "Engines never import"),
+        ("glue/setup.py", "from lightning_hetero.callbacks import BatchRebalancer", "Engines never import"),
+        ("stale/roster.py", "import torch", "P is pure"),
+        ("stale/policy/flexible.py", "import random", "P is pure"),
+        ("stale/report.py", "import time", "P is pure"),
+        ("stale/tickwork.py", "import lightning", "T knows torch"),
+        ("stale/ledger.py", "from lightning_hetero.stale import coordinator", "Layers import downwards"),
+        ("stale/update.py", "from lightning_hetero.stale import server", "Layers import downwards"),
+        ("stale/start.py", "from lightning_hetero.stale import run", "Layers import downwards"),
     ],
 )
 def test_a_planted_import_is_found_and_named(copy: Path, file: str, planted: str, contract: str) -> None:
@@ -67,6 +81,26 @@ def test_a_planted_import_is_found_and_named(copy: Path, file: str, planted: str
     broken = [line for line in result.stdout.splitlines() if " BROKEN" in line]
     assert any(line.startswith(contract) for line in broken), result.stdout
     assert ".".join(["lightning_hetero", *Path(file).with_suffix("").parts]) in result.stdout
+
+
+def test_every_file_of_an_engine_has_a_layer_and_a_tag() -> None:
+    """The linter passes over what no layer names."""
+    options = read_configuration(str(ROOT / "pyproject.toml"))["contracts_options"]
+    contracts = {contract["id"]: contract for contract in options}
+    named = set(re.findall(r"[\w.]+", " ".join(contracts["layers"]["layers"])))
+    pure, torch = (contracts[tag]["source_modules"] for tag in ("pure", "torch"))
+    for engine in contracts["engines"]["modules"]:
+        folder = engine.removeprefix("lightning_hetero.")
+        names = {file.stem for file in (ROOT / "lightning_hetero" / folder).glob("*.py")} - {"__init__"}
+        names |= {file.parent.name for file in (ROOT / "lightning_hetero" / folder).glob("*/__init__.py")}
+        assert {name for name in names if f"{folder}.{name}" not in named} == set()
+        tags = {name: [tagged(f"{engine}.{name}", patterns) for patterns in (pure, torch)] for name in names}
+        assert {name for name, (is_pure, is_torch) in tags.items() if is_pure and is_torch} == set()
+        assert {name for name, tag in tags.items() if not any(tag)} <= LIGHTNING
+
+
+def tagged(module: str, patterns: list[str]) -> bool:
+    return any(fnmatchcase(module, pattern) and module.count(".") == pattern.count(".") for pattern in patterns)
 
 
 def test_the_hydra_plugin_imports_only_stdlib_and_hydra() -> None:

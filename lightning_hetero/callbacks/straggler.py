@@ -31,7 +31,8 @@ class StragglerMonitor(Callback):
     ``hetero/imbalance`` is the slowest rank's work over the mean (1.0 = balanced).
 
     With an engine of this package the values come from what its ranks exchange anyway, at no cost, and the engine may
-    add its own (``engine_metrics() -> dict``; see its page in docs/). With stock DDP the monitor times its own rank and gathers means once per epoch, so the same numbers tell what the engine would gain.
+    add its own (``engine_metrics() -> dict``; see its page in docs/). With stock DDP the monitor times its own rank and
+    gathers means once per epoch, so the same numbers tell what the engine would gain.
 
     At the end of the fit one line tells the final shares and what equal ones would have cost.
 
@@ -78,11 +79,11 @@ class StragglerMonitor(Callback):
             return
         report = trainer.strategy.step_report()  # type: ignore[attr-defined]
         if report is not None:
-            self._log(pl_module, report.records, report.predicted_s, on_step=True)
+            self._log(trainer, pl_module, report.records, report.predicted_s, on_step=True)
         more = getattr(trainer.strategy, "engine_metrics", None)
         if callable(more) and (values := more()):
             named = {f"hetero/{name}": float(value) for name, value in values.items()}  # pyright: ignore
-            pl_module.log_dict(named, logger=True, on_step=True, on_epoch=False, batch_size=1)
+            pl_module.log_dict(named, logger=bool(trainer.loggers), on_step=True, on_epoch=False, batch_size=1)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self._own is None:
@@ -93,7 +94,7 @@ class StragglerMonitor(Callback):
             SpeedSample(rank=r, step=0, samples=round(row[0]), compute_s=row[1], wait_s=row[2])
             for r, row in enumerate(rows)
         ]
-        self._log(pl_module, records, [math.nan] * len(records), on_step=False)
+        self._log(trainer, pl_module, records, [math.nan] * len(records), on_step=False)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self._own is not None:
@@ -109,7 +110,9 @@ class StragglerMonitor(Callback):
         """Returns and forgets this rank's step events; only with a strategy that has none of its own."""
         return self._own.take_events() if self._own is not None else []
 
-    def _log(self, pl_module: LightningModule, records: Any, predicted_s: Any, *, on_step: bool) -> None:
+    def _log(
+        self, trainer: Trainer, pl_module: LightningModule, records: Any, predicted_s: Any, *, on_step: bool
+    ) -> None:
         columns = {
             "share": [float(r.samples) for r in records],
             "compute_s": [r.compute_s for r in records],
@@ -126,12 +129,13 @@ class StragglerMonitor(Callback):
                 values |= {f"hetero/{name}/rank{r}": v for r, v in enumerate(column)}
             values |= {f"hetero/{name}/max": max(known), f"hetero/{name}/min": min(known)}
         # All ranks log the same values; the maximum over them keeps Lightning from advising to synchronise.
-        where = {"on_step": on_step, "on_epoch": not on_step, "batch_size": 1}
+        # Without a logger Lightning would warn of every name.
+        where = {"on_step": on_step, "on_epoch": not on_step, "batch_size": 1, "logger": bool(trainer.loggers)}
         where |= {} if on_step else {"sync_dist": True, "reduce_fx": "max"}
-        pl_module.log_dict(values, logger=True, **where)
+        pl_module.log_dict(values, **where)
         unevenness = imbalance(columns["compute_s"])
         if not math.isnan(unevenness):
-            pl_module.log("hetero/imbalance", unevenness, prog_bar=self.prog_bar, logger=True, **where)
+            pl_module.log("hetero/imbalance", unevenness, prog_bar=self.prog_bar, **where)
 
 
 class _OwnTiming:

@@ -4,7 +4,9 @@ Layer P. Kinds and their data (readers keep kinds and keys they do not know):
 
     run       version (of this schema), world_size, names (of the devices this rank uses); the first line of a
               file, and again where a resumed run goes on writing
-    step      samples, compute_s (own work), wait_s (for peers); without such a measurement step_s (batch)
+    step      samples, compute_s (own work), wait_s (for peers); without such a measurement step_s (batch). The stale
+              engine writes one per contribution, several in a batch, with version and fill_in
+    passed    behind; a batch made without this rank (stale engine)
     decision  shares (samples per rank), predicted_s (step time expected of them), reason (in words)
     fault     error (what happened, in words)
 

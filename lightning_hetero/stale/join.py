@@ -40,7 +40,8 @@ if TYPE_CHECKING:
 
 __all__ = ["FIRST_GENERATION", "Admission", "Door", "Invitation", "Newcomer"]
 
-FIRST_GENERATION = 1 << 20  # process groups built with newcomers are numbered from here, those after deaths from 1
+FIRST_GENERATION = 1 << 20
+"""Process groups built with newcomers are numbered from here, those after deaths from 1."""
 
 _RUN, _ASKS, _CALLED, _INVITED = (f"lightning_hetero/{name}" for name in ("run", "asks", "called", "invited"))
 _LOOK_S = 2.0  # for a store that may not be there: then nothing runs yet
@@ -104,7 +105,8 @@ class Door:
 
     def announce(self, address: Address) -> None:
         """Says where the server is, to whoever comes to where the ranks met at first: in torch's own store there."""
-        with suppress(RuntimeError):  # e.g. a rendezvous through a file: nobody can join, nothing else is lost
+        # Not so with e.g. a rendezvous through a file: nobody can join, nothing else is lost.
+        with suppress(RuntimeError):
             _rendezvous(self._environment, _LOOK_S).set(_RUN, json.dumps(asdict(address)))
             self._announced = True
 
@@ -226,7 +228,8 @@ class Newcomer:
         store.delete_key(invited)  # of an earlier try
         store.set(f"{_ASKS}/{self._rank}", str(os.getpid()))
         deadline_s = time.monotonic() + _LOOK_S
-        while not store.check([_RUN]):  # after asking: one of the two sides sees the other. A new store has it soon
+        # After asking, so that one of the two sides sees the other. A new store has it soon.
+        while not store.check([_RUN]):
             if time.monotonic() > deadline_s:
                 return ""
             time.sleep(_PAUSE_S)
@@ -279,8 +282,9 @@ class Admission:
         if not asking:
             return
         run = self._run
+        # Once more: the checkpoint took its time, perhaps he has died.
         said = (self.door.asking(asking) if self._in_charge else [], self._generation + 2)
-        asking, self._generation = run.strategy.broadcast(said)  # the checkpoint took its time: perhaps he has died
+        asking, self._generation = run.strategy.broadcast(said)
         try:
             if asking:
                 self._let_in(asking)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from lightning.pytorch import Callback
+from lightning.pytorch.callbacks import Checkpoint
 from torch import nn
 from torch.utils.data import DataLoader
 
@@ -20,7 +21,7 @@ from lightning_hetero.glue.checks import check_same_settings
 from lightning_hetero.glue.orders import OrderFinder
 from lightning_hetero.glue.setup import own_memory
 from lightning_hetero.stale import report
-from lightning_hetero.stale.join import Admission, Door
+from lightning_hetero.stale.join import FIRST_GENERATION, Admission, Door
 from lightning_hetero.stale.layout import FlatLayout
 from lightning_hetero.stale.loop import TickLoop
 from lightning_hetero.stale.norms import normalise_single_samples
@@ -46,23 +47,47 @@ class MeetingPoints(Callback):
 
     def __init__(self, run: StaleRun) -> None:
         self._run = run
+        self._validating = set[int]()
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if self._run.meet("validation starts", pull=True):
-            compat.count_val_batches(trainer, begin=True)
+        ranks = self._run.alive
+        self._run.meet("validation starts", pull=True)
         self._run.agree_on_averages()
+        if self._run.alive != ranks:
+            compat.count_val_batches(trainer, begin=True)
+        self._validating = set(self._run.alive)
 
     def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._run.meet(f"validation ends{self._run.logged()}")
 
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if self._validating - set(self._run.alive):
+            self._run.strategy.warn_once(
+                "a rank died during this validation: the metrics leave out the samples it was to validate; the next"
+                " validation covers all samples again"
+            )
+
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._run.meet(f"epoch ends{self._run.logged()}", pull=True)
-        self._run.admission.look()
+
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Before anybody's hook: a newcomer goes through all hooks of its first epoch."""
+        self._run.admission.admit()
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Before callbacks put their averages in place of the parameters."""
         self._run.meet("last batch trained", pull=True)
         self._run.agree_on_averages()
+
+
+class LastPoint(Checkpoint):
+    """Saves what a newcomer resumes from, after all hooks of an epoch's end: Lightning puts checkpoints last."""
+
+    def __init__(self, run: StaleRun) -> None:
+        self._run = run
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._run.admission.look()
 
 
 class StaleRun:
@@ -99,15 +124,15 @@ class StaleRun:
         self.failed = False
         self.resume: Mapping[str, Any] = {}
         invitation = newcomer.invitation if newcomer is not None else None
-        self.alive = tuple(range(strategy.world_size)) if invitation is None else invitation.members
         self.meetings = 0 if invitation is None else invitation.meetings
         assert strategy.cluster_environment is not None
-        self.admission = Admission(self, Door(strategy.cluster_environment))
+        door = Door(strategy.cluster_environment)
+        self.admission = Admission(self, door, FIRST_GENERATION if invitation is None else invitation.generation)
         self.metrics: dict[str, Any] = {}
         self.since = report.Since()
         self._advised = False
         self._batch_size: int | None = None
-        self._address: Address | None = None
+        self.address: Address | None = None if invitation is None else invitation.address
         self._generation = 0
         self._signature: tuple[Any, ...] = ()
         self.state: dict[str, Any] = {}
@@ -115,6 +140,13 @@ class StaleRun:
         points, callbacks = MeetingPoints(self), compat.trainer_callbacks(trainer)
         callbacks.insert(0, points)
         self._undo.append(lambda: callbacks.remove(points))
+        self._last_point: LastPoint | None = None
+        self._expect_newcomers()
+
+    @property
+    def alive(self) -> tuple[int, ...]:
+        """The ranks that are left."""
+        return self.strategy.members
 
     def _new_group(self) -> dist.ProcessGroup:
         group = dist.new_group(backend="gloo", timeout=self.strategy.timeout)
@@ -211,23 +243,25 @@ class StaleRun:
         if newcomer is None and strategy.is_global_zero:
             per_node = strategy.num_processes
             near = range(per_node) if strategy.transport != "pairs" else ()
-            self.server_process, self._address = start_server(
+            self.server_process, self.address = start_server(
                 layout=layout,
                 parameters=[p for _, p in entries],
                 buffers=[b for _, b in buffers],
                 optimizers=optimizers,
                 settings=strategy.server_settings,
                 ranks=self.alive,
-                near=[r for r in near if r in self.alive],
+                near=near,
+                far=[r for r in range(strategy.world_size) if r not in near],
                 ahead=self.source.ahead,
                 state=dict(self.state.get("coordinator") or self.resume.get("server", {})),
                 host=self._host(),
                 timeout=strategy.timeout or timedelta(minutes=30),
             )
-            self.admission.door.announce(self._address)
-        self._address = self._broadcast(self._address) if newcomer is None else newcomer.address
-        assert self._address is not None
-        link = connect(self._address, strategy.global_rank, layout, strategy.timeout or timedelta(minutes=30))
+            self._announce()
+        if newcomer is None:
+            self.address = self._broadcast(self.address)
+        assert self.address is not None
+        link = connect(self.address, strategy.global_rank, layout, strategy.timeout or timedelta(minutes=30))
         self.worker = Worker(
             link, layout, [p for _, p in entries], [b for _, b in buffers], optimizers,
             codec=strategy.server_settings.codec,
@@ -260,6 +294,23 @@ class StaleRun:
             strategy.newcomer = None
             dist.barrier()  # the members wait for this: from here on all is as it is for them
 
+    def _announce(self) -> None:
+        """Says where a rank that comes late, or again, finds this run."""
+        assert self.address is not None
+        door = self.admission.door
+        if len(self.alive) == self.strategy.world_size:
+            door.announce(self.address)
+        elif reason := door.open(self.address):
+            self.strategy.warn_once(reason)
+
+    def _expect_newcomers(self) -> None:
+        """Looks for them after every epoch once somebody is missing."""
+        if self._last_point is None and len(self.alive) < self.strategy.world_size:
+            callbacks = compat.trainer_callbacks(self.trainer)
+            point = self._last_point = LastPoint(self)
+            callbacks.append(point)
+            self._undo.append(lambda: callbacks.remove(point))
+
     def _host(self) -> str:
         if self.strategy.num_nodes == 1:
             return "127.0.0.1"
@@ -278,8 +329,7 @@ class StaleRun:
         )
 
     def _before_epoch(self) -> Worker:
-        """A callback may have unfrozen layers by adding them to an optimizer: then the server starts again with them."""
-        self.admission.admit()
+        """A callback may have unfrozen layers by adding them to an optimizer: the server starts again with them."""
         if self._groups() != self._signature:
             self.meet("parameters were added to an optimizer")
             self._bring_home()
@@ -363,15 +413,15 @@ class StaleRun:
 
     # ---- meeting ----------------------------------------------------------------------------------------------
 
-    def meet(self, what: str, *, pull: bool = False) -> bool:
-        """Waits at the server for all live ranks; leaves the dead behind. Returns whether the ranks are others now.
+    def meet(self, what: str, *, pull: bool = False) -> None:
+        """Waits at the server for all live ranks; leaves the dead behind.
 
         Args:
             what: the purpose, the same on all ranks; a difference is an error that names both sides.
             pull: take the newest parameters, which are the same for all as nobody computes meanwhile.
         """
         if self.worker is None:
-            return False
+            return
         self.meetings += 1
         met = self.worker.meet(self.meetings, what)
         self.metrics = self.worker.parse_metrics(met)
@@ -382,11 +432,9 @@ class StaleRun:
             self.strategy.warn_once(advice)
         if pull:
             self.worker.pull()
-        before = self.alive
         if met.generation != self._generation:
             self._generation = met.generation
             self._regroup(tuple(met.numbers))
-        return self.alive != before
 
     def logged(self) -> str:
         """Names what is reduced when an epoch ends, for `meet`: ranks that log other values would mix them up."""
@@ -398,22 +446,23 @@ class StaleRun:
         if alive == self.alive:
             return
         dead = sorted(set(self.alive) - set(alive))
-        self.alive = alive
         self.rebuild(alive, self._generation)
         if strategy.is_global_zero:
-            self.admission.door.open(self._address)
+            self._announce()
+        self._expect_newcomers()
         if dead:
             strategy.warn_once(
                 f"rank {', '.join(map(str, dead))} died; the others go on without, on {len(alive)} devices, with the"
-                " same global batch; its samples were granted to them"
+                f" same global batch; its samples were granted to them (epoch {self.trainer.current_epoch})"
                 + (f"; rank {alive[0]} writes checkpoints now, loggers of rank 0 log no more" if 0 in dead else "")
             )
 
-    def rebuild(self, members: tuple[int, ...], generation: int) -> None:
+    def rebuild(self, members: tuple[int, ...], generation: int, *, meeting_s: float = 60.0) -> None:
         """Makes new process groups of ``members``, all of whom call this; validation is divided among them."""
-        strategy, self.alive = self.strategy, members
-        assert self._address is not None
-        store = dist.TCPStore(self._address.host, self._address.port, is_master=False)
+        strategy = self.strategy
+        strategy.members = members
+        assert self.address is not None
+        store = dist.TCPStore(self.address.host, self.address.port, is_master=False)
         rebuild_default_group(
             store=store,
             generation=generation,
@@ -421,6 +470,7 @@ class StaleRun:
             rank=strategy.global_rank,
             backend=strategy.process_group_backend or "gloo",
             timeout=strategy.timeout,
+            meeting_s=meeting_s,
         )
         self.channel.rebind(self._new_group())
         for loader in compat.val_loaders(self.trainer):
@@ -495,8 +545,7 @@ class StaleRun:
         self.meet("training ends")
         self._bring_home()
         self.meet("state is saved")
-        if self.strategy.is_global_zero:
-            self.admission.door.shut(range(self.strategy.world_size))
+        self.admission.end()
         self._leave()
 
     def abort(self, text: str) -> None:
@@ -512,6 +561,7 @@ class StaleRun:
         for undo in reversed(self._undo):
             undo()
         self._undo = []
+        self.admission.end()
         worker, self.worker = self.worker, None
         if worker is not None:
             worker.detach()

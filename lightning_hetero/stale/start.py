@@ -74,6 +74,7 @@ def start_server(
     settings: ServerSettings,
     ranks: Sequence[int],
     near: Sequence[int],
+    far: Sequence[int],
     ahead: int,
     state: dict[str, Any],
     host: str,
@@ -86,8 +87,9 @@ def start_server(
         parameters, buffers: present values; the server has its own copy from here on.
         optimizers: over these parameters; they stay untouched in this process.
         settings: see `ServerSettings`.
-        ranks: all workers.
-        near: those on this node, which use shared memory.
+        ranks: the workers that take part from the start.
+        near: all that may come from this node; they use shared memory.
+        far: all that may come from elsewhere; they use pairs.
         ahead: batches that workers fetch ahead.
         state: of the coordinator, from a checkpoint; else empty.
         host: name under which other nodes reach this one.
@@ -126,8 +128,7 @@ def start_server(
         if state:
             coordinator.load_state_dict(state)
         listeners: list[Listener] = [] if shared is None else [shared]
-        if set(ranks) - set(near):
-            far = sorted(set(ranks) - set(near))
+        if far:
             listeners.append(
                 PairListener(
                     store,

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 import torch.distributed as dist
+from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch.callbacks import StochasticWeightAveraging
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
@@ -171,6 +172,7 @@ class BoundedStalenessStrategy(DDPStrategy):
         self._run: StaleRun | None = None
         self._finished: dict[str, Any] = {}  # what the last fit would write into a checkpoint
         self._warned: set[str] = set()
+        self._members: tuple[int, ...] | None = None
 
     def __repr__(self) -> str:  # what Fabric prints when it refuses a strategy of the Trainer
         return f"<{type(self).__name__} for lightning.pytorch.Trainer>"
@@ -178,7 +180,22 @@ class BoundedStalenessStrategy(DDPStrategy):
     @property
     def is_global_zero(self) -> bool:
         """Whether this is the lowest of the ranks that are left: it writes checkpoints, also when rank 0 is dead."""
-        return self.global_rank == (self._run.alive[0] if self._run is not None else 0)
+        return self.global_rank == (self._members[0] if self._members else 0)
+
+    @property
+    def members(self) -> tuple[int, ...]:
+        """The ranks that take part: all, but for those that died and have not come again. Also after the fit."""
+        return tuple(range(self.world_size)) if self._members is None else self._members
+
+    @members.setter
+    def members(self, members: tuple[int, ...]) -> None:
+        self._members = members
+
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        """Evaluation is divided among the ranks that take part."""
+        members = self.members
+        return {"num_replicas": len(members), "rank": members.index(self.global_rank)}
 
     @property
     def server_settings(self) -> ServerSettings:
@@ -270,9 +287,11 @@ class BoundedStalenessStrategy(DDPStrategy):
             super().setup_distributed()
             return
         invitation = self.newcomer.wait()
+        reset_seed()
+        self.members = invitation.members
         self._process_group_backend = self._get_process_group_backend()
         rebuild_default_group(
-            store=dist.TCPStore(self.newcomer.address.host, self.newcomer.address.port, is_master=False),
+            store=dist.TCPStore(invitation.address.host, invitation.address.port, is_master=False),
             generation=invitation.generation,
             members=invitation.members,
             rank=self.global_rank,

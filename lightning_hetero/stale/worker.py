@@ -94,6 +94,7 @@ class Worker:
         self._grant_s = 0.0
         self._substep = 0
         self._substeps_used = False
+        self._buffers_pushed = False  # since the last pull
         self._epoch, self._tick = 0, 0
 
     def _check(self, codec: Codec | str | None) -> None:
@@ -171,8 +172,12 @@ class Worker:
 
     @property
     def is_newest(self) -> bool:
-        """Whether the newest parameters are here for certain: sub-steps change them under the same version."""
-        return self.version >= 0 and not self._substeps_used and self.link.newest_version() <= self.version
+        """Whether the newest parameters and buffers are here for certain.
+
+        Sub-steps change parameters under the same version; after a push that was not applied, buffers are the rank's.
+        """
+        certain = self.version >= 0 and not self._substeps_used and not self._buffers_pushed
+        return certain and self.link.newest_version() <= self.version
 
     def pull(self) -> int:
         """Puts the newest published parameters and buffers into the module; returns their version.
@@ -191,6 +196,7 @@ class Worker:
         others = [device for device in self._areas if device.type != "cpu"]
         synchronize(others)  # the last copy out of host memory must have ended
         self.version = self.link.read_parameters(host)
+        self._buffers_pushed = False
         for device in others:
             self._areas[device].copy_(host, non_blocking=True)
         for buffer, clean in zip(buffers, self._clean, strict=True):
@@ -300,6 +306,7 @@ class Worker:
             samples = sum(grant.numbers[1::2]) - sum(grant.numbers[::2]) if samples is None else samples
         self._adopt()
         buffers = zip(self._views[len(self.parameters) :], self._clean, strict=True)
+        self._buffers_pushed = bool(self._clean)
         slot = self._writer.write(buffers, lambda numbers: self._hyper.write(numbers, self._clips))
         self._clips = [(0, 0.0)] * len(self._clips)
         request = Request(

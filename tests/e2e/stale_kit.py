@@ -20,7 +20,17 @@ from typing import Any
 import psutil
 import torch
 
-__all__ = ["Ended", "launch", "launch_externally", "nothing_left", "validation_loss"]
+__all__ = [
+    "Ended",
+    "collect",
+    "free_port",
+    "launch",
+    "launch_externally",
+    "nothing_left",
+    "start_rank",
+    "validation_loss",
+    "write_script",
+]
 
 ROOT = Path(__file__).resolve().parents[2]
 TRAIN, VALID, BATCH, EPOCHS = 96, 24, 4, 3
@@ -42,7 +52,7 @@ from lightning_hetero import BoundedStalenessStrategy
 FOLDER = Path(__file__).parent
 ALL_REDUCE = torch.distributed.all_reduce
 ASKED = {"start": "popen", "ranks": 3, "fault": None, "at": [1, 2], "step_s": 0.0, "liveness_s": 5.0, "save": False,
-         "resume": None, "epochs": 3, "train": 96, **json.loads(sys.argv[1])}
+         "resume": None, "epochs": 3, "train": 96, "transport": "auto", **json.loads(sys.argv[1])}
 
 
 def data(samples, seed):
@@ -124,7 +134,7 @@ class Report(Callback):
                 self.files.add(line.split(None, 5)[5])
 
     def on_train_end(self, trainer, module):
-        assert self.files, "no shared memory seen"
+        assert bool(self.files) == (ASKED["transport"] == "auto"), "shared memory, or none"
         said = {
             "steps": trainer.global_step,
             "epochs": trainer.current_epoch,
@@ -146,7 +156,7 @@ class FullDisk(TorchCheckpointIO):
 
 def main():
     strategy = BoundedStalenessStrategy(start_method=ASKED["start"], timeout=timedelta(seconds=100),
-                                        liveness_s=ASKED["liveness_s"], monitor=False)
+                                        liveness_s=ASKED["liveness_s"], monitor=False, transport=ASKED["transport"])
     callbacks = [Faults(), Report()]
     if ASKED["save"]:
         callbacks.append(ModelCheckpoint(FOLDER / "saved", "{step}", every_n_train_steps=4, save_top_k=-1))
@@ -219,7 +229,8 @@ def _environ(**more: str) -> dict[str, str]:
     return environ | more
 
 
-def _collect(folder: Path, processes: Sequence[subprocess.Popen], outputs: Sequence[Path], limit_s: float) -> Ended:
+def collect(folder: Path, processes: Sequence[subprocess.Popen], outputs: Sequence[Path], limit_s: float) -> Ended:
+    """Waits for the processes to end, and kills what has not after ``limit_s``."""
     deadline = time.monotonic() + limit_s
     try:
         codes = [process.wait(max(0.0, deadline - time.monotonic())) for process in processes]
@@ -238,30 +249,45 @@ def _collect(folder: Path, processes: Sequence[subprocess.Popen], outputs: Seque
 
 def launch(folder: Path, *command: str, limit_s: float = 60.0, **asked: Any) -> Ended:
     """Runs the script with Python, or with ``command`` in between, as a user would."""
-    (folder / "script.py").write_text(SCRIPT)
+    write_script(folder)
     output = folder / "said"
     with output.open("w") as said:
         process = subprocess.Popen(
             [sys.executable, *command, "script.py", json.dumps(asked)],
             cwd=folder, env=_environ(), stdout=said, stderr=said,
         )  # fmt: skip
-    return _collect(folder, [process], [output], limit_s)
+    return collect(folder, [process], [output], limit_s)
 
 
 def launch_externally(folder: Path, ranks: int = 3, limit_s: float = 60.0, **asked: Any) -> Ended:
     """Starts every rank by itself, each with a screen of its own."""
+    write_script(folder)
+    port, outputs = free_port(), [folder / f"said{rank}" for rank in range(ranks)]
+    processes = [start_rank(folder, r, output, port=port, ranks=ranks, **asked) for r, output in enumerate(outputs)]
+    return collect(folder, processes, outputs, limit_s)
+
+
+def write_script(folder: Path) -> None:
+    """Puts the script where the runs are started."""
     (folder / "script.py").write_text(SCRIPT)
+
+
+def free_port() -> int:
+    """Returns a port that nobody listens on."""
     with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    outputs = [folder / f"said{rank}" for rank in range(ranks)]
-    command = [sys.executable, "script.py", json.dumps({**asked, "ranks": ranks})]
-    meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(ranks), "NODE_RANK": "0"}
-    processes = []
-    for rank, output in enumerate(outputs):
-        environ = _environ(LOCAL_RANK=str(rank), **meeting)
-        with output.open("w") as said:
-            processes.append(subprocess.Popen(command, cwd=folder, env=environ, stdout=said, stderr=said))
-    return _collect(folder, processes, outputs, limit_s)
+        return free.getsockname()[1]
+
+
+def start_rank(
+    folder: Path, rank: int, output: Path, *, port: int, ranks: int, script: str = "script.py", **asked: Any
+) -> subprocess.Popen:
+    """Starts one rank by itself; the ranks meet at ``port``."""
+    command = [sys.executable, script, json.dumps({**asked, "ranks": ranks})]
+    environ = _environ(
+        LOCAL_RANK=str(rank), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), WORLD_SIZE=str(ranks), NODE_RANK="0"
+    )
+    with output.open("w") as said:
+        return subprocess.Popen(command, cwd=folder, env=environ, stdout=said, stderr=said)
 
 
 @contextmanager

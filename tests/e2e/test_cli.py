@@ -66,24 +66,28 @@ def test_one_run_leaves_one_directory_one_result_and_one_table(tmp_path: Path) -
 
 
 def test_a_multirun_repeats_nothing_and_ends_with_one_comparison(tmp_path: Path) -> None:
-    swept = "strategy=ddp,hetero_balanced"
+    swept = "strategy=ddp,hetero_balanced,hetero_stale"
     done = train(
         "--multirun", "debug=fast", swept, "hydra.sweep.dir=sweep", "callbacks.checkpoint=null"
     )
     assert done.returncode == 0, done.stderr
-    assert job_directories(tmp_path) == ["sweep/0", "sweep/1"]
-    assert sorted(p.name for p in (tmp_path / "sweep").iterdir()) == ["0", "1", "multirun.yaml"]
+    assert job_directories(tmp_path) == ["sweep/0", "sweep/1", "sweep/2"]
+    assert sorted(p.name for p in (tmp_path / "sweep").iterdir()) == ["0", "1", "2", "multirun.yaml"]
     assert [p.name for p in tmp_path.iterdir()] == ["sweep"]
-    assert done.stdout.count(RANK_TABLE) == 2 and done.stdout.count(COMPARISON) == 1
+    assert done.stdout.count(RANK_TABLE) == 3 and done.stdout.count(COMPARISON) == 1
     lines = done.stdout[done.stdout.index(COMPARISON) :].splitlines()
-    assert [line.split()[:2] for line in lines[2:4]] == [["0", "ddp"], ["1", "hetero_balanced"]]
-    results = [json.loads((tmp_path / "sweep" / job / "result.json").read_text()) for job in "01"]
-    assert [r["overrides"][1] for r in results] == ["strategy=ddp", "strategy=hetero_balanced"]
-    assert [r["steps"] for r in results] == [4, 4]
+    names = ["ddp", "hetero_balanced", "hetero_stale"]
+    assert [line.split()[:2] for line in lines[2:5]] == [[str(job), name] for job, name in enumerate(names)]
+    results = [json.loads((tmp_path / "sweep" / job / "result.json").read_text()) for job in "012"]
+    assert [r["overrides"][1] for r in results] == [f"strategy={name}" for name in names]
+    assert [(r["steps"], r["batches"]) for r in results] == [(4, 4)] * 3
+    # what was computed in vain comes on top of the batches' samples
+    assert [r["samples"] for r in results[:2]] == [128, 128] and results[2]["samples"] >= 128
+    assert all(sum(rank["share"] for rank in r["ranks"]) == pytest.approx(1.0) for r in results)
     # Each job trained with ranks of its own, under its own configuration.
-    for job, result in zip("01", results, strict=True):
+    for job, result in zip("012", results, strict=True):
         config = yaml.safe_load((tmp_path / "sweep" / job / ".hydra" / "config.yaml").read_text())
-        expected = {"0": "DDPStrategy", "1": "LoadBalancedStrategy"}[job]
+        expected = {"0": "DDPStrategy", "1": "LoadBalancedStrategy", "2": "BoundedStalenessStrategy"}[job]
         assert config["strategy"]["_target_"].rpartition(".")[2] == expected
         assert sorted(rank["rank"] for rank in result["ranks"]) == [0, 1]
         assert (tmp_path / "sweep" / job / "train_ddp_process_1.log").exists()
@@ -107,6 +111,19 @@ def test_a_failing_rank_fails_the_command(tmp_path: Path, rank: int, kind: str) 
     assert job_directories(tmp_path) == ["here"]
     assert RANK_TABLE not in done.stdout
     assert not (tmp_path / "here" / "result.json").exists()
+
+
+def test_a_lost_rank_does_not_fail_the_command_where_the_others_go_on(tmp_path: Path) -> None:
+    done = train(
+        "experiment=stale_digits", "debug=fast", "trainer.devices=3", "trainer.limit_train_batches=8",
+        FAULT % (1, "kill"), "hydra.run.dir=here",
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    result = json.loads((tmp_path / "here" / "result.json").read_text())
+    assert (result["strategy"], result["steps"], result["batches"]) == ("hetero_stale", 8, 8)
+    assert result["metric"]["value"] is not None
+    assert {0, 2} <= {rank["rank"] for rank in result["ranks"]}
+    assert "rank 1 died; the others go on without, on 2 devices" in done.stderr
 
 
 def test_an_unknown_option_fails_before_anything_starts(tmp_path: Path) -> None:

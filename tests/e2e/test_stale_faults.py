@@ -42,6 +42,7 @@ def test_the_others_go_on(tmp_path: Path, fault: str, start: str) -> None:
     ended.finished(STEPS, [0, 2])
     assert "local rank 1 was killed by SIGKILL; the others go on without it" in ended.screens
     assert "rank 1 died; the others go on without, on 2 devices" in ended.screens
+    assert ("the metrics leave out the samples" in ended.screens) == (fault == "kill in validation")
 
 
 def test_processes_started_by_somebody_else_go_on_even_without_rank_0(tmp_path: Path) -> None:

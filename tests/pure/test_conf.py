@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,10 @@ from hydra.utils import get_class
 from lightning.pytorch.strategies import DDPStrategy
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from torch.nn.parallel import DistributedDataParallel
+
+from lightning_hetero import BoundedStalenessStrategy
+from lightning_hetero.cli.train import build
+from lightning_hetero.stale.policy import Asp, Backup, Buffered, Drop, Flexible, Policy
 
 CONF = Path(__file__).resolve().parents[2] / "conf"
 FILES = sorted(CONF.rglob("*.yaml"))
@@ -121,12 +126,60 @@ def test_debug_runs_two_ranks_at_full_speed_unless_told_otherwise() -> None:
     assert composed("debug=fast", "emulation=two_fast_two_slow").emulation.scenario is not None
 
 
+POLICY = "strategy.policy._target_=lightning_hetero.stale.policy"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "policy"),
+    [
+        ([], Flexible()),
+        (["strategy.bound=1", "strategy.grace=0.0"], Flexible(bound=1, grace=0.0)),
+        (["strategy.overlap=true"], Flexible(overlap=True)),
+        (["strategy.policy=asp"], Asp()),
+        (["strategy.policy=drop", "strategy.bound=4"], Drop(bound=4)),
+        ([f"+{POLICY}.Asp", "+strategy.policy.damping=dynsgd"], Asp(damping="dynsgd")),
+        ([f"+{POLICY}.Buffered", "+strategy.policy.k=2"], Buffered(k=2)),
+        (["strategy.policy={_target_:lightning_hetero.stale.policy.Backup,spares:2}"], Backup(spares=2)),
+    ],
+    ids=str,
+)
+def test_policies_are_chosen_by_name_or_as_objects(overrides: list[str], policy: Policy) -> None:
+    strategy = build(composed("strategy=hetero_stale", *overrides).strategy)
+    assert isinstance(strategy, BoundedStalenessStrategy)
+    assert type(strategy.policy) is type(policy) and strategy.policy.settings() == policy.settings()
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (["strategy.policy=fast"], "unknown policy 'fast': choose one of flexible, saps"),
+        (["strategy.policy=asp", "strategy.grace=0.1"], "unexpected keyword argument 'grace'"),
+        ([f"+{POLICY}.Asp", "strategy.bound=1"], "give either a whole policy, or bound"),
+        (["strategy.liveness_s=0"], "liveness_s=0 must be > 0"),
+        (["strategy.compression=zip"], "must be None"),
+    ],
+)
+def test_a_policy_that_cannot_be_is_refused(overrides: list[str], words: str) -> None:
+    with pytest.raises(Exception, match=re.escape(words)):
+        build(composed("strategy=hetero_stale", *overrides).strategy)
+
+
+def test_the_stale_experiment_brings_strategy_and_devices_that_can_be_exchanged() -> None:
+    cfg = composed("experiment=stale_digits")
+    assert cfg.strategy._target_ == "lightning_hetero.BoundedStalenessStrategy"
+    assert build(cfg.emulation.scenario).spells is not None
+    other = composed("experiment=stale_digits", "strategy=ddp", "emulation=dying_rank")
+    assert other.strategy._target_.endswith("DDPStrategy")
+    assert build(other.emulation.scenario).faults[0].kind == "kill"
+
+
 @pytest.mark.parametrize("sweep", names("sweep"))
 def test_every_sweep_names_options_that_exist(sweep: str) -> None:
     cfg = composed(f"sweep={sweep}", hydra=True)
     assert cfg.hydra.mode.name == "MULTIRUN"
     for group, choices in cfg.hydra.sweeper.params.items():
         assert set(choices.split(",")) <= set(names(group))
+    assert cfg.hydra.sweeper.params.strategy == "ddp,hetero_balanced,hetero_stale"
 
 
 def test_the_whole_configuration_becomes_objects() -> None:

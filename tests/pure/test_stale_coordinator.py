@@ -313,6 +313,7 @@ def test_a_stalled_worker_loses_its_lease_but_not_its_welcome() -> None:
         rank=0, lease=stopped.lease, samples=4, reason="gone"
     )
     assert it.live == {0, 1}
+    assert it.predicted_s(0, 4) == 50.0, "a stopped worker is not taken to be slower than the limit"
     # once speeds are known: ten times the prediction, at least five seconds
     it = started(Flexible(), workers=2, ends=(80, 160))
     it.push(0, granted(it.claim(0, 0, 0.0)).lease, 4.0, tick=0)
@@ -361,6 +362,16 @@ def test_a_worker_that_joins_takes_part_at_once() -> None:
     assert granted(it.claim(3, 0, 2.0)).rank == 3, "again: its first claim"
 
 
+def test_a_worker_that_joins_is_not_behind_those_that_were_there() -> None:
+    it = started(Ssp(bound=1, chunk=1), workers=1, ends=(20, 40))
+    for _ in range(5):
+        it.push(0, granted(it.claim(0, 0, 0.0)).lease, 1.0, tick=0)
+    it.joined(3, 1.0)
+    for _ in range(2):
+        it.push(0, granted(it.claim(0, 0, 1.0)).lease, 2.0, tick=0)
+    assert it.claim(0, 0, 2.0) == [], "from now on it is"
+
+
 # --- 9: second issue ---
 
 
@@ -381,6 +392,7 @@ def end_of_epoch() -> tuple[Coordinator, Granted, Granted]:
     second = granted(it.wake(it.wake_s()))
     assert second.rank == 0 and second.spans == b.spans
     assert it.ledger.leased == 4
+    assert sum(d.samples for d in it.roster.due(1)) == 4, "each sample is expected once"
     return it, b, second
 
 
@@ -446,6 +458,9 @@ def test_slices_that_may_have_been_fetched_survive_small_changes_of_speed() -> N
         a, b = granted(it.claim(0, 0, 0.0)), granted(it.claim(1, 0, 0.0))
         it.push(0, a.lease, 1.0, tick=0)
         it.push(1, b.lease, seconds, tick=0)
+        fast = granted(it.claim(0, 1, seconds))
+        assert fast.samples == 32 - share and fast.spans[0] == a.hint
+        assert it.ledger.free_in_slice(1, 1) == 16, "who takes more takes it from later batches"
         grant = granted(it.claim(1, 1, seconds))
         assert grant.samples == share and grant.spans[0][0] == b.hint[0]
 
@@ -489,6 +504,28 @@ def test_an_update_that_breaks_a_rule_is_an_error() -> None:
             continue
         with pytest.raises(RuntimeError, match=words):
             it.push(0, grant.lease, 1.0, tick=0)
+
+
+def test_what_is_unclaimed_of_the_next_batch() -> None:
+    seen: list[int] = []
+
+    class Watched(Hasty):
+        def claim(self, claim: Claim) -> Grant | Hold:
+            seen.append(claim.next_need)
+            return Grant(samples=5)
+
+    it = started(Watched(), workers=3, ends=(4, 10, 40))
+    for rank in range(3):
+        it.claim(rank, 0, 0.0)
+    assert seen == [10, 5, 0]
+
+
+def test_a_pause_is_not_taken_for_a_step() -> None:
+    """After a validation of 1000 s a grace of a tenth of a step is not 50 s."""
+    it = started(Flexible(), workers=1, ends=(4, 8, 12, 16))
+    for tick, now in enumerate((1.0, 2.0, 3.0, 1003.0)):
+        it.push(0, granted(it.claim(0, tick, now - 1.0)).lease, now, tick=tick)
+    assert it.step_s == 1.5
 
 
 # --- early returns, hand-overs between epochs ---

@@ -74,7 +74,9 @@ class OneCycle(Toy):
 class OwnClipping(Toy):
     """Clips through the module's hook, more and more."""
 
-    def configure_gradient_clipping(self, optimizer: Any, gradient_clip_val: Any = None, gradient_clip_algorithm: Any = None) -> None:  # noqa: E501
+    def configure_gradient_clipping(
+        self, optimizer: Any, gradient_clip_val: Any = None, gradient_clip_algorithm: Any = None
+    ) -> None:
         value = 0.05 / (1 + self.global_step)
         self.clip_gradients(optimizer, gradient_clip_val=value, gradient_clip_algorithm="norm")
 

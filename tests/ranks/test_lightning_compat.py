@@ -93,6 +93,13 @@ def test_batches_trained() -> None:
     assert ask.answers["on_train_batch_end"] == [1, 2, 3, 4] * 2, VERSIONS
 
 
+def test_batches_of_all_epochs() -> None:
+    ask = Ask(compat.batches_of_all_epochs, "on_train_start", "on_train_batch_end", "on_train_end")
+    fit(ask)
+    assert ask.answers["on_train_start"] == [0] and ask.answers["on_train_end"] == [8], VERSIONS
+    assert ask.answers["on_train_batch_end"] == list(range(1, 9)), VERSIONS
+
+
 def test_last_batch_done() -> None:
     ask = Ask(compat.last_batch_done, "on_train_batch_end", "on_train_epoch_end")
     fit(ask)

@@ -234,6 +234,7 @@ class Again(Toy):
             loss = compat.run_again(self.trainer, other, batch_idx, optimizer, zero=zero)()
             assert torch.equal(loss, self.loss(other))
             for parameter, gradient in zip(self.net.parameters(), true, strict=True):
+                assert parameter.grad is not None
                 assert torch.allclose(parameter.grad, factor * gradient, rtol=1e-12)
         self.seen.append([1.0])
 
@@ -257,13 +258,13 @@ class Clipping(Toy):
         self.told: list[tuple[float, str]] = []
         self.norms: list[float] = []
 
-    def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, closure: Any = None) -> None:
+    def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
         def collect(value: float, kind: str, clipped: Any) -> None:
             assert clipped is self.trainer.optimizers[0]
             self.told.append((value, kind))
 
         with compat.collect_clipping(self.trainer, collect):
-            super().optimizer_step(epoch, batch_idx, optimizer, closure)
+            super().optimizer_step(epoch, batch_idx, optimizer, optimizer_closure)
         grads = [p.grad for p in self.net.parameters() if p.grad is not None]
         self.norms.append(float(torch.stack([g.norm() for g in grads]).norm()))
         assert "clip_gradients" not in vars(self.trainer.precision_plugin)

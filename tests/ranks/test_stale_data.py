@@ -257,7 +257,8 @@ class Asking(Noting):
 def ahead(rank: int, world: int) -> list[tuple[Seen, int, int]]:
     """Returns runs with this process's id and how many worker processes are left after each."""
     done: list[tuple[Seen, int, int]] = []
-    for keep, options in ((False, {}), (True, {}), (False, {"limit_train_batches": 3})):
+    plans: list[tuple[bool, dict[str, Any]]] = [(False, {}), (True, {}), (False, {"limit_train_batches": 3})]
+    for keep, options in plans:
         data = workers(
             Whose(66), batch_size=3, worker_init_fn=set_up, prefetch_factor=1, persistent_workers=keep, shuffle=True
         )

@@ -20,19 +20,21 @@ from tests.ranks.kit import Toy, Weights, rank_trainer, single, stale, weights
 from tests.ranks.stale_models import Counted, Indexed
 
 pytestmark = pytest.mark.ranks
-SAMPLES, BATCH, EPOCHS = 110, 24, 3
+SAMPLES, BATCH, EPOCHS = 110, 24, 6
+# Low: when the machine is busy some updates are the mean of a few samples only, at full worth, hence noisy.
+LR = 0.01
 TICKS = 5
 
 
 class Slow(Callback):
-    """One rank takes several milliseconds for each sample, in fill-ins, too."""
+    """The ranks take ``sample_s`` for each sample, in fill-ins, too, and the last of them eight times as long."""
 
-    def __init__(self, rank: int, sample_s: float) -> None:
-        self.rank, self.sample_s = rank, sample_s
+    def __init__(self, sample_s: float) -> None:
+        self.sample_s = sample_s
 
     def on_before_backward(self, trainer: Any, pl_module: Any, loss: Tensor) -> None:
-        if trainer.global_rank == self.rank:
-            time.sleep(self.sample_s * (trainer.strategy.current_samples() or 0))
+        times = 8 if trainer.global_rank == trainer.world_size - 1 else 1
+        time.sleep(times * self.sample_s * (trainer.strategy.current_samples() or 0))
 
 
 class Spans(Callback):
@@ -52,7 +54,7 @@ class Scheduled(Indexed):
     """Stepped every step by Lightning."""
 
     def configure_optimizers(self) -> Any:
-        optimizer = torch.optim.SGD(self.parameters(), lr=0.05, momentum=0.5)
+        optimizer = torch.optim.SGD(self.parameters(), lr=LR, momentum=0.5)
         schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.99)
         return [optimizer], [{"scheduler": schedule, "interval": "step"}]
 
@@ -77,7 +79,7 @@ class ByHand(Scheduled):
 
     def configure_optimizers(self) -> Any:
         first, _, last = self.net.children()
-        optimizers = [torch.optim.SGD(part.parameters(), lr=0.05) for part in (first, last)]
+        optimizers = [torch.optim.SGD(part.parameters(), lr=LR) for part in (first, last)]
         return optimizers, [torch.optim.lr_scheduler.ExponentialLR(o, 0.99) for o in optimizers]
 
 
@@ -102,10 +104,10 @@ class Result:
 
 
 def job(
-    rank: int, world: int, make: Callable[[], Any], policy: Any, slow_s: float, epochs: int, trainer: dict[str, Any]
+    rank: int, world: int, make: Callable[[], Any], policy: Any, sample_s: float, epochs: int, trainer: dict[str, Any]
 ) -> Result:
     module, counted, spans = make(), Counted(), Spans()
-    callbacks = [counted, spans, Slow(world - 1, slow_s)]
+    callbacks = [counted, spans, Slow(sample_s)]
     fit = rank_trainer(rank, world, stale(policy=policy), callbacks=callbacks, max_epochs=epochs, **trainer)
     fit.fit(module, DataLoader(indexed(SAMPLES), batch_size=BATCH // world, shuffle=True))
     return Result(module, fit, counted, spans)
@@ -130,7 +132,8 @@ def check(
         assert result.metrics == first.metrics
         assert result.version == first.version and result.applied == first.applied
     fallen, expected = (untrained - mean_loss(w) for w in (first.weights, oracle))
-    assert fallen > 0.5 * expected > 0.02  # staleness and smaller updates cost something, the rest is the same recipe
+    # Staleness and smaller updates cost something; the rest is the same recipe.
+    assert fallen > 0.5 * expected > 0.02
     metrics = first.metrics[-1]
     accepted = sum(metrics["samples"].values())
     if every:
@@ -168,9 +171,9 @@ POLICIES: dict[str, tuple[Any, bool, int | None]] = {
 @pytest.mark.parametrize("name", POLICIES)
 def test_every_policy_trains(name: str) -> None:
     policy, every, bound = POLICIES[name]
-    results = run_ranks(3, job, Scheduled, policy, 1e-3, EPOCHS, {})
+    results = run_ranks(3, job, Scheduled, policy, 2e-4, EPOCHS, {})
     oracle = trained_alone(Scheduled, EPOCHS)
-    check(results, oracle, steps=EPOCHS * TICKS, lr=0.05 * 0.99 ** (EPOCHS * TICKS), every=every, bound=bound)
+    check(results, oracle, steps=EPOCHS * TICKS, lr=LR * 0.99 ** (EPOCHS * TICKS), every=every, bound=bound)
 
 
 @pytest.mark.parametrize(
@@ -184,10 +187,10 @@ def test_every_policy_trains(name: str) -> None:
 )
 def test_a_rank_eight_times_slower(make: Any, accumulate: int, steps: int, scheduled: int) -> None:
     """Steps, schedules and samples are those of equal ranks; the slow one has less of the work."""
-    epochs = 6 * accumulate  # few updates are at the mercy of which samples were late
+    epochs = EPOCHS * accumulate
     options = {"accumulate_grad_batches": accumulate} if accumulate > 1 else {}
-    results = run_ranks(3, job, make, "flexible", 4e-3, epochs, options)
+    results = run_ranks(3, job, make, "flexible", 5e-4, epochs, options)
     oracle = trained_alone(make, epochs, **options)
-    check(results, oracle, steps=epochs * steps, lr=0.05 * 0.99 ** (epochs * scheduled), bound=2)
+    check(results, oracle, steps=epochs * steps, lr=LR * 0.99 ** (epochs * scheduled), bound=2)
     shares = results[0].metrics[-1]["samples"]
-    assert shares["2"] < min(shares["0"], shares["1"])
+    assert shares.get("2", 0) < min(shares["0"], shares["1"])

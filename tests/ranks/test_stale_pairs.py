@@ -1,0 +1,107 @@
+"""Pair groups, the transport between nodes, under Lightning on one node: exact, resumable, and nobody's death spreads."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+from tests.e2e.stale_kit import launch_externally, nothing_left
+from tests.ranks.exact_models import Gan, Groups
+from tests.ranks.harness import run_ranks
+from tests.ranks.kit import Toy, Weights, rank_trainer, regression, single, stale, weights
+from tests.ranks.stale_fits import Noting, Seen, check_once
+from tests.ranks.stale_fits import fit as noted_fit
+from tests.ranks.stale_models import ManualClip, indexed
+
+pytestmark = pytest.mark.ranks
+EXACT = 1e-12
+SAMPLES, BATCH, EPOCHS = 110, 24, 3
+MODELS: dict[str, type[Toy]] = {"plain": Toy, "groups": Groups, "two optimizers": Gan, "clipping": ManualClip}
+
+
+def pairs(**kwargs: Any) -> Any:
+    return stale(**{"policy": "bsp", "transport": "pairs", **kwargs})
+
+
+def loader(per_device: int) -> DataLoader:
+    return DataLoader(regression(SAMPLES), batch_size=per_device, shuffle=True)
+
+
+def fit(rank: int, world: int, name: str) -> tuple[Weights, int]:
+    module = MODELS[name]()
+    trainer = rank_trainer(rank, world, pairs(), max_epochs=EPOCHS)
+    trainer.fit(module, loader(BATCH // world))
+    return weights(module), trainer.global_step
+
+
+@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("name", MODELS)
+def test_weights_are_those_of_one_process(name: str, world: int) -> None:
+    module = MODELS[name]()
+    untrained = weights(module)
+    oracle = single(module, regression(SAMPLES), BATCH, max_epochs=EPOCHS)
+    assert weights(module).distance(untrained) > 1e-3
+    for result, step in run_ranks(world, fit, name):
+        assert result.distance(weights(module)) <= EXACT
+        assert step == oracle.global_step
+
+
+def samples_job(rank: int, world: int) -> Seen:
+    strategy = {"policy": "flexible", "transport": "pairs"}
+    return noted_fit(rank, world, DataLoader(indexed(SAMPLES), batch_size=8, shuffle=True), strategy=strategy,
+                     module=Noting())  # fmt: skip
+
+
+def test_under_a_policy_that_waits_for_nobody_each_sample_counts_once() -> None:
+    ranks = run_ranks(3, samples_job)
+    check_once(ranks, [range(SAMPLES)] * EPOCHS)
+    assert len({r.steps for r in ranks}) == 1
+    assert all(r.weights.distance(ranks[0].weights) == 0.0 for r in ranks)
+
+
+def saving_job(rank: int, world: int, path: str) -> None:
+    trainer = rank_trainer(rank, world, pairs(), max_epochs=EPOCHS, max_steps=8)
+    trainer.fit(Groups(), loader(BATCH // world))
+    trainer.save_checkpoint(path)
+
+
+def resuming_job(rank: int, world: int, path: str) -> Weights:
+    module = Groups()
+    rank_trainer(rank, world, pairs(), max_epochs=EPOCHS).fit(module, loader(BATCH // world), ckpt_path=path)
+    return weights(module)
+
+
+@pytest.mark.parametrize("now", [2, 3])
+def test_the_servers_state_comes_back_over_the_pair(tmp_path: Path, now: int) -> None:
+    """In the middle of the second epoch: Adam's state, which only the server has, and which samples are left."""
+    path = tmp_path / "some.ckpt"
+    run_ranks(2, saving_job, str(path))
+    saved = torch.load(path, weights_only=True)
+    moments = saved["optimizer_states"][0]["state"]
+    assert moments and all(float(m["step"]) == 8.0 and m["exp_avg_sq"].any() for m in moments.values())
+    module = Groups()
+    single(module, regression(SAMPLES), BATCH, max_epochs=EPOCHS)
+    for result in run_ranks(now, resuming_job, str(path)):
+        assert result.distance(weights(module)) <= EXACT
+
+
+@pytest.fixture
+def clean(tmp_path: Path) -> Iterator[None]:
+    with nothing_left(tmp_path):
+        yield
+
+
+@pytest.mark.timeout(200)
+@pytest.mark.usefixtures("clean")
+@pytest.mark.parametrize("rank", [0, 2])
+def test_the_others_go_on_without_a_killed_rank(tmp_path: Path, rank: int) -> None:
+    ended = launch_externally(tmp_path, transport="pairs", fault=["kill", rank], at=[1, 0])
+    left = [r for r in range(3) if r != rank]
+    assert ended.code == [-9 if r == rank else 0 for r in range(3)], ended.screens
+    ended.finished(24, left)
+    assert f"rank {rank} died; the others go on without, on 2 devices" in ended.screens
