@@ -15,7 +15,7 @@ from importlinter.api import read_configuration
 
 ROOT = Path(__file__).resolve().parents[1]
 PLUGIN = ROOT / "lightning_hetero" / "_hydra"
-LIGHTNING = {"strategy", "run", "loaders", "loop", "join", "launcher"}
+LIGHTNING = {"strategy", "takeover", "run", "loaders", "loop", "join", "launcher"}
 LINT = "import sys; from importlinter.cli import lint_imports; sys.exit(lint_imports(no_cache=True))"
 
 

@@ -153,8 +153,8 @@ class SampleSource:
 
 
 def _items(dataset: Any, indices: list[Any]) -> list[Any]:
-    fetch = getattr(dataset, "__getitems__", None)
-    return list(fetch(indices)) if callable(fetch) else [dataset[i] for i in indices]
+    fetch: Callable[[list[Any]], list[Any]] | None = getattr(dataset, "__getitems__", None)
+    return list(fetch(indices)) if fetch is not None else [dataset[i] for i in indices]
 
 
 def _keep(samples: list[Any]) -> list[Any]:

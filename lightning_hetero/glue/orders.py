@@ -149,7 +149,7 @@ class OrderFinder:
         """Returns the order with the rest of an epoch that another engine has begun in another sequence, if any."""
         applied = self.resume.get("applied") or {}
         spans = [tuple(span) for span in applied.get("spans", [])]
-        if not applied.get("tick") or len(spans) == 1 and spans[0][0] == 0 and self._at_an_end(order, applied):
+        if not applied.get("tick") or (len(spans) == 1 and spans[0][0] == 0 and self._at_an_end(order, applied)):
             return order
         return ContinuedOrder(order, epoch=applied["epoch"], step=applied["tick"], spans=spans)
 

@@ -74,7 +74,7 @@ class Accepted:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Refused:
-    """A contribution is thrown away: ``gone`` (the lease was re-issued or cancelled), ``stale``, ``late`` or ``nonfinite``.
+    """A contribution is thrown away: ``gone`` (lease re-issued or cancelled), ``stale``, ``late`` or ``nonfinite``.
 
     ``samples`` were computed in vain.
     """

@@ -14,6 +14,7 @@ from __future__ import annotations
 import sys
 import time
 import traceback
+import weakref
 from collections.abc import Sequence, Sized
 from datetime import timedelta
 
@@ -21,7 +22,9 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader, DistributedSampler
 
-__all__ = ["MemberMissingError", "leave_default_group", "rebuild_default_group", "shrink_sampler"]
+__all__ = ["MemberMissingError", "group_members", "leave_default_group", "rebuild_default_group", "shrink_sampler"]
+
+_built: tuple[weakref.ref[dist.ProcessGroup], tuple[int, ...]] | None = None  # the default group, if it is ours
 
 
 class MemberMissingError(RuntimeError):
@@ -98,6 +101,17 @@ def rebuild_default_group(
     )
     # torch wraps the hook once per group, to say "[rank1]: " before each line of a traceback.
     sys.excepthook = hook
+    global _built
+    group = dist.group.WORLD
+    assert group is not None
+    _built = weakref.ref(group), tuple(members)
+
+
+def group_members() -> tuple[int, ...] | None:
+    """Returns the permanent ranks of the default group if it was rebuilt here; None: it is as it was at first."""
+    if _built is None or not dist.is_initialized() or _built[0]() is not dist.group.WORLD:
+        return None
+    return _built[1]
 
 
 def shrink_sampler(loader: DataLoader, members: Sequence[int], rank: int) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -10,7 +11,6 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import Checkpoint
-from torch import nn
 from torch.utils.data import DataLoader
 
 from lightning_hetero import lightning_compat as compat
@@ -25,9 +25,10 @@ from lightning_hetero.stale.join import FIRST_GENERATION, Admission, Door
 from lightning_hetero.stale.layout import FlatLayout
 from lightning_hetero.stale.loop import TickLoop
 from lightning_hetero.stale.norms import normalise_single_samples
-from lightning_hetero.stale.process import ServerProcess
-from lightning_hetero.stale.regroup import rebuild_default_group, shrink_sampler
+from lightning_hetero.stale.process import ServerProcess, host_store
+from lightning_hetero.stale.regroup import group_members, rebuild_default_group, shrink_sampler
 from lightning_hetero.stale.start import Address, connect, start_server
+from lightning_hetero.stale.takeover import take_over
 from lightning_hetero.stale.worker import Worker
 from lightning_hetero.transport.side_channel import SideChannel
 
@@ -289,7 +290,7 @@ class StaleRun:
             self._undo.append(compat.stop_sigterm_broadcast(trainer))
             self._undo.append(compat.skip_empty_batches(trainer))
             self._undo.append(normalise_single_samples(module))
-            self._undo.append(self._take_over_optimizers())
+            self._undo.append(take_over(module, optimizers, self.loop, strategy.warn_once))
         if newcomer is not None:
             strategy.newcomer = None
             dist.barrier()  # the members wait for this: from here on all is as it is for them
@@ -315,6 +316,8 @@ class StaleRun:
         if self.strategy.num_nodes == 1:
             return "127.0.0.1"
         assert self.strategy.cluster_environment is not None
+        if self.strategy.node_rank:  # rank 0 died in an earlier fit
+            return socket.gethostname()
         return self.strategy.cluster_environment.main_address
 
     def _broadcast(self, value: Any) -> Any:
@@ -337,79 +340,6 @@ class StaleRun:
             self.start()
         assert self.worker is not None
         return self.worker
-
-    def _take_over_optimizers(self) -> Callable[[], None]:
-        """Ends the optimizers' own steps on this rank: the server makes them. Returns the undo function."""
-        optimizers = self.strategy.optimizers
-        before = [(vars(o).get("step"), vars(o).get("zero_grad")) for o in optimizers]
-        for index, optimizer in enumerate(optimizers):
-            self._take_over(index, optimizer)
-        module = self.trainer.lightning_module
-        facades = module.optimizers()
-        facades = facades if isinstance(facades, list) else [facades]
-        for facade, optimizer in zip(facades, optimizers, strict=True):
-            vars(facade)["zero_grad"] = optimizer.zero_grad  # otherwise it calls the class's
-        watched = () if module.automatic_optimization else (self._watch_zeroing(),)
-
-        def undo() -> None:
-            for stop in watched:
-                stop()
-            for facade in facades:
-                vars(facade).pop("zero_grad", None)
-            for optimizer, (step, zero_grad) in zip(optimizers, before, strict=True):
-                for name, value in (("step", step), ("zero_grad", zero_grad)):
-                    vars(optimizer).pop(name, None)
-                    if value is not None:
-                        setattr(optimizer, name, value)
-
-        return undo
-
-    def _watch_zeroing(self) -> Callable[[], None]:
-        """Takes note of ``module.zero_grad()``, of the LightningModule or a part of it; returns the undo function."""
-        zero_grad = nn.Module.zero_grad
-        loop, strategy = self.loop, self.strategy
-        assert loop is not None
-
-        def note_and_zero(self: nn.Module, set_to_none: bool = True) -> None:
-            zero_grad(self, set_to_none)
-            zeroed = {id(p) for p in self.parameters()}
-            for index, optimizer in enumerate(strategy.optimizers):
-                owned = {id(p) for g in optimizer.param_groups for p in g["params"] if p.requires_grad}
-                if owned & zeroed:
-                    loop.zeroed(index)
-                    if owned - zeroed:
-                        strategy.warn_once(
-                            f"{type(self).__name__}.zero_grad() zeroes only a part of optimizer {index}'s parameters;"
-                            " in the parameter server all of them are zeroed. Call optimizer.zero_grad() instead"
-                        )
-
-        def undo() -> None:
-            nn.Module.zero_grad = zero_grad  # type: ignore[method-assign]
-
-        nn.Module.zero_grad = note_and_zero  # type: ignore[method-assign]
-        return undo
-
-    def _take_over(self, index: int, optimizer: Any) -> None:
-        zero_grad = optimizer.zero_grad
-        loop = self.loop
-        assert loop is not None
-
-        def push_instead(closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
-            output = closure() if closure is not None else None
-            loop.stepped()
-            optimizer._opt_called = True  # what torch's schedulers look for before they warn
-            return output
-
-        push_instead._wrapped_by_lr_sched = True  # type: ignore[attr-defined]  # and this
-
-        def note_and_zero(*args: Any, **kwargs: Any) -> Any:
-            loop.zeroed(index)
-            return zero_grad(*args, **kwargs)
-
-        # Schedulers made later, e.g. by a callback, must neither wrap it as a method nor miss their own wrapper.
-        push_instead._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
-        optimizer.step = push_instead
-        optimizer.zero_grad = note_and_zero
 
     # ---- meeting ----------------------------------------------------------------------------------------------
 
@@ -457,12 +387,22 @@ class StaleRun:
                 + (f"; rank {alive[0]} writes checkpoints now, loggers of rank 0 log no more" if 0 in dead else "")
             )
 
-    def rebuild(self, members: tuple[int, ...], generation: int, *, meeting_s: float = 60.0) -> None:
-        """Makes new process groups of ``members``, all of whom call this; validation is divided among them."""
+    def rebuild(
+        self, members: tuple[int, ...], generation: int, *, meeting_s: float = 60.0, store: dist.Store | None = None
+    ) -> None:
+        """Makes new process groups of ``members``, all of whom call this; validation is divided among them.
+
+        Args:
+            members: ranks.
+            generation: not used before with this store.
+            meeting_s: how long to wait for them [s].
+            store: where they meet; default the server's.
+        """
         strategy = self.strategy
         strategy.members = members
-        assert self.address is not None
-        store = dist.TCPStore(self.address.host, self.address.port, is_master=False)
+        if store is None:
+            assert self.address is not None
+            store = dist.TCPStore(self.address.host, self.address.port, is_master=False)
         rebuild_default_group(
             store=store,
             generation=generation,
@@ -546,7 +486,19 @@ class StaleRun:
         self._bring_home()
         self.meet("state is saved")
         self.admission.end()
+        self._outlive_server()
         self._leave()
+
+    def _outlive_server(self) -> None:
+        """The group of the ranks that are left gets a store that does not end with the server, for what comes next."""
+        if group_members() is None:  # nobody has died: it is torch's own
+            return
+        strategy = self.strategy
+        hosted = host_store(self._host(), strategy.timeout or timedelta(minutes=30)) if strategy.is_global_zero else None
+        host, port = self._broadcast(None if hosted is None else (self._host(), hosted.port))
+        # It lives as long as the group.
+        store = dist.TCPStore(host, port, is_master=False) if hosted is None else hosted
+        self.rebuild(self.alive, 0, store=store)
 
     def abort(self, text: str) -> None:
         """This rank failed: tell the others why."""

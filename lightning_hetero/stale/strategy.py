@@ -36,7 +36,7 @@ from lightning_hetero.stale.join import Newcomer
 from lightning_hetero.stale.norms import has_batch_norm
 from lightning_hetero.stale.policy import Policy
 from lightning_hetero.stale.policy import by_name as policy_by_name
-from lightning_hetero.stale.regroup import rebuild_default_group
+from lightning_hetero.stale.regroup import group_members, rebuild_default_group
 from lightning_hetero.stale.report import StepReport
 from lightning_hetero.stale.run import StaleRun
 from lightning_hetero.stale.start import ServerSettings
@@ -73,7 +73,7 @@ class BoundedStalenessStrategy(DDPStrategy):
         liveness_s: a rank without a sign of life for so long, and for ten times its predicted time, has its samples
             given to others.
         shards: threads that share the server's work; default by model size.
-        transport: ``"auto"``: shared memory on the server's node, pair groups to other nodes; ``"pairs"``: always those.
+        transport: ``"auto"``: shared memory on the server's node, pair groups to other nodes; ``"pairs"``: these only.
         batch_sampler: what to do with a custom batch sampler: ``"refuse"``, or ``"pool"`` one batch per device.
         loss_reduction: whether ``training_step`` returns a ``"mean"`` or a ``"sum"`` over its batch.
         batch_weight: what the loss is a mean over if not samples, e.g. tokens: ``batch -> number``. A method of that
@@ -285,6 +285,7 @@ class BoundedStalenessStrategy(DDPStrategy):
             self.newcomer = Newcomer.find(self.cluster_environment, self.global_rank)
         if self.newcomer is None:
             super().setup_distributed()
+            self._members = group_members()  # fewer than all, if a rank died in an earlier fit
             return
         invitation = self.newcomer.wait()
         reset_seed()

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch.distributed as dist
 
@@ -158,7 +160,7 @@ def test_a_rank_comes_again_and_again(tmp_path: Path) -> None:
 
 
 def test_several_ranks_come_again_and_one_too_late(tmp_path: Path) -> None:
-    crew = Crew(tmp_path, epochs=5)
+    crew = Crew(tmp_path, epochs=5, transport="pairs")
     crew.start("zero", 0, "end 0", "end 1", "end 4")
     crew.start("one", 1, fault=["kill", 1], at=[1, 0])
     crew.start("two", 2, fault=["kill", 2], at=[0, 0])
@@ -191,3 +193,43 @@ def test_several_ranks_come_again_and_one_too_late(tmp_path: Path) -> None:
     crew.left.finished(5 * TICKS, [0, 1])
     assert "the run that rank 2 wanted to join ended before another epoch began" in crew.said("again late")
     assert "Error" not in crew.said("zero") + crew.said("again one")
+
+
+TWICE = """
+import script
+
+script.main()
+assert script.Path("rank0.json").exists() or script.Path("rank1.json").exists()
+script.main()
+"""
+
+
+def test_a_second_fit_in_the_same_processes_is_without_the_dead_rank(tmp_path: Path) -> None:
+    """A new model, Trainer and strategy: they must not wait for it. Evaluation is whole again, too."""
+    crew = Crew(tmp_path, epochs=2, fault=["kill", 2], at=[1, 0])
+    (tmp_path / "joining.py").write_text(TWICE)
+    for name, rank in (("zero", 0), ("one", 1), ("two", 2)):
+        crew.start(name, rank)
+    assert crew.end() == {"zero": 0, "one": 0, "two": -9}, crew.left.screens
+    crew.left.finished(2 * TICKS, [0, 1])
+    assert crew.said("zero").count("`Trainer.fit` stopped: `max_epochs=2` reached") == 2
+
+
+@pytest.mark.parametrize("transport", ["auto", "pairs"])
+def test_no_server_survives_when_all_ranks_are_killed(tmp_path: Path, transport: str) -> None:
+    crew = Crew(tmp_path, epochs=1000, step_s=0.01, transport=transport)
+    for rank in range(3):
+        crew.start(str(rank), rank, "start 1")
+    crew.at("start 1")
+    (server,) = [
+        child for process in crew.processes.values() for child in psutil.Process(process.pid).children()
+        if os.getsid(child.pid) == child.pid
+    ]  # fmt: skip
+    files = {Path(m.path) for m in server.memory_maps(grouped=False) if "/lightning-hetero-" in m.path}
+    assert bool(files) == (transport == "auto")
+    (tmp_path / "go start 1").touch()
+    for process in crew.processes.values():
+        process.kill()
+    assert set(crew.end().values()) == {-9}
+    server.wait(10.0)
+    assert not any(file.parent.exists() for file in files)

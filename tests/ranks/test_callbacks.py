@@ -6,6 +6,7 @@ import csv
 import gc
 import math
 import re
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -94,9 +95,23 @@ def monitor_job(rank: int, world: int) -> tuple[Seen, Seen]:
     ours, stock = Seen(), Seen()
     for seen, strategy in ((ours, balanced()), (stock, DDPStrategy(process_group_backend="gloo"))):
         callbacks = [StragglerMonitor(every_n_steps=2), seen]
-        trainer = rank_trainer(rank, world, strategy, callbacks=callbacks, max_epochs=2, log_every_n_steps=1)
+        options = {"max_epochs": 2, "log_every_n_steps": 1, "logger": CSVLogger(type(strategy).__name__)}
+        trainer = rank_trainer(rank, world, strategy, callbacks=callbacks, **options)
         trainer.fit(Toy(), loader())
     return ours, stock
+
+
+def silent_job(rank: int, world: int) -> list[str]:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for strategy in (balanced(), DDPStrategy(process_group_backend="gloo")):
+            callbacks = [StragglerMonitor(every_n_steps=2)]
+            rank_trainer(rank, world, strategy, callbacks=callbacks, max_epochs=1).fit(Toy(), loader())
+    return [str(w.message) for w in caught if "hetero/" in str(w.message)]
+
+
+def test_without_a_logger_nothing_is_warned_of() -> None:
+    assert run_ranks(2, silent_job) == [[], []]
 
 
 @pytest.fixture(scope="module")

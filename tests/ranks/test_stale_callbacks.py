@@ -196,8 +196,9 @@ def recorded(rank: int, world: int, late: bool) -> tuple[Figures, list[Any]]:
     waiting.on_train_epoch_end = lambda *_: None  # type: ignore[method-assign]
     callbacks += [waiting] if late else []
     trainer = rank_trainer(
-        rank, world, stale() if late else stale(policy=Bsp()), callbacks=callbacks, max_epochs=EPOCHS
-    )
+        rank, world, stale() if late else stale(policy=Bsp()), callbacks=callbacks, max_epochs=EPOCHS,
+        logger=CSVLogger(str(folder)),
+    )  # fmt: skip
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         trainer.fit(Toy(), loader())

@@ -1,4 +1,4 @@
-"""Pair groups, the transport between nodes, under Lightning on one node: exact, resumable, and nobody's death spreads."""
+"""Pair groups, the transport between nodes, under Lightning on one node: exact, resumable, and no death spreads."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from tests.ranks.kit import Toy, Weights, rank_trainer, regression, single, stal
 from tests.ranks.stale_fits import Noting, Seen, check_once
 from tests.ranks.stale_fits import fit as noted_fit
 from tests.ranks.stale_models import ManualClip, indexed
+from tests.ranks.test_resume import Saver
 
 pytestmark = pytest.mark.ranks
 EXACT = 1e-12
@@ -64,10 +65,9 @@ def test_under_a_policy_that_waits_for_nobody_each_sample_counts_once() -> None:
     assert all(r.weights.distance(ranks[0].weights) == 0.0 for r in ranks)
 
 
-def saving_job(rank: int, world: int, path: str) -> None:
-    trainer = rank_trainer(rank, world, pairs(), max_epochs=EPOCHS, max_steps=8)
+def saving_job(rank: int, world: int, folder: str) -> None:
+    trainer = rank_trainer(rank, world, pairs(), max_epochs=EPOCHS, callbacks=[Saver(folder, [(1, 2)])])
     trainer.fit(Groups(), loader(BATCH // world))
-    trainer.save_checkpoint(path)
 
 
 def resuming_job(rank: int, world: int, path: str) -> Weights:
@@ -79,8 +79,8 @@ def resuming_job(rank: int, world: int, path: str) -> Weights:
 @pytest.mark.parametrize("now", [2, 3])
 def test_the_servers_state_comes_back_over_the_pair(tmp_path: Path, now: int) -> None:
     """In the middle of the second epoch: Adam's state, which only the server has, and which samples are left."""
-    path = tmp_path / "some.ckpt"
-    run_ranks(2, saving_job, str(path))
+    path = tmp_path / "batch-1-2.ckpt"
+    run_ranks(2, saving_job, str(tmp_path))
     saved = torch.load(path, weights_only=True)
     moments = saved["optimizer_states"][0]["state"]
     assert moments and all(float(m["step"]) == 8.0 and m["exp_avg_sq"].any() for m in moments.values())

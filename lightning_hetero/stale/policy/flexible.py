@@ -70,7 +70,10 @@ class Flexible(Pooled):
             patience_s = math.inf
         if not claim.first and patience_s > 0.0 and wait_s <= patience_s:
             return Hold(until_s=claim.since_s + patience_s)
-        return Grant(samples=min(share, self._fits(claim, wait_s)))
+        # No more than this worker's part of what is missing: larger fill-ins are 1-2 % faster under spells, but what
+        # they leave over is stale for the next update, and makes it small (measured: twice as many stale samples, and
+        # at a learning rate at the edge of stability 1.9 times the final loss instead of 1.1).
+        return Grant(samples=min(small, self._fits(claim, wait_s)))
 
     @staticmethod
     def _end(claim: Claim, expected: tuple[Due, ...]) -> float:
