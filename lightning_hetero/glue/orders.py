@@ -87,6 +87,10 @@ class OrderFinder:
                 )
         return max(s.read_ahead for s in specs)
 
+    def settle(self, global_batch_size: int) -> None:
+        """Fixes the size of global batches, as if it had been asked for."""
+        self._global_batch_size = global_batch_size
+
     def batch_of_all(self, spec: LoaderSpec) -> int:
         """Samples of a full global batch: as asked, as in the checkpoint of another world size, or as DDP's."""
         world = self._channel.world_size

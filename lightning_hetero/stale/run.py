@@ -190,6 +190,8 @@ class StaleRun:
                 "a rank cannot join a run whose order of samples the ranks draw together (a sampler or batch sampler of"
                 " your own): start all ranks again from the last checkpoint"
             )
+        if spec.kind == "plain" and (size := self._settled_batch(spec.batch_size)) is not None:
+            self.orders.settle(size)
         order = self.orders.order(loader, spec, 0)
         self.orders.check_position(order.global_batch_size)
         self._batch_size = spec.batch_size
@@ -199,6 +201,15 @@ class StaleRun:
             self.loop.bind(self.sampler, self.source)
         self.sampler.set_epoch(compat.epoch_running(self.trainer))
         return tick_loader(loader, self.sampler, self.source, self._ticks)
+
+    def _settled_batch(self, batch_size: int | None) -> int | None:
+        """Samples of a global batch that do not follow from the number of ranks that are here, if so."""
+        stored, devices = self.resume.get("global_batch_size"), self.strategy.world_size
+        if self.strategy.newcomer is not None:
+            return stored  # what the members have, whatever they once resumed from
+        if stored or batch_size is None or self.strategy.settings_global_batch_size or len(self.alive) == devices:
+            return None
+        return batch_size * devices  # a rank died in an earlier fit: batches stay as large as they were then
 
     def _ticks(self, iterator: object) -> Iterator[Any]:
         if self.loop is None or not compat.is_train_iterator(self.trainer, iterator):
@@ -494,10 +505,11 @@ class StaleRun:
         if group_members() is None:  # nobody has died: it is torch's own
             return
         strategy = self.strategy
-        hosted = host_store(self._host(), strategy.timeout or timedelta(minutes=30)) if strategy.is_global_zero else None
+        hosted = None
+        if strategy.is_global_zero:
+            hosted = host_store(self._host(), strategy.timeout or timedelta(minutes=30))
         host, port = self._broadcast(None if hosted is None else (self._host(), hosted.port))
-        # It lives as long as the group.
-        store = dist.TCPStore(host, port, is_master=False) if hosted is None else hosted
+        store = dist.TCPStore(host, port, is_master=False) if hosted is None else hosted  # lives with the group
         self.rebuild(self.alive, 0, store=store)
 
     def abort(self, text: str) -> None:

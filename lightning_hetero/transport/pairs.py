@@ -17,6 +17,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterable
+from datetime import timedelta
 from typing import Any
 
 from torch import Tensor
@@ -45,6 +46,7 @@ __all__ = ["PairLink", "PairListener"]
 _log = logging.getLogger(__name__)
 
 POLL_S = 0.05  # how often the server looks for newcomers
+LAST_WORDS_S = 2.0  # for the last answers to reach workers: gloo sends only to who is already receiving
 GRACE_S = 1.0  # how long the news of a worker's end may be on their way when it is back already
 
 
@@ -121,7 +123,9 @@ class PairListener(Listener):
         self._acceptor.join()
         with self._changed:
             workers, threads = list(self._workers.values()), list(self._threads)
+        deadline_s = time.monotonic() + LAST_WORDS_S
         for worker in workers:
+            worker.flush(deadline_s)
             worker.cut("the server has closed its listener")
         for thread in threads:
             thread.join()
@@ -225,6 +229,12 @@ class _Worker:
             self._under_way = self._wire.post(
                 Kind.REPLY, reply.pack(), first=self._listener.snapshots.version
             )
+
+    def flush(self, deadline_s: float) -> None:
+        """Waits for the last reply to be sent, until ``deadline_s`` of the monotonic clock."""
+        with contextlib.suppress(RuntimeError):  # nobody there to receive it
+            for work in self._under_way:
+                work.wait(timedelta(seconds=max(0.001, deadline_s - time.monotonic())))
 
     def cut(self, reason: str) -> None:
         self._reason = self._reason or reason
