@@ -99,9 +99,8 @@ def test_the_servers_state_comes_back_over_the_pair(tmp_path: Path, now: int) ->
 def test_the_last_answer_reaches_a_worker_that_is_late_to_receive_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """The server ends when the last worker has left: it must not cut off its own answer, or that worker fails."""
     token = bytes(16)
-    listener = PairListener(
-        host_store("127.0.0.1", timedelta(seconds=20)), ranks=[0], slot_bytes=8, parameter_bytes=8, token=token
-    )
+    store = host_store("127.0.0.1", timedelta(seconds=20))
+    listener = PairListener(store, ranks=[0], slot_bytes=8, parameter_bytes=8, token=token)
 
     def answer_and_end() -> None:
         while not any(isinstance(event, Arrived) for event in listener.events(None)):
