@@ -381,5 +381,6 @@ class _Peer:
         with contextlib.suppress(OSError):
             self.connection.shutdown(socket.SHUT_RDWR)
         self.connection.close()
-        if self.pidfd is not None:
-            os.close(self.pidfd)
+        pidfd, self.pidfd = self.pidfd, None
+        if pidfd is not None:  # closed once: the number may be somebody else's by the second time
+            os.close(pidfd)

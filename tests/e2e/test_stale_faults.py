@@ -99,10 +99,12 @@ def test_a_killed_server_ends_every_rank_and_the_checkpoint_resumes(tmp_path: Pa
     for screen in ended.said:
         assert "ServerLostError" in screen and "parameter server" in screen, screen
     saved = sorted((tmp_path / "saved").glob("*.ckpt"), key=lambda path: int(path.stem.split("=")[1]))
-    assert saved[-1].stem == "step=8"
+    newest = int(saved[-1].stem.split("=")[1])  # the other ranks may have gone on while this one was busy
+    assert 8 <= newest < STEPS and newest % 4 == 0
     resumed = launch(tmp_path, start="fork", resume=str(saved[-1]))
     assert resumed.code == [0], resumed.screens
     resumed.finished(STEPS, [0, 1, 2])
+    assert min(step for rank in range(3) for _, step in resumed.ranks[rank]["batches"]) > newest
 
 
 def test_an_exception_on_one_rank_is_on_every_screen(tmp_path: Path) -> None:

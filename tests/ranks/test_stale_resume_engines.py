@@ -181,7 +181,9 @@ class Watched(Toy):
 
     def __init__(self, rank: int, slow_s: float = 0.0) -> None:
         super().__init__()
-        self.net = nn.Sequential(nn.Linear(6, 16), nn.BatchNorm1d(16), nn.Tanh(), nn.Linear(16, 1)).double()
+        # No bias before BatchNorm, which takes it off again: its gradient would be rounding, which Adam makes steps of.
+        first = nn.Linear(6, 16, bias=False)
+        self.net = nn.Sequential(first, nn.BatchNorm1d(16), nn.Tanh(), nn.Linear(16, 1)).double()
         self.rank, self.slow_s = rank, slow_s
         self.sums: list[tuple[str, int, float]] = []
 
