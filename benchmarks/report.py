@@ -55,6 +55,7 @@ def write_results(
     }
     text = json.dumps(report, indent=1, default=_plain, allow_nan=False)
     table = _markdown(report)
+    folder.mkdir(parents=True, exist_ok=True)
     (folder / "results.json").write_text(text + "\n", encoding="utf-8")
     (folder / "results.md").write_text(table, encoding="utf-8")
     print(table)

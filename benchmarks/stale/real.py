@@ -19,6 +19,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from benchmarks.stale.simulated import geometric
 from lightning_hetero import Scenario
 
 __all__ = ["CLUSTERS", "ENGINES", "TASKS", "Cluster", "Run", "bound_s", "key", "run_all", "summarize"]
@@ -199,6 +200,7 @@ def _row(
         pairs = [(own[s][field], found[other][s][field]) for s in own if s in found[other]]
         return statistics.median(a / b for a, b in pairs) if pairs else None
 
+    losses = [own[s]["loss"] / found["ddp"][s]["loss"] for s in own if s in found["ddp"]]
     median = {field: statistics.median(r[field] for r in own.values()) for field in ("fit_s", "loss", "stale_fraction")}
     return {
         "task": task.name,
@@ -210,7 +212,7 @@ def _row(
         "to_ddp": ratio("ddp", "fit_s"),
         "to_balanced": ratio("balanced", "fit_s"),
         "to_bound": statistics.median(own[s]["fit_s"] / bounds[s] for s in own),
-        "loss_to_ddp": ratio("ddp", "loss"),
+        "loss_to_ddp": geometric(losses)[0] if losses else None,
         "stale_fraction": median["stale_fraction"],
         "max_staleness": max(r["max_staleness"] for r in own.values()),
         "recomputed": statistics.median(r["recomputed"] for r in own.values()),
