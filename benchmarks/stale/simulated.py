@@ -102,6 +102,9 @@ def scaled(name: str, epochs: int) -> Recipe:
 
 def run_one(job: Job) -> Result:
     """Simulates and trains one run; returns plain JSON values."""
+    import torch  # for the CNN only; it is slow to import
+
+    torch.set_num_threads(1)  # the batches are tiny
     case, contender, seed, recipes, epochs = job
     workers = len(case.speeds)
     speeds = case.build(seed)
@@ -114,7 +117,7 @@ def run_one(job: Job) -> Result:
     else:
         policy = contender.policy()
         coordinator = Coordinator(policy, workers=range(workers))
-        compensation = float(getattr(policy, "compensation", 0.0))
+        compensation = policy.compensation
         names = () if contender.synchronous else recipes
         learners = [Learner(scaled(name, epochs), seed, compensation) for name in names]
         training = Training(learners, seed)

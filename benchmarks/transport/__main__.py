@@ -50,10 +50,10 @@ class Fleet:
             talk.send(job)
         return [talk.recv() for talk in self._talks]
 
-    def open(self, size_bytes: int) -> None:
+    def open(self, floats: int) -> None:
         for kind in TRANSPORTS:
             mine, its = self._context.Pipe()
-            server = self._context.Process(target=serve, args=(kind, WORKERS, size_bytes, its), daemon=True)
+            server = self._context.Process(target=serve, args=(kind, WORKERS, floats, its), daemon=True)
             server.start()
             its.close()
             self._servers[kind] = server
@@ -79,7 +79,7 @@ def measure(quick: bool) -> dict[str, dict[str, list[float]]]:
     with tempfile.TemporaryDirectory() as folder:
         fleet = Fleet(Path(folder))
         for name, floats in FLOATS.items():
-            fleet.open(4 * floats)
+            fleet.open(floats)
             fleet.all_do("rounds", floats, 3)  # first touch of all memory
             by_worker = fleet.all_do("rounds", floats, rounds[name])
             raw[name] = {

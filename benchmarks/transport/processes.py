@@ -1,6 +1,7 @@
 """The processes of the benchmark: four workers that share a gloo group, and one server per transport.
 
-Every measured round begins with a barrier of the group; its time is the slowest worker's.
+Every measured round begins with a barrier of the group; its time is the slowest worker's. Slots are summed as the
+parameter server does it (`Pool`, `Shards`), with the area that is published as the pool's memory: no optimizer steps.
 """
 
 from __future__ import annotations
@@ -15,22 +16,39 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from lightning_hetero.stale.layout import FlatLayout
+from lightning_hetero.stale.pool import Pool, Spares, runs
+from lightning_hetero.stale.shards import Shards
+from lightning_hetero.transport.areas import copy_bytes
 from lightning_hetero.transport.base import Arrived, Ask, Gone, Link, Listener, Reply, Request, Say
 from lightning_hetero.transport.pairs import PairLink, PairListener
 from lightning_hetero.transport.shared_memory import SharedMemoryLink, SharedMemoryListener
 
-__all__ = ["TRANSPORTS", "serve", "work"]
+__all__ = ["TRANSPORTS", "Summer", "layout_of", "serve", "span", "work"]
 
 TRANSPORTS = ("shared memory", "pairs")
 TOKEN = b"of the benchmark"
 DONE = Reply(kind=Say.DONE)
-BLOCK_FLOATS = 1 << 17  # 512 KiB
+PARAMETER_FLOATS = 1_000_000
 
 
-def serve(kind: str, workers: int, size_bytes: int, talk: Connection) -> None:
+def layout_of(floats: int) -> FlatLayout:
+    """Returns the layout of a model with so many numbers, in parameters of at most a million."""
+    sizes = [min(PARAMETER_FLOATS, floats - start) for start in range(0, floats, PARAMETER_FLOATS)]
+    return FlatLayout.of([(f"parameter {i}", torch.empty(size)) for i, size in enumerate(sizes)])
+
+
+def span(layout: FlatLayout) -> tuple[int, int]:
+    """Returns the bytes of the gradients in the slot; there are no gaps."""
+    (start, _), (_, stop) = layout.gradient_ranges[0], layout.gradient_ranges[-1]
+    return start, stop
+
+
+def serve(kind: str, workers: int, floats: int, talk: Connection) -> None:
     """Answers MEET at once, and a round of PUSHes when it has summed all slots and published the sum."""
     _prepare()
-    sizes = {"slot_bytes": size_bytes, "parameter_bytes": size_bytes}
+    layout = layout_of(floats)
+    sizes = {"slot_bytes": layout.slot_bytes, "parameter_bytes": layout.bytes}
     listener: Listener
     if kind == "pairs":
         store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
@@ -38,41 +56,64 @@ def serve(kind: str, workers: int, size_bytes: int, talk: Connection) -> None:
     else:
         listener = SharedMemoryListener.create(None, ranks=range(workers), **sizes)
     talk.send(listener.address)
-    total = torch.zeros(size_bytes, dtype=torch.uint8)
-    gone, version, pushed = 0, 0, 0
+    summer, gone, version = Summer(layout), 0, 0
     while gone < workers:
-        slots: list[torch.Tensor] = []
         for event in listener.events(None):
             gone += isinstance(event, Gone)
             if isinstance(event, Arrived) and event.request.kind == Ask.MEET:
                 listener.reply(event.rank, DONE)
             elif isinstance(event, Arrived):
-                slots.append(listener.gradient(event.rank, event.request.slot).view(torch.float32))
-        _add(total.view(torch.float32), slots, fresh=pushed == 0)
-        pushed += len(slots)
-        if pushed == workers:
-            version, pushed = version + 1, 0
-            listener.publish(version, total)
+                summer.take(listener.gradient(event.rank, event.request.slot))
+        summer.sum_up()
+        if summer.taken == workers:
+            version += 1
+            listener.publish(version, summer.area)
+            summer.begin()
             for rank in range(workers):
                 listener.reply(rank, DONE)
+    summer.close()
     listener.close()
 
 
-def _add(pool: torch.Tensor, slots: list[torch.Tensor], *, fresh: bool) -> None:
-    """Adds all slots that have come meanwhile in one pass over the pool, by blocks that stay in the cache."""
-    if not slots:
-        return
-    for start in range(0, pool.numel(), BLOCK_FLOATS):
-        block = slice(start, start + BLOCK_FLOATS)
-        target, parts = pool[block], [slot[block] for slot in slots]
-        if fresh and len(parts) > 1:
-            torch.add(parts[0], parts[1], out=target)
-            parts = parts[2:]
-        elif fresh:
-            target.copy_(parts[0])
-            parts = []
-        for part in parts:
-            target.add_(part)
+class Summer:
+    """Sums slots into an area, as the parameter server does.
+
+    Attributes:
+        area: uint8, the sum of all taken since `begin`.
+        taken: their number.
+    """
+
+    def __init__(self, layout: FlatLayout) -> None:
+        self._layout, self._spares = layout, Spares(layout)
+        self.area = torch.zeros(layout.bytes, dtype=torch.uint8)
+        self._shards = Shards([entry.numel for entry in layout.parameters])
+        self._runs = [runs(layout, part) for part in self._shards.parts]
+        self._seen: dict[int, list[torch.Tensor]] = {}
+        self.begin()
+
+    def begin(self) -> None:
+        """Begins the next sum, which overwrites the last."""
+        self.taken = 0
+        self._pool = Pool(self._layout, self._spares)
+        for i, view in enumerate(self._layout.views(self.area)):
+            self._spares.give(i, view)
+
+    def take(self, slot: torch.Tensor) -> None:
+        """Takes a slot, which stays as it is until `sum_up`."""
+        if (values := self._seen.get(slot.data_ptr())) is None:
+            values = self._seen[slot.data_ptr()] = self._layout.values_of(slot)
+        self._pool.wait([1] * len(values), values, self._pool.count(1.0, 1, 1.0))
+        self.taken += 1
+
+    def sum_up(self) -> None:
+        """Adds what was taken and is still in its slot."""
+        if self._pool.waits:
+            self._shards.run(lambda shard: [self._pool.sum_up(run) for run in self._runs[shard]])
+            self._pool.summed_up()
+
+    def close(self) -> None:
+        """Ends its threads."""
+        self._shards.close()
 
 
 def work(rank: int, workers: int, group_file: str, talk: Connection) -> None:
@@ -106,6 +147,7 @@ def _rounds(links: dict[str, Link], rank: int, floats: int, rounds: int) -> dict
     """Times ``rounds`` of each way to get the sum of all gradients, interleaved; checks each sum."""
     gradient = torch.full((floats,), float(rank + 1))
     result = torch.empty_like(gradient)
+    gradients = slice(*span(layout_of(floats)))
     expected = float(sum(range(1, dist.get_world_size() + 1)))
     times_s: dict[str, list[float]] = {name: [] for name in ("all_reduce", *links)}
     for _ in range(rounds):
@@ -116,16 +158,16 @@ def _rounds(links: dict[str, Link], rank: int, floats: int, rounds: int) -> dict
             if name == "all_reduce":
                 dist.all_reduce(result)
             else:
-                _push_and_pull(links[name], gradient, result)
+                _push_and_pull(links[name], gradient, result, gradients)
             times_s[name].append(time.perf_counter() - start)
             if result[0] != expected or result[-1] != expected:
                 raise RuntimeError(f"{name}: the sum is {result[0]}, not {expected}")
     return times_s
 
 
-def _push_and_pull(link: Link, gradient: torch.Tensor, result: torch.Tensor) -> None:
+def _push_and_pull(link: Link, gradient: torch.Tensor, result: torch.Tensor, gradients: slice) -> None:
     link.open_slot()
-    link.gradient.copy_(gradient.view(torch.uint8))
+    copy_bytes(link.gradient[gradients], gradient.view(torch.uint8), 1)
     link.call(Request(kind=Ask.PUSH, slot=link.close_slot()))
     link.read_parameters(result.view(torch.uint8))
 
