@@ -29,7 +29,7 @@ from lightning_hetero.balanced.policy import BalancePolicy, ShareBounds, scale_s
 from lightning_hetero.balanced.run import BalancedRun
 from lightning_hetero.balanced.weighting import LossReduction
 from lightning_hetero.data.stream import StreamMode
-from lightning_hetero.glue.checks import check_ddp_arguments, name_lost_peer
+from lightning_hetero.glue.checks import check_choice, check_counts, check_ddp_arguments, name_lost_peer
 from lightning_hetero.glue.metrics import integer_mean_, is_mean, weighted_mean_
 from lightning_hetero.glue.setup import CHECKPOINT_KEY, add_monitor, register
 from lightning_hetero.predictors import Predictor
@@ -113,21 +113,11 @@ class LoadBalancedStrategy(DDPStrategy):
         start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
         **kwargs: Any,
     ) -> None:
-        check_ddp_arguments(kwargs, ddp_comm_state, "LoadBalancedStrategy")
-        for name, value in (
-            ("global_batch_size", global_batch_size),
-            ("quantum", quantum),
-            ("exchange_every", exchange_every),
-        ):
-            if value is not None and (type(value) is not int or value < 1):
-                raise ValueError(f"{name}={value!r} must be a whole number >= 1")
-        for name, value, allowed in (
-            ("stream", stream, (None, "infinite", "shared")),
-            ("batch_sampler", batch_sampler, ("refuse", "pool")),
-            ("loss_reduction", loss_reduction, ("mean", "sum")),
-        ):
-            if value not in allowed:
-                raise ValueError(f"{name}={value!r} must be one of {allowed}")
+        check_ddp_arguments(kwargs, ddp_comm_state, type(self).__name__)
+        check_counts(global_batch_size=global_batch_size, quantum=quantum, exchange_every=exchange_every)
+        check_choice("stream", stream, (None, "infinite", "shared"))
+        check_choice("batch_sampler", batch_sampler, ("refuse", "pool"))
+        check_choice("loss_reduction", loss_reduction, ("mean", "sum"))
         super().__init__(
             accelerator=accelerator,
             parallel_devices=parallel_devices,
@@ -267,9 +257,9 @@ class LoadBalancedStrategy(DDPStrategy):
         if not tensor.is_floating_point():
             return integer_mean_(tensor, world)
         run = self._run
-        weigh = run is not None and self.sample_weighted_metrics and group in (None, dist.group.WORLD)
-        if weigh and compat.batch_results_open(run.trainer):  # type: ignore[union-attr]
-            return weighted_mean_(tensor, run.weight.local, world)  # type: ignore[union-attr]
+        weighs = self.sample_weighted_metrics and group in (None, dist.group.WORLD)
+        if weighs and run is not None and compat.batch_results_open(run.trainer):
+            return weighted_mean_(tensor, run.weight.local, world)
         return super().reduce(tensor, group, reduce_op)
 
     def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:

@@ -9,7 +9,15 @@ from typing import Any, NoReturn
 
 from torch.nn.parallel import DistributedDataParallel
 
-__all__ = ["check_ddp_arguments", "check_same_settings", "name_lost_peer", "refuse_fabric", "refuse_other_package"]
+__all__ = [
+    "check_choice",
+    "check_counts",
+    "check_ddp_arguments",
+    "check_same_settings",
+    "name_lost_peer",
+    "refuse_fabric",
+    "refuse_other_package",
+]
 
 PACKAGE_REFUSAL = (
     "this program uses the package pytorch_lightning, whose Trainer knows nothing of lightning.pytorch's strategies:"
@@ -42,6 +50,27 @@ def refuse_other_package(**kwargs: object) -> NoReturn:
     """
     del kwargs
     raise TypeError(PACKAGE_REFUSAL)
+
+
+def check_counts(**counts: int | None) -> None:
+    """Checks arguments that count something; None: not given.
+
+    Raises:
+        ValueError: one is not a whole number >= 1.
+    """
+    for name, value in counts.items():
+        if value is not None and (type(value) is not int or value < 1):
+            raise ValueError(f"{name}={value!r} must be a whole number >= 1")
+
+
+def check_choice(name: str, value: object, allowed: Sequence[object]) -> None:
+    """Checks an argument that has few possible values.
+
+    Raises:
+        ValueError: it has none of them.
+    """
+    if value not in allowed:
+        raise ValueError(f"{name}={value!r} must be one of {allowed}")
 
 
 def check_ddp_arguments(kwargs: Mapping[str, Any], ddp_comm_state: object | None, strategy_name: str) -> None:

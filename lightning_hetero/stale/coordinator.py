@@ -1,39 +1,32 @@
 """Hands out samples, counts what arrives, decides when it becomes an update: one object for server and simulator (P).
 
 Events go in (`claim`, `push`, `give_back`, `lost`, `joined`, `wake`), effects come out; no clock, no thread, no tensor.
-The policy decides who gets how much and when the pool becomes an update; the rules below hold whatever it decides, and
-make every policy exact and free of deadlock:
+The policy decides who gets how much and when the pool becomes an update; the rules below, and those of `dispatch`
+for answers to claims, hold whatever it decides, and make every policy exact and free of deadlock:
 
-- *Once per epoch.* The first claim of a rank in an epoch is answered at once with a grant, a dummy if need be: each
-  rank runs at least one step, else epoch-end reductions of metrics do not pair up.
 - *Witness.* A tick ends only with a contribution of a worker that is in it. Learning rates come with the pushes of
   workers in that tick, and nobody can be at a synchronisation point before it.
-- *Room.* One sample per later tick of the epoch stays unleased, so that each of the epoch's ticks has an update.
 - *Strict bound.* The pool is emptied by every update, so staleness at arrival is staleness at application. Leases that
   have become too old are issued again at once; what still comes of them is refused.
 - *Liveness.* A lease without a push for long is issued again; its worker stays welcome.
-- *Second issue.* When no sample may be given out any more, an idle worker computes an overdue chunk a second time; the
-  first result wins.
-- *Somebody works.* Workers that would all wait for one another without end do not: the first one gets a sample.
 
 The idea of a coordinator that bounds staleness without waiting is SaPS's (abstract only); the rules are ours.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from lightning_hetero.predictors import Predictor
+from lightning_hetero.stale.dispatch import Dispatch
 from lightning_hetero.stale.epoch import Epoch
-from lightning_hetero.stale.ledger import Ledger, head
-from lightning_hetero.stale.policy import Apply, Claim, Due, Grant, Hold, Policy, Pool
+from lightning_hetero.stale.ledger import Ledger
+from lightning_hetero.stale.policy import Apply, Policy, Pool
 from lightning_hetero.stale.protocol import (
     Accepted,
     Contribution,
     Effect,
-    Granted,
     Passed,
     Refused,
     Reissued,
@@ -41,11 +34,11 @@ from lightning_hetero.stale.protocol import (
     Updated,
 )
 from lightning_hetero.stale.roster import Held, Lease, Roster, Worker
-from lightning_hetero.stale.speeds import Speeds
+from lightning_hetero.stale.sizing import Sizing
+from lightning_hetero.stale.spans import head
+from lightning_hetero.stale.speeds import Speeds, StepTime
 
 __all__ = ["Coordinator"]
-
-_STEP_WEIGHT = 0.5  # of the newest step in the smoothed one
 
 
 class Coordinator:
@@ -97,9 +90,10 @@ class Coordinator:
         self.speeds = Speeds(predictor)
         self.roster = Roster(ranks, speeds=self.speeds, liveness_factor=liveness_factor, liveness_s=liveness_s)
         self.version = 0
-        self.step_s = 0.0
+        self._step = StepTime()
+        self._sizing = Sizing(policy, self.roster, ahead=ahead)
+        self._dispatch = Dispatch(policy, self.roster, self._sizing, self._step)
         self._books = Epoch(-1, [1], applied=[(0, 1)], tick=1)
-        self._step_from_s: float | None = None
 
     @property
     def epoch(self) -> int:
@@ -126,6 +120,10 @@ class Coordinator:
     def live(self) -> set[int]:
         return self.roster.ranks()
 
+    @property
+    def step_s(self) -> float:
+        return self._step.smoothed_s
+
     # --- events -----------------------------------------------------------------------------------------------
 
     def begin(
@@ -149,7 +147,8 @@ class Coordinator:
         ticks = len(self.ends)
         effects: list[Effect] = [Passed(rank=w.rank, tick=ticks) for w in self.roster if w.held is not None]
         self.roster.begin()
-        self._books, self._step_from_s = books, None
+        self._books = books
+        self._step.interrupt()
         return effects
 
     def claim(self, rank: int, tick: int, now: float) -> list[Effect]:
@@ -290,15 +289,11 @@ class Coordinator:
         """Returns samples per rank, from 0 to the highest, of the present batch; 0 for ranks that are not live."""
         if not self.ends:
             return ()
-        split = self._split(self._books.batch)
-        return tuple(split.get(rank, 0) for rank in range(max((w.rank for w in self.roster), default=-1) + 1))
+        return self._sizing.shares(self._books)
 
     def hints(self, rank: int) -> list[Span]:
         """Returns what a worker will probably be granted in the next ``ahead`` ticks; (0, 0) where nothing."""
-        if self.over:
-            return []
-        self._lay_out()
-        return [self.ledger.slice(rank, self.tick + i) for i in range(self.ahead)]
+        return self._sizing.hints(self._books, rank)
 
     def predicted_s(self, rank: int, samples: int) -> float:
         """Returns the time from grant to push [s]; NaN while nothing is known of any worker."""
@@ -318,13 +313,14 @@ class Coordinator:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Takes over version and speeds; `begin` with the state's ``applied`` and ``tick`` resumes its epoch."""
         self.version = int(state["version"])
-        self.step_s = float(state["step_s"])
+        self._step.smoothed_s = float(state["step_s"])
         self.speeds.load_state_dict(state["speeds"])
 
     # --- bookkeeping ------------------------------------------------------------------------------------------
 
-    def _split(self, total: int) -> Mapping[int, int]:
-        return self.speeds.split(self.live, total, equal=self.policy.equal_shares)
+    def _settle(self, now: float) -> list[Effect]:
+        """Answers whoever can be answered now."""
+        return [*self._dispatch.answer(self._books, self.version, now)]
 
     def _free_lease(self, worker: Worker, reason: str) -> list[Effect]:
         """Makes a valid lease void, its samples free unless issued a second time."""
@@ -357,7 +353,7 @@ class Coordinator:
         if verdict.ends_tick:
             self._books.advance(now)
             self.roster.begin_tick()
-            self._measure_step(now)
+            self._step.ended(now)
         updated = Updated(
             version=self.version, tick=self.tick, samples=pool.samples, contributions=contributions,
             worth=verdict.worth, ends_tick=verdict.ends_tick,
@@ -378,146 +374,3 @@ class Coordinator:
             raise RuntimeError(f"{name}.update must end the tick exactly when pool.complete, or with skip: {pool}")
         if not pool.pushes and not verdict.ends_tick:
             raise RuntimeError(f"{name}.update made an update of an empty pool: {pool}")
-
-    def _measure_step(self, now: float) -> None:
-        if self._step_from_s is not None:
-            step_s = now - self._step_from_s
-            if self.step_s > 0.0:  # clipped: a validation in between is no step
-                self.step_s += _STEP_WEIGHT * (min(step_s, 2.0 * self.step_s) - self.step_s)
-            else:
-                self.step_s = step_s
-        self._step_from_s = now
-
-    # --- answers to claims ------------------------------------------------------------------------------------
-
-    def _settle(self, now: float) -> list[Effect]:
-        """Answers whoever can be answered now, in the order of asking."""
-        effects: list[Effect] = []
-        waiting = [(w.held.since_s, w.rank, w) for w in self.roster if w.held is not None]
-        for _, _, worker in sorted(waiting, key=lambda entry: entry[:2]):
-            held = worker.held
-            if held is None:
-                continue
-            if worker.grants and (held.tick < self.tick or self.over):
-                worker.held = None
-                effects.append(Passed(rank=worker.rank, tick=self.tick))
-            elif (granted := self._decide(worker, held, now)) is not None:
-                worker.held = None
-                effects.append(granted)
-        return effects + self._break_deadlock(now)
-
-    def _break_deadlock(self, now: float) -> list[Effect]:
-        """If all live workers wait for one another without end, the first that asked gets a sample."""
-        live = self.roster.live()
-        held = [(w.held.since_s, w.rank, w, w.held) for w in live if w.held is not None]
-        if self.over or not held or len(held) < len(live) or self._books.room < 1:
-            return []
-        if any(h.until_s < math.inf for *_, h in held):
-            return []
-        _, _, worker, first = min(held, key=lambda entry: entry[:2])
-        worker.held = None
-        return [self._lend(worker, first.tick, 1, now, micro=0)]
-
-    def _decide(self, worker: Worker, held: Held, now: float) -> Granted | None:
-        first = worker.grants == 0
-        if self.over:
-            return self._dummy(worker)
-        self._lay_out()
-        claim = self._view(worker, held, now)
-        answer = self.policy.claim(claim)
-        if isinstance(answer, Hold):
-            if first:
-                return self._dummy(worker)
-            held.starved, held.until_s = False, min(held.until_s, answer.until_s)
-            if now < held.until_s:
-                return None
-            answer = Grant(samples=1)  # a hold ends when it was to end, whatever the policy says now
-        samples = min(answer.samples, claim.room)
-        if samples > 0:
-            return self._lend(worker, held.tick, samples, now, micro=answer.micro)
-        if first:
-            return self._dummy(worker)
-        original = self.roster.most_overdue(worker, now)
-        if original is None:
-            held.starved = True
-            return None
-        twin = self.roster.lend_twin(worker, original, now, base=self.version, claimed=held.tick)
-        return self._granted(twin, micro=answer.micro)
-
-    def _lend(self, worker: Worker, claimed: int, samples: int, now: float, *, micro: int) -> Granted:
-        pending = {other.rank for other in self.roster.pending(worker, self.tick)}
-        spans = self.ledger.take(worker.rank, samples, self.tick, pending=pending)
-        if claimed == self.tick:
-            worker.served = self.tick
-        lease = self.roster.lend(
-            worker, spans, samples, now, base=self.version, epoch=self.epoch, claimed=claimed
-        )
-        return self._granted(lease, micro=micro)
-
-    def _granted(self, lease: Lease, *, micro: int) -> Granted:
-        hint = self.ledger.slice(lease.rank, self.tick + self.ahead) if self.ahead else (0, 0)
-        return Granted(
-            rank=lease.rank, lease=lease.number, tick=self.tick, base=self.version, spans=lease.spans, micro=micro,
-            hint=hint,
-        )  # fmt: skip
-
-    def _dummy(self, worker: Worker) -> Granted:
-        worker.grants += 1
-        return Granted(
-            rank=worker.rank, lease=self.roster.number(), tick=self.tick, base=self.version, spans=()
-        )
-
-    def _lay_out(self) -> None:
-        for batch in range(self.tick, min(self.tick + self.ahead, len(self.ends) - 1) + 1):
-            if not self.ledger.laid_out(batch):
-                self.ledger.lay_out(batch, self._split(self._books.size(batch)))
-
-    def _view(self, worker: Worker, held: Held, now: float) -> Claim:
-        books, tick = self._books, self.tick
-        due = self.roster.due(tick)
-        reserved: list[Due] = []
-        for other in self.roster.pending(worker, tick):
-            if (part := books.ledger.free_in_slice(other.rank, tick)) > 0:
-                end_s = books.began_s + self.speeds.predict_s(other.rank, part)
-                reserved.append(Due(rank=other.rank, samples=part, end_s=end_s, current=True))
-        late = held.tick < tick
-        witness = books.witnessed or any(d.current for d in due)
-        clocks = [other.clock for other in self.roster.live()]
-        return Claim(
-            rank=worker.rank,
-            now_s=now,
-            since_s=held.since_s,
-            expired=now >= held.until_s,
-            first=worker.grants == 0,
-            late=late,
-            opening=tick == books.opening,
-            served=worker.served == tick,
-            tick=tick,
-            version=self.version,
-            workers=len(clocks),
-            batch=books.batch,
-            need=books.need,
-            room=books.room - (late and not witness),  # the last sample is for who can end the tick
-            share=self._share(worker.rank),
-            witnessed=books.witnessed,
-            due=due,
-            reserved=tuple(reserved),
-            next_need=books.next_need,
-            lead=worker.clock - min(clocks, default=worker.clock),
-            step_s=self.step_s or self._predicted_step_s(),
-            cost=self.speeds.cost(worker.rank),
-        )
-
-    def _share(self, rank: int) -> int:
-        """Returns the worker's part of the present batch [samples]."""
-        planned = self.ledger.planned(rank, self.tick)
-        if self.policy.equal_shares:
-            return planned
-        present = self._split(self._books.batch).get(rank, 0)
-        # Slices fixed earlier are kept unless speeds have really changed: they may have been fetched already.
-        return planned if abs(planned - present) <= max(1, present // 16) else present
-
-    def _predicted_step_s(self) -> float:
-        split = self._split(self._books.batch)
-        times = [self.speeds.predict_s(rank, part) for rank, part in split.items() if part]
-        return max((t for t in times if not math.isnan(t)), default=0.0)

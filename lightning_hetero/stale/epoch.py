@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from lightning_hetero.stale.ledger import Ledger, Spans
+from lightning_hetero.stale.ledger import Ledger
 from lightning_hetero.stale.policy import Pool
 from lightning_hetero.stale.protocol import Contribution, Span
+from lightning_hetero.stale.spans import Spans
 
 __all__ = ["Epoch"]
 

@@ -295,23 +295,22 @@ class Admission:
         run, before = self._run, self._run.alive
         members = tuple(sorted({*before, *asking}))
         if self._in_charge:
-            assert run.address is not None
             invitation = Invitation(
                 checkpoint=self._checkpoint,
                 generation=self._generation,
                 members=members,
-                meetings=run.meetings,
+                meetings=run.meetings.count,
                 address=run.address,
             )
             for rank in asking:
                 self.door.invite(rank, invitation)
         numbers = ", ".join(map(str, asking))
         try:
-            run.rebuild(members, self._generation, meeting_s=_COME_S)
+            run.meetings.rebuild(members, self._generation, meeting_s=_COME_S)
             dist.barrier()
         except RuntimeError as error:  # also MemberMissingError: he did not come after all
             # The new group is left inside the except block: whoever still waits in it fails now.
-            run.rebuild(before, self._generation + 1)
+            run.meetings.rebuild(before, self._generation + 1)
             run.strategy.warn_once(f"rank {numbers} wanted to join and did not come: {error}")
         else:
             run.strategy.warn_once(f"rank {numbers} has joined in epoch {run.trainer.current_epoch}")

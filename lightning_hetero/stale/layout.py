@@ -4,8 +4,8 @@
     slot  [ present | numbers | buffer 0 | ... | gradient 0 | ... ]        what a worker pushes
 
 Every entry begins at a multiple of 64 bytes and keeps its dtype and, if it is dense, its strides (channels_last stays
-channels_last), so that one memcpy moves a whole model. ``present`` is one byte per parameter and one per buffer: 1 if
-the push has something for it. ``numbers`` are float64 hyper-parameters, see `stale.hyper`.
+channels_last), so that one memcpy moves a whole model. ``present`` is one byte per parameter and one per buffer: 0 if
+the push has nothing for it, else `FINITE` or `NONFINITE`. ``numbers`` are float64 hyper-parameters, see `stale.hyper`.
 """
 
 from __future__ import annotations
@@ -24,10 +24,13 @@ from torch.optim import Optimizer
 from lightning_hetero.stale.compress import Codec, by_name
 from lightning_hetero.stale.hyper import HyperParameters
 
-__all__ = ["ALIGN_BYTES", "Entry", "FlatLayout"]
+__all__ = ["ALIGN_BYTES", "FINITE", "NONFINITE", "Entry", "FlatLayout"]
 
 ALIGN_BYTES = 64
 """A cache line, and enough for every dtype and vector unit."""
+
+FINITE, NONFINITE = 1, 2
+"""What a push says of a gradient that is present: the worker looks, which has just had it in its cache."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -1,4 +1,4 @@
-"""Which samples of an epoch are free, leased, or arrived: interval lists over the epoch's order (layer P).
+"""Which samples of an epoch are free, leased, or arrived: books over the epoch's order (layer P).
 
 A *position* is a place in the epoch's order of samples, 0 to N - 1; a *span* is ``[start, end)``. Every position is
 free, then leased, then arrived; a lease that fails makes its positions free again. Ours; the notes' prototype kept a
@@ -10,97 +10,13 @@ Cost: every operation is linear in the number of spans, which is about the numbe
 from __future__ import annotations
 
 import operator
-from bisect import bisect_left, bisect_right
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
 from lightning_hetero.solvers import apportion
 from lightning_hetero.stale.protocol import Span
+from lightning_hetero.stale.spans import Spans, head, outside, size
 
-__all__ = ["Ledger", "Spans", "head", "size"]
-
-
-def size(spans: Iterable[Span]) -> int:
-    """Returns how many positions ``spans`` hold.
-
-    >>> size([(0, 3), (8, 10)])
-    5
-    """
-    return sum(end - start for start, end in spans)
-
-
-def head(spans: Iterable[Span], count: int) -> tuple[tuple[Span, ...], tuple[Span, ...]]:
-    """Cuts ``spans`` after ``count`` positions, in the order given.
-
-    >>> head([(8, 10), (0, 3)], 3)
-    (((8, 10), (0, 1)), ((1, 3),))
-    """
-    first: list[Span] = []
-    rest: list[Span] = []
-    for start, end in spans:
-        cut = min(start + max(count, 0), end)
-        count -= cut - start
-        if cut > start:
-            first.append((start, cut))
-        if end > cut:
-            rest.append((cut, end))
-    return tuple(first), tuple(rest)
-
-
-class Spans:
-    """A set of positions as sorted, disjoint, non-touching spans."""
-
-    def __init__(self, spans: Iterable[Span] = ()) -> None:
-        self._starts: list[int] = []
-        self._ends: list[int] = []
-        self.count = 0
-        for start, end in spans:
-            self.add(start, end)
-
-    def __iter__(self) -> Iterator[Span]:
-        return iter(list(zip(self._starts, self._ends, strict=True)))
-
-    def within(self, start: int, end: int) -> list[Span]:
-        """Returns the spans of the set inside ``[start, end)``, cut at both ends."""
-        if start >= end:
-            return []
-        first = bisect_right(self._ends, start)
-        last = bisect_left(self._starts, end)
-        pairs = zip(self._starts[first:last], self._ends[first:last], strict=True)
-        return [(max(a, start), min(b, end)) for a, b in pairs]
-
-    def add(self, start: int, end: int) -> None:
-        """Puts ``[start, end)`` in; ValueError if a part of it is in already."""
-        if start >= end:
-            return
-        at = bisect_left(self._starts, start)
-        if (at > 0 and self._ends[at - 1] > start) or (at < len(self._starts) and self._starts[at] < end):
-            raise ValueError(f"positions of [{start}, {end}) are there already: {self.within(start, end)}")
-        left = at > 0 and self._ends[at - 1] == start
-        right = at < len(self._starts) and self._starts[at] == end
-        if left and right:
-            self._ends[at - 1] = self._ends[at]
-            del self._starts[at], self._ends[at]
-        elif left:
-            self._ends[at - 1] = end
-        elif right:
-            self._starts[at] = start
-        else:
-            self._starts.insert(at, start)
-            self._ends.insert(at, end)
-        self.count += end - start
-
-    def remove(self, start: int, end: int) -> None:
-        """Takes ``[start, end)`` out; ValueError if a part of it is not in."""
-        if start >= end:
-            return
-        at = bisect_right(self._starts, start) - 1
-        if at < 0 or self._ends[at] < end:
-            raise ValueError(f"not all positions of [{start}, {end}) are there: only {self.within(start, end)}")
-        a, b = self._starts[at], self._ends[at]
-        pieces = [(x, y) for x, y in ((a, start), (end, b)) if x < y]
-        self._starts[at : at + 1] = [x for x, _ in pieces]
-        self._ends[at : at + 1] = [y for _, y in pieces]
-        self.count -= end - start
+__all__ = ["Ledger"]
 
 
 class Ledger:
@@ -244,9 +160,9 @@ class Ledger:
         batches = sorted(self._slices)
         yield from (self.slice(rank, b) for b in batches if b <= tick)
         kept = [s for r, s in self._slices.get(tick, {}).items() if r in pending]
-        yield from _outside(0, here, kept)
+        yield from outside(0, here, kept)
         yield from (self.slice(rank, b) for b in batches if b > tick)
-        yield from _outside(here, self.total, [self.bounds(b) for b in batches if b > tick])
+        yield from outside(here, self.total, [self.bounds(b) for b in batches if b > tick])
         yield 0, self.total
 
     def arrive(self, spans: Iterable[Span]) -> None:
@@ -276,16 +192,6 @@ class Ledger:
         stop = self.ends[batch]
         for start, end in self._free.within(0, stop):
             self._free.remove(start, end)
-        for start, end in _outside(0, stop, self._arrived.within(0, stop)):
+        for start, end in outside(0, stop, self._arrived.within(0, stop)):
             self._arrived.add(start, end)
         return self._arrived.count - before
-
-
-def _outside(start: int, stop: int, kept: Iterable[Span]) -> Iterator[Span]:
-    """Yields what of ``[start, stop)`` lies in none of the disjoint spans ``kept``."""
-    for a, b in sorted(kept):
-        if a > start:
-            yield start, min(a, stop)
-        start = max(start, b)
-    if start < stop:
-        yield start, stop

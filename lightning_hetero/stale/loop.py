@@ -1,38 +1,28 @@
-"""One rank's way through the ticks of an epoch, inside Lightning's unchanged training loop (layer L).
+"""What a rank does within a tick, inside Lightning's unchanged training loop: optimizer steps become pushes (layer L).
 
-    Lightning asks for batch t ---- claim(t) --> granted: parameters of the newest version, samples -> a batch
-                                        '------> passed:  None, which Lightning skips; counters advance
-    closure (training_step, backward) -- push --> granted again: a fill-in, trained within the same batch
-                                        '------> passed:  the tick is over, the batch ends
-
-So one Lightning batch is one tick on every rank, whoever did the work, and everything that Lightning derives from its
-counters (``global_step``, ``val_check_interval``, ``max_steps``, checkpoints, schedulers) agrees on all ranks.
-
-Manual optimization runs user code that steps optimizers and schedulers itself, so a tick that went by trains a dummy
-batch there, which is not pushed and counts nothing but the steps.
+    [claims] granted --> closure (training_step, backward) -- push --> granted again: a fill-in, trained within the same
+                                                                |      batch of Lightning's
+                                                                '----> passed: the tick is over, the batch ends
 """
 
 from __future__ import annotations
 
-import json
 import math
 import time
-from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
-import torch
-from lightning.pytorch.callbacks import LearningRateMonitor
 from torch.optim import Optimizer
 
 from lightning_hetero import lightning_compat as compat
 from lightning_hetero.data.ticks import SampleSource, TickSampler
 from lightning_hetero.stale.amp import AgreedScale
-from lightning_hetero.stale.flags import PushFlag, Word
+from lightning_hetero.stale.claims import TickClaims
+from lightning_hetero.stale.flags import PushFlag
+from lightning_hetero.stale.work import Work, combine_means_
 from lightning_hetero.stale.worker import Worker
 from lightning_hetero.transport.base import Reply, Say
-from lightning_hetero.types import Event
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
@@ -43,17 +33,17 @@ __all__ = ["TickLoop"]
 
 
 class TickLoop:
-    """Claims, trains and pushes; one per fit and rank.
+    """Trains what is granted and pushes it; one per fit and rank.
 
     Args:
         trainer: the running trainer.
         strategy: runs closures through its precision plugin and moves batches.
-        worker: this rank's end of the parameter server.
-        sampler, source: order and samples of the train loader.
-        before_epoch: returns the worker to use; a new one if the server had to be started again.
-        resume: where a checkpoint stopped inside an epoch: ``{"epoch", "tick", "spans"}``; else empty.
+        worker, sampler, source, before_epoch, resume: see `TickClaims`.
         weight: what a batch counts in the mean over the update; default its samples.
         sums: losses are sums over their batch: gradients are added, whatever the batches count.
+
+    Attributes:
+        claims: where this rank is, and what it trains on.
     """
 
     def __init__(
@@ -71,145 +61,56 @@ class TickLoop:
     ) -> None:
         self._trainer = trainer
         self._strategy = strategy
-        self._worker = worker
-        self._sampler = sampler
-        self._source = source
-        self._before_epoch = before_epoch
-        self._resume = resume
         self._weight_of = weight
         self._sums = sums
         self._automatic = trainer.lightning_module.automatic_optimization
         self._scale = AgreedScale(getattr(trainer.precision_plugin, "scaler", None))
-        self._words: deque[int] = deque()  # ticks the server has passed and Lightning has not
-        self._tick = 0
-        self._seen_tick = -1  # the server's last tick whose hinted samples were taken in
-        self._grant: Reply | None = None
-        self._pieces: list[list[tuple[int, int]]] = [[]]  # of the grant: one, or its micro-batches
-        self._piece: list[tuple[int, int]] = []  # the one that is computed
-        self._done = 0  # samples of the grant that were computed
-        self._fill_in_now = False
-        self._substep = 0
-        self._weight = 1.0
-        self._zeroes = 0
-        self._stepped = False
-        self._started_s = 0.0
-        self._wait_s = 0.0
-        self._opened_s = time.perf_counter()
-        self._events: deque[Event] = deque(maxlen=4096)
-        self.epoch = -1
-        self.in_step = False
+        self._zeroes = 0  # bit i: optimizer i since the last push
+        self._stepped = False  # no overflow since the last push
+        self.claims = TickClaims(
+            trainer,
+            worker,
+            sampler,
+            source,
+            scale=self._scale,
+            rank=strategy.global_rank,
+            before_epoch=before_epoch,
+            resume=resume,
+        )
 
-    def bind(self, sampler: TickSampler, source: SampleSource) -> None:
-        """Takes another train loader, from the next epoch on."""
-        self._sampler, self._source = sampler, source
+    # ---- the batch --------------------------------------------------------------------------------------------
 
-    # ---- one tick ---------------------------------------------------------------------------------------------
-
-    def ticks(self) -> Iterator[Any]:
-        """Yields the batches of the epoch from where Lightning's counters stand; None for a tick that went by."""
-        self._begin()
-        while True:
-            yield self._next()
-
-    def _begin(self) -> None:
-        trainer, sampler = self._trainer, self._sampler
-        self._worker = self._before_epoch()
-        self.epoch = sampler.epoch
-        self._tick = compat.upcoming_batch(trainer)
-        self._words.clear()
-        ends = list(sampler.ends[: self._last_tick(len(sampler.ends))])
-        text = ""
-        if self._tick:
-            here = self._resume.get("epoch") == self.epoch and self._resume.get("tick") == self._tick
-            spans = self._resume["spans"] if here else [[0, ends[self._tick - 1]]]
-            spans = _leaving(len(ends) - self._tick, spans, ends[-1])
-            text = json.dumps({"tick": self._tick, "applied": spans})
-        reply = self._worker.begin_epoch(self.epoch, ends, tick=self._tick, text=text)
-        self._seen_tick = reply.tick - 1
-        self._source.begin(sampler.indices, _pairs(reply.numbers))
-
-    def _last_tick(self, ticks: int) -> int:
-        """Number of the epoch's ticks that Lightning will train; samples beyond are nobody's."""
-        trainer = self._trainer
-        limit = trainer.num_training_batches
-        ticks = ticks if limit == float("inf") else min(ticks, int(limit))
-        steps = compat.step_limit(trainer)
-        if steps is not None and self._automatic:
-            every = trainer.accumulate_grad_batches
-            ticks = min(ticks, self._tick - self._tick % every + steps * every)
-        return max(ticks, self._tick + 1)
-
-    def _next(self) -> Any:
-        self._tick = compat.upcoming_batch(self._trainer)
-        self._fill_in_now = False
-        if not self._words:
-            asked_s = time.perf_counter()
-            reply = self._worker.claim(self.epoch, self._tick)
-            self._wait_s = time.perf_counter() - asked_s
-            if reply.kind is Say.GRANT:
-                return self._open(reply)
-            self._words.extend(reply.numbers)
-        return self._passed_by()
-
-    def _passed_by(self) -> Any:
-        """This tick was made without this rank."""
-        word = self._words.popleft()
-        if not self._words:
-            self._worker.pull()
-        self._note("passed", {"behind": len(self._words)})
-        if not self._automatic:  # user code must run: it steps its own optimizers and schedulers
-            self._grant = None
-            self.in_step = True
-            return self._source.dummy()
-        compat.count_started(self._trainer)
-        self._log_learning_rates()
-        if Word.steps(word):
-            compat.count_step(self._trainer)
-            self._scale.after_step(overflow=Word.overflowed(word))
-        return None
-
-    def _log_learning_rates(self) -> None:
-        """`LearningRateMonitor` logs at the start of a batch, which has none when it is passed."""
-        trainer = self._trainer
-        for callback in compat.trainer_callbacks(trainer):
-            if isinstance(callback, LearningRateMonitor):
-                LearningRateMonitor.on_train_batch_start(callback, trainer, trainer.lightning_module, None, self._tick)
-
-    def _open(self, reply: Reply) -> Any:
-        """Takes a grant: parameters, then samples; returns the (first micro-)batch on the host."""
-        self._grant = reply
-        self._worker.pull()
-        spans = _pairs(reply.numbers)
-        gone_by = max(0, reply.tick - self._seen_tick)
-        for missed in reversed(range(gone_by)):  # one hint per tick; for those this rank missed it is too late
-            self._source.hint((0, 0) if missed else (reply.hint_start, reply.hint_end))
-        self._seen_tick += gone_by
-        self._started_s = time.perf_counter()
-        self._substep, self.in_step = 0, True
-        self._pieces = _micro_batches(spans, reply.micro)
-        self._piece = self._pieces[0]
-        self._done = _size(self._piece)
-        if not spans:
-            return self._source.dummy(ticks=gone_by)
-        return self._source.batch(self._pieces[0], ticks=gone_by)
+    @property
+    def in_step(self) -> bool:
+        """Whether this rank is training on a batch."""
+        return self.claims.work is not None
 
     @property
     def samples(self) -> int | None:
         """Samples of the batch this rank is training on; 0: a dummy that counts nothing."""
-        if not self.in_step:
-            return None
-        return 0 if self._grant is None else sum(end - start for start, end in _pairs(self._grant.numbers))
+        work = self.claims.work
+        return None if work is None else work.samples
 
     @property
     def dummy(self) -> bool:
-        return self.in_step and not self.samples
+        return self.samples == 0
+
+    @property
+    def _worker(self) -> Worker:
+        return self.claims.worker
+
+    @property
+    def _work(self) -> Work:
+        work = self.claims.work
+        assert work is not None, "outside of a step"
+        return work
 
     def opened(self, batch: Any) -> None:
         """The batch is on the device."""
-        self._weight = self._weigh(batch)
+        self._work.weight = self._weigh(batch)
 
     def _weigh(self, batch: Any) -> float:
-        samples = min(self.samples or 0, _size(self._piece))
+        samples = self._work.piece_samples
         if self._sums:
             return 1.0
         if self._weight_of is None or not samples:
@@ -242,7 +143,7 @@ class TickLoop:
         if self.dummy:
             self._drop_gradients()
             if self._automatic:
-                self._until_passed(self._claim_again(), index, optimizer, run)
+                self._until_passed(self.claims.claim(), index, optimizer, run)
             return output
         if self._automatic:
             self._more_micro_batches(optimizer)
@@ -272,7 +173,7 @@ class TickLoop:
         self._stepped = True
         if self.dummy:
             self._drop_gradients()
-            reply = self._claim_again()
+            reply = self.claims.claim()
         else:
             self._stepped = self._scale.unscale(self._worker.gradients())
             self._more_micro_batches(optimizer)
@@ -284,25 +185,25 @@ class TickLoop:
         self._stepped = True
         if self.dummy:  # the others' pushes say what is zeroed
             self._zeroes = 0
-        if self._grant is None:  # a tick that went by
+        if self._work.grant is None:  # a tick that went by
             self._drop_gradients()
-            self.in_step = False
+            self.claims.work = None
             return
-        reply = self._claim_again() if self.dummy else self._push(steps=0, final=True)
+        reply = self.claims.claim() if self.dummy else self._push(steps=0, final=True)
         while reply.kind is Say.GRANT:
             uncounted = compat.steps_uncounted(self._trainer)
             with self._fill_in(reply) as batch, self._frozen_schedulers(), uncounted:
                 again(batch)
             self._stepped = True
-            reply = self._claim_again() if self.dummy else self._push(steps=0, final=True)
-        self._tick_over(reply)
+            reply = self.claims.claim() if self.dummy else self._push(steps=0, final=True)
+        self.claims.over(reply)
 
     def _until_passed(self, reply: Reply, index: int, optimizer: Optimizer, run: Callable[..., Any]) -> None:
         """Trains fill-ins until the tick is over."""
         while reply.kind is Say.GRANT:
             accumulates = compat.accumulates_now(self._trainer)
             with self._fill_in(reply) as batch:
-                closure = compat.run_again(self._trainer, batch, self._tick, optimizer)
+                closure = compat.run_again(self._trainer, batch, self.claims.tick, optimizer)
                 if accumulates:
                     closure()
                     self._stepped = self._scale.unscale(self._worker.gradients())
@@ -312,34 +213,21 @@ class TickLoop:
                     self._more_micro_batches(optimizer)
             if self.dummy:
                 self._drop_gradients()
-                reply = self._claim_again()
+                reply = self.claims.claim()
             else:
                 reply = self._push(steps=0 if accumulates else 1 << index, final=True)
-        self._tick_over(reply)
-
-    def _tick_over(self, reply: Reply) -> None:
-        self._words.extend(reply.numbers)
-        word = self._words.popleft()
-        if self._automatic and Word.steps(word):
-            self._scale.after_step(overflow=Word.overflowed(word))
-        if not self._words:
-            self._worker.pull()
-        self.in_step = False
-
-    def _claim_again(self) -> Reply:
-        return self._worker.claim(self.epoch, self._tick)
+        self.claims.over(reply)
 
     @contextmanager
     def _fill_in(self, reply: Reply) -> Iterator[Any]:
         """Another batch within the same step of Lightning's loop."""
         trainer = self._trainer
-        batch = self._to_device(self._open(reply))
-        self._fill_in_now = True
+        batch = self._to_device(self.claims.open(reply, wait_s=self._work.wait_s, fill_in=True))
         with compat.as_batch(trainer, batch):
             for callback in compat.trainer_callbacks(trainer):
                 hook = getattr(callback, "on_extra_batch_start", None)
                 if callable(hook):
-                    hook(trainer, trainer.lightning_module, batch, self._tick)
+                    hook(trainer, trainer.lightning_module, batch, self.claims.tick)
             yield batch
 
     def _to_device(self, batch: Any) -> Any:
@@ -350,64 +238,59 @@ class TickLoop:
 
     def _more_micro_batches(self, optimizer: Optimizer) -> None:
         """Computes the rest of a grant in micro-batches, and returns early once it is asked to (SaPS)."""
-        for piece in self._pieces[1:]:
-            assert self._grant is not None
-            if self._worker.wants_return(self._grant):
+        work, claims, worker = self._work, self.claims, self._worker
+        for piece in work.pieces[1:]:
+            assert work.grant is not None
+            if worker.wants_return(work.grant):
                 break
-            done = self._weight
-            self._piece = piece
-            batch = self._to_device(self._source.batch(piece, ticks=0))  # weighs it
-            before = self._worker.gradients()
+            done = work.weight
+            work.piece = piece
+            batch = self._to_device(claims.source.batch(piece, ticks=0))  # weighs it
+            before = worker.gradients()
             self._drop_gradients()
             with compat.as_batch(self._trainer, batch):
-                compat.run_again(self._trainer, batch, self._tick, optimizer, zero=False)()
-            self._stepped &= self._scale.unscale(self._worker.gradients())
-            total = 1.0 if self._sums else done + self._weight
-            new_part, old_part = (1.0, 1.0) if self._sums else (self._weight / total, done / total) if total else (0, 0)
-            for parameter, old in zip(self._worker.parameters, before, strict=True):
-                new = parameter.grad  # a part that counts nothing may be NaN
-                parts = [g * part for g, part in ((old, old_part), (new, new_part)) if g is not None and part]
-                present = old is not None or new is not None
-                parameter.grad = sum(parts[1:], parts[0]) if parts else torch.zeros_like(parameter) if present else None
-            self._weight = total
-            self._done += _size(piece)
+                compat.run_again(self._trainer, batch, claims.tick, optimizer, zero=False)()
+            self._stepped &= self._scale.unscale(worker.gradients())
+            total = 1.0 if self._sums else done + work.weight
+            new_part, old_part = (1.0, 1.0) if self._sums else (work.weight / total, done / total) if total else (0, 0)
+            combine_means_(worker.parameters, before, old_part, new_part)
+            work.weight = total
+            work.computed += work.piece_samples
 
     # ---- pushing ----------------------------------------------------------------------------------------------
 
     def _push(self, *, steps: int, final: bool) -> Reply:
-        grant, zeroes = self._grant, self._zeroes
-        assert grant is not None
-        samples = self._done
+        work, claims, zeroes = self._work, self.claims, self._zeroes
+        assert work.grant is not None
         flags = (PushFlag.FINAL if final else PushFlag(0)) | (PushFlag(0) if self._stepped else PushFlag.OVERFLOW)
         if self._automatic:  # whatever the user's hooks did to zero them
-            zeroes = int(self._tick % self._trainer.accumulate_grad_batches == 0)
+            zeroes = int(claims.tick % self._trainer.accumulate_grad_batches == 0)
         pushed_s = time.perf_counter()
-        compute_s = pushed_s - self._started_s
+        compute_s = pushed_s - work.started_s
         reply = self._worker.push(
-            epoch=self.epoch,
-            tick=self._tick,
-            substep=self._substep,
-            lease=grant.lease,
-            samples=samples,
-            weight=self._weight,
+            epoch=claims.epoch,
+            tick=claims.tick,
+            substep=work.substep,
+            lease=work.grant.lease,
+            samples=work.computed,
+            weight=work.weight,
             compute_s=compute_s,
             flags=flags,
             steps=steps,
             zeroes=zeroes,
         )
         self._zeroes = 0
-        self._substep += 1
-        wait_s = time.perf_counter() - pushed_s
+        work.substep += 1
         data = {
-            "samples": samples,
+            "samples": work.computed,
             "compute_s": compute_s,
-            "wait_s": wait_s + self._wait_s,
-            "version": grant.version,
-            "fill_in": self._fill_in_now,
+            "wait_s": time.perf_counter() - pushed_s + work.wait_s,
+            "version": work.grant.version,
+            "fill_in": work.fill_in,
         }
-        self._wait_s = 0.0
+        work.wait_s = 0.0
         if final:
-            self._note("step", data)
+            claims.note("step", data)
         if reply.text:
             self._strategy.warn_once(reply.text)
         return reply
@@ -421,7 +304,7 @@ class TickLoop:
         """A user's ``scheduler.step()`` must count once per batch, however many fill-ins it had."""
         schedulers = [config.scheduler for config in self._strategy.lr_scheduler_configs]
         for scheduler in schedulers:
-            scheduler.step = lambda *_, **__: None  # type: ignore[method-assign]
+            scheduler.step = lambda *_, **__: None
         try:
             yield
         finally:
@@ -439,54 +322,3 @@ class TickLoop:
             stack.enter_context(compat.metrics_frozen(self._trainer.lightning_module))
             stack.enter_context(compat.dummy_batch_unlogged(self._trainer))
         return stack
-
-    def _note(self, kind: str, data: dict[str, Any]) -> None:
-        t_s = time.perf_counter() - self._opened_s
-        rank = self._strategy.global_rank
-        self._events.append(Event(kind=kind, rank=rank, epoch=self.epoch, step=self._tick, t_s=t_s, data=data))
-
-    def take_events(self) -> list[Event]:
-        """Returns and forgets the noted events."""
-        events = list(self._events)
-        self._events.clear()
-        return events
-
-
-def _pairs(numbers: Sequence[int]) -> list[tuple[int, int]]:
-    return list(zip(numbers[::2], numbers[1::2], strict=True))
-
-
-def _leaving(ticks: int, spans: Sequence[Sequence[int]], total: int) -> list[list[int]]:
-    """Returns spans that leave a sample for each of the ticks to come: the last ones are trained again if need be.
-
-    Only a checkpoint made while a rank failed can be without: the other ranks had gone on.
-    """
-    left = [[start, min(end, total)] for start, end in spans if start < total]
-    short = ticks - (total - _size([(start, end) for start, end in left]))
-    while short > 0:
-        start, end = left.pop()
-        if end - start > short:
-            left.append([start, end - short])
-        short -= end - start
-    return left
-
-
-def _size(spans: Sequence[tuple[int, int]]) -> int:
-    return sum(end - start for start, end in spans)
-
-
-def _micro_batches(spans: list[tuple[int, int]], size: int) -> list[list[tuple[int, int]]]:
-    """Cuts spans into pieces of ``size`` samples; one piece if ``size`` is 0."""
-    if size <= 0 or _size(spans) <= size:
-        return [spans]
-    pieces: list[list[tuple[int, int]]] = [[]]
-    room = size
-    for start, end in spans:
-        while start < end:
-            if room == 0:
-                pieces.append([])
-                room = size
-            taken = min(room, end - start)
-            pieces[-1].append((start, start + taken))
-            start, room = start + taken, room - taken
-    return pieces

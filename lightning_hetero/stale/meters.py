@@ -1,12 +1,15 @@
-"""What the server counts in a run (layer P)."""
+"""What the server counts in a run, and what is known of now (layer P)."""
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any, cast
 
-__all__ = ["Meters"]
+from lightning_hetero.stale.coordinator import Coordinator
+
+__all__ = ["Meters", "present"]
 
 
 @dataclass(slots=True)
@@ -77,3 +80,27 @@ class Meters:
                 value = {str(k): v for k, v in sorted(cast("dict[Any, Any]", value).items())}
             plain[name] = value
         return {**plain, "stale_fraction": self.stale_fraction()}
+
+
+def present(coordinator: Coordinator) -> dict[str, Any]:
+    """Returns what is known of now, as plain values.
+
+    ``epoch``, ``tick``, and per rank, from 0 on:
+
+    - ``shares``: samples of the present batch;
+    - ``predicted_s``: time for them [s]; NaN where unknown;
+    - ``equal_s``: time for an equal part [s]; NaN where unknown.
+    """
+    shares, live = coordinator.shares(), coordinator.live
+    part = -(-sum(shares) // max(1, len(live)))
+
+    def seconds(rank: int, samples: int) -> float:
+        return coordinator.predicted_s(rank, samples) if rank in live else math.nan
+
+    return {
+        "epoch": coordinator.epoch,
+        "tick": coordinator.tick,
+        "shares": list(shares),
+        "predicted_s": [seconds(rank, samples) for rank, samples in enumerate(shares)],
+        "equal_s": [seconds(rank, part) for rank in range(len(shares))],
+    }

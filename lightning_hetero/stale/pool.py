@@ -8,6 +8,10 @@
 Summing in units of the first contribution makes an update of a single one bitwise its gradient, and one of equal
 contributions their sum divided by their number, as under DDP.
 
+Memory is what limits all this, so contributions are not added one by one: they wait in their slots, as long as these
+stay as they are, and those that came together are added in one pass, block by block, each block in the cache until all
+are in it and it is divided. Every number meets the same operations in the same order as if they were not.
+
 Buffers travel as changes since the worker's pull, so that those of late contributions do not turn back what happened
 meanwhile: floating ones move by the mean change, weighted by samples, of the contributions that changed them; others
 take the greatest value. For BatchNorm's running mean that is exactly the statistics of the global batch; its running
@@ -18,6 +22,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,7 +30,24 @@ from torch import Tensor
 from lightning_hetero.stale.compress import pool_dtype
 from lightning_hetero.stale.layout import FlatLayout
 
-__all__ = ["Pool", "Spares"]
+__all__ = ["BLOCK", "Pool", "Spares", "runs"]
+
+BLOCK = 1 << 17
+"""Numbers that are summed at a time: 512 KiB of float32 stay in a core's cache while every slot's pass by."""
+
+
+def runs(layout: FlatLayout, indices: Sequence[int]) -> list[list[int]]:
+    """Cuts consecutive parameters into runs of at most `BLOCK` numbers; one larger than that is a run of its own."""
+    cut: list[list[int]] = []
+    filled = 0
+    for i in indices:
+        numel = layout.parameters[i].numel
+        if not cut or filled + numel > BLOCK:
+            cut.append([])
+            filled = 0
+        cut[-1].append(i)
+        filled += numel
+    return cut
 
 
 class Spares:
@@ -49,6 +71,14 @@ class Spares:
             and len(self._free[index]) < 2
         ):
             self._free[index].append(tensor)
+
+
+class _Waiting(NamedTuple):
+    """A contribution that is still in its slot; flags and gradients of all parameters."""
+
+    present: Sequence[int]
+    values: Sequence[Tensor]
+    factor: float
 
 
 @dataclass(slots=True)
@@ -79,6 +109,7 @@ class Pool:
     numbers: list[float] | None = None
     ranks: set[int] = field(default_factory=set[int])
     _unit: float = 0.0
+    _waiting: list[_Waiting] = field(default_factory=list[_Waiting])
     _buffers: dict[int, tuple[Tensor, int]] = field(default_factory=dict[int, tuple[Tensor, int]])
 
     def __post_init__(self) -> None:
@@ -107,20 +138,75 @@ class Pool:
         else:
             layout.codec.add_to(total, data, entry, factor)
 
-    def add_values(self, indices: Sequence[int], values: Sequence[Tensor], factor: float) -> None:
-        """Adds many gradients at once, given as numbers; for codecs that keep every entry."""
-        new = [(i, v) for i, v in zip(indices, values, strict=True) if self.sums[i] is None]
-        old = [
-            (total, v) for i, v in zip(indices, values, strict=True) if (total := self.sums[i]) is not None
-        ]
+    def wait(self, present: Sequence[int], values: Sequence[Tensor], factor: float) -> None:
+        """Notes a contribution of numbers, for codecs that keep every entry; `sum_up` adds it.
+
+        Args:
+            present: of each parameter, 0 if there is no gradient.
+            values: each gradient, in the entry's strides; to stay as they are until they are added.
+            factor: from `count`.
+        """
+        self._waiting.append(_Waiting(present, values, factor))
+
+    @property
+    def waits(self) -> int:
+        """How many contributions are still in their slots."""
+        return len(self._waiting)
+
+    def sum_up(self, run: Sequence[int], factor: float = 1.0) -> None:
+        """Adds to some parameters' sums what waits for them, then multiplies them by ``factor``.
+
+        Different parameters may be summed from different threads; after all of them comes `summed_up`.
+
+        Args:
+            run: any parameters; in the cache together if they are one of `runs`, or a part of one.
+        """
+        if len(run) == 1 and self.layout.parameters[run[0]].numel > BLOCK:
+            self._sum_blocks(run[0], factor)
+            return
+        for contribution in self._waiting:
+            self._add_values(contribution, [i for i in run if contribution.present[i]])
+        if factor != 1.0 and (totals := [total for i in run if (total := self.sums[i]) is not None]):
+            torch._foreach_mul_(totals, factor)
+
+    def summed_up(self) -> None:
+        """Says that nothing waits any more."""
+        self._waiting.clear()
+
+    def _sum_blocks(self, index: int, factor: float) -> None:
+        flat, total = self.layout.parameters[index].flat, self.sums[index]
+        given = [c for c in self._waiting if c.present[index]]
+        # One pass is one pass, in blocks or not.
+        size = BLOCK if len(given) + (factor != 1.0) > 1 else self.layout.parameters[index].numel
+        parts = [(flat(c.values[index]).split(size), c.factor) for c in given]
+        fresh = total is None
+        if total is None:
+            if not parts:
+                return
+            self.sums[index] = total = self.spares.take(index)
+        for k, block in enumerate(flat(total).split(size)):
+            for j, (values, of_it) in enumerate(parts):
+                if j > 0 or not fresh:
+                    block.add_(values[k], alpha=of_it)
+                    continue
+                block.copy_(values[k])
+                if of_it != 1.0:
+                    block.mul_(of_it)
+            if factor != 1.0:
+                block.mul_(factor)
+
+    def _add_values(self, contribution: _Waiting, indices: Sequence[int]) -> None:
+        values, factor = contribution.values, contribution.factor
+        old = [(total, values[i]) for i in indices if (total := self.sums[i]) is not None]
+        new = [i for i in indices if self.sums[i] is None]
         if old:
             torch._foreach_add_([total for total, _ in old], [v for _, v in old], alpha=factor)
         if new:
-            fresh = [self.spares.take(i) for i, _ in new]
-            torch._foreach_copy_(fresh, [v for _, v in new])
+            fresh = [self.spares.take(i) for i in new]
+            torch._foreach_copy_(fresh, [values[i] for i in new])
             if factor != 1.0:
                 torch._foreach_mul_(fresh, factor)
-            for (i, _), total in zip(new, fresh, strict=True):
+            for i, total in zip(new, fresh, strict=True):
                 self.sums[i] = total
 
     def add_compensated(
@@ -163,21 +249,20 @@ class Pool:
         self._buffers.clear()
 
     def factor(self, divide_by: float | None) -> float:
-        """Returns what turns a sum of the pool into its part of the gradient."""
+        """Returns what `sum_up` turns a sum of the pool into its part of the gradient with."""
         divisor = self.weight if divide_by is None else divide_by
         return self._unit / divisor if divisor != 0.0 else 0.0
 
-    def give_to(self, index: int, parameter: Tensor, factor: float) -> None:
-        """Adds ``factor`` times a parameter's sum to its ``.grad``; nothing if nobody had a gradient for it."""
+    def give_to(self, index: int, parameter: Tensor) -> None:
+        """Adds a parameter's sum to its ``.grad``; nothing if nobody had a gradient for it."""
         total, self.sums[index] = self.sums[index], None
         if total is None:
             return
-        mean = total if factor == 1.0 else total.mul_(factor)
         if parameter.grad is not None:
-            parameter.grad.add_(mean.to(parameter.dtype))
+            parameter.grad.add_(total.to(parameter.dtype))
             self.spares.give(index, total)
-        elif mean.dtype == parameter.dtype:
-            parameter.grad = mean
+        elif total.dtype == parameter.dtype:
+            parameter.grad = total
         else:
-            parameter.grad = mean.to(parameter.dtype)
+            parameter.grad = total.to(parameter.dtype)
             self.spares.give(index, total)

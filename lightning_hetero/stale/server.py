@@ -1,16 +1,11 @@
 """The parameter server: parameters and optimizer state, and what happens to them (layer T).
 
-    listener.events() -> ParameterServer.handle -> Coordinator -> effects: Accepted  add a slot to the pool
-                                                                           Updated   pool -> optimizer -> publish
-                                                                           Granted, Passed   answer a worker
+    listener.events() -> ParameterServer.handle -> Intake   pushes that may count
+                                                -> Coordinator -> effects -> Effects -> TickWork   pools, optimizers
+                                                                                     -> Outbox     answers, versions
 
-The coordinator decides, the `Updater` computes, this file carries messages. No clock of its own (times are passed in,
-except for measuring its own work) and no socket.
-
-Sub-steps. In manual optimization a batch pushes several times; all but the last (`PushFlag.FINAL`) are *sub-steps*.
-Sub-step k of a tick has a pool of its own, applied when the tick's samples, or all live workers, are in it, and at the
-latest with the tick's update. Who pushed waits for that as long as the policy waits for anybody (a barrier: until it is
-applied; a grace: so long; asynchronous policies apply every push at once). What comes later counts in the next tick.
+The coordinator decides; this file takes events in and hands each to who knows about it. No clock of its own (times are
+passed in, except for measuring its own work) and no socket.
 """
 
 from __future__ import annotations
@@ -28,28 +23,19 @@ from lightning_hetero.stale import codec as trees
 from lightning_hetero.stale.agreement import DisagreementError, Epochs, Meeting, Members
 from lightning_hetero.stale.compress import Codec, by_name
 from lightning_hetero.stale.coordinator import Coordinator
-from lightning_hetero.stale.flags import PushFlag, ReplyFlag, Word
+from lightning_hetero.stale.effects import Effects
+from lightning_hetero.stale.flags import PushFlag
+from lightning_hetero.stale.intake import Intake, NonFiniteError
 from lightning_hetero.stale.layout import FlatLayout
-from lightning_hetero.stale.meters import Meters
-from lightning_hetero.stale.policy.asynchronous import Asynchronous
-from lightning_hetero.stale.protocol import Accepted, Effect, Granted, Passed, Refused, Reissued, Updated
+from lightning_hetero.stale.meters import Meters, present
+from lightning_hetero.stale.outbox import Outbox
 from lightning_hetero.stale.shards import Shards
+from lightning_hetero.stale.substeps import Substeps
 from lightning_hetero.stale.tickwork import TickWork
-from lightning_hetero.stale.update import Updater, bits
-from lightning_hetero.transport.base import (
-    Arrived,
-    Ask,
-    Gone,
-    Happened,
-    Joined,
-    Listener,
-    Reply,
-    Request,
-    Say,
-    TornSlotError,
-)
+from lightning_hetero.stale.update import Updater
+from lightning_hetero.transport.base import Arrived, Ask, Gone, Happened, Joined, Listener, Request, Say
 
-__all__ = ["ParameterServer", "PushFlag", "ReplyFlag", "Word", "serve"]
+__all__ = ["ParameterServer", "serve"]
 
 
 class ParameterServer:
@@ -107,7 +93,6 @@ class ParameterServer:
         self.layout, self.area = layout, area
         self.listener, self.coordinator = listener, coordinator
         self.meters = Meters()
-        self._nonfinite = nonfinite
         self._shards = Shards([entry.numel for entry in layout.parameters], shards)
         self._updater = Updater(
             layout=layout, area=area, optimizers=optimizers, owned=optimizer_parameters, shards=self._shards,
@@ -117,12 +102,13 @@ class ParameterServer:
         self._members = Members(coordinator.live)
         self._meeting = Meeting()
         self._epochs = Epochs(layout.digest)
-        self._failure: str | None = None
-        self._unanswered: set[int] = set()
-        self._claims: dict[int, tuple[Request, float]] = {}  # and when they were made [s]
-        self._paused: dict[int, tuple[int, float]] = {}  # sub-step it waits for, and until when [s]
-        self._leases: dict[int, tuple[int, int, float]] = {}  # rank, base, and when it was granted [s]
-        listener.publish(coordinator.version, area)
+        self._intake = Intake(listener, self._updater, self._members, self.meters, stop=nonfinite == "stop")
+        self._outbox = Outbox(listener, area, coordinator, self._members, self._epochs, self._work.settle)
+        self._substeps = Substeps(self._work, coordinator, self._outbox)
+        self._effects = Effects(
+            coordinator, self._work, self._substeps, self._outbox, self._members, self.meters
+        )
+        self._outbox.publish()
 
     @property
     def connected(self) -> frozenset[int]:
@@ -146,30 +132,29 @@ class ParameterServer:
             self._request(happened.rank, happened.request, now)
         elif isinstance(happened, Joined):
             self._members.joined(happened.rank)
-            if self._failure is None:
-                self._obey(self.coordinator.joined(happened.rank, now), now)
+            if self._outbox.failure is None:
+                self._effects.carry_out(self.coordinator.joined(happened.rank, now), now)
         else:
             self._gone(happened, now)
 
     def wake(self, now: float) -> None:
         """Does what is due by now."""
-        if self._failure is None:
-            self._obey(self.coordinator.wake(now), now)
-            self._settle_substeps(now)
+        if self._outbox.failure is None:
+            self._effects.carry_out(self.coordinator.wake(now), now)
+            self._substeps.settle(self._effects.claiming, now)
+            self._work.settle()
 
     def wake_s(self) -> float:
         """Returns when `wake` is due next [s]; inf: only an event can change anything."""
-        if self._failure is not None:
+        if self._outbox.failure is not None:
             return math.inf
-        return min([self.coordinator.wake_s(), *(until_s for _, until_s in self._paused.values())])
+        return min(self.coordinator.wake_s(), self._substeps.wake_s())
 
     def fail(self, text: str) -> None:
         """Tells everybody, now and later, that the run cannot go on."""
-        self._failure = self._failure or text
-        for rank in list(self._unanswered):
-            self._reply(rank, Say.FAILED, text=self._failure)
-        self._claims.clear()
-        self._paused.clear()
+        self._outbox.fail(text)
+        self._effects.forget_claims()
+        self._substeps.clear()
 
     def close(self) -> None:
         """Ends the server's threads; idempotent."""
@@ -177,39 +162,38 @@ class ParameterServer:
 
     def _gone(self, gone: Gone, now: float) -> None:
         rank = gone.rank
-        self._unanswered.discard(rank)
+        self._outbox.forget(rank)
         self._epochs.forget(rank)
         self._members.gone(rank, gone.reason)
         self._without(rank, now)
 
     def _without(self, rank: int, now: float) -> None:
         """The others go on without a worker."""
-        self._claims.pop(rank, None)
-        self._paused.pop(rank, None)
+        self._effects.forget(rank)
+        self._substeps.forget(rank)
         self._meeting.forget(rank)
-        self._leases = {number: lease for number, lease in self._leases.items() if lease[0] != rank}
-        if self._failure is None:
-            self._obey(self.coordinator.lost(rank, now), now)
-            self._settle_substeps(now)
+        if self._outbox.failure is None:
+            self._effects.carry_out(self.coordinator.lost(rank, now), now)
+            self._substeps.settle(self._effects.claiming, now)
             self._settle_meeting()
 
     def _request(self, rank: int, request: Request, now: float) -> None:
         kind = request.kind
-        self._unanswered.add(rank)
+        self._outbox.asked(rank)
         if kind is Ask.LEAVE:
-            self._reply(rank, Say.DONE)
+            self._outbox.answer(rank, Say.DONE)
             self._members.left(rank)
             self._without(rank, now)
         elif kind is Ask.ABORT:
-            self._reply(rank, Say.DONE)
+            self._outbox.answer(rank, Say.DONE)
             self._members.left(rank)
             self.fail(f"worker {rank} failed: {request.text}")
-        elif self._failure is not None and kind is not Ask.STATE:  # a failed run may still be saved
-            self._reply(rank, Say.FAILED, text=self._failure)
+        elif self._outbox.failure is not None and kind is not Ask.STATE:  # a failed run may still be saved
+            self._outbox.answer_failed(rank)
         else:
             try:
                 self._serve(rank, request, now)
-            except DisagreementError as error:
+            except (DisagreementError, NonFiniteError) as error:
                 self.fail(str(error))
             except ValueError as error:
                 self.fail(f"worker {rank} sent a {kind.name} that makes no sense: {error}")
@@ -223,9 +207,9 @@ class ParameterServer:
             self._settle_meeting()
         elif kind is Ask.STATE:
             self.listener.share_state(trees.encode(self.state()))
-            self._reply(rank, Say.STATE)
+            self._outbox.answer(rank, Say.STATE)
         elif kind is Ask.METRICS:
-            self._reply(rank, Say.DONE, text=json.dumps(self.measures(), separators=(",", ":")))
+            self._outbox.answer(rank, Say.DONE, text=json.dumps(self.measures(), separators=(",", ":")))
         elif request.epoch < self._epochs.number:
             self._of_epoch_before(rank, request)
         else:
@@ -233,11 +217,10 @@ class ParameterServer:
             if kind is Ask.CLAIM:
                 self._claim(rank, request, now)
             elif kind is Ask.RETURN:
-                self._leases.pop(request.lease, None)
-                self._obey(self.coordinator.give_back(rank, request.lease, now), now)
-                self._reply(rank, Say.DONE)
+                self._give_back(rank, request.lease, now)
+                self._outbox.answer(rank, Say.DONE)
             else:
-                self._check_push(request)
+                self._intake.check(request)
                 final = request.flags & PushFlag.FINAL
                 self._push(rank, request, now) if final else self._push_substep(rank, request, now)
 
@@ -249,12 +232,12 @@ class ParameterServer:
             effects = self.coordinator.begin(
                 request.epoch, epoch.ends, applied=epoch.spans, tick=epoch.tick, now=now
             )
-            self._obey(effects, now)  # for those who are still held in the epoch before
+            self._effects.carry_out(effects, now)  # for those who are still held in the epoch before
             self._epochs.begin(request.epoch, epoch)
-            self._leases.clear()
+            self._effects.leases.clear()
             self._work.begin(epoch.words)
         hints = self.coordinator.hints(rank) if request.epoch == self._epochs.number else ()
-        self._reply(rank, Say.DONE, numbers=[number for span in hints for number in span])
+        self._outbox.answer(rank, Say.DONE, numbers=[number for span in hints for number in span])
 
     def _of_epoch_before(self, rank: int, request: Request) -> None:
         """The worker was silent while the others finished its epoch: what it has is discarded, politely."""
@@ -262,13 +245,13 @@ class ParameterServer:
             self.meters.discarded["gone"] += request.samples
         words = self._epochs.words(request.epoch)
         if request.kind is Ask.RETURN:
-            self._reply(rank, Say.DONE)
+            self._outbox.answer(rank, Say.DONE)
         elif request.kind is Ask.PUSH and not request.flags & PushFlag.FINAL:
-            self._reply(rank, Say.APPLIED)
+            self._outbox.answer(rank, Say.APPLIED)
         elif not 0 <= request.tick < len(words):
             raise ValueError(f"batch {request.tick} of epoch {request.epoch}, which had {len(words)}")
         else:
-            self._reply(rank, Say.PASSED, epoch=request.epoch, tick=len(words), numbers=words[request.tick :])
+            self._outbox.answer(rank, Say.PASSED, epoch=request.epoch, tick=len(words), numbers=words[request.tick :])
 
     def _settle_meeting(self) -> None:
         try:
@@ -280,7 +263,7 @@ class ParameterServer:
         for rank, request in met.items():
             said = {"metrics": self.meters.as_dict(), "notices": self._members.take_notices(rank)}
             text = json.dumps(said, separators=(",", ":"))
-            self._reply(rank, Say.MET, tick=request.tick, numbers=alive, text=text)
+            self._outbox.answer(rank, Say.MET, tick=request.tick, numbers=alive, text=text)
 
     # ---- claims and pushes ------------------------------------------------------------------------------------
 
@@ -291,200 +274,53 @@ class ParameterServer:
         if not 0 <= request.tick <= self.coordinator.tick:
             raise ValueError(f"it is in batch {request.tick}, the server in {self.coordinator.tick}")
 
-    def _check_push(self, request: Request) -> None:
-        optimizers = len(self._updater.optimizers)
-        if (request.steps | request.zeroes) >> optimizers:
-            raise ValueError(f"optimizers {list(bits(request.steps | request.zeroes))} of {optimizers}")
-        if not (math.isfinite(request.weight) and request.weight >= 0.0):
-            raise ValueError(f"weight={request.weight!r} must be a finite number >= 0")
-        if request.samples < 1:
-            raise ValueError(f"samples={request.samples} must be at least 1; a dummy batch is not pushed")
-
     def _claim(self, rank: int, request: Request, now: float) -> None:
-        self._claims[rank] = (request, now)
-        self._obey(self.coordinator.claim(rank, request.tick, now), now)
-        self._settle_substeps(now)
+        self._effects.claimed(rank, request, now)
+        self._effects.carry_out(self.coordinator.claim(rank, request.tick, now), now)
+        self._substeps.settle(self._effects.claiming, now)
 
-    def _push(self, rank: int, request: Request, now: float) -> None:
+    def _push(self, rank: int, push: Request, now: float) -> None:
         """The last push of a batch; a claim for the same batch follows at once."""
-        slot = self._slot(rank, request)
+        slot = self._intake.slot(rank, push)
         if slot is None:
-            self._leases.pop(request.lease, None)
-            self._obey(self.coordinator.give_back(rank, request.lease, now), now)
+            self._give_back(rank, push.lease, now)
         else:
-            finite = request.lease not in self._leases or self._finite(rank, request, slot)
-            if self._failure is not None:
-                return
-            if request.tick == self.coordinator.tick:
-                self._work.announce(request, slot)
-            samples = request.samples
+            finite = push.lease not in self._effects.leases or self._intake.finite(rank, push, slot)
+            if push.tick == self.coordinator.tick:
+                self._work.announce(push, slot)
             effects = self.coordinator.push(
-                rank, request.lease, now, tick=request.tick, samples=samples, finite=finite
+                rank, push.lease, now, tick=push.tick, samples=push.samples, finite=finite
             )
-            self._obey(effects, now, request, slot)
-        self._claim(rank, request, now)
+            self._effects.carry_out(effects, now, push, slot)
+        self._claim(rank, push, now)
 
-    def _push_substep(self, rank: int, request: Request, now: float) -> None:
-        slot, policy = self._slot(rank, request), self.coordinator.policy
-        _, base, granted_s = self._leases.get(request.lease, (rank, None, now))
-        bound = policy.bound_for(len(self._members.live))
-        if slot is None or base is None or (bound is not None and self.coordinator.version - base > bound):
-            self._reply(rank, Say.APPLIED)  # the last push of the batch will be refused as a whole
+    def _push_substep(self, rank: int, push: Request, now: float) -> None:
+        slot, lease = self._intake.slot(rank, push), self._effects.leases.get(push.lease)
+        bound = self.coordinator.policy.bound_for(len(self._members.live))
+        if slot is None or lease is None or (bound is not None and self.coordinator.version - lease.base > bound):
+            self._outbox.answer(rank, Say.APPLIED)  # the last push of the batch will be refused as a whole
             return
-        finite = self._finite(rank, request, slot)
-        if self._failure is not None:
-            return
-        open_ = self._work.add_substep(rank, request, slot, base, finite=finite)
-        if isinstance(policy, Asynchronous):
-            self._work.apply_at_once(request)
-            self.listener.publish(self.coordinator.version, self.area)
-            self._reply(rank, Say.APPLIED, flags=ReplyFlag.CHANGED)
-        elif open_:
-            patience_s = float(getattr(policy, "grace", 0.0)) * (self.coordinator.step_s or now - granted_s)
-            self._paused[rank] = (
-                request.substep,
-                math.inf if policy.holds == "barrier" else now + patience_s,
-            )
-            self._settle_substeps(now)
-        else:
-            self._reply(rank, Say.APPLIED)
-
-    def _slot(self, rank: int, request: Request) -> Tensor | None:
-        try:
-            return self.listener.gradient(rank, request.slot)
-        except TornSlotError as error:
-            self._members.notify(
-                f"a push of worker {rank} was not whole and is discarded: {error}", only=rank
-            )
-            self.meters.discarded["torn"] += request.samples
-            return None
-
-    def _finite(self, rank: int, request: Request, slot: Tensor) -> bool:
-        """Returns whether the gradients are finite; ends the run if they are not and that is the rule."""
-        name = None if request.flags & PushFlag.OVERFLOW else self._updater.nonfinite(slot)
-        if name is None:
-            return True
-        where = f"worker {rank} has a gradient with NaN or Inf in epoch {request.epoch}, batch {request.tick}: {name!r}"
-        if self._nonfinite == "stop":
-            self.fail(f"{where} is the first such parameter. Pass nonfinite='skip' to leave such batches out")
-        else:
-            self._members.notify(f"{where}; its {request.samples} samples are left out")
-        return False
-
-    def _settle_substeps(self, now: float) -> None:
-        """Applies the sub-steps that are complete, and lets go whoever has waited long enough."""
-        for k in self._work.apply_complete(self._claims.keys()):
-            self.listener.publish(self.coordinator.version, self.area)
-            self._resume(
-                [rank for rank, (substep, _) in self._paused.items() if substep == k], ReplyFlag.CHANGED
-            )
-        self._resume([rank for rank, (_, until_s) in self._paused.items() if until_s <= now], ReplyFlag(0))
-
-    def _resume(self, ranks: Sequence[int], flags: ReplyFlag) -> None:
-        for rank in ranks:
-            del self._paused[rank]
-            self._reply(rank, Say.APPLIED, flags=flags)
-
-    # ---- effects ----------------------------------------------------------------------------------------------
-
-    def _obey(
-        self,
-        effects: Sequence[Effect],
-        now: float,
-        request: Request | None = None,
-        slot: Tensor | None = None,
-    ) -> None:
-        """Carries out what the coordinator decided.
-
-        Args:
-            request, slot: the push that caused it, if one did.
-        """
-        for effect in effects:
-            if isinstance(effect, Granted):
-                self._granted(effect, now)
-            elif isinstance(effect, Passed):
-                asked, at_s = self._claims.pop(effect.rank)
-                self.meters.held(effect.rank, now - at_s)
-                words = self._epochs.now.words[asked.tick :]
-                self._reply(effect.rank, Say.PASSED, tick=effect.tick, numbers=words)
-            elif isinstance(effect, Accepted):
-                assert request is not None and slot is not None
-                _, base, _ = self._leases.pop(effect.lease)
-                self.meters.accepted(effect.rank, effect.samples, effect.staleness, request.compute_s)
-                self._work.accept(effect, request, slot, base)
-            elif isinstance(effect, Updated):
-                self._work.update(effect)
-                self._work.keep_only({base for _, base, _ in self._leases.values()})
-                self.listener.publish(effect.version, self.area)
-                self._resume(list(self._paused), ReplyFlag.CHANGED)
-            elif isinstance(effect, Refused):
-                self.meters.discarded[effect.reason] += effect.samples
-                self._leases.pop(effect.lease, None)
-            else:
-                assert isinstance(effect, Reissued)
-                self.meters.reissued[effect.reason] += effect.samples
-
-    def _granted(self, granted: Granted, now: float) -> None:
-        _, at_s = self._claims.pop(granted.rank)
-        self.meters.held(granted.rank, now - at_s)
-        self._leases = {number: lease for number, lease in self._leases.items() if lease[0] != granted.rank}
-        if granted.spans:
-            self._leases[granted.lease] = (granted.rank, granted.base, now)
-            self._work.granted(granted.base)
-        self._reply(
-            granted.rank, Say.GRANT, tick=granted.tick, version=granted.base, lease=granted.lease, micro=granted.micro,
-            numbers=[number for span in granted.spans for number in span], hint=granted.hint,
-            flags=self.coordinator.policy.threshold_for(len(self._members.live)) or 0,
+        finite = self._intake.finite(rank, push, slot)
+        self._substeps.push(
+            rank, push, slot, now, base=lease.base, granted_s=lease.granted_s, finite=finite,
+            done=self._effects.claiming,
         )  # fmt: skip
 
-    def _reply(
-        self, rank: int, kind: Say, *, epoch: int | None = None, tick: int | None = None, version: int | None = None,
-        lease: int = 0, micro: int = 0, numbers: Sequence[int] = (), hint: tuple[int, int] = (0, 0),
-        flags: int = 0, text: str = "",
-    ) -> None:  # fmt: skip
-        self._unanswered.discard(rank)
-        reply = Reply(
-            kind=kind,
-            epoch=self._epochs.number if epoch is None else epoch,
-            tick=self.coordinator.tick if tick is None else tick,
-            version=self.coordinator.version if version is None else version,
-            lease=lease,
-            micro=micro,
-            hint_start=hint[0],
-            hint_end=hint[1],
-            generation=self._members.generation,
-            flags=flags,
-            numbers=numbers,
-            text=text or "\n".join(self._members.take_notices(rank)),
-        )
-        self.listener.reply(rank, reply)
+    def _give_back(self, rank: int, lease: int, now: float) -> None:
+        self._effects.leases.pop(lease, None)
+        self._effects.carry_out(self.coordinator.give_back(rank, lease, now), now)
 
     # ---- state ------------------------------------------------------------------------------------------------
 
     def measures(self) -> dict[str, Any]:
-        """Returns what was counted, `Meters.as_dict`, and what is known of now, as plain values.
+        """Returns what was counted, `Meters.as_dict`, and what is known of now, `present`, as plain values.
 
-        ``epoch``, ``tick``; ``version_gap``: versions the oldest lease is behind; per rank, from 0 on, ``shares``
-        (samples of a batch), ``predicted_s`` (time for them) and ``equal_s`` (for an equal part), NaN where unknown.
+        And ``version_gap``: versions the oldest lease is behind.
         """
-        coordinator = self.coordinator
-        shares = coordinator.shares()
-        part = -(-sum(shares) // max(1, len(coordinator.live)))
-        live = [rank in coordinator.live for rank in range(len(shares))]
         return {
             **self.meters.as_dict(),
-            "epoch": coordinator.epoch,
-            "tick": coordinator.tick,
-            "version_gap": max(
-                (coordinator.version - base for _, base, _ in self._leases.values()), default=0
-            ),
-            "shares": list(shares),
-            "predicted_s": [
-                coordinator.predicted_s(r, n) if live[r] else math.nan for r, n in enumerate(shares)
-            ],
-            "equal_s": [
-                coordinator.predicted_s(r, part) if live[r] else math.nan for r in range(len(shares))
-            ],
+            **present(self.coordinator),
+            "version_gap": self._effects.version_gap,
         }
 
     def state(self) -> dict[str, Any]:
@@ -505,7 +341,7 @@ class ParameterServer:
         self._updater.load_state_dicts(state["optimizers"])
         self._updater.forget()
         self.coordinator.load_state_dict(state["coordinator"])
-        self.listener.publish(self.coordinator.version, self.area)
+        self._outbox.publish()
 
 
 def serve(

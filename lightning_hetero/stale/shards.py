@@ -6,13 +6,14 @@ parameter belongs to one thread, whose operations are those of a single thread: 
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
 import torch
 from torch.optim import Optimizer
+
+from lightning_hetero.transport.areas import cores
 
 __all__ = ["Shards", "step"]
 
@@ -47,8 +48,7 @@ class Shards:
 
     def __init__(self, numels: Sequence[int], shards: int | None = None) -> None:
         if shards is None:
-            cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-            shards = min(cores, 8) if sum(numels) > _LARGE else 1
+            shards = min(cores(), 8) if sum(numels) > _LARGE else 1
         if type(shards) is not int or shards < 1:
             raise ValueError(
                 f"shards={shards!r} must be a whole number >= 1 (threads), or None for a choice by size"

@@ -21,7 +21,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from lightning_hetero.stale.coordinator import Coordinator
-from lightning_hetero.stale.ledger import head
 from lightning_hetero.stale.protocol import (
     Accepted,
     Effect,
@@ -30,6 +29,7 @@ from lightning_hetero.stale.protocol import (
     Refused,
     Reissued,
 )
+from lightning_hetero.stale.spans import head
 from lightning_hetero.stale.trace import Costs, Hooks, Membership, Trace, Work, WorkerTotals
 from lightning_hetero.types import Event
 

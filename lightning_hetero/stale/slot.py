@@ -2,6 +2,9 @@
 
 backward -- hook of a parameter --> copy into the slot; when a bucket of about 25 MiB is whole: link.ready
 push     -- for every parameter --> as it was copied: done; changed, replaced or new: copy; None: not present
+
+Whether a gradient is finite is looked up here, while it is in the cache, and said with it: the server, which would have
+to read every worker's once more for that, only reads what it is told.
 """
 
 from __future__ import annotations
@@ -16,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from lightning_hetero.stale.layout import FlatLayout
+from lightning_hetero.stale.layout import FINITE, NONFINITE, FlatLayout
 from lightning_hetero.stale.pinned import synchronize
 from lightning_hetero.transport.base import Link
 
@@ -33,6 +36,7 @@ class _Copied:
     gradient: Tensor
     version: int
     memory: Tensor | None  # what the codec keeps if this push is made
+    flag: int | None  # FINITE or NONFINITE; None: it was not in the slot yet when it could have been looked at
 
 
 class SlotWriter:
@@ -102,7 +106,12 @@ class SlotWriter:
             dense = dense.to_dense()
         entry, out = self.layout.parameters[index], self.layout.gradient_of(self.link.gradient, index)
         memory = self.layout.codec.encode(dense, out, entry, self.memory.get(index))
-        self._copied[index] = _Copied(gradient, gradient._version, memory)
+        flag = self._look(index) if dense.device.type == "cpu" else None
+        self._copied[index] = _Copied(gradient, gradient._version, memory, flag)
+
+    def _look(self, index: int) -> int:
+        """Returns what is to be said of a gradient in the slot."""
+        return FINITE if self.layout.codec.finite(self._values[index]) else NONFINITE
 
     def _copy_all(self, gradients: Sequence[tuple[int, Tensor]]) -> None:
         """Writes many gradients with few calls, where that is possible."""
@@ -113,6 +122,8 @@ class SlotWriter:
         if at_once:
             torch._foreach_copy_([self._values[i] for i, _ in at_once], [g.detach() for _, g in at_once])
         done = {i for i, _ in at_once}
+        for i in done:
+            self._copied.pop(i, None)
         for i, gradient in gradients:
             if i not in done:
                 self._copy(i, gradient)
@@ -159,7 +170,7 @@ class SlotWriter:
             gradient, copied = parameter.grad, self._copied.get(i)
             if gradient is None:
                 continue
-            flags[i] = 1
+            flags[i] = FINITE
             seen = copied is not None and copied.gradient is gradient and copied.version == gradient._version
             if not seen or distrust:
                 rest.append((i, gradient))
@@ -169,8 +180,12 @@ class SlotWriter:
         for i, (buffer, clean) in enumerate(buffers):
             flags[len(self.parameters) + i] = int(self._write_buffer(i, buffer, clean))
         numbers(layout.numbers_of(slot))
-        slot[slice(*layout.present)].copy_(torch.tensor(flags, dtype=torch.uint8))
         synchronize({parameter.device for parameter in self.parameters})
+        for i in range(len(self.parameters)):
+            if flags[i]:
+                copied = self._copied.get(i)
+                flags[i] = self._look(i) if copied is None or copied.flag is None else copied.flag
+        slot[slice(*layout.present)].copy_(torch.tensor(flags, dtype=torch.uint8))
         for _, span in self._landing:
             self.link.ready(*span)
         sequence = self.link.close_slot()

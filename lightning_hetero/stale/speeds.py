@@ -1,4 +1,4 @@
-"""How fast each worker is: one predictor per rank, and the shares that follow (layer P)."""
+"""How fast each worker is: one predictor per rank, and the shares that follow; how fast all are together (layer P)."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ from lightning_hetero.predictors import Kalman, Predictor
 from lightning_hetero.solvers import apportion, minimax
 from lightning_hetero.types import AffineCost
 
-__all__ = ["Speeds"]
+__all__ = ["Speeds", "StepTime"]
+
+_STEP_WEIGHT = 0.5  # of the newest step in the smoothed one
 
 
 class Speeds:
@@ -87,6 +89,32 @@ class Speeds:
             loaded[int(rank)].load_state_dict(memory)
         self._of = loaded
         self._splits.clear()
+
+
+class StepTime:
+    """Smoothed time between the ends of ticks.
+
+    Attributes:
+        smoothed_s: that time [s]; 0 before there are any.
+    """
+
+    def __init__(self) -> None:
+        self.smoothed_s = 0.0
+        self._from_s: float | None = None
+
+    def ended(self, now: float) -> None:
+        """A tick is over, and the next one begins."""
+        if self._from_s is not None:
+            step_s = now - self._from_s
+            if self.smoothed_s > 0.0:  # clipped: a validation in between is no step
+                self.smoothed_s += _STEP_WEIGHT * (min(step_s, 2.0 * self.smoothed_s) - self.smoothed_s)
+            else:
+                self.smoothed_s = step_s
+        self._from_s = now
+
+    def interrupt(self) -> None:
+        """A new epoch: its first tick did not begin with the end of another."""
+        self._from_s = None
 
 
 def _coarse(cost: AffineCost) -> AffineCost:

@@ -27,8 +27,6 @@ from lightning_hetero.transport.shared_memory import SharedMemoryLink, SharedMem
 
 __all__ = ["Address", "ServerSettings", "connect", "start_server"]
 
-Transport = Literal["auto", "shared_memory", "pairs"]
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ServerSettings:
@@ -150,7 +148,7 @@ def start_server(
             nonfinite=settings.nonfinite,
             shards=settings.shards,
             codec=settings.codec,
-            compensation=getattr(settings.policy, "compensation", 0.0),
+            compensation=settings.policy.compensation,
         )
         ready({"port": store.port})
         try:

@@ -4,39 +4,33 @@
                                    '-> gradients into the slot while backward runs
     server:   who is late, who gets what, when is a batch complete       [coordinator, policy, ledger]
               pool the gradients, step the user's own optimizers         [server]
-    all:      meet before anything is reduced over ranks                 [run.MeetingPoints]
+    all:      meet before anything is reduced over ranks                 [elastic, meetings]
 """
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 import torch.distributed as dist
-from lightning.fabric.utilities.seed import reset_seed
-from lightning.pytorch.callbacks import StochasticWeightAveraging
-from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
-from torch import Tensor, nn
 
-from lightning_hetero import lightning_compat as compat
-from lightning_hetero.glue.checks import check_ddp_arguments, name_lost_peer
-from lightning_hetero.glue.metrics import integer_mean_, is_mean
+from lightning_hetero.glue.checks import check_choice, check_counts, check_ddp_arguments, name_lost_peer
 from lightning_hetero.glue.setup import CHECKPOINT_KEY, add_monitor, register
 from lightning_hetero.predictors import Predictor
 from lightning_hetero.predictors import by_name as predictor_by_name
 from lightning_hetero.stale import report
 from lightning_hetero.stale.compress import Codec
 from lightning_hetero.stale.compress import by_name as codec_by_name
-from lightning_hetero.stale.join import Newcomer
-from lightning_hetero.stale.norms import has_batch_norm
+from lightning_hetero.stale.elastic import ElasticDDPStrategy
+from lightning_hetero.stale.loop import TickLoop
 from lightning_hetero.stale.policy import Policy
 from lightning_hetero.stale.policy import by_name as policy_by_name
-from lightning_hetero.stale.regroup import group_members, rebuild_default_group
+from lightning_hetero.stale.refusals import refuse_lbfgs, refuse_what_waits
 from lightning_hetero.stale.report import StepReport
 from lightning_hetero.stale.run import StaleRun
 from lightning_hetero.stale.start import ServerSettings
@@ -51,7 +45,7 @@ if TYPE_CHECKING:
 __all__ = ["BoundedStalenessStrategy"]
 
 
-class BoundedStalenessStrategy(DDPStrategy):
+class BoundedStalenessStrategy(ElasticDDPStrategy):
     """Data parallelism over a parameter server that bounds staleness and waits for no straggler (after SaPS).
 
     A drop-in for `DDPStrategy`: number, size and learning rate of updates are DDP's; the samples of one global batch
@@ -124,17 +118,11 @@ class BoundedStalenessStrategy(DDPStrategy):
                 "communication hooks change DDP's all-reduce, and there is none here: gradients go to a parameter"
                 " server. For smaller messages pass compression='bf16', 'fp16' or TopK(ratio=...)"
             )
-        for name, value in (("global_batch_size", global_batch_size), ("shards", shards)):
-            if value is not None and (type(value) is not int or value < 1):
-                raise ValueError(f"{name}={value!r} must be a whole number >= 1")
-        for name, value, allowed in (
-            ("nonfinite", nonfinite, ("stop", "skip")),
-            ("transport", transport, ("auto", "pairs")),
-            ("batch_sampler", batch_sampler, ("refuse", "pool")),
-            ("loss_reduction", loss_reduction, ("mean", "sum")),
-        ):
-            if value not in allowed:
-                raise ValueError(f"{name}={value!r} must be one of {allowed}")
+        check_counts(global_batch_size=global_batch_size, shards=shards)
+        check_choice("nonfinite", nonfinite, ("stop", "skip"))
+        check_choice("transport", transport, ("auto", "pairs"))
+        check_choice("batch_sampler", batch_sampler, ("refuse", "pool"))
+        check_choice("loss_reduction", loss_reduction, ("mean", "sum"))
         if not liveness_s > 0:
             raise ValueError(f"liveness_s={liveness_s!r} must be > 0 (seconds)")
         super().__init__(
@@ -156,7 +144,6 @@ class BoundedStalenessStrategy(DDPStrategy):
             self.policy = policy
         else:
             self.policy = policy_by_name(policy, **given)
-        self.timeout = timeout
         self.transport = transport
         self.batch_sampler: Literal["refuse", "pool"] = batch_sampler
         self.batch_weight = batch_weight
@@ -168,34 +155,10 @@ class BoundedStalenessStrategy(DDPStrategy):
         self._nonfinite: Literal["stop", "skip"] = nonfinite
         self._liveness_s = liveness_s
         self._shards = shards
-        self.newcomer: Newcomer | None = None  # while this rank is on its way into a run of others
-        self._run: StaleRun | None = None
         self._finished: dict[str, Any] = {}  # what the last fit would write into a checkpoint
-        self._warned: set[str] = set()
-        self._members: tuple[int, ...] | None = None
 
     def __repr__(self) -> str:  # what Fabric prints when it refuses a strategy of the Trainer
         return f"<{type(self).__name__} for lightning.pytorch.Trainer>"
-
-    @property
-    def is_global_zero(self) -> bool:
-        """Whether this is the lowest of the ranks that are left: it writes checkpoints, also when rank 0 is dead."""
-        return self.global_rank == (self._members[0] if self._members else 0)
-
-    @property
-    def members(self) -> tuple[int, ...]:
-        """The ranks that take part: all, but for those that died and have not come again. Also after the fit."""
-        return tuple(range(self.world_size)) if self._members is None else self._members
-
-    @members.setter
-    def members(self, members: tuple[int, ...]) -> None:
-        self._members = members
-
-    @property
-    def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        """Evaluation is divided among the ranks that take part."""
-        members = self.members
-        return {"num_replicas": len(members), "rank": members.index(self.global_rank)}
 
     @property
     def server_settings(self) -> ServerSettings:
@@ -223,23 +186,6 @@ class BoundedStalenessStrategy(DDPStrategy):
 
     # ---- set-up and teardown ----------------------------------------------------------------------------------
 
-    def _configure_launcher(self) -> None:
-        from lightning_hetero.stale.launcher import TolerantProcessLauncher, TolerantScriptLauncher
-
-        assert self.cluster_environment is not None
-        if self._start_method == "popen":
-            self._launcher = TolerantScriptLauncher(
-                self.cluster_environment, self.num_processes, self.num_nodes, tolerates=self.goes_on_without_a_rank
-            )
-        else:
-            self._launcher = TolerantProcessLauncher(
-                self, start_method=self._start_method, tolerates=self.goes_on_without_a_rank
-            )
-
-    def goes_on_without_a_rank(self) -> bool:
-        """Whether the death of a rank (not rank 0) would be survived now."""
-        return self._run is not None and self._run.worker is not None
-
     def setup_environment(self) -> None:
         super().setup_environment()
         assert self.lightning_module is not None
@@ -251,55 +197,12 @@ class BoundedStalenessStrategy(DDPStrategy):
 
     def setup(self, trainer: Trainer) -> None:
         if trainer.state.fn == TrainerFn.FITTING:
-            self._refuse_what_waits()
+            refuse_what_waits(
+                trainer.lightning_module,
+                syncs_batch_norm=self._layer_sync is not None,
+                scales_loss=getattr(self.precision_plugin, "scaler", None) is not None,
+            )
         super().setup(trainer)
-
-    def _refuse_what_waits(self) -> None:
-        module = self.lightning_module
-        assert module is not None
-        if self._layer_sync is not None or any(isinstance(m, nn.SyncBatchNorm) for m in module.modules()):
-            raise TypeError(
-                "SyncBatchNorm makes every rank wait for all others in every batch, which is what this strategy avoids;"
-                " use BatchNorm (its running statistics are averaged over the samples), GroupNorm, or"
-                " strategy='hetero_balanced'"
-            )
-        swa = [c for c in compat.trainer_callbacks(module.trainer) if isinstance(c, StochasticWeightAveraging)]
-        if swa and has_batch_norm(module):
-            raise TypeError(
-                "StochasticWeightAveraging with BatchNorm runs an epoch over the averaged weights to renew the running"
-                " statistics, and the parameter server does not have these weights; use WeightAveraging, which averages"
-                " the statistics, too, or GroupNorm, or strategy='hetero_balanced'"
-            )
-        scaler = getattr(self.precision_plugin, "scaler", None)
-        if scaler is not None and not module.automatic_optimization:
-            raise TypeError(
-                "precision='16-mixed' with manual optimization: the loss scale would have to be agreed between the"
-                " optimizer steps of one batch; use precision='bf16-mixed'"
-            )
-
-    def setup_distributed(self) -> None:
-        """As in the base class, unless others are training already: then this rank joins them when an epoch ends."""
-        assert self.lightning_module is not None and self.cluster_environment is not None
-        if self.lightning_module.trainer.state.fn == TrainerFn.FITTING and not dist.is_initialized():
-            self.set_world_ranks()
-            self.newcomer = Newcomer.find(self.cluster_environment, self.global_rank)
-        if self.newcomer is None:
-            super().setup_distributed()
-            self._members = group_members()  # fewer than all, if a rank died in an earlier fit
-            return
-        invitation = self.newcomer.wait()
-        reset_seed()
-        self.members = invitation.members
-        self._process_group_backend = self._get_process_group_backend()
-        rebuild_default_group(
-            store=dist.TCPStore(invitation.address.host, invitation.address.port, is_master=False),
-            generation=invitation.generation,
-            members=invitation.members,
-            rank=self.global_rank,
-            backend=self._process_group_backend,
-            timeout=self.timeout,
-        )
-        compat.resume_from(self.lightning_module.trainer, invitation.checkpoint)
 
     def configure_ddp(self) -> None:
         """No wrapper: gradients go to the server. Ranks start from rank 0's parameters and buffers, as under DDP."""
@@ -311,17 +214,13 @@ class BoundedStalenessStrategy(DDPStrategy):
 
     def setup_optimizers(self, trainer: Trainer) -> None:
         super().setup_optimizers(trainer)
-        if any(isinstance(o, torch.optim.LBFGS) for o in self.optimizers):
-            raise TypeError(
-                "LBFGS evaluates the loss several times per step, and here the step is made in the parameter server;"
-                " use another optimizer, or one device"
-            )
+        refuse_lbfgs(self.optimizers)
 
     def process_dataloader(self, dataloader: object) -> object:
         run = self._run
         if run is None or not run.trainer.training:
             return dataloader
-        return run.process(dataloader)
+        return run.binder.process(dataloader)
 
     def on_train_start(self) -> None:
         super().on_train_start()
@@ -345,9 +244,6 @@ class BoundedStalenessStrategy(DDPStrategy):
             self._finished = {} if run.failed else run.checkpoint()
             run.close()
         super().teardown()
-
-    def __getstate__(self) -> dict:
-        return {**super().__getstate__(), "_run": None, "newcomer": None}
 
     # ---- one step ---------------------------------------------------------------------------------------------
 
@@ -382,9 +278,7 @@ class BoundedStalenessStrategy(DDPStrategy):
         if loop is None:
             return super().optimizer_step(optimizer, closure, model, **kwargs)
 
-        def run(optimizer: Any, closure: Callable[[], Any]) -> Any:
-            return super(BoundedStalenessStrategy, self).optimizer_step(optimizer, closure, model, **kwargs)
-
+        run = partial(super().optimizer_step, model=model, **kwargs)
         return loop.step(self._index(optimizer), optimizer, closure, run)
 
     @contextmanager
@@ -394,88 +288,22 @@ class BoundedStalenessStrategy(DDPStrategy):
         loop = self._loop
         assert self.lightning_module is not None
         if loop is not None and loop.in_step and self.lightning_module.automatic_optimization:
-
-            def run(optimizer: Any, closure: Callable[[], Any]) -> Any:
-                return super(BoundedStalenessStrategy, self).optimizer_step(optimizer, closure)
-
-            loop.accumulated(0, self.optimizers[0], run)
+            loop.accumulated(0, self.optimizers[0], super().optimizer_step)
 
     def _index(self, optimizer: Any) -> int:
         return next(i for i, own in enumerate(self.optimizers) if own is optimizer)
 
     @property
-    def _loop(self) -> Any:
-        run = self._run
-        return run.loop if run is not None and run.worker is not None and run.trainer.training else None
-
-    # ---- collectives ------------------------------------------------------------------------------------------
-
-    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        """Within a training batch a rank's own value; at the end of an epoch the exact mean over ranks."""
-        run = self._run
-        if run is not None and run.worker is not None and compat.batch_results_open(run.trainer):
-            return tensor
-        if not isinstance(tensor, Tensor) or self._alone:
-            return tensor
-        logged = run.logged() if run is not None and run.worker is not None else ""
-        self._meet(f"reduce {reduce_op} {tuple(tensor.shape)}{logged}")
-        if is_mean(reduce_op) and not tensor.is_floating_point() and dist.is_initialized():
-            world = dist.group.WORLD if group is None else group
-            assert world is not None
-            return integer_mean_(tensor, world)
-        return super().reduce(tensor, group, reduce_op)
-
-    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
-        """Callbacks decide together, also within a batch: all ranks ask at the same one."""
-        if self._alone:
-            return decision
-        self._meet("decision")
-        value = torch.tensor(int(decision), device=self.root_device)
-        value = super().reduce(value, reduce_op="sum")
-        return bool(value == dist.get_world_size()) if all else bool(value)
-
-    def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
-        if self._alone:
-            return tensor.unsqueeze(0)
-        self._meet(f"all_gather {tuple(tensor.shape)}")
-        return super().all_gather(tensor, group, sync_grads)
-
-    def broadcast(self, obj: Any, src: int = 0) -> Any:
-        if self._alone:
-            return obj
-        self._meet(f"broadcast {src}")
-        return super().broadcast(obj, src)
-
-    def barrier(self, *args: Any, **kwargs: Any) -> None:
-        if self._alone:
-            return
-        self._meet("barrier")
-        super().barrier(*args, **kwargs)
-
-    @property
-    def _alone(self) -> bool:
-        """Whether no other rank is to be waited for: this one has failed, or is on its way into a run of others."""
-        run = self._run
-        return self.newcomer is not None or (run is not None and run.worker is not None and run.trainer.interrupted)
-
-    def _meet(self, what: str) -> None:
-        run = self._run
-        if run is None or run.worker is None:
-            return
-        if run.loop is not None and run.loop.in_step:
-            raise RuntimeError(
-                f"a collective ({what}) inside training_step: ranks train different numbers of batches here, so they"
-                " do not meet within one. Move it to on_train_epoch_end or validation, or use"
-                " strategy='hetero_balanced'"
-            )
-        run.meet(what)
+    def _loop(self) -> TickLoop | None:
+        run = self._connected
+        return run.loop if run is not None and run.trainer.training else None
 
     # ---- what others may ask ----------------------------------------------------------------------------------
 
     @property
     def global_batch_size(self) -> int | None:
         """Samples per update; ``None`` before the loader is known."""
-        known = self._run.global_batch_size if self._run is not None else None
+        known = self._run.binder.global_batch_size if self._run is not None else None
         return known if known is not None else self.settings_global_batch_size
 
     def step_report(self) -> StepReport | None:
@@ -501,11 +329,11 @@ class BoundedStalenessStrategy(DDPStrategy):
 
     def _measures(self) -> dict[str, Any] | None:
         run = self._run
-        return run.worker.metrics() if run is not None and run.worker is not None else None
+        return None if run is None or run.worker is None else run.worker.metrics()
 
     def server_metrics(self) -> dict[str, Any]:
         """What the server counted until the ranks last met, see `stale.meters.Meters`; empty before."""
-        return dict(self._run.metrics) if self._run is not None else {}
+        return dict(self._run.meetings.metrics) if self._run is not None else {}
 
     def current_samples(self) -> int | None:
         """Samples of the batch this rank is training on; 0 means a dummy that counts nothing."""
@@ -515,26 +343,19 @@ class BoundedStalenessStrategy(DDPStrategy):
     def step_events(self) -> list[Event]:
         """Returns and forgets the events of this rank since the last call, for `HeteroTrace`."""
         run = self._run
-        return run.loop.take_events() if run is not None and run.loop is not None else []
-
-    def warn_once(self, text: str) -> None:
-        """Shows a message to people, on one rank, once."""
-        if text not in self._warned:
-            self._warned.add(text)
-            if self.is_global_zero:  # `rank_zero_warn` would say nothing after the death of rank 0
-                warnings.warn(text, RuntimeWarning, stacklevel=2)
+        return run.loop.claims.take_events() if run is not None and run.loop is not None else []
 
     # ---- checkpoints ------------------------------------------------------------------------------------------
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        run = self._run
-        if run is not None and run.worker is not None and self.is_global_zero:
+        run = self._connected
+        if run is not None and self.is_global_zero:
             run.fetch_state()  # and the parameters of that very version
         return super().lightning_module_state_dict()
 
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
-        run = self._run
-        if run is not None and run.worker is not None and self.is_global_zero:
+        run = self._connected
+        if run is not None and self.is_global_zero:
             state = run.state["optimizers"][self._index(getattr(optimizer, "_optimizer", optimizer))]
             mine = super().optimizer_state(optimizer)
             return {"state": state["state"], "param_groups": mine["param_groups"]}
@@ -549,8 +370,7 @@ class BoundedStalenessStrategy(DDPStrategy):
     def load_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
         checkpoint = super().load_checkpoint(checkpoint_path, *args, **kwargs)
         if self._run is not None:
-            self._run.resume = self._run.orders.resume = checkpoint.get(CHECKPOINT_KEY, {})
-            self._run.state = {}
+            self._run.resume(checkpoint.get(CHECKPOINT_KEY, {}))
         return checkpoint
 
     # ---- names ------------------------------------------------------------------------------------------------

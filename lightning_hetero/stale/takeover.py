@@ -68,7 +68,7 @@ def _redirect(index: int, optimizer: Any, loop: TickLoop) -> None:
         return zero_grad(*args, **kwargs)
 
     # Schedulers made later, e.g. by a callback, must neither wrap it as a method nor miss their own wrapper.
-    push_instead._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
+    vars(push_instead)["_wrapped_by_lr_sched"] = True
     optimizer.step = push_instead
     optimizer.zero_grad = note_and_zero
 
@@ -93,7 +93,7 @@ def _watch_zeroing(
                     )
 
     def undo() -> None:
-        nn.Module.zero_grad = zero_grad  # type: ignore[method-assign]
+        nn.Module.zero_grad = zero_grad
 
-    nn.Module.zero_grad = note_and_zero  # type: ignore[method-assign]
+    nn.Module.zero_grad = note_and_zero
     return undo

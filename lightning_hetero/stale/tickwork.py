@@ -4,6 +4,9 @@
     pushes of sub-step k           -> subpool k  -> as soon as all of the tick are in it, at the latest before Updated
 
 What arrives for a sub-step after it was applied counts for the next tick's.
+
+A pushed gradient waits in its slot until its worker is answered, its pool becomes an update, or the server has nothing
+else to do (`TickWork.settle`): what came together is added in one pass over memory.
 """
 
 from __future__ import annotations
@@ -65,6 +68,7 @@ class TickWork:
             None  # steps and zeroes of this tick, once one of its workers has pushed
         )
         self._then: dict[int, Tensor] = {}  # parameters of versions somebody still computes on
+        self._unread: set[int] = set()  # workers whose slot waits to be added
         self._count_need()
 
     def _new_pool(self) -> Pool:
@@ -94,7 +98,9 @@ class TickWork:
         if not pool.current:  # not for optimizers that accumulate: whether they step is this tick's to say
             pool.steps = pool.zeroes = pool.steps | (request.steps & request.zeroes)
         pool.ranks.add(accepted.rank)
-        self._add(pool, request, slot, base, stale=accepted.staleness > 0, finite=True, scale=accepted.scale)
+        self._add(
+            pool, accepted.rank, request, slot, base, stale=accepted.staleness > 0, finite=True, scale=accepted.scale
+        )
 
     def add_substep(self, rank: int, request: Request, slot: Tensor, base: int, *, finite: bool) -> bool:
         """Adds a push to its sub-step; returns whether it may still be applied in this tick."""
@@ -105,8 +111,20 @@ class TickWork:
         elif not pool.ranks:
             pool.steps, pool.zeroes = request.steps, request.zeroes
         pool.ranks.add(rank)
-        self._add(pool, request, slot, base, stale=base < self._coordinator.version, finite=finite)
+        self._add(pool, rank, request, slot, base, stale=base < self._coordinator.version, finite=finite)
         return current and k not in self._applied
+
+    def settle(self, rank: int | None = None) -> None:
+        """Adds what waits in slots.
+
+        Args:
+            rank: a worker that is about to be answered, and may write its slot then; nothing is done if that does not
+                wait. None: there is time now.
+        """
+        if self._unread if rank is None else rank in self._unread:
+            for pool in (self._pool, *self._subpools.values()):
+                self._updater.settle(pool)
+            self._unread.clear()
 
     def _take_flags(self, pool: Pool, request: Request, slot: Tensor) -> None:
         """Which optimizers step is what any push of the tick says; hyper-parameters are the newest one's."""
@@ -120,6 +138,7 @@ class TickWork:
     def _add(
         self,
         pool: Pool,
+        rank: int,
         request: Request,
         slot: Tensor,
         base: int,
@@ -138,6 +157,8 @@ class TickWork:
             pool, slot, weight=request.weight, samples=request.samples, scale=scale, then=then,
             strength=self._compensation,
         )  # fmt: skip
+        if pool.waits:
+            self._unread.add(rank)
 
     # ---- updates ----------------------------------------------------------------------------------------------
 

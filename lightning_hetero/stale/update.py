@@ -20,8 +20,8 @@ from torch import Tensor
 from torch.optim import LBFGS, Optimizer, SparseAdam
 
 from lightning_hetero.stale.hyper import CLIP_NORM, CLIP_VALUE, HyperParameters
-from lightning_hetero.stale.layout import FlatLayout
-from lightning_hetero.stale.pool import Pool, Spares
+from lightning_hetero.stale.layout import NONFINITE, FlatLayout
+from lightning_hetero.stale.pool import Pool, Spares, runs
 from lightning_hetero.stale.shards import Shards, step
 
 __all__ = ["Updater", "bits"]
@@ -90,6 +90,7 @@ class Updater:
         for o, (optimizer, own) in enumerate(zip(optimizers, owned, strict=True)):
             self._take(o, optimizer, list(own))
         self._own = [[i for i in part if i in self.parameters] for part in shards.parts]
+        self._runs = [runs(layout, own) for own in self._own]
 
     def _take(self, o: int, optimizer: Optimizer, own: list[int]) -> None:
         if isinstance(optimizer, (LBFGS, SparseAdam)):
@@ -119,23 +120,17 @@ class Updater:
     # ---- contributions ----------------------------------------------------------------------------------------
 
     def nonfinite(self, slot: Tensor) -> str | None:
-        """Returns the name of the first parameter whose gradient in ``slot`` is not finite; None if all are."""
-        layout = self.layout
-        flags, values = layout.flags_of(slot)[0].tolist(), self._values_of(slot)
-
-        def look(shard: int) -> int | None:
-            return next(
-                (i for i in self._own[shard] if flags[i] and not layout.codec.finite(values[i])), None
-            )
-
-        found = [i for i in self.shards.run(look) if i is not None]
-        return layout.parameters[min(found)].name if found else None
+        """Returns the name of the first parameter whose gradient is not finite, as the slot says; None if all are."""
+        for i in (self.layout.flags_of(slot)[0] == NONFINITE).nonzero().flatten().tolist():
+            if i in self.parameters:
+                return self.layout.parameters[i].name
+        return None
 
     def add(
         self, pool: Pool, slot: Tensor, *, weight: float, samples: int, scale: float = 1.0, then: Tensor | None = None,
         strength: float = 0.0,
     ) -> None:  # fmt: skip
-        """Adds a slot to a pool.
+        """Adds a slot to a pool, or has it wait for `settle` or `apply`: till then it must stay as it is.
 
         Args:
             then: uint8, the area's parameters as they were when the gradient was computed, for delay compensation.
@@ -144,21 +139,35 @@ class Updater:
         layout, factor = self.layout, pool.count(weight, samples, scale)
         flags, values = layout.flags_of(slot)[0].tolist(), self._values_of(slot)
 
+        pool.add_buffers(slot, samples)
+        if then is None and layout.codec.keeps_every_entry:
+            pool.wait(flags, values, factor)
+            return
+        self.settle(pool)
+
         def work(shard: int) -> None:
-            present = [i for i in self._own[shard] if flags[i]]
-            if then is not None:
-                for i in present:
+            for i in self._own[shard]:
+                if flags[i] and then is not None:
                     start, stop = layout.ranges[i]
                     shift = self.values[i] - layout.parameters[i].view(then[start:stop])
                     pool.add_compensated(i, slot, factor, shift, strength)
-            elif layout.codec.keeps_every_entry:
-                pool.add_values(present, [values[i] for i in present], factor)
-            else:
-                for i in present:
+                elif flags[i]:
                     pool.add(i, slot, factor)
 
         self.shards.run(work)
-        pool.add_buffers(slot, samples)
+
+    def settle(self, pool: Pool) -> None:
+        """Adds the slots that wait; afterwards they may be written again."""
+        if not pool.waits:
+            return
+        alone = pool.waits == 1  # nothing to keep in the cache for: few calls
+
+        def work(shard: int) -> None:
+            for run in [self._own[shard]] if alone else self._runs[shard]:
+                pool.sum_up(run)
+
+        self.shards.run(work)
+        pool.summed_up()
 
     def _values_of(self, slot: Tensor) -> list[Tensor]:
         """Returns views of a slot's gradients, made once per slot: there are few, and they stay where they are."""
@@ -190,15 +199,22 @@ class Updater:
         whole = pool.factor(None if self._divide_by is None else self._divide_by * worth)
 
         def work(shard: int) -> None:
-            for i in self._own[shard]:
-                parameter, owners = self.parameters[i], self._owners[i]
-                if owners & zeroed and (old := parameter.grad) is not None:
-                    parameter.grad = None
-                    self.spares.give(i, old)
-                if not pool.overflow:
-                    pool.give_to(i, parameter, whole if owners & at_once else whole * worth)
+            for run in self._runs[shard]:
+                for i in run:
+                    parameter = self.parameters[i]
+                    if self._owners[i] & zeroed and (old := parameter.grad) is not None:
+                        parameter.grad = None
+                        self.spares.give(i, old)
+                if pool.overflow:
+                    continue
+                parts = [i for i in run if self._owners[i] & at_once], [i for i in run if not self._owners[i] & at_once]
+                for part, factor in zip(parts, (whole, whole * worth), strict=True):
+                    pool.sum_up(part, factor)
+                    for i in part:
+                        pool.give_to(i, self.parameters[i])
 
         self.shards.run(work)
+        pool.summed_up()
         stepping = pool.steps if last else pool.steps & at_once
         if not pool.overflow:
             for o in bits(stepping):

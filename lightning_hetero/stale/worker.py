@@ -1,6 +1,6 @@
 """A worker's end of the parameter server: newest parameters in, gradients out (layer T).
 
-attach   parameters become views of one flat memory, so a pull is one copy
+attach   parameters become views of one flat memory [replica], so a pull is one copy
 claim    -> a grant: pull, compute; gradients go into the slot while backward runs, bucket by bucket as in DDP
 push     what changed since (unscaled, edited by hooks) is copied again; the reply is the next grant, or "passed"
 """
@@ -13,8 +13,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
 
-import torch
-import torch.utils.dlpack
 from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
@@ -24,7 +22,8 @@ from lightning_hetero.stale.compress import Codec, by_name
 from lightning_hetero.stale.flags import PushFlag
 from lightning_hetero.stale.hyper import CLIP_NORM, CLIP_VALUE, HyperParameters
 from lightning_hetero.stale.layout import FlatLayout
-from lightning_hetero.stale.pinned import Pinned, synchronize
+from lightning_hetero.stale.pinned import Pinned
+from lightning_hetero.stale.replica import Replica
 from lightning_hetero.stale.slot import BUCKET_BYTES, SlotWriter
 from lightning_hetero.transport.base import Ask, Link, Reply, Request, Say, ServerLostError
 
@@ -52,7 +51,6 @@ class Worker:
 
     Attributes:
         link: as given.
-        parameters: each once, in the layout's order.
         version: of the parameters pulled last; -1 before.
 
     Raises:
@@ -73,18 +71,14 @@ class Worker:
         timeout_s: float | None = None,
     ) -> None:
         self.link, self.layout = link, layout
-        self.parameters: list[Parameter] = _once(parameters)
-        self._buffers_now = buffers if callable(buffers) else lambda: buffers
+        if by_name(codec) != layout.codec:
+            raise ValueError(f"codec={codec!r} is not the layout's, {layout.codec!r}: give both the same")
         self._hyper = HyperParameters(optimizers)
         self._clips = [(0, 0.0)] * len(optimizers)
-        self._check(codec)
+        if self._hyper.digest != layout.meaning:
+            raise ValueError("the layout was made for other optimizers: pass optimizers= to FlatLayout.of")
+        self._replica = Replica(layout, parameters, buffers)
         self._clock, self._timeout_s = clock, timeout_s
-        self._attached = False
-        self._areas: dict[
-            torch.device, Tensor
-        ] = {}  # flat memory per device; the CPU's is what is read from the link
-        self._views: list[Tensor] = []
-        self._clean: list[Tensor] = []  # buffers as they were pulled
         self._pinned: list[Pinned] = []
         self.version = -1
         self._writer = SlotWriter(link, layout, self.parameters)
@@ -97,71 +91,32 @@ class Worker:
         self._buffers_pushed = False  # since the last pull
         self._epoch, self._tick = 0, 0
 
-    def _check(self, codec: Codec | str | None) -> None:
-        layout = self.layout
-        if by_name(codec) != layout.codec:
-            raise ValueError(f"codec={codec!r} is not the layout's, {layout.codec!r}: give both the same")
-        if self._hyper.digest != layout.meaning:
-            raise ValueError("the layout was made for other optimizers: pass optimizers= to FlatLayout.of")
-        for kind, entries, tensors in (
-            ("parameter", layout.parameters, self.parameters),
-            ("buffer", layout.buffers, self._buffers()),
-        ):
-            if len(entries) != len(tensors):
-                raise ValueError(f"{len(tensors)} {kind}s, the layout has {len(entries)}")
-            for entry, tensor in zip(entries, tensors, strict=True):
-                if entry.shape != tuple(tensor.shape) or entry.dtype != tensor.dtype:
-                    raise ValueError(
-                        f"{kind} {entry.name!r} is {tuple(tensor.shape)} {tensor.dtype}, in the layout"
-                        f" {entry.shape} {entry.dtype}"
-                    )
-
-    def _buffers(self) -> list[Tensor]:
-        return _once(self._buffers_now())
+    @property
+    def parameters(self) -> list[Parameter]:
+        """Each once, in the layout's order."""
+        return self._replica.parameters
 
     # ---- parameters -------------------------------------------------------------------------------------------
 
     def attach(self) -> None:
         """Moves parameters and buffers into flat memory and starts to watch gradients; idempotent."""
-        if self._attached:
+        if self._replica.attached:
             return
-        self._attached = True
-        tensors = [*self.parameters, *self._buffers()]
-        devices = {tensor.device for tensor in tensors}
-        on_cuda = any(device.type == "cuda" for device in devices)
-        host = torch.zeros(self.layout.bytes, dtype=torch.uint8, pin_memory=on_cuda)
-        others = [device for device in devices if device.type != "cpu"]
-        self._areas = {d: torch.zeros(self.layout.bytes, dtype=torch.uint8, device=d) for d in others}
-        self._areas[torch.device("cpu")] = host
-        if on_cuda:
+        self._replica.attach()
+        if self._replica.on_cuda:
             self._pinned.append(Pinned(self.link.gradient))
-        views = {device: self.layout.views(area) for device, area in self._areas.items()}
-        self._views = [_of_its_own(views[tensor.device][i]) for i, tensor in enumerate(tensors)]
-        self._adopt()
-        self._clean = [buffer.detach().clone() for buffer in self._views[len(self.parameters) :]]
         if self._overlap:
             self._writer.attach()
 
-    def _adopt(self) -> None:
-        """Parameters and buffers that lie elsewhere, e.g. because a module replaced them, come into flat memory."""
-        for tensor, view in zip([*self.parameters, *self._buffers()], self._views, strict=True):
-            if tensor.data_ptr() != view.data_ptr() and tensor.numel():
-                view.copy_(tensor.detach())
-                tensor.data = view
-
     def detach(self) -> None:
         """Gives parameters and buffers memory of their own, with their present values; idempotent."""
-        if not self._attached:
+        if not self._replica.attached:
             return
-        self._attached = False
         self._writer.detach()
-        for tensor, view in zip([*self.parameters, *self._buffers()], self._views, strict=True):
-            if tensor.data_ptr() == view.data_ptr():
-                tensor.data = view.clone()
+        self._replica.detach()
         for pinned in self._pinned:
             pinned.release()
         self._pinned.clear()
-        self._views, self._clean, self._areas = [], [], {}
         self.version = -1
 
     @contextmanager
@@ -184,23 +139,14 @@ class Worker:
 
         If the newest are there already, only the buffers are put back, which forward passes change.
         """
-        if not self._attached:
+        if not self._replica.attached:
             raise RuntimeError("call Worker.attach before pull")
-        self._adopt()
-        buffers = self._views[len(self.parameters) :]
+        self._replica.adopt()
         if self.is_newest:
-            for buffer, clean in zip(buffers, self._clean, strict=True):
-                buffer.copy_(clean)
-            return self.version
-        host = self._areas[torch.device("cpu")]
-        others = [device for device in self._areas if device.type != "cpu"]
-        synchronize(others)  # the last copy out of host memory must have ended
-        self.version = self.link.read_parameters(host)
-        self._buffers_pushed = False
-        for device in others:
-            self._areas[device].copy_(host, non_blocking=True)
-        for buffer, clean in zip(buffers, self._clean, strict=True):
-            clean.copy_(buffer)
+            self._replica.restore_buffers()
+        else:
+            self.version = self._replica.read(self.link.read_parameters)
+            self._buffers_pushed = False
         return self.version
 
     def gradients(self) -> list[Tensor | None]:
@@ -304,10 +250,9 @@ class Worker:
                 )
             lease = grant.lease if lease is None else lease
             samples = sum(grant.numbers[1::2]) - sum(grant.numbers[::2]) if samples is None else samples
-        self._adopt()
-        buffers = zip(self._views[len(self.parameters) :], self._clean, strict=True)
-        self._buffers_pushed = bool(self._clean)
-        slot = self._writer.write(buffers, lambda numbers: self._hyper.write(numbers, self._clips))
+        self._replica.adopt()
+        self._buffers_pushed = bool(self.layout.buffers)
+        slot = self._writer.write(self._replica.buffers(), lambda numbers: self._hyper.write(numbers, self._clips))
         self._clips = [(0, 0.0)] * len(self._clips)
         request = Request(
             kind=Ask.PUSH,
@@ -395,15 +340,3 @@ class Worker:
             raise ValueError(f"gradient clipping by {kind!r} must be by 'norm' or 'value'")
         number = CLIP_NORM if kind == "norm" else CLIP_VALUE
         self._clips[optimizer] = (number, float(value)) if value else (0, 0.0)
-
-
-def _of_its_own(view: Tensor) -> Tensor:
-    """Returns the same memory as a storage of its own.
-
-    ``torch.save`` writes whole storages, and refuses one that tensors of several dtypes share.
-    """
-    return torch.utils.dlpack.from_dlpack(torch.utils.dlpack.to_dlpack(view))
-
-
-def _once(tensors: Iterable[Any]) -> list[Any]:
-    return list({id(tensor): tensor for tensor in tensors}.values())

@@ -262,6 +262,11 @@ class Link(ABC):
         If they change after all, say it again: the last content counts.
         """
 
+    def _check_inside(self, start: int, stop: int) -> None:
+        """Raises ValueError unless bytes ``[start, stop)`` lie in the slot."""
+        if not 0 <= start <= stop <= self.gradient.numel():
+            raise ValueError(f"bytes [{start}, {stop}) are not inside the slot's {self.gradient.numel()}")
+
     @abstractmethod
     def close_slot(self) -> int:
         """Ends writing; returns the sequence number for `Request.slot`. Bytes not `ready` yet become so."""

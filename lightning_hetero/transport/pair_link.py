@@ -70,8 +70,7 @@ class PairLink(Link):
         self._sent = []
 
     def ready(self, start: int, stop: int) -> None:
-        if not 0 <= start <= stop <= self.gradient.numel():
-            raise ValueError(f"bytes [{start}, {stop}) are not inside the slot's {self.gradient.numel()}")
+        self._check_inside(start, stop)
         if start < stop:
             with self._talking("sent gradients"):
                 self._sent.append((start, stop))

@@ -80,8 +80,7 @@ class SharedMemoryLink(Link):
         self._slot.open()
 
     def ready(self, start: int, stop: int) -> None:
-        if not 0 <= start <= stop <= self.gradient.numel():
-            raise ValueError(f"bytes [{start}, {stop}) are not inside the slot's {self.gradient.numel()}")
+        self._check_inside(start, stop)
 
     def close_slot(self) -> int:
         return self._slot.close()

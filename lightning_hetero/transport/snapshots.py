@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from lightning_hetero.transport.areas import check_flat
+from lightning_hetero.transport.areas import check_flat, copy_bytes, cores
 
 __all__ = ["Snapshots"]
 
@@ -28,7 +28,7 @@ class Snapshots:
         check_flat("parameters", parameters, self._data_bytes)
         with self._lock:
             buffer = self._free.pop() if self._free else torch.empty(self._data_bytes, dtype=torch.uint8)
-        buffer.copy_(parameters)
+        copy_bytes(buffer, parameters, cores())
         with self._lock:
             old, self._newest = self._newest, _Snapshot(version, buffer)
             if old is not None:

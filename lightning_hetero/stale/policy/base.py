@@ -182,6 +182,7 @@ class Policy(ABC):
         claims_bound: no contribution is applied that is more versions old than this; None: no such claim (or, see
             `bound_for`, one that depends on the number of workers).
         equal_shares: shares are equal rather than by speed.
+        grace: longest hold under ``"grace"``, as a fraction of the time of a step.
         compensation: lambda of delay compensation, for the server (DC-ASGD, Zheng et al. 2017); 0: none.
     """
 
@@ -189,6 +190,7 @@ class Policy(ABC):
     holds: ClassVar[Holds]
     claims_every_sample: ClassVar[bool] = True
     equal_shares: ClassVar[bool] = False
+    grace: float = 0.0
     compensation: float = 0.0
 
     @property

@@ -1,0 +1,86 @@
+"""Every private name of Lightning and torchmetrics we need, in one place (layer L).
+
+``progress``  the loops' counters: where a fit stands, what counts as a batch or a step
+``loaders``   the loaders of a fit, and how Lightning would change them
+``results``   values logged and metrics updated: what counts in them
+``batches``   what the loop does with one batch, and the callbacks it calls
+
+Each function says what it reads, why no public way exists, and which test pins it to the installed versions
+(`tests/ranks/test_lightning_compat.py`). Verified with Lightning 2.5 and 2.6.
+"""
+
+from __future__ import annotations
+
+from lightning_hetero.lightning_compat.batches import (
+    averaged_weights,
+    collect_clipping,
+    run_again,
+    skip_empty_batches,
+    stop_sigterm_broadcast,
+    trainer_callbacks,
+)
+from lightning_hetero.lightning_compat.loaders import (
+    count_val_batches,
+    is_train_iterator,
+    keep_train_sampler,
+    overfits,
+    train_loaders,
+    uses_dataloader_iter,
+    uses_distributed_sampler,
+    val_loaders,
+)
+from lightning_hetero.lightning_compat.progress import (
+    accumulates_now,
+    batches_of_all_epochs,
+    batches_trained,
+    count_started,
+    count_step,
+    epoch_running,
+    last_batch_done,
+    resume_from,
+    step_limit,
+    steps_uncounted,
+    upcoming_batch,
+)
+from lightning_hetero.lightning_compat.results import (
+    as_batch,
+    batch_results_open,
+    dummy_batch_unlogged,
+    log_interval,
+    metrics_frozen,
+    reduced_names,
+)
+
+__all__ = [
+    "accumulates_now",
+    "as_batch",
+    "averaged_weights",
+    "batch_results_open",
+    "batches_of_all_epochs",
+    "batches_trained",
+    "collect_clipping",
+    "count_started",
+    "count_step",
+    "count_val_batches",
+    "dummy_batch_unlogged",
+    "epoch_running",
+    "is_train_iterator",
+    "keep_train_sampler",
+    "last_batch_done",
+    "log_interval",
+    "metrics_frozen",
+    "overfits",
+    "reduced_names",
+    "resume_from",
+    "run_again",
+    "skip_empty_batches",
+    "step_limit",
+    "steps_uncounted",
+    "stop_sigterm_broadcast",
+    "train_loaders",
+    "trainer_callbacks",
+    "upcoming_batch",
+    "uses_dataloader_iter",
+    "uses_distributed_sampler",
+    "val_loaders",
+]

@@ -1,0 +1,103 @@
+"""The loaders a fit trains and validates on, and how Lightning would change them (layer L)."""
+
+from __future__ import annotations
+
+import math
+import types
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from lightning.fabric.utilities.data import sized_len
+from lightning.pytorch.trainer.states import RunningStage
+
+if TYPE_CHECKING:
+    from lightning.pytorch import Trainer
+
+__all__ = [
+    "count_val_batches",
+    "is_train_iterator",
+    "keep_train_sampler",
+    "overfits",
+    "train_loaders",
+    "uses_dataloader_iter",
+    "uses_distributed_sampler",
+    "val_loaders",
+]
+
+
+def train_loaders(trainer: Trainer) -> list[Any]:
+    """The processed train loaders in order. Public ``trainer.train_dataloader`` gives them in the user's nesting."""
+    combined = trainer.fit_loop._combined_loader
+    return [] if combined is None else list(combined.flattened)
+
+
+def val_loaders(trainer: Trainer) -> list[Any]:
+    """The processed validation loaders of a fit in order."""
+    combined = trainer.fit_loop.epoch_loop.val_loop._combined_loader
+    return [] if combined is None else list(combined.flattened)
+
+
+def count_val_batches(trainer: Trainer, *, begin: bool = False) -> None:
+    """Takes note that the validation loaders have changed their lengths; Lightning asks for them once.
+
+    Args:
+        begin: within ``on_validation_start``: begin this validation with the new lengths, too.
+    """
+    from lightning.pytorch.trainer.connectors.data_connector import _parse_num_batches
+
+    loop = trainer.fit_loop.epoch_loop.val_loop
+    limit = trainer.limit_val_batches
+    lengths = [sized_len(loader) for loader in val_loaders(trainer)]
+    loop._max_batches = [
+        _parse_num_batches(RunningStage.VALIDATING, math.inf if length is None else length, limit)
+        for length in lengths
+    ]
+    if begin:
+        loop.reset()
+
+
+def is_train_iterator(trainer: Trainer, iterator: object) -> bool:
+    """Whether the training loop fetches from this iterator of a train loader, or somebody else looks at its batches."""
+    combined = trainer.fit_loop._combined_loader
+    running = None if combined is None else combined._iterator
+    return running is not None and any(iterator is i for i in running.iterators)
+
+
+def keep_train_sampler(trainer: Trainer) -> Callable[[], None]:
+    """Stops Lightning from rebuilding *train* loaders with a `DistributedSampler`; returns the undo function.
+
+    The strategy divides the global batch itself. Rebuilding would lose custom batch samplers and fails for DataLoader
+    subclasses with required arguments; the hook for strategies, ``process_dataloader``, runs only afterwards.
+    """
+    connector = trainer._data_connector
+    original = type(connector)._prepare_dataloader
+
+    def prepare(self: Any, dataloader: object, shuffle: bool, mode: RunningStage) -> object:
+        if mode == RunningStage.TRAINING:
+            return dataloader
+        return original(self, dataloader, shuffle, mode)
+
+    connector._prepare_dataloader = types.MethodType(prepare, connector)
+
+    def undo() -> None:
+        vars(connector).pop("_prepare_dataloader", None)
+
+    return undo
+
+
+def uses_distributed_sampler(trainer: Trainer) -> bool:
+    """The Trainer's ``use_distributed_sampler`` argument; kept only on a private connector."""
+    return bool(trainer._accelerator_connector.use_distributed_sampler)
+
+
+def uses_dataloader_iter(trainer: Trainer) -> bool:
+    """Whether ``training_step`` takes a ``dataloader_iter`` and fetches batches itself."""
+    from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
+
+    step = trainer.lightning_module.training_step
+    return is_param_in_hook_signature(step, "dataloader_iter", explicit=True)
+
+
+def overfits(trainer: Trainer) -> bool:
+    """Whether ``overfit_batches`` is on; public, set by a connector."""
+    return bool(trainer.overfit_batches)  # pyright: ignore[reportAttributeAccessIssue]

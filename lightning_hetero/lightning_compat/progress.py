@@ -1,0 +1,105 @@
+"""Where a fit stands, by the loops' own counters, and counting what a rank did not do itself (layer L)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from lightning.pytorch import Trainer
+
+__all__ = [
+    "accumulates_now",
+    "batches_of_all_epochs",
+    "batches_trained",
+    "count_started",
+    "count_step",
+    "epoch_running",
+    "last_batch_done",
+    "resume_from",
+    "step_limit",
+    "steps_uncounted",
+    "upcoming_batch",
+]
+
+
+def epoch_running(trainer: Trainer) -> int:
+    """Epoch being trained; the value Lightning itself gives to samplers' ``set_epoch``."""
+    return _processed(trainer.fit_loop.epoch_progress.current)
+
+
+def upcoming_batch(trainer: Trainer) -> int:
+    """Index inside the epoch of the batch that is fetched next, once the loop runs (settled after a resume)."""
+    return trainer.fit_loop.epoch_loop.batch_progress.current.ready
+
+
+def batches_trained(trainer: Trainer) -> int:
+    """Batches of the running epoch already trained on, right also before the loop has settled a resume."""
+    return _processed(trainer.fit_loop.epoch_loop.batch_progress.current)
+
+
+def batches_of_all_epochs(trainer: Trainer) -> int:
+    """Batches trained since the first epoch, also before a resume; those that yielded None count."""
+    return _processed(trainer.fit_loop.epoch_loop.batch_progress.total)
+
+
+def _processed(tracker: Any) -> int:
+    """A count of these trackers that the class they are declared as does not have."""
+    return tracker.processed
+
+
+def last_batch_done(trainer: Trainer) -> bool:
+    """Whether the checkpoint or the loop stands behind the last batch of an epoch."""
+    return trainer.fit_loop.epoch_loop.batch_progress.is_last_batch
+
+
+def step_limit(trainer: Trainer) -> int | None:
+    """Optimizer steps still allowed by ``max_steps``; None without a limit."""
+    limit = trainer.fit_loop.epoch_loop.max_steps
+    return None if limit < 0 else max(0, limit - trainer.global_step)
+
+
+def accumulates_now(trainer: Trainer) -> bool:
+    """Whether the batch that is running only accumulates gradients."""
+    return trainer.fit_loop._should_accumulate()
+
+
+def count_started(trainer: Trainer) -> None:
+    """Counts a batch as started, as Lightning does not for None. Otherwise it takes a checkpoint of this batch for one
+    from the middle of a batch, and the resumed run makes the batch a second time."""
+    trainer.fit_loop.epoch_loop.batch_progress.increment_started()
+
+
+def count_step(trainer: Trainer) -> None:
+    """Counts an optimizer step that was made elsewhere, so that ``global_step`` and what follows from it agree."""
+    step = trainer.fit_loop.epoch_loop.automatic_optimization.optim_progress.optimizer.step
+    step.increment_ready()
+    step.increment_completed()
+
+
+@contextmanager
+def steps_uncounted(trainer: Trainer) -> Iterator[None]:
+    """Inside, the steps of manual optimization do not count: they belong to a batch already counted."""
+    progress = trainer.fit_loop.epoch_loop.manual_optimization.optim_step_progress
+    before = [(p, p.ready, p.completed) for p in (progress.total, progress.current)]
+    try:
+        yield
+    finally:
+        for tracker, ready, completed in before:
+            tracker.ready, tracker.completed = ready, completed
+
+
+def resume_from(trainer: Trainer, checkpoint: str) -> None:
+    """Lets the fit that has begun resume from ``checkpoint``, whatever ``ckpt_path`` it was given."""
+    connector = trainer._checkpoint_connector
+    original = connector.resume_start
+
+    def resume_start(checkpoint_path: Any = None, *args: Any, **kwargs: Any) -> None:
+        del checkpoint_path
+        vars(connector).pop("resume_start", None)
+        if "weights_only" in kwargs:  # from 2.6 on; this very run has written the file
+            kwargs["weights_only"] = False
+        original(checkpoint, *args, **kwargs)
+
+    connector.resume_start = resume_start

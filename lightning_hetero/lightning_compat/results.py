@@ -1,0 +1,125 @@
+"""Values logged and metrics updated: what a batch counts in them, and what is reduced over ranks (layer L)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_hetero.lightning_compat.patches import patched
+
+if TYPE_CHECKING:
+    from lightning.pytorch import Trainer
+
+__all__ = [
+    "as_batch",
+    "batch_results_open",
+    "dummy_batch_unlogged",
+    "log_interval",
+    "metrics_frozen",
+    "reduced_names",
+]
+
+
+def log_interval(trainer: Trainer) -> int:
+    """``log_every_n_steps``; public, set by a connector."""
+    return trainer.log_every_n_steps  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def reduced_names(trainer: Trainer) -> list[str]:
+    """Names of the values logged so far in this epoch that the epoch's end will reduce over ranks, sorted.
+
+    Only the collection of results knows them, with the hook they were logged in.
+    """
+    results = trainer._results
+    names: list[str] = []
+    for name, metric in () if results is None else results.items():
+        sync = metric.meta.sync
+        reduced = sync.should and not sync.rank_zero_only if metric.is_tensor else True  # torchmetrics always are
+        if metric.meta.on_epoch and reduced:
+            names.append(name)
+    return sorted(names)
+
+
+def batch_results_open(trainer: Trainer) -> bool:
+    """Whether values logged now belong to one training batch (and not to an epoch's end)."""
+    if not trainer.training:
+        return False
+    results = trainer._results
+    return results is not None and results.batch is not None
+
+
+@contextmanager
+def as_batch(trainer: Trainer, batch: Any) -> Iterator[None]:
+    """Inside, values logged belong to ``batch``: another one within the same step of the loop."""
+    results = trainer._results
+    assert results is not None
+    before = results.batch, results.batch_size
+    results.batch, results.batch_size = batch, None
+    try:
+        yield
+    finally:
+        results.batch, results.batch_size = before
+
+
+@contextmanager
+def dummy_batch_unlogged(trainer: Trainer) -> Iterator[None]:
+    """Inside, ``self.log`` of a mean, sum, maximum or minimum counts nothing: a rank without samples trains on a dummy.
+
+    A mean counts with batch size 0, and a NaN as 0; the others take their neutral element. Logged on a step without
+    ``sync_dist``, the neutral element is what this rank shows.
+    """
+    results: Any = trainer._results
+    if results is None:
+        yield
+        return
+
+    def update(key: str, value: Any, batch_size: int) -> None:
+        del batch_size
+        if isinstance(value, Tensor):
+            value = _neutral(results[key].meta, value)
+        type(results).update_metrics(results, key, value, 0)
+
+    with patched(results, "update_metrics", update):
+        yield
+
+
+def _neutral(meta: Any, value: Tensor) -> Tensor:
+    """Returns what changes nothing under the reduction of a logged value; only its metadata tells which it is."""
+    if meta.is_mean_reduction:  # counts with weight 0, but 0 * NaN is NaN
+        return torch.nan_to_num(value, nan=0.0, posinf=0.0, neginf=0.0)
+    if not value.is_floating_point():
+        value = value.to(torch.float32)
+    if meta.is_max_reduction or meta.is_min_reduction:
+        return torch.full_like(value, -math.inf if meta.is_max_reduction else math.inf)
+    return torch.zeros_like(value) if meta.is_sum_reduction else value
+
+
+@contextmanager
+def metrics_frozen(module: nn.Module) -> Iterator[None]:
+    """Undoes every torchmetrics update made inside: a dummy batch must not count.
+
+    ``metric_state`` is public, the update counter and the cached value are not.
+    """
+    from torchmetrics import Metric
+
+    saved = [
+        (m, {k: _copied(v) for k, v in m.metric_state.items()}, m._update_count, m._computed)
+        for m in module.modules()
+        if isinstance(m, Metric)
+    ]
+    try:
+        yield
+    finally:
+        for metric, state, count, computed in saved:
+            for name, value in state.items():
+                setattr(metric, name, value)
+            metric._update_count, metric._computed = count, computed
+
+
+def _copied(state: Tensor | list[Any]) -> Tensor | list[Any]:
+    return list(state) if isinstance(state, list) else state.clone()
