@@ -61,10 +61,12 @@ def leak_guards(request: pytest.FixtureRequest) -> Iterator[None]:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def rank_pools() -> Iterator[None]:
-    """Ends the rank harness's workers with the session, if a test started any."""
+def shared_processes() -> Iterator[None]:
+    """Ends what serves many tests, if any of them started it: the rank harness's workers, the warm Python."""
     yield
     import sys
 
     if (harness := sys.modules.get("tests.ranks.harness")) is not None:
         harness.close_pools()
+    if (warm := sys.modules.get("tests.warm")) is not None:
+        warm.close()

@@ -107,7 +107,10 @@ def process_group() -> Iterator[None]:
 
 @contextmanager
 def child_processes() -> Iterator[None]:
-    """Kills child processes left over; LeakError if there were any. `run_ranks` keeps its workers."""
+    """Kills child processes left over; LeakError if there were any.
+
+    `run_ranks` keeps its workers, `tests.warm` the process that starts scripts, not the scripts.
+    """
     before = set(psutil.Process().children(recursive=True))
     yield
     new = [p for p in psutil.Process().children(recursive=True) if p not in before and not _is_ours(p)]
@@ -121,10 +124,11 @@ def child_processes() -> Iterator[None]:
 
 
 def _is_ours(process: psutil.Process) -> bool:
-    harness = sys.modules.get("tests.ranks.harness")
     if process.pid == vars(resource_tracker)["_resource_tracker"]._pid:  # not in typeshed
         return True
-    return harness is not None and process.pid in harness.worker_pids()
+    harness, warm = sys.modules.get("tests.ranks.harness"), sys.modules.get("tests.warm")
+    ours = (harness.worker_pids() if harness else set()) | (warm.pids() if warm else set())
+    return process.pid in ours
 
 
 def _describe(process: psutil.Process) -> str:

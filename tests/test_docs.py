@@ -422,8 +422,8 @@ ENGINE_FOLDERS = ("balanced", "stale", "transport", "glue", "data", "callbacks")
 # What is raised here answers a wrong call or message from inside the package; the server says it "makes no sense".
 PROTOCOL = {
     *(f"stale/{name}" for name in (
-        "agreement", "codec", "coordinator", "epoch", "ledger", "server", "simulated_speeds", "simulator", "trace",
-        "worker",
+        "agreement", "codec", "coordinator", "epoch", "intake", "ledger", "replica", "server", "simulated_speeds",
+        "simulator", "spans", "trace", "worker",
     )),
     *(f"transport/{name}" for name in (
         "areas", "base", "frames", "in_process", "listeners", "pairs", "rendezvous", "shared_memory", "sockets",

@@ -1,12 +1,12 @@
 """One script, started in every way: trains with the stale engine and lets scripted faults happen.
 
+Where starting is not what a test is about, a process that somebody starts by hand starts warm (`tests.warm`).
 Each rank that comes to the end of its training writes what it ended with; the rest is read from exit codes and screens.
 """
 
 from __future__ import annotations
 
 import json
-import os
 import socket
 import subprocess
 import sys
@@ -17,11 +17,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import psutil
 import torch
+
+from tests import warm
+from tests.e2e.programs import environ, left_in
 
 __all__ = [
     "Ended",
+    "Process",
     "collect",
     "free_port",
     "launch",
@@ -32,10 +35,12 @@ __all__ = [
     "write_script",
 ]
 
-ROOT = Path(__file__).resolve().parents[2]
 TRAIN, VALID, BATCH, EPOCHS = 96, 24, 4, 3
 
 SCRIPT = """
+import gc
+
+gc.disable()  # imports make no garbage, and are a fifth faster
 import errno, json, os, signal, subprocess, sys, time
 from datetime import timedelta
 from pathlib import Path
@@ -49,6 +54,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_hetero import BoundedStalenessStrategy
 
+gc.enable()
 FOLDER = Path(__file__).parent
 ALL_REDUCE = torch.distributed.all_reduce
 ASKED = {"start": "popen", "ranks": 3, "fault": None, "at": [1, 2], "step_s": 0.0, "liveness_s": 5.0, "save": False,
@@ -173,11 +179,7 @@ if __name__ == "__main__":
     main()
 """
 
-_LAUNCHER = (
-    *("RANK", "LOCAL_RANK", "NODE_RANK", "GROUP_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"),
-    *("MASTER_ADDR", "MASTER_PORT"),
-)
-
+Process = subprocess.Popen | warm.WarmProcess
 
 @dataclass
 class Ended:
@@ -218,18 +220,7 @@ def validation_loss(weights: list[list[float]]) -> float:
     return float((out - x.sum(1, keepdim=True)).square().mean())
 
 
-def _environ(**more: str) -> dict[str, str]:
-    environ = {k: v for k, v in os.environ.items() if not k.startswith(("PL_", "SLURM_", "TORCHELASTIC_"))}
-    for name in _LAUNCHER:
-        environ.pop(name, None)
-    paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
-    environ |= {"PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"}
-    if sys.platform == "linux":
-        environ["GLOO_SOCKET_IFNAME"] = "lo"  # the host's name need not resolve
-    return environ | more
-
-
-def collect(folder: Path, processes: Sequence[subprocess.Popen], outputs: Sequence[Path], limit_s: float) -> Ended:
+def collect(folder: Path, processes: Sequence[Process], outputs: Sequence[Path], limit_s: float) -> Ended:
     """Waits for the processes to end, and kills what has not after ``limit_s``."""
     deadline = time.monotonic() + limit_s
     try:
@@ -247,23 +238,24 @@ def collect(folder: Path, processes: Sequence[subprocess.Popen], outputs: Sequen
     return Ended(codes, [path.read_text() for path in outputs], ranks, ended_at_s)
 
 
-def launch(folder: Path, *command: str, limit_s: float = 60.0, **asked: Any) -> Ended:
-    """Runs the script with Python, or with ``command`` in between, as a user would."""
+def launch(folder: Path, *options: str, cold: bool = False, limit_s: float = 60.0, **asked: Any) -> Ended:
+    """Runs the script as a user would: ``python script.py``; if ``cold``, with Python's ``options`` in between."""
     write_script(folder)
     output = folder / "said"
-    with output.open("w") as said:
-        process = subprocess.Popen(
-            [sys.executable, *command, "script.py", json.dumps(asked)],
-            cwd=folder, env=_environ(), stdout=said, stderr=said,
-        )  # fmt: skip
+    process = _start(folder, ["script.py", json.dumps(asked)], environ(), output, options, cold=cold)
     return collect(folder, [process], [output], limit_s)
 
 
-def launch_externally(folder: Path, ranks: int = 3, limit_s: float = 60.0, **asked: Any) -> Ended:
+def launch_externally(
+    folder: Path, ranks: int = 3, *, cold: bool = False, limit_s: float = 60.0, **asked: Any
+) -> Ended:
     """Starts every rank by itself, each with a screen of its own."""
     write_script(folder)
     port, outputs = free_port(), [folder / f"said{rank}" for rank in range(ranks)]
-    processes = [start_rank(folder, r, output, port=port, ranks=ranks, **asked) for r, output in enumerate(outputs)]
+    processes = [
+        start_rank(folder, rank, output, port=port, ranks=ranks, cold=cold, **asked)
+        for rank, output in enumerate(outputs)
+    ]
     return collect(folder, processes, outputs, limit_s)
 
 
@@ -279,26 +271,33 @@ def free_port() -> int:
 
 
 def start_rank(
-    folder: Path, rank: int, output: Path, *, port: int, ranks: int, script: str = "script.py", **asked: Any
-) -> subprocess.Popen:
+    folder: Path, rank: int, output: Path, *, port: int, ranks: int, script: str = "script.py", cold: bool = False,
+    **asked: Any,
+) -> Process:  # fmt: skip
     """Starts one rank by itself; the ranks meet at ``port``."""
-    command = [sys.executable, script, json.dumps({**asked, "ranks": ranks})]
-    environ = _environ(
+    command = [script, json.dumps({**asked, "ranks": ranks})]
+    its = environ(
         LOCAL_RANK=str(rank), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), WORLD_SIZE=str(ranks), NODE_RANK="0"
     )
-    with output.open("w") as said:
-        return subprocess.Popen(command, cwd=folder, env=environ, stdout=said, stderr=said)
+    return _start(folder, command, its, output, cold=cold)
+
+
+def _start(
+    folder: Path, command: Sequence[str], its: dict[str, str], output: Path, options: Sequence[str] = (), *,
+    cold: bool,
+) -> Process:  # fmt: skip
+    assert cold or not options, "they are Python's"
+    with output.open("a") as said:
+        if not cold:
+            return warm.start(command, folder, its, said.fileno(), said.fileno())
+        command = [sys.executable, *options, *command]
+        return subprocess.Popen(command, cwd=folder, env=its, stdout=said, stderr=said)
 
 
 @contextmanager
 def nothing_left(folder: Path) -> Iterator[None]:
     """Fails if a process that works in the folder outlives the run, or a file of the server does."""
     yield
-    left = [p for p in psutil.process_iter(["cwd"]) if p.info["cwd"] == str(folder) and p.pid != os.getpid()]
-    _, alive = psutil.wait_procs(left, timeout=20)
-    names = [f"{p.pid} {' '.join(p.cmdline())}" for p in alive]
-    for process in alive:
-        process.kill()
-    assert not names, names
+    assert left_in(folder, grace_s=20.0) == []
     for report in folder.glob("rank*.json"):
         assert [file for file in json.loads(report.read_text())["files"] if Path(file).exists()] == []

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
-import sys
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
-import psutil
 import pytest
 import yaml
 
-ROOT = Path(__file__).resolve().parents[2]
+from tests.e2e.programs import left_in, run, two_at_a_time
+
 RANK_TABLE = "rank  samples/s"
 COMPARISON = "job  strategy"
 FAULT = "emulation.scenario={_target_:lightning_hetero.Scenario,faults:[{step:2,rank:%d,kind:%s}]}"
@@ -21,27 +20,15 @@ FAULT = "emulation.scenario={_target_:lightning_hetero.Scenario,faults:[{step:2,
 pytestmark = pytest.mark.timeout(300)
 
 
-def train(*arguments: str) -> subprocess.CompletedProcess[str]:
-    """Runs the command in the current (empty) directory, as a user without anything of Lightning's set."""
-    environ = {k: v for k, v in os.environ.items() if not k.startswith("PL_")}
-    for name in ("LOCAL_RANK", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE", "RANK"):
-        environ.pop(name, None)
-    environ["PYTHONPATH"] = os.pathsep.join(
-        [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
-    )
-    command = [sys.executable, "-m", "lightning_hetero.cli.train", *arguments]
-    return subprocess.run(command, env=environ, capture_output=True, text=True, timeout=240)
+def train(*arguments: str, cold: bool = False) -> subprocess.CompletedProcess[str]:
+    """Runs the command in the current (empty) directory."""
+    return run(["-m", "lightning_hetero.cli.train", *arguments], Path.cwd(), cold=cold, timeout_s=240.0)
 
 
 @pytest.fixture(autouse=True)
 def nothing_outlives_the_command(tmp_path: Path) -> Iterator[None]:
-    """Children of a dead parent are nobody's children: look for everything that works in our directory."""
     yield
-    others = [p for p in psutil.process_iter(["cwd"]) if p.pid != os.getpid()]
-    left = [p for p in others if p.info["cwd"] == str(tmp_path)]
-    for process in left:
-        process.kill()
-    assert not left
+    assert left_in(tmp_path) == []
 
 
 def job_directories(root: Path) -> list[str]:
@@ -49,7 +36,7 @@ def job_directories(root: Path) -> list[str]:
 
 
 def test_one_run_leaves_one_directory_one_result_and_one_table(tmp_path: Path) -> None:
-    done = train("debug=fast", "experiment=digits")
+    done = train("debug=fast", "experiment=digits", cold=True)
     assert done.returncode == 0, done.stderr
     (directory,) = job_directories(tmp_path)
     assert [p.name for p in tmp_path.iterdir()] == ["outputs"]
@@ -104,23 +91,25 @@ def test_a_metric_that_training_did_not_log_is_validated_at_the_end(tmp_path: Pa
     assert RANK_TABLE not in done.stdout and "val_acc" in done.stdout
 
 
-@pytest.mark.parametrize(("rank", "kind"), [(1, "exception"), (1, "kill"), (0, "exception")])
-def test_a_failing_rank_fails_the_command(tmp_path: Path, rank: int, kind: str) -> None:
-    done = train("debug=fast", FAULT % (rank, kind), "hydra.run.dir=here")
-    assert done.returncode != 0
-    assert job_directories(tmp_path) == ["here"]
-    assert RANK_TABLE not in done.stdout
-    assert not (tmp_path / "here" / "result.json").exists()
+def test_a_failing_rank_fails_the_command(tmp_path: Path) -> None:
+    faults = {"1-exception": (1, "exception"), "1-kill": (1, "kill"), "0-exception": (0, "exception")}
+    jobs = {name: partial(train, "debug=fast", FAULT % f, f"hydra.run.dir={name}") for name, f in faults.items()}
+    done = {name: future.result() for name, future in two_at_a_time(jobs).items()}
+    assert job_directories(tmp_path) == sorted(faults)
+    for name, command in done.items():
+        assert command.returncode != 0, name
+        assert RANK_TABLE not in command.stdout, name
+        assert not (tmp_path / name / "result.json").exists(), name
 
 
 def test_a_lost_rank_does_not_fail_the_command_where_the_others_go_on(tmp_path: Path) -> None:
     done = train(
-        "experiment=stale_digits", "debug=fast", "trainer.devices=3", "trainer.limit_train_batches=8",
+        "experiment=stale_digits", "debug=fast", "trainer.devices=3", "trainer.limit_train_batches=24",
         FAULT % (1, "kill"), "hydra.run.dir=here",
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     result = json.loads((tmp_path / "here" / "result.json").read_text())
-    assert (result["strategy"], result["steps"], result["batches"]) == ("hetero_stale", 8, 8)
+    assert (result["strategy"], result["steps"], result["batches"]) == ("hetero_stale", 24, 24)
     assert result["metric"]["value"] is not None
     assert {0, 2} <= {rank["rank"] for rank in result["ranks"]}
     assert "rank 1 died; the others go on without, on 2 devices" in done.stderr

@@ -3,22 +3,23 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
-import sys
-from collections.abc import Iterator
+from concurrent.futures import Future
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
+from tests.e2e.programs import left_in, run, two_at_a_time
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = pytest.mark.timeout(500)
 
 # One script for all: module, data, and one fit; every rank writes what it ended with.
 SCRIPT = """
+import gc
+
+gc.disable()  # imports make no garbage, and are a fifth faster
 import json, os, signal, sys, warnings
 from datetime import timedelta
 from pathlib import Path
@@ -31,6 +32,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import lightning_hetero
 from lightning_hetero import BalancePolicy, LoadBalancedStrategy
 
+gc.enable()
 FOLDER = Path(__file__).parent
 
 
@@ -113,37 +115,41 @@ if __name__ == "__main__":
     Path("cli.json").write_text(json.dumps(said))
 """
 
-LAUNCHER = (
-    *("RANK", "LOCAL_RANK", "NODE_RANK", "GROUP_RANK"),
-    *("WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
-)
+
+TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+WAYS: dict[str, list[str]] = {
+    **{s: [s] for s in ("hetero_balanced", "hetero_balanced_fork", "hetero_balanced_forkserver", "object_spawn")},
+    "torchrun": ["object"],
+}
+FAULTS = [
+    ("object", 1, "kill"), ("object", 0, "kill"), ("object", 1, "exception"), ("object", 0, "exception"),
+    ("object_spawn", 1, "exception"),
+]  # fmt: skip
+
+Runs = dict[Any, tuple[Path, Future[subprocess.CompletedProcess[str]]]]
 
 
-@pytest.fixture(autouse=True)
-def script(tmp_path: Path) -> Iterator[Path]:
-    """The script in a folder of its own; whatever still works there afterwards has outlived its parent."""
-    path = tmp_path / "script.py"
-    path.write_text(SCRIPT)
-    yield path
-    others = [p for p in psutil.process_iter(["cwd"]) if p.pid != os.getpid()]
-    left = [p for p in others if p.info["cwd"] == str(tmp_path)]
-    _, alive = psutil.wait_procs(left, timeout=5)
-    for process in alive:
-        process.kill()
-    assert not alive
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
+    """All runs of the script, each in a folder of its own."""
+    jobs = {}
+    for way, strategy in WAYS.items():
+        options = TORCHRUN if way == "torchrun" else ()
+        jobs[way] = ([*options, "script.py", *strategy], {"cold": way in ("hetero_balanced", "torchrun")})
+    for strategy, rank, kind in FAULTS:
+        jobs[strategy, rank, kind] = (["script.py", strategy, str(rank), kind], {"timeout_s": 60.0})
+    folders = {name: tmp_path_factory.mktemp("run") for name in jobs}
+    for folder in folders.values():
+        (folder / "script.py").write_text(SCRIPT)
+    done = two_at_a_time({n: partial(run, command, folders[n], **how) for n, (command, how) in jobs.items()})
+    return {name: (folders[name], done[name]) for name in jobs}
 
 
-def run(folder: Path, *command: str, timeout_s: float = 150.0) -> subprocess.CompletedProcess[str]:
-    """Runs Python there as a user would, with one thread per process and nothing of a launcher's set."""
-    environ = {k: v for k, v in os.environ.items() if not k.startswith(("PL_", "SLURM_", "TORCHELASTIC_"))}
-    for name in LAUNCHER:
-        environ.pop(name, None)
-    paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
-    environ |= {"PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"}
-    if sys.platform == "linux":
-        environ["GLOO_SOCKET_IFNAME"] = "lo"  # the host's name need not resolve
-    command = (sys.executable, *command)
-    return subprocess.run(command, cwd=folder, env=environ, capture_output=True, text=True, timeout=timeout_s)
+def outcome(runs: Runs, name: Any) -> tuple[Path, subprocess.CompletedProcess[str]]:
+    """Returns a run's folder and what it ended with; whatever still works there has outlived its parent."""
+    folder, done = runs[name]
+    assert left_in(folder, grace_s=5.0) == []
+    return folder, done.result()
 
 
 def ended(folder: Path) -> list[dict[str, Any]]:
@@ -179,39 +185,22 @@ def expected() -> list[list[float]]:
     return [p.detach().flatten().tolist() for p in net.parameters()]
 
 
-@pytest.mark.parametrize(
-    "strategy",
-    ["hetero_balanced", "hetero_balanced_fork", "hetero_balanced_forkserver", "object_spawn"],
-)
-def test_every_launcher_trains_to_the_same_weights(tmp_path: Path, strategy: str) -> None:
-    done = run(tmp_path, "script.py", strategy)
+@pytest.mark.parametrize("way", WAYS)
+def test_every_launcher_trains_to_the_same_weights(runs: Runs, way: str) -> None:
+    folder, done = outcome(runs, way)
     assert done.returncode == 0, done.stderr[-3000:]
-    ranks = ended(tmp_path)
-    assert (
-        json.loads((tmp_path / "parent0.json").read_text()) == ranks[0]["weights"]
-    )  # they come back to the parent
+    ranks = ended(folder)
+    # they come back to the process that called fit
+    assert json.loads((folder / "parent0.json").read_text()) == ranks[0]["weights"]
 
 
-def test_torchrun(tmp_path: Path) -> None:
-    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
-    done = run(tmp_path, *torchrun, "script.py", "object")
-    assert done.returncode == 0, done.stderr[-3000:]
-    ended(tmp_path)
-
-
-@pytest.mark.parametrize(
-    ("strategy", "rank", "kind"),
-    [("object", 1, "kill"), ("object", 0, "kill"), ("object", 1, "exception"), ("object", 0, "exception"),
-     ("object_spawn", 1, "exception")],
-)  # fmt: skip
-def test_a_dying_rank_ends_the_job_with_the_cause(
-    tmp_path: Path, strategy: str, rank: int, kind: str
-) -> None:
+@pytest.mark.parametrize(("strategy", "rank", "kind"), FAULTS)
+def test_a_dying_rank_ends_the_job_with_the_cause(runs: Runs, strategy: str, rank: int, kind: str) -> None:
     """Within the strategy's timeout of 20 s: `run` fails the test otherwise."""
-    done = run(tmp_path, "script.py", strategy, str(rank), kind, timeout_s=60.0)
+    folder, done = outcome(runs, (strategy, rank, kind))
     said = done.stdout + done.stderr
     assert done.returncode != 0
-    assert not (tmp_path / "parent0.json").exists() and not (tmp_path / f"rank{rank}.json").exists()
+    assert not (folder / "parent0.json").exists() and not (folder / f"rank{rank}.json").exists()
     if kind == "exception":
         assert "the cause: a flux compensator broke" in said
     elif rank == 1:
@@ -221,14 +210,16 @@ def test_a_dying_rank_ends_the_job_with_the_cause(
 
 
 def test_lightning_cli_takes_the_class_path_and_its_arguments(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(SCRIPT)
     (tmp_path / "main.py").write_text(CLI)
     trainer = {
         "accelerator": "cpu", "devices": "1", "max_epochs": "1", "logger": "false",
         "enable_checkpointing": "false", "strategy": "lightning_hetero.LoadBalancedStrategy",
         "strategy.dead_band": "0.1", "strategy.predictor": "ewma", "strategy.max_samples": "[16]",
     }  # fmt: skip
-    done = run(tmp_path, "main.py", "fit", *(f"--trainer.{k}={v}" for k, v in trainer.items()))
+    done = run(["main.py", "fit", *(f"--trainer.{k}={v}" for k, v in trainer.items())], tmp_path)
     assert done.returncode == 0, done.stderr[-3000:]
     said = json.loads((tmp_path / "cli.json").read_text())
     assert said == {"dead_band": 0.1, "predictor": "Ewma", "bounds": [16]}
     assert json.loads((tmp_path / "rank0.json").read_text())["strategy"] == "LoadBalancedStrategy"
+    assert left_in(tmp_path, grace_s=5.0) == []

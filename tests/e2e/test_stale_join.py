@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -13,7 +12,7 @@ import psutil
 import pytest
 import torch.distributed as dist
 
-from tests.e2e.stale_kit import Ended, collect, free_port, nothing_left, start_rank, write_script
+from tests.e2e.stale_kit import Ended, Process, collect, free_port, nothing_left, start_rank, write_script
 
 pytestmark = pytest.mark.timeout(200)
 
@@ -71,7 +70,7 @@ class Crew:
     def __init__(self, folder: Path, **asked: Any) -> None:
         self.folder, self.port = folder, free_port()
         self.asked = asked
-        self.processes: dict[str, subprocess.Popen] = {}
+        self.processes: dict[str, Process] = {}
         write_script(folder)
         (folder / "joining.py").write_text(JOINING)
 

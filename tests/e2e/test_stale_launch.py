@@ -3,40 +3,43 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable
+from concurrent.futures import Future
+from functools import partial
 from pathlib import Path
 
 import pytest
 
-from tests.e2e.stale_kit import launch, launch_externally, nothing_left
+from tests.e2e.programs import two_at_a_time
+from tests.e2e.stale_kit import Ended, launch, launch_externally, nothing_left
 
-pytestmark = pytest.mark.timeout(200)
+pytestmark = pytest.mark.timeout(400)
+
+TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+WAYS: dict[str, Callable[[Path], Ended]] = {
+    "popen": partial(launch, cold=True, start="popen", ranks=2),
+    "spawn": partial(launch, start="spawn", ranks=2),
+    "fork": partial(launch, start="fork", ranks=2),
+    "forkserver": partial(launch, start="forkserver", ranks=2),
+    "torchrun": lambda folder: launch(folder, *TORCHRUN, cold=True, ranks=2),
+    "by somebody else": partial(launch_externally, cold=True, ranks=2),
+}
 
 
-@pytest.fixture(autouse=True)
-def clean(tmp_path: Path) -> Iterator[None]:
-    with nothing_left(tmp_path):
-        yield
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, Future[Ended]]]:
+    folders = {way: tmp_path_factory.mktemp(way.replace(" ", "-")) for way in WAYS}
+    ended = two_at_a_time({way: partial(start, folders[way]) for way, start in WAYS.items()})
+    return {way: (folders[way], ended[way]) for way in WAYS}
 
 
-@pytest.mark.parametrize("start", ["popen", "spawn", "fork", "forkserver"])
-def test_every_launcher(tmp_path: Path, start: str) -> None:
-    ended = launch(tmp_path, start=start, ranks=2)
-    assert ended.code == [0], ended.screens
+@pytest.mark.parametrize("way", WAYS)
+def test_every_way_to_start(runs: dict[str, tuple[Path, Future[Ended]]], way: str) -> None:
+    folder, run = runs[way]
+    with nothing_left(folder):
+        ended = run.result()
+    assert set(ended.code) == {0}, ended.screens
     ended.finished(36, [0, 1])
     assert [ended.ranks[r]["world"] for r in (0, 1)] == [2, 2]
     # the trained weights come back to the process that called fit
-    assert json.loads((tmp_path / "parent0.json").read_text()) == ended.ranks[0]["weights"]
-
-
-def test_torchrun(tmp_path: Path) -> None:
-    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
-    ended = launch(tmp_path, *torchrun, ranks=2)
-    assert ended.code == [0], ended.screens
-    ended.finished(36, [0, 1])
-
-
-def test_processes_started_by_somebody_else(tmp_path: Path) -> None:
-    ended = launch_externally(tmp_path)
-    assert ended.code == [0, 0, 0], ended.screens
-    ended.finished(24, [0, 1, 2])
+    assert json.loads((folder / "parent0.json").read_text()) == ended.ranks[0]["weights"]

@@ -102,7 +102,7 @@ class Loop:
 
     def spy(self, claim: Claim) -> Grant | Hold:
         worker = self.workers[claim.rank]
-        worker.patience_s = max(worker.patience_s, getattr(self.it.policy, "grace", 0.0) * claim.step_s)
+        worker.patience_s = max(worker.patience_s, self.it.policy.grace * claim.step_s)
         assert claim.room <= self.it.ledger.free
         return self.real_claim(claim)
 

@@ -1,4 +1,4 @@
-"""The ledger against a brute-force model: one state per position."""
+"""The ledger, and the spans it is made of, against a brute-force model: one state per position."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_hetero.stale import ledger as module
-from lightning_hetero.stale.ledger import Ledger, Spans, head, size
+from lightning_hetero.stale import spans as module
+from lightning_hetero.stale.ledger import Ledger
+from lightning_hetero.stale.spans import Spans, head, leaving, pairs, pieces, size
 from tests.pure.stale_random import flat
 
 SIZES = st.lists(st.integers(1, 12), min_size=1, max_size=6)
@@ -193,6 +194,18 @@ def test_spans_refuse_what_is_there_or_not_there() -> None:
     assert list(spans) == [(0, 3), (4, 8)] and spans.within(2, 6) == [(2, 3), (4, 6)]
 
 
+@given(st.lists(st.integers(0, 30), unique=True, max_size=8).map(sorted), st.integers(0, 9), st.integers(1, 30))
+def test_spans_are_cut_where_their_positions_are(cuts: list[int], count: int, total: int) -> None:
+    spans = pairs(cuts[: len(cuts) // 2 * 2])
+    positions = flat(spans)
+    parts = pieces(spans, count)
+    step = count or max(len(positions), 1)
+    assert [flat(part) for part in parts] == [positions[i : i + step] for i in range(0, max(len(positions), 1), step)]
+    ticks = min(count, total)
+    kept = flat(leaving(ticks, spans, total))
+    assert kept == [p for p in positions if p < total][: total - ticks]
+
+
 def test_examples_in_docstrings() -> None:
     result = doctest.testmod(module)
-    assert result.attempted == 2 and result.failed == 0
+    assert result.attempted == 5 and result.failed == 0

@@ -46,12 +46,14 @@ __all__ = [
     "RankTimeoutError",
     "RankTracebackError",
     "close_pools",
+    "process_context",
     "run_ranks",
     "worker_pids",
 ]
 
 T = TypeVar("T")
 
+ROOT = Path(__file__).resolve().parents[2]
 START_S = 180.0  # one cold import of torch and Lightning on a busy machine
 AFTERMATH_S = 2.0  # how long the other ranks may go on after the first one failed; then they are killed
 LEAVE_S = 10.0  # how long leaving the group may take
@@ -150,9 +152,7 @@ class _Pool:
     """``world_size`` worker processes, one pair of pipes each: control, and a lifeline nobody writes to."""
 
     def __init__(self, world_size: int) -> None:
-        context: Any = mp.get_context("forkserver" if "forkserver" in mp.get_all_start_methods() else "spawn")
-        if context.get_start_method() == "forkserver":
-            context.set_forkserver_preload(["torch", "lightning.pytorch"])
+        context = process_context()
         self.controls: list[Connection] = []
         self.lifelines: list[Connection] = []
         self.processes: list[Any] = []
@@ -290,6 +290,23 @@ def run_ranks(
             if last:
                 raise
     raise AssertionError("unreachable")
+
+
+def process_context() -> Any:
+    """Returns the `multiprocessing` context whose processes start soonest: forks of `tests.preload` if possible."""
+    if "forkserver" not in mp.get_all_start_methods():
+        return mp.get_context("spawn")
+    context: Any = mp.get_context("forkserver")
+    context.set_forkserver_preload(["tests.preload"])
+    before = os.environ.get("PYTHONPATH")  # a fork server learns its search path in no other way
+    os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), *([before] if before else [])])
+    try:
+        forkserver.ensure_running()
+    finally:
+        del os.environ["PYTHONPATH"]
+        if before is not None:
+            os.environ["PYTHONPATH"] = before
+    return context
 
 
 def worker_pids() -> set[int]:

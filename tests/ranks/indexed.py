@@ -4,16 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from itertools import islice
+from typing import Any, TypeVar
 
 import torch
 from lightning.pytorch import Trainer
+from lightning.pytorch.callbacks import Callback
 from torch.utils.data import DistributedSampler, TensorDataset
 
 from lightning_hetero.types import SpeedSample
 from tests.ranks.kit import Decision, Scripted, Toy, Weights, balanced, rank_trainer, regression, weights
 
 EXACT = 1e-12
+
+T = TypeVar("T")
 
 
 def indexed(samples: int) -> TensorDataset:
@@ -85,6 +89,32 @@ def together(ranks: Sequence[Fit]) -> list[list[int]]:
     return [[i for batch in step for i in batch] for step in zip(*(r.seen for r in ranks), strict=True)]
 
 
+class Looking(Callback):
+    """A user on rank 0 who looks at batches, also at ones whose shares nobody can know yet.
+
+    Args:
+        most: how many, at the start of training.
+    """
+
+    def __init__(self, most: int) -> None:
+        self.most = most
+
+    def look(self, trainer: Trainer, batches: int) -> None:
+        if trainer.global_rank == 0:
+            assert len(list(islice(trainer.train_dataloader, batches))) == batches  # type: ignore[arg-type]
+
+    def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
+        self.look(trainer, 1)
+        self.look(trainer, self.most)
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 1:
+            self.look(trainer, 2)
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: Any) -> None:
+        self.look(trainer, 2)
+
+
 def cut(indices: Sequence[int], size: int, drop_last: bool = False) -> list[list[int]]:
     chunks = [list(indices[i : i + size]) for i in range(0, len(indices), size)]
     return chunks[:-1] if drop_last and len(chunks[-1]) < size else chunks
@@ -100,6 +130,6 @@ def ddp_order(samples: int, size: int, epochs: int = 3, *, drop_last: bool = Fal
     return batches
 
 
-def by_name(ranks: Sequence[dict[str, Fit]]) -> dict[str, list[Fit]]:
+def by_name(ranks: Sequence[dict[str, T]]) -> dict[str, list[T]]:
     """From one dict per rank to one list of ranks per name."""
     return {name: [rank[name] for rank in ranks] for name in ranks[0]}

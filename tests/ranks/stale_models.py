@@ -11,7 +11,7 @@ from torch.utils.data import TensorDataset
 
 from lightning_hetero.predictors import Predictor
 from lightning_hetero.types import AffineCost
-from tests.ranks.exact_models import Gan
+from tests.ranks.exact_models import Gan, Manual
 from tests.ranks.indexed import indexed
 from tests.ranks.kit import Toy
 
@@ -188,12 +188,8 @@ class GanByParts(Gan):
         judge.step()
 
 
-class ManualClip(Toy):
+class ManualClip(Manual):
     """Manual optimization that clips."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.automatic_optimization = False
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         optimizer: Any = self.optimizers()
@@ -203,12 +199,8 @@ class ManualClip(Toy):
         optimizer.step()
 
 
-class ManualSchedule(Toy):
+class ManualSchedule(Manual):
     """Manual optimization that steps schedulers every batch and every epoch."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.automatic_optimization = False
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         optimizer: Any = self.optimizers()

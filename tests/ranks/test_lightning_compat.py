@@ -26,7 +26,7 @@ from tests.ranks.kit import Toy, quiet_trainer, rank_trainer, regression
 
 VERSIONS = (
     f"lightning {lightning.__version__}, torch {torch.__version__}, torchmetrics {torchmetrics.__version__}"
-    " behave differently: adapt lightning_hetero/lightning_compat.py"
+    " behave differently: adapt lightning_hetero/lightning_compat"
 )
 SAMPLES, BATCH, STEPS = 40, 10, 4
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import weakref
 from functools import cache
-from itertools import islice
 from typing import Any
 
 import pytest
@@ -18,7 +17,19 @@ from torch.utils.data import DataLoader, WeightedRandomSampler
 
 from lightning_hetero.transport.side_channel import SideChannel
 from tests.ranks.harness import run_ranks
-from tests.ranks.indexed import EXACT, Fit, Noting, by_name, cut, ddp_order, fit, indexed, refusal, together
+from tests.ranks.indexed import (
+    EXACT,
+    Fit,
+    Looking,
+    Noting,
+    by_name,
+    cut,
+    ddp_order,
+    fit,
+    indexed,
+    refusal,
+    together,
+)
 from tests.ranks.kit import balanced, rank_trainer, single, weights
 from tests.ranks.test_data import Pairs
 
@@ -44,25 +55,6 @@ class Reloading(Noting):
     def train_dataloader(self) -> DataLoader:
         self.asked = getattr(self, "asked", 0) + 1
         return loader()
-
-
-class Looking(Callback):
-    """A user on rank 0 who looks at batches, also at ones whose shares nobody can know yet."""
-
-    def look(self, trainer: Trainer, batches: int) -> None:
-        if trainer.global_rank == 0:
-            assert len(list(islice(trainer.train_dataloader, batches))) == batches  # type: ignore[arg-type]
-
-    def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
-        self.look(trainer, 1)
-        self.look(trainer, 3)
-
-    def on_train_batch_start(self, trainer: Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
-        if batch_idx == 1:
-            self.look(trainer, 2)
-
-    def on_train_epoch_end(self, trainer: Trainer, pl_module: Any) -> None:
-        self.look(trainer, 2)
 
 
 class Skipping(Noting):
@@ -91,7 +83,7 @@ def twice(rank: int, world: int) -> Fit:
 
 def options(rank: int, world: int) -> dict[str, Fit]:
     reloading, scheduled = Reloading(), Scheduled()
-    looking: dict[str, Any] = {"callbacks": [Looking()]}
+    looking: dict[str, Any] = {"callbacks": [Looking(3)]}
     return {
         "limit 3": fit(rank, world, loader(), limit_train_batches=3),
         "limit 0.5": fit(rank, world, loader(), limit_train_batches=0.5),

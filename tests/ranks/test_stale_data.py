@@ -6,19 +6,16 @@ import multiprocessing
 import os
 from collections.abc import Sequence
 from functools import cache
-from itertools import islice
 from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import Trainer
-from lightning.pytorch.callbacks import Callback
 from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader, Dataset, DistributedSampler
 
 from lightning_hetero.stale.policy import Flexible
 from tests.ranks.harness import run_ranks
-from tests.ranks.indexed import cut, ddp_order, indexed, refusal
+from tests.ranks.indexed import Looking, by_name, cut, ddp_order, indexed, refusal
 from tests.ranks.kit import regression, stale
 from tests.ranks.stale_fits import Noting, Seen, check_once, fit, ticks
 from tests.ranks.test_data import Backwards, Mirrored, Pairs, of_ranks, per_epoch, replicas, weighted
@@ -33,10 +30,6 @@ def loader(samples: int = SAMPLES, **kwargs: Any) -> DataLoader:
     return DataLoader(indexed(samples), **{"batch_size": BATCH, **kwargs})
 
 
-def by_name(ranks: Sequence[dict[str, Seen]]) -> dict[str, list[Seen]]:
-    return {name: [rank[name] for rank in ranks] for name in ranks[0]}
-
-
 # ---- which samples meet in a batch: with a barrier, exactly stock DDP's, or those of the user's samplers ----------
 
 
@@ -44,25 +37,6 @@ class Reloading(Noting):
     def train_dataloader(self) -> DataLoader:
         self.noted.extra = (self.noted.extra or 0) + 1
         return loader()
-
-
-class Looking(Callback):
-    """A user on rank 0 who looks at batches."""
-
-    def look(self, trainer: Trainer, batches: int) -> None:
-        if trainer.global_rank == 0:
-            assert len(list(islice(trainer.train_dataloader, batches))) == batches  # type: ignore[arg-type]
-
-    def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
-        self.look(trainer, 1)
-        self.look(trainer, 4)
-
-    def on_train_batch_start(self, trainer: Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
-        if batch_idx == 1:
-            self.look(trainer, 2)
-
-    def on_train_epoch_end(self, trainer: Trainer, pl_module: Any) -> None:
-        self.look(trainer, 2)
 
 
 def orders(rank: int, world: int) -> dict[str, Seen]:
@@ -88,7 +62,7 @@ def orders(rank: int, world: int) -> dict[str, Seen]:
         "limit 0.5": run(loader(), {"limit_train_batches": 0.5}),
         "overfit": run(loader(shuffle=True), {"overfit_batches": 2}),
         "reload": run(None, {"reload_dataloaders_every_n_epochs": 1}, module=Reloading()),
-        "look": run(loader(), callbacks=[Looking()]),
+        "look": run(loader(), callbacks=[Looking(4)]),
         "max_steps": run(loader(), {"max_steps": 6}),
     }
 

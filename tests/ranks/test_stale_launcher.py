@@ -23,6 +23,7 @@ from lightning.pytorch.strategies.launchers.subprocess_script import _Subprocess
 from lightning_hetero.cli.jobs import end_children
 from lightning_hetero.stale import launcher
 from lightning_hetero.stale.launcher import TolerantProcessLauncher, TolerantScriptLauncher
+from tests import warm
 
 ROOT = Path(__file__).resolve().parents[2]
 VERSIONS = (
@@ -160,9 +161,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 def test_children_end_with_their_launcher_unless_they_have_finished(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(PARENT_DIES)
     environ = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(  # returns when the last of them has closed its output
-        [sys.executable, "script.py"], cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=60
-    )
+    done = warm.run(["script.py"], tmp_path, environ, 60.0)  # to the end of the last that holds its output
     assert done.returncode == -signal.SIGKILL
     assert done.stderr == "local rank 0 is gone; local rank 1 ends, too\n"
     assert (tmp_path / "finished").exists()

@@ -23,6 +23,7 @@ from torch.distributed import TCPStore
 
 from lightning_hetero.stale import process
 from lightning_hetero.stale.process import ServerProcess, fork_server, host_store
+from tests import warm
 
 ROOT = Path(__file__).resolve().parents[2]
 Ready = Callable[[dict[str, Any]], None]
@@ -42,9 +43,11 @@ def wait_for(condition: Callable[[], bool], timeout_s: float = 20.0) -> None:
         time.sleep(0.005)
 
 
-def script(folder: Path, text: str) -> subprocess.CompletedProcess[str]:
+def script(folder: Path, text: str, *, cold: bool = False) -> subprocess.CompletedProcess[str]:
     (folder / "script.py").write_text(text)
     environ = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    if not cold:
+        return warm.run(["script.py"], folder, environ, 60.0)
     command = [sys.executable, "script.py"]
     return subprocess.run(command, cwd=folder, env=environ, capture_output=True, text=True, timeout=60)
 
@@ -266,6 +269,7 @@ assert server.stop(20.0) == 0
 end.set()
 print("parent ends")
 """,
+        cold=True,
     )
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""
@@ -281,8 +285,8 @@ def test_it_outlives_a_killed_parent_and_knows(tmp_path: Path) -> None:
 import os, signal, time
 from lightning_hetero.stale.process import fork_server
 def body(ready, orphaned):
-    ready({})
     assert not orphaned()
+    ready({})
     while not orphaned(): time.sleep(0.005)
     open("orphaned.part", "w").write(str(os.getpid()))
     os.rename("orphaned.part", "orphaned")

@@ -478,6 +478,22 @@ def test_uneven_speeds_compute_what_was_decided(policy: Policy) -> None:
     assert all(t.words == [1] * (EPOCHS * len(ENDS)) for t in script.trainees)
 
 
+class Scribbling(Script):
+    """As soon as a worker is answered its slot is written again; nothing may be read out of it after that."""
+
+    def reply(self, rank: int, reply: Reply) -> None:
+        super().reply(rank, reply)
+        self.links[rank].gradient.fill_(255)  # NaN
+
+
+@pytest.mark.parametrize("policy", [Flexible(), Flexible(grace=0.0), Bsp(), Asp(), Backup(spares=1)], ids=str)
+def test_slots_are_read_before_their_workers_are_answered(policy: Policy) -> None:
+    x, y = data(5)
+    setting = Setting(mlp(), sgd, policy, 3)
+    script = Scribbling(setting, automatic(x, y, mse), epochs, workers=3, work_s=unequal).run()
+    assert differ(replay(setting, script, x, y), setting.model) <= 1e-12
+
+
 def test_delay_compensation_is_dc_asgd() -> None:
     x, y = data(5)
     policy = Asp(compensation=2.0)

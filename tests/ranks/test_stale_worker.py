@@ -374,7 +374,7 @@ def start(
         **options,
     )  # fmt: skip
     worker.attach()
-    link.published.copy_(worker._areas[torch.device("cpu")])
+    link.published.copy_(worker._replica.host)
     return model, link, worker
 
 
@@ -406,7 +406,7 @@ def test_attach_and_detach_keep_values_and_formats() -> None:
     worker = Worker(Note(layout), layout, list(model.parameters()), list(model.buffers()))
     worker.attach()
     worker.attach()
-    area = worker._areas[torch.device("cpu")]
+    area = worker._replica.host
     inside = range(area.data_ptr(), area.data_ptr() + layout.bytes)
     assert all(v.data_ptr() in inside for v in model.state_dict().values())
     worker.detach()

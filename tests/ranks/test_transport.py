@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -57,10 +57,10 @@ def lost(link: Link, request: Request | None = None) -> str:
     return str(caught.value)
 
 
-def told(place: Place, rank: int) -> list[Any]:
+def told(place: Place, rank: int, answer: Callable[[Arrived], Reply] = lambda _: DONE) -> list[Any]:
     """Waits for the news of a worker's end; answers all others meanwhile."""
     started = time.monotonic()
-    seen = place.until(Gone(rank), answer=lambda _: DONE)
+    seen = place.until(Gone(rank), answer=answer)
     assert time.monotonic() - started < 5.0
     return [event for event in seen if isinstance(event, Gone)]
 
@@ -285,19 +285,19 @@ def test_a_worker_leaves_and_comes_back(place: Place) -> None:
 def test_the_death_of_one_in_the_middle_of_traffic_is_told_at_once_and_disturbs_no_other(place: Place) -> None:
     others = [place.start(rank, talk_until_told) for rank in (0, 1)]
     victim = place.start(2, talk_until_told)
-    answered = 0
+    ticks = [0, 0, 0]
 
     def answer(event: Arrived) -> Reply:
-        nonlocal answered
-        answered += event.rank != 2
+        ticks[event.rank] = event.request.tick
         return DONE
 
-    place.until(Joined(0), Joined(1), Joined(2), *[Arrived] * 30, answer=answer)
+    def after(more: int, *ranks: int) -> list[Arrived]:
+        return [Arrived(rank, Request(kind=Ask.CLAIM, tick=ticks[rank] + more)) for rank in ranks]
+
+    place.until(*after(10, 0, 1, 2), answer=answer)
     victim.kill()
-    assert told(place, 2) == [Gone(2)]
-    before, answered = answered, 0
-    place.until(*[Arrived] * 40, answer=answer)
-    assert answered >= 40 and before
+    assert told(place, 2, answer) == [Gone(2)]
+    place.until(*after(20, 0, 1), answer=answer)
     for crew in others:
         crew.talk.send("stop")
     place.until(Gone(0), Gone(1), answer=answer)

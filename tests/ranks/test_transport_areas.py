@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import threading
 from dataclasses import fields
-from typing import Any
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from lightning_hetero.transport import areas
 from lightning_hetero.transport.areas import PAGE_BYTES, ParameterArea, Slot
 from lightning_hetero.transport.base import Arrived, Ask, Gone, Joined, Reply, Request, Say, TornSlotError
 from lightning_hetero.transport.frames import Frame, Kind
@@ -145,34 +145,42 @@ def test_parameters_are_read_as_they_were_published_last() -> None:
         assert area.newest() == area.read(into) == version and into.tolist() == [version] * 10
 
 
-class Overtaken:
-    """Stands for the reader's memory; while it is copied into, the writer publishes so many more versions."""
-
-    def __init__(self, area: ParameterArea, times: int) -> None:
-        self.area, self.times, self.copies, self.content = area, times, 0, torch.zeros(1)
-        self.dtype, self.shape = torch.uint8, (10,)
-
-    def copy_(self, source: torch.Tensor) -> None:
-        self.copies += 1
-        half = source[:5].clone()
-        for _ in range(self.times):
-            version = self.area.newest() + 1
-            self.area.publish(version, torch.full((10,), version, dtype=torch.uint8))
-        self.times = 0
-        self.content = torch.cat([half, source[5:]])
-
-
 @pytest.mark.parametrize(("published", "copies"), [(0, 1), (1, 1), (2, 2), (3, 2)])
 def test_a_reader_retries_only_if_overtaken_twice(
     published: int, copies: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("lightning_hetero.transport.areas.check_flat", lambda *args: None)
+    """While the reader copies, the writer publishes so many more versions."""
     area = ParameterArea(torch.zeros(ParameterArea.size(10), dtype=torch.uint8), 10)
     area.publish(1, torch.full((10,), 1, dtype=torch.uint8))
-    into: Any = Overtaken(area, published)
+    into, made, copy_bytes = torch.zeros(10, dtype=torch.uint8), 0, areas.copy_bytes
+
+    def overtaken(out: torch.Tensor, source: torch.Tensor, threads: int) -> None:
+        nonlocal made
+        if out is not into:
+            copy_bytes(out, source, threads)
+            return
+        copy_bytes(out[:5], source[:5], threads)
+        for version in range(2, 2 + published) if not made else ():
+            area.publish(version, torch.full((10,), version, dtype=torch.uint8))
+        made += 1
+        copy_bytes(out[5:], source[5:], threads)
+
+    monkeypatch.setattr(areas, "copy_bytes", overtaken)
     version = area.read(into)
-    assert into.copies == copies and into.content.tolist() == [version] * 10
+    assert made == copies and into.tolist() == [version] * 10
     assert version == (1 if copies == 1 else 1 + published)
+
+
+@pytest.mark.parametrize("threads", [1, 2, 3, 9])
+@pytest.mark.parametrize("size_bytes", [1, PAGE_BYTES - 1, 3 * PAGE_BYTES, 10 * PAGE_BYTES + 7])
+def test_threads_copy_every_byte_and_no_other(
+    size_bytes: int, threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(areas, "_LARGE_BYTES", PAGE_BYTES)
+    source = torch.arange(size_bytes).to(torch.uint8)
+    memory = torch.full((size_bytes + 2,), 99, dtype=torch.uint8)
+    areas.copy_bytes(memory[1:-1], source, threads)
+    assert torch.equal(memory[1:-1], source) and memory[0] == memory[-1] == 99
 
 
 def test_a_snapshot_stays_whole_while_it_is_lent() -> None:

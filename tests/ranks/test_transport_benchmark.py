@@ -12,14 +12,23 @@ from benchmarks.transport.__main__ import FLOATS, TRANSPORTS, figures
 
 @pytest.mark.parametrize("batches", [(4,), (1, 3), (2, 2), (1, 1, 2), (3, 0, 1)])
 def test_slots_are_summed_however_they_come(batches: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(processes, "BLOCK_FLOATS", 7)
-    slots = [torch.arange(20.0) * 10**rank for rank in range(4)]
-    pool = torch.full((20,), torch.nan)
-    added = 0
-    for size in batches:
-        processes._add(pool, slots[added : added + size], fresh=added == 0)
-        added += size
-    assert torch.equal(pool, torch.arange(20.0) * 1111)
+    monkeypatch.setattr(processes, "PARAMETER_FLOATS", 16)
+    layout = processes.layout_of(40)
+    assert [entry.numel for entry in layout.parameters] == [16, 16, 8]
+    summer, gradients = processes.Summer(layout), slice(*processes.span(layout))
+    slots = [torch.zeros(layout.slot_bytes, dtype=torch.uint8) for _ in range(4)]
+    for version in (1, 2):
+        for rank, slot in enumerate(slots):
+            slot[gradients].view(torch.float32).copy_(torch.arange(40.0) * version * 10**rank)
+        rest = iter(slots)
+        for size in batches:
+            for _ in range(size):
+                summer.take(next(rest))
+            summer.sum_up()
+        assert summer.taken == 4
+        assert torch.equal(summer.area.view(torch.float32)[:40], torch.arange(40.0) * version * 1111)
+        summer.begin()
+    summer.close()
 
 
 @pytest.mark.parametrize(("ours_s", "holds"), [(0.049, True), (0.051, False)])

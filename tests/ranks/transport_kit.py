@@ -25,7 +25,7 @@ from lightning_hetero.transport.base import Arrived, Happened, Link, Listener, R
 from lightning_hetero.transport.in_process import InProcess
 from lightning_hetero.transport.pairs import PairLink, PairListener
 from lightning_hetero.transport.shared_memory import SharedMemoryLink, SharedMemoryListener
-from tests.ranks import harness  # its fork server is ours, too: see tests.guards
+from tests.ranks import harness
 
 __all__ = ["CONTINUE", "DONE", "KINDS", "PATIENCE_S", "STOP", "TOKEN", "Crew", "Place", "open_place", "spawn"]
 
@@ -37,14 +37,6 @@ DONE = Reply(kind=Say.DONE)
 STOP, CONTINUE = getattr(signal, "SIGSTOP", 19), getattr(signal, "SIGCONT", 18)
 
 Worker = Callable[..., Any]
-
-
-def context() -> Any:
-    """Returns the fork server which the rank harness uses, with torch imported."""
-    forks: Any = mp.get_context("forkserver")
-    forks.set_forkserver_preload(["torch", "lightning.pytorch"])
-    assert harness.worker_pids() is not None
-    return forks
 
 
 @dataclass
@@ -126,8 +118,8 @@ def _process(kind: str, address: str, rank: int, worker: Worker, talk: Connectio
 
 
 def spawn(target: Callable[..., None], *args: Any) -> Any:
-    """Starts a process, forked from the fork server."""
-    process = context().Process(target=target, args=args, daemon=False)
+    """Starts a process like the rank harness."""
+    process = harness.process_context().Process(target=target, args=args, daemon=False)
     process.start()
     return process
 

@@ -1,0 +1,245 @@
+"""A Python that has imported Lightning already: a script starts in it at once, not after three seconds.
+
+    process = warm.start(["script.py", "--fast"], folder, environ, screen, screen)
+    process.wait(60.0)  # `poll`, `wait`, `kill` and `pid` as of subprocess.Popen
+
+Each script runs in a fork of one process that did nothing but imports (`tests.preload`): as ``__main__``, with a
+folder, an environment and a screen of its own, and with the end of any program, traceback and exit hooks included.
+What it shares with its siblings, unlike programs that are started one by one, is the seed of Python's hashes.
+A test of starting itself starts Python.
+"""
+
+from __future__ import annotations
+
+import atexit
+import io
+import json
+import os
+import runpy
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import IO, Any
+
+__all__ = ["WarmProcess", "close", "pids", "run", "start"]
+
+ROOT = Path(__file__).resolve().parents[1]
+_POLL_S = 0.01
+
+
+class WarmProcess:
+    """A running script, to be handled like a `subprocess.Popen`.
+
+    Attributes:
+        pid: its process id, which stays its own until `poll` or `wait` has told the end.
+        returncode: None until then; minus the signal's number if a signal ended it.
+    """
+
+    def __init__(self, pid: int) -> None:
+        self.pid = pid
+        self.returncode: int | None = None
+
+    def poll(self) -> int | None:
+        """Returns the exit code, None while it runs."""
+        if self.returncode is None:
+            self.returncode = _ask({"poll": self.pid})
+        return self.returncode
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Waits for the end.
+
+        Raises:
+            subprocess.TimeoutExpired: not within ``timeout`` seconds.
+        """
+        deadline = None if timeout is None else time.monotonic() + timeout
+        while (code := self.poll()) is None:
+            if deadline is not None and time.monotonic() >= deadline:
+                raise subprocess.TimeoutExpired(f"warm process {self.pid}", timeout or 0.0)
+            time.sleep(_POLL_S)
+        return code
+
+    def kill(self) -> None:
+        """Sends SIGKILL, if it still runs."""
+        if self.poll() is None:
+            os.kill(self.pid, signal.SIGKILL)
+
+
+def start(
+    command: Sequence[str], folder: Path, environ: Mapping[str, str], stdout: int, stderr: int
+) -> WarmProcess:
+    """Starts a script.
+
+    Args:
+        command: file of the script, seen from the folder, or ``"-m"`` and a module's name; then its arguments.
+        folder: where it works.
+        environ: all of its environment. What is read by imports (OMP_NUM_THREADS) has been read: it was 1.
+        stdout, stderr: descriptors of open files.
+    """
+    request = {"command": list(command), "folder": str(folder), "environ": dict(environ)}
+    return WarmProcess(_ask(request, stdout, stderr))
+
+
+def run(
+    command: Sequence[str], folder: Path, environ: Mapping[str, str], timeout: float
+) -> subprocess.CompletedProcess[str]:
+    """Runs a script to its end, and to the end of whoever else holds its screen, like `subprocess.run`.
+
+    Raises:
+        subprocess.TimeoutExpired: not within ``timeout`` seconds; the script is killed.
+    """
+    ends = [os.pipe() for _ in range(2)]
+    process = start(command, folder, environ, ends[0][1], ends[1][1])
+    for _, write in ends:
+        os.close(write)
+    said: list[list[str]] = [[], []]
+    readers = [
+        threading.Thread(target=_read, args=(os.fdopen(read), into), daemon=True)
+        for (read, _), into in zip(ends, said, strict=True)
+    ]
+    deadline = time.monotonic() + timeout
+    for reader in readers:
+        reader.start()
+    for reader in readers:
+        reader.join(max(0.0, deadline - time.monotonic()))
+    try:
+        if any(reader.is_alive() for reader in readers):
+            raise subprocess.TimeoutExpired(list(command), timeout)
+        process.wait(max(0.0, deadline - time.monotonic()))
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+        raise
+    return subprocess.CompletedProcess(list(command), process.wait(), "".join(said[0]), "".join(said[1]))
+
+
+def pids() -> set[int]:
+    """Returns the id of the process that starts all others, if it runs; leak guards leave it alone."""
+    return {_python.pid} if _python is not None else set()
+
+
+def close() -> None:
+    """Ends it; `start` starts another when needed."""
+    global _python, _line
+    if _python is not None and _line is not None:
+        _line.close()  # it ends with its line
+        _python.wait()
+        _python = _line = None
+
+
+atexit.register(close)
+
+
+# ---- this side ------------------------------------------------------------------------------------------------
+
+_python: subprocess.Popen[bytes] | None = None
+_line: socket.socket | None = None
+_turn = threading.Lock()
+
+
+def _ask(request: dict[str, Any], *files: int) -> Any:
+    with _turn:
+        return _ask_alone(request, *files)
+
+
+def _ask_alone(request: dict[str, Any], *files: int) -> Any:
+    global _python, _line
+    if _python is None or _line is None:
+        _line, other = socket.socketpair()
+        environ = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+        environ |= {"OMP_NUM_THREADS": "1", "WARM_PATHS": os.environ.get("PYTHONPATH", "")}
+        command = [sys.executable, __file__, str(other.fileno())]
+        with other:
+            _python = subprocess.Popen(
+                command, cwd="/", env=environ, stdin=subprocess.DEVNULL, pass_fds=[other.fileno()]
+            )
+    message = json.dumps(request).encode() + b"\n"
+    sent = socket.send_fds(_line, [message], list(files))
+    _line.sendall(message[sent:])
+    answer, _ = _receive(_line)
+    if not answer:
+        raise RuntimeError(f"the process that starts scripts ended with code {_python.wait()}")
+    return json.loads(answer)
+
+
+def _receive(line: socket.socket) -> tuple[bytes, list[int]]:
+    """Returns one message, and the files that came with it; an empty one if the other side has gone."""
+    message, files = b"", []
+    while not message.endswith(b"\n"):
+        part, more, _, _ = socket.recv_fds(line, 1 << 16, 2)
+        files += more
+        message += part
+        if not part:
+            return b"", files
+    return message, files
+
+
+def _read(file: IO[str], into: list[str]) -> None:
+    with file:
+        into.append(file.read())
+
+
+# ---- the other side -------------------------------------------------------------------------------------------
+
+_PATHS = sys.path[1:]  # what every Python has
+
+
+def _serve(line: socket.socket) -> list[str] | None:
+    """Starts what is asked for until nobody asks any more; in each child, returns the command to run."""
+    while True:
+        message, files = _receive(line)
+        if not message:
+            return None
+        request = json.loads(message)
+        if "poll" in request:
+            pid, status = os.waitpid(request["poll"], os.WNOHANG)
+            answer = os.waitstatus_to_exitcode(status) if pid else None
+        elif (answer := os.fork()) == 0:
+            line.close()
+            return _become(request, files)
+        for file in files:
+            os.close(file)
+        line.sendall(json.dumps(answer).encode() + b"\n")
+
+
+def _become(request: dict[str, Any], files: list[int]) -> list[str]:
+    os.chdir(request["folder"])
+    os.environ.clear()
+    os.environ.update(request["environ"])
+    for number, file in enumerate(files, 1):
+        os.dup2(file, number)
+        os.close(file)
+    return request["command"]
+
+
+def _paths(name: str) -> list[str]:
+    return list(filter(None, os.environ.get(name, "").split(os.pathsep)))
+
+
+def _play(command: list[str]) -> None:
+    """Runs it as ``python *command`` would."""
+    paths = _paths("PYTHONPATH")
+    paths += [path for path in _PATHS if path not in paths]
+    if command[0] == "-m":
+        sys.argv, sys.path = command[1:], [os.getcwd(), *paths]
+        runpy.run_module(command[1], run_name="__main__", alter_sys=True)
+    else:  # not `runpy.run_path`, which shows the script another name of itself than Python does
+        script = os.path.abspath(command[0])
+        sys.argv, sys.path = command, [os.path.dirname(script), *paths]
+        main = sys.modules["__main__"] = ModuleType("__main__")
+        main.__file__ = script
+        with io.open_code(script) as file:
+            exec(compile(file.read(), script, "exec"), vars(main))
+
+
+if __name__ == "__main__":
+    sys.path[:1] = [str(ROOT), *_paths("WARM_PATHS")]
+    from tests import preload  # noqa: F401
+
+    if (command := _serve(socket.socket(fileno=int(sys.argv[1])))) is not None:
+        _play(command)
