@@ -407,6 +407,9 @@ def _joined_group(rank: int, world_size: int, job: _Job) -> Iterator[None]:
             meeting = Path(job.folder, "store").as_uri()
             timeout = timedelta(seconds=job.timeout_s)
             dist.init_process_group("gloo", meeting, timeout, world_size, rank)
+            # None may fail and leave before all have come: where joining fails torch counts a group that it never
+            # forgets, names the next one differently than the others do, and the next job waits in vain.
+            dist.barrier()
             yield
         finally:
             faulthandler.cancel_dump_traceback_later()
