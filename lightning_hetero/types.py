@@ -16,9 +16,16 @@ from typing import Any, Protocol, runtime_checkable
 __all__ = [
     "AffineCost",
     "Allocation",
+    "Cluster",
     "Cost",
+    "Device",
     "Event",
+    "GroupPlan",
+    "LayerCost",
+    "Link",
+    "ModelCost",
     "PiecewiseLinearCost",
+    "PipelinePlan",
     "SpeedSample",
     "Status",
 ]
@@ -185,3 +192,166 @@ class Event:
     step: int
     t_s: float
     data: Mapping[str, Any] = field(default_factory=dict[str, Any])
+
+
+# ---- what a pipeline is planned from, and the plan -------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Device:
+    """One accelerator, or one process on a CPU.
+
+    Attributes:
+        name: for people, e.g. ``node0:cuda:1``.
+        speed: relative to the device that layers were profiled on; their times are divided by it.
+        mem_bytes: what training may use; ``inf``: no cap.
+
+    Raises:
+        ValueError: a speed or a memory that is not positive.
+    """
+
+    name: str
+    speed: float = 1.0
+    mem_bytes: float = math.inf
+
+    def __post_init__(self) -> None:
+        if not (math.isfinite(self.speed) and self.speed > 0.0):
+            raise ValueError(f"Device.speed={self.speed!r} of {self.name!r} must be a finite number > 0")
+        if not self.mem_bytes > 0.0:
+            raise ValueError(f"Device.mem_bytes={self.mem_bytes!r} of {self.name!r} must be > 0 (bytes)")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Link:
+    """One direction between two devices; the other direction is another link (full duplex).
+
+    Raises:
+        ValueError: a bandwidth that is not positive, or a negative latency.
+    """
+
+    bandwidth_bytes_per_s: float = math.inf
+    latency_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not self.bandwidth_bytes_per_s > 0.0:
+            raise ValueError(f"Link.bandwidth_bytes_per_s={self.bandwidth_bytes_per_s!r} must be > 0")
+        if not (math.isfinite(self.latency_s) and self.latency_s >= 0.0):
+            raise ValueError(f"Link.latency_s={self.latency_s!r} must be a finite number >= 0 (seconds)")
+
+    def seconds(self, size_bytes: float) -> float:
+        """Returns how long a message of ``size_bytes`` takes [s]."""
+        return self.latency_s + size_bytes / self.bandwidth_bytes_per_s
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Cluster:
+    """Devices by rank, and the links between them.
+
+    Attributes:
+        devices: by rank.
+        links: ``links[a][b]``: from rank a to rank b; what stands on the diagonal is not used.
+
+    Raises:
+        ValueError: no device, or links that are not a square of the devices' number.
+    """
+
+    devices: tuple[Device, ...]
+    links: tuple[tuple[Link, ...], ...]
+
+    def __post_init__(self) -> None:
+        n = len(self.devices)
+        if n < 1:
+            raise ValueError("Cluster.devices is empty: name at least one device")
+        if len(self.links) != n or any(len(row) != n for row in self.links):
+            rows = [len(row) for row in self.links]
+            raise ValueError(f"Cluster.links has rows of {rows} links; {n} devices need {n} rows of {n}")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LayerCost:
+    """What a layer, or the code before or behind the layers, costs on a device of speed 1.
+
+    Attributes:
+        name: as in the model.
+        forward, backward: time of one micro-batch by its samples [s].
+        param_bytes: of its parameters; what is synchronised between groups and moved with the layer.
+        state_bytes: parameters, gradients and optimizer state together.
+        activation_bytes: kept from forward to backward, per sample.
+        output_bytes: of what it hands on, per sample.
+    """
+
+    name: str
+    forward: AffineCost
+    backward: AffineCost
+    param_bytes: float = 0.0
+    state_bytes: float = 0.0
+    activation_bytes: float = 0.0
+    output_bytes: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModelCost:
+    """The layers of the backbone in order, and what stays with the leader of each group.
+
+    Attributes:
+        layers: of the backbone, which are divided among the devices of a group.
+        before: the training step up to the backbone; its ``output_bytes`` is the backbone's input.
+        head: behind the backbone, loss included.
+
+    Raises:
+        ValueError: no layer.
+    """
+
+    layers: tuple[LayerCost, ...]
+    before: LayerCost
+    head: LayerCost
+
+    def __post_init__(self) -> None:
+        if not self.layers:
+            raise ValueError("ModelCost.layers is empty: a pipeline needs at least one layer")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GroupPlan:
+    """One pipeline.
+
+    Attributes:
+        ranks: its devices in the order of stages; the first is the leader, which runs the training step.
+        cuts: stage s holds the layers [cuts[s], cuts[s + 1]); ``len(ranks) + 1`` strictly increasing numbers, from 0.
+        samples: its part of the global batch.
+        micro_batches: samples of each micro-batch, in order; they sum up to ``samples``.
+        depths: most micro-batches in flight, per stage.
+        total_s: modelled time of its part, without synchronisation [s].
+    """
+
+    ranks: tuple[int, ...]
+    cuts: tuple[int, ...]
+    samples: int
+    micro_batches: tuple[int, ...]
+    depths: tuple[int, ...]
+    total_s: float = math.nan
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PipelinePlan:
+    """Who computes what.
+
+    Attributes:
+        groups: the pipelines; empty if infeasible. Ranks in none of them rest.
+        status: whether there is a plan.
+        total_s: modelled time of a global batch, synchronisation included [s]; ``inf`` if infeasible.
+        sync_s: its part for the gradients' synchronisation [s].
+        lower_bound_s: no plan is faster than this [s].
+        reason: which constraint cannot be met and what would help, in words; empty when there is a plan.
+    """
+
+    groups: tuple[GroupPlan, ...]
+    status: Status = Status.OPTIMAL
+    total_s: float = math.inf
+    sync_s: float = 0.0
+    lower_bound_s: float = 0.0
+    reason: str = ""
+
+    @property
+    def ok(self) -> bool:
+        return self.status is Status.OPTIMAL

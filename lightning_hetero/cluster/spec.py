@@ -1,0 +1,399 @@
+"""A cluster as people write it down, read into a `Cluster`; and a `Cluster` as text and as plain values (layer P).
+
+    devices:                                  # or nodes: [{name, count, devices, link}], each with a link inside
+      - {name: fast, speed: 1.0, mem: 24 GiB, count: 2}
+      - {name: slow, speed: 0.25, mem: 8 GiB, count: 2}
+    link: {bandwidth: 25 Gbit/s, latency: 50 us}             # between any two devices; with nodes: of two nodes
+    links:                                                   # what differs; the later entry holds
+      - {between: [fast, slow], bandwidth: 1 Gbit/s}         # both directions; names of devices or nodes, or ranks
+      - {from: 0, to: 3, latency: 2 ms}                      # one direction
+    matrix: {bandwidth: [[...], ...], latency: [[...], ...]} # row: from, column: to; null leaves what holds already
+
+Ranks count the devices in the order written. Nothing here touches a file or a device. The format is ours.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import product
+from statistics import median
+from typing import Any, cast
+
+from lightning_hetero.cluster.units import (
+    as_bytes,
+    as_number,
+    as_rate,
+    as_seconds,
+    bytes_text,
+    rate_text,
+    seconds_text,
+)
+from lightning_hetero.types import Cluster, Device, Link
+
+__all__ = ["cluster_from_plain", "cluster_to_plain", "describe_cluster", "equal_cluster", "override_cluster"]
+
+_FREE = Link()
+_SPEC = ("devices", "nodes", "link", "links", "matrix")
+_DEVICE = ("name", "speed", "mem", "count")
+_NODE = ("name", "count", "devices", "link")
+_LINK = ("bandwidth", "latency")
+
+
+# ---- reading ---------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """A device, the node it stands in (-1: none), and every name by which ``links`` may call it."""
+
+    device: Device
+    node: int
+    names: frozenset[str]
+
+
+def cluster_from_plain(spec: Mapping[str, Any] | Cluster) -> Cluster:
+    """Reads a description made of plain mappings, lists, numbers and strings; see the module's head.
+
+    Args:
+        spec: what YAML or JSON holds, or Hydra hands over; a `Cluster` is returned as it is. Keys:
+            ``devices``: list of ``{name, speed, mem, count}``, all optional: speed relative to the device that layers
+            are profiled on (1), ``mem`` such as "24 GiB" or bytes (null: no limit), ``count`` equal ones (1).
+            ``nodes``: instead of ``devices``: list of ``{name, count, devices, link}``; its ``link`` holds among its
+            devices (left out: the outer ``link``).
+            ``link``: ``{bandwidth, latency}`` between all others; left out: free.
+            ``links``, ``matrix``: exceptions, in this order.
+
+    Returns:
+        The cluster; devices without a name of their own are numbered, ``fast:0``, and prefixed by their node,
+        ``left/fast:0``.
+
+    Raises:
+        TypeError: a mapping or a list is expected and something else was given.
+        ValueError: an unknown key or name, a value out of its range, a matrix of the wrong shape.
+
+    >>> link = {"bandwidth": "25 Gbit/s", "latency": "50 us"}
+    >>> c = cluster_from_plain({"devices": [{"name": "a", "mem": "2 GiB"}, {"name": "b", "speed": 0.5}], "link": link})
+    >>> [(d.name, d.speed, d.mem_bytes) for d in c.devices], c.links[0][1].bandwidth_bytes_per_s
+    ([('a', 1.0, 2147483648.0), ('b', 0.5, inf)], 3125000000.0)
+    """
+    if isinstance(spec, Cluster):
+        return spec
+    given = _mapping("cluster", spec, _SPEC)
+    if ("devices" in given) == ("nodes" in given):
+        raise ValueError(f"cluster has keys {sorted(given)}: give either devices or nodes")
+    places = _places(given)
+    table = _Table(places)
+    _read_links(given, table)
+    return Cluster(devices=tuple(p.device for p in places), links=table.links())
+
+
+def _places(given: Mapping[str, Any]) -> list[_Place]:
+    numbers: Counter[str] = Counter()  # of names that repeat
+    if "devices" in given:
+        return _devices("devices", given["devices"], numbers, node=-1, prefix="", names=frozenset())
+    places: list[_Place] = []
+    node_numbers: Counter[str] = Counter()
+    nodes = 0
+    for at, entry in _entries("nodes", given["nodes"], _NODE):
+        for name, base in _names(at, entry, "node", node_numbers):
+            prefix, names = f"{name}/", frozenset({name, base})
+            places += _devices(f"{at}.devices", entry.get("devices"), Counter(), node=nodes, prefix=prefix, names=names)
+            nodes += 1
+    return places
+
+
+def _devices(
+    at: str, value: Any, numbers: Counter[str], *, node: int, prefix: str, names: frozenset[str]
+) -> list[_Place]:
+    places: list[_Place] = []
+    for here, entry in _entries(at, value, _DEVICE):
+        speed = as_number(f"{here}.speed", entry.get("speed", 1.0), above=True)
+        mem_bytes = as_bytes(f"{here}.mem", entry.get("mem"))
+        for name, base in _names(here, entry, "device", numbers):
+            device = Device(name=prefix + name, speed=speed, mem_bytes=mem_bytes)
+            places.append(_Place(device, node, names | {base, name, device.name}))
+    return places
+
+
+def _names(at: str, entry: Mapping[str, Any], default: str, numbers: Counter[str]) -> list[tuple[str, str]]:
+    """Returns (name, name without number) for each of the entry's ``count``; a given name without count stays."""
+    base = entry.get("name", default)
+    if not isinstance(base, str) or not base:
+        raise ValueError(f"{at}.name={base!r} must be a text that is not empty")
+    if "name" in entry and "count" not in entry:
+        return [(base, base)]
+    names: list[tuple[str, str]] = []
+    for _ in range(_whole(f"{at}.count", entry.get("count", 1), least=1)):
+        names.append((f"{base}:{numbers[base]}", base))
+        numbers[base] += 1
+    return names
+
+
+class _Table:
+    """Bandwidths [bytes/s] and latencies [s] by (from, to), which exceptions overwrite in turn."""
+
+    def __init__(self, places: Sequence[_Place]) -> None:
+        n = len(places)
+        self.places = places
+        self.bandwidth = [[math.inf] * n for _ in range(n)]
+        self.latency = [[0.0] * n for _ in range(n)]
+
+    def put(self, at: str, values: Mapping[str, Any], pairs: Sequence[tuple[int, int]]) -> None:
+        """Sets what ``values`` names of bandwidth and latency."""
+        if "bandwidth" in values:
+            rate = as_rate(f"{at}.bandwidth", values["bandwidth"])
+            for a, b in pairs:
+                self.bandwidth[a][b] = rate
+        if "latency" in values:
+            seconds = as_seconds(f"{at}.latency", values["latency"])
+            for a, b in pairs:
+                self.latency[a][b] = seconds
+
+    def ranks(self, at: str, end: Any) -> list[int]:
+        """Returns the ranks an end of a link stands for: a rank, or every device of that name or node."""
+        n = len(self.places)
+        if isinstance(end, str):
+            if ranks := [r for r, place in enumerate(self.places) if end in place.names]:
+                return ranks
+            known = sorted({name for place in self.places for name in place.names})
+            raise ValueError(f"{at}={end!r} is no device and no node: choose one of {', '.join(known)}, or a rank")
+        rank = _whole(at, end)
+        if rank >= n:
+            raise ValueError(f"{at}={rank} must be a rank in 0..{n - 1}: the cluster has {n} devices")
+        return [rank]
+
+    def links(self) -> tuple[tuple[Link, ...], ...]:
+        made: dict[tuple[float, float], Link] = {}  # a thousand devices have a million links, few of them different
+
+        def link(bandwidth: float, latency: float) -> Link:
+            key = bandwidth, latency
+            if key not in made:
+                made[key] = Link(bandwidth_bytes_per_s=bandwidth, latency_s=latency)
+            return made[key]
+
+        return tuple(tuple(map(link, *rows)) for rows in zip(self.bandwidth, self.latency, strict=True))
+
+
+def _read_links(given: Mapping[str, Any], table: _Table) -> None:
+    everyone = range(len(table.places))
+    if given.get("link") is not None:
+        outer = _mapping("link", given["link"], _LINK)
+        table.put("link", outer, [(a, b) for a, b in product(everyone, everyone) if a != b])
+    if "nodes" in given:
+        _read_inner(given["nodes"], table)
+    for at, entry in _entries("links", given.get("links") or (), ("between", "from", "to", *_LINK), least=0):
+        if not set(entry) & set(_LINK):
+            raise ValueError(f"{at}={dict(entry)!r} changes nothing: give bandwidth, latency or both")
+        table.put(at, entry, _ends(at, entry, table))
+    if given.get("matrix") is not None:
+        matrix = _mapping("matrix", given["matrix"], _LINK)
+        _read_matrix("matrix.bandwidth", matrix.get("bandwidth"), table.bandwidth, as_rate)
+        _read_matrix("matrix.latency", matrix.get("latency"), table.latency, as_seconds)
+
+
+def _read_inner(nodes: Any, table: _Table) -> None:
+    """Puts each node's own link among its devices; nodes that an entry's count repeats share the entry."""
+    count = 0
+    for at, entry in _entries("nodes", nodes, _NODE):
+        inner = {} if entry.get("link") is None else _mapping(f"{at}.link", entry["link"], _LINK)
+        for _ in range(_whole(f"{at}.count", entry.get("count", 1), least=1)):
+            ranks = [r for r, place in enumerate(table.places) if place.node == count]
+            table.put(f"{at}.link", inner, [(a, b) for a, b in product(ranks, ranks) if a != b])
+            count += 1
+
+
+def _ends(at: str, entry: Mapping[str, Any], table: _Table) -> list[tuple[int, int]]:
+    both, one = "between" in entry, {"from", "to"} & set(entry)
+    if both == bool(one) or (one and len(one) < 2):
+        raise ValueError(f"{at}={dict(entry)!r} must name its ends: either between: [a, b], or from: a and to: b")
+    if both:
+        ends = _sequence(f"{at}.between", entry["between"])
+        if len(ends) != 2:
+            raise ValueError(f"{at}.between={list(ends)!r} must hold two ends, e.g. [0, 3] or [left, right]")
+        here, there = (table.ranks(f"{at}.between[{i}]", end) for i, end in enumerate(ends))
+    else:
+        here, there = table.ranks(f"{at}.from", entry["from"]), table.ranks(f"{at}.to", entry["to"])
+    pairs = [(a, b) for a, b in product(here, there) if a != b]
+    if not pairs:
+        raise ValueError(f"{at}={dict(entry)!r} joins rank {here[0]} with itself: name two different devices")
+    return pairs + [(b, a) for a, b in pairs] if both else pairs
+
+
+def _read_matrix(at: str, value: Any, into: list[list[float]], read: Callable[[str, Any], float]) -> None:
+    if value is None:
+        return
+    n = len(into)
+    rows = [_sequence(f"{at}[{a}]", row) for a, row in enumerate(_sequence(at, value))]
+    if len(rows) != n or any(len(row) != n for row in rows):
+        sizes = [len(row) for row in rows]
+        raise ValueError(f"{at} has rows of {sizes} entries; {n} devices need {n} rows of {n} (row: from, column: to)")
+    for (a, row), b in product(enumerate(rows), range(n)):
+        if row[b] is not None:
+            into[a][b] = read(f"{at}[{a}][{b}]", row[b])
+
+
+def _mapping(at: str, value: Any, keys: Sequence[str]) -> dict[str, Any]:
+    if not isinstance(value, Mapping):  # Hydra's mappings are no dicts
+        raise TypeError(f"{at}={value!r} must be a mapping with some of the keys {', '.join(keys)}")
+    given = {str(key): item for key, item in cast("Mapping[Any, Any]", value).items()}
+    if unknown := sorted(set(given) - set(keys)):
+        raise ValueError(f"{at} has unknown keys {unknown}: it takes {', '.join(keys)}")
+    return given
+
+
+def _sequence(at: str, value: Any) -> Sequence[Any]:
+    if not isinstance(value, Sequence) or isinstance(value, str):
+        raise TypeError(f"{at}={value!r} must be a list")
+    return cast("Sequence[Any]", value)
+
+
+def _entries(
+    at: str, value: Any, keys: Sequence[str], *, least: int = 1
+) -> list[tuple[str, dict[str, Any]]]:
+    entries = [(f"{at}[{i}]", _mapping(f"{at}[{i}]", v, keys)) for i, v in enumerate(_sequence(at, value))]
+    if len(entries) < least:
+        raise ValueError(f"{at} is empty: name at least one, e.g. {{name: fast, speed: 1.0, count: 2}}")
+    return entries
+
+
+def _whole(at: str, value: Any, *, least: int = 0) -> int:
+    try:
+        number = least - 1 if isinstance(value, bool) else operator.index(value)
+    except TypeError:
+        number = least - 1
+    if number < least:
+        raise ValueError(f"{at}={value!r} must be a whole number >= {least}")
+    return number
+
+
+# ---- writing, changing, showing --------------------------------------------------------------------------------
+
+
+def cluster_to_plain(cluster: Cluster) -> dict[str, Any]:
+    """Returns strict JSON values which `cluster_from_plain` reads back as an equal cluster.
+
+    Infinite memory and bandwidth become ``None``; every device and every link is written out.
+    """
+    return {
+        "devices": [
+            {"name": d.name, "speed": d.speed, "mem": _finite(d.mem_bytes)} for d in cluster.devices
+        ],
+        "matrix": {
+            "bandwidth": [[_finite(link.bandwidth_bytes_per_s) for link in row] for row in cluster.links],
+            "latency": [[link.latency_s for link in row] for row in cluster.links],
+        },
+    }
+
+
+def _finite(value: float) -> float | None:
+    return None if value == math.inf else value
+
+
+def equal_cluster(size: int, *, link: Link = _FREE, mem_bytes: float = math.inf) -> Cluster:
+    """Returns ``size`` devices of speed 1 with the same link between any two.
+
+    Raises:
+        ValueError: ``size`` < 1, or ``mem_bytes`` is not positive.
+    """
+    size = _whole("size", size, least=1)
+    devices = tuple(Device(name=f"device:{rank}", mem_bytes=mem_bytes) for rank in range(size))
+    links = tuple(tuple(_FREE if a == b else link for b in range(size)) for a in range(size))
+    return Cluster(devices=devices, links=links)
+
+
+def override_cluster(
+    cluster: Cluster,
+    *,
+    speeds: Sequence[float] | None = None,
+    mem_bytes: Sequence[float | None] | None = None,
+    links: Sequence[Sequence[Link]] | None = None,
+) -> Cluster:
+    """Returns the cluster with other speeds, memory or links, e.g. emulated ones in place of measured ones.
+
+    Args:
+        cluster: what to change; names stay.
+        speeds: by rank.
+        mem_bytes: by rank; ``None``: no limit [bytes].
+        links: ``links[a][b]`` from rank a to rank b.
+
+    Raises:
+        ValueError: not as many as there are devices, or a value out of its range.
+    """
+    n = len(cluster.devices)
+    for name, given in (("speeds", speeds), ("mem_bytes", mem_bytes)):
+        if given is not None and len(given) != n:
+            raise ValueError(f"{name}={list(given)!r} must have one entry per device: the cluster has {n}")
+    devices = list(cluster.devices)
+    if speeds is not None:
+        devices = [replace(d, speed=float(s)) for d, s in zip(devices, speeds, strict=True)]
+    if mem_bytes is not None:
+        caps = [math.inf if m is None else float(m) for m in mem_bytes]
+        devices = [replace(d, mem_bytes=m) for d, m in zip(devices, caps, strict=True)]
+    rows = cluster.links if links is None else tuple(tuple(row) for row in links)
+    return Cluster(devices=tuple(devices), links=rows)
+
+
+def describe_cluster(cluster: Cluster, *, most: int = 12) -> str:
+    """Returns the cluster as a table for people.
+
+    Args:
+        cluster: what to show.
+        most: up to so many devices every link is shown; beyond, only how they are distributed.
+
+    >>> slow = Link(bandwidth_bytes_per_s=125e6, latency_s=2e-4)
+    >>> print(describe_cluster(equal_cluster(2, link=slow, mem_bytes=2.0**31)))
+    rank  device    speed  memory
+       0  device:0  1      2 GiB
+       1  device:1  1      2 GiB
+    links: 125 MB/s, 200 us between any two
+    """
+    n = len(cluster.devices)
+    rows = [("rank", "device", "speed", "memory")]
+    rows += [
+        (f"{rank:4d}", d.name, f"{d.speed:.3g}", bytes_text(d.mem_bytes)) for rank, d in enumerate(cluster.devices)
+    ]
+    lines = _aligned(rows)
+    between = [cluster.links[a][b] for a in range(n) for b in range(n) if a != b]
+    kinds = Counter(between)
+    if not between:
+        return "\n".join(lines)
+    if len(kinds) == 1:
+        return "\n".join([*lines, f"links: {_link_text(between[0])} between any two"])
+    if n <= most:
+        for title, text in (("bandwidth", _bandwidth_text), ("latency", _latency_text)):
+            head = ("", *map(str, range(n)))
+            body = [
+                (str(a), *("-" if a == b else text(cluster.links[a][b]) for b in range(n))) for a in range(n)
+            ]
+            lines += [f"{title}, from row to column", *_aligned([head, *body])]
+    elif len(kinds) <= most:
+        counted = sorted(kinds.items(), key=lambda item: (-item[1], item[0].latency_s))
+        lines += [f"links: {count} of {_link_text(link)}" for link, count in counted]
+    else:
+        rates = [link.bandwidth_bytes_per_s for link in between]
+        waits = [link.latency_s for link in between]
+        for title, values, text in (("bandwidth", rates, rate_text), ("latency", waits, seconds_text)):
+            low, middle, high = text(min(values)), text(median(values)), text(max(values))
+            lines.append(f"{title} of {len(between)} links: {low} to {high}, median {middle}")
+    return "\n".join(lines)
+
+
+def _bandwidth_text(link: Link) -> str:
+    return rate_text(link.bandwidth_bytes_per_s)
+
+
+def _latency_text(link: Link) -> str:
+    return seconds_text(link.latency_s)
+
+
+def _link_text(link: Link) -> str:
+    return f"{_bandwidth_text(link)}, {_latency_text(link)}"
+
+
+def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return ["  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)).rstrip() for row in rows]

@@ -1,0 +1,123 @@
+"""Sizes, rates and times as people write them: "24 GiB", "25 Gbit/s", "50 us"; and back to text (layer P).
+
+A bare number is in the base unit: bytes, bytes per second, seconds. ``null`` and "inf" mean no limit where that has a
+meaning. Powers of ten and of two are told apart (GB, GiB), and so are bits and bytes: "Gb/s" is refused, because half
+of those who write it mean the other one.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from typing import Any
+
+__all__ = ["as_bytes", "as_number", "as_rate", "as_seconds", "bytes_text", "rate_text", "seconds_text"]
+
+_QUANTITY = re.compile(r"\s*([+-]?(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?|inf)\s*([^\d\s].*?)?\s*")
+
+_DECIMAL = {"": 1.0, "k": 1e3, "K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}
+_BINARY = {"Ki": 2.0**10, "Mi": 2.0**20, "Gi": 2.0**30, "Ti": 2.0**40}
+
+_BYTES = {f"{prefix}B": factor for prefix, factor in (_DECIMAL | _BINARY).items()}
+_RATES = {
+    **{f"{unit}/s": factor for unit, factor in _BYTES.items()},
+    **{f"{prefix}{bit}": f / 8 for prefix, f in _DECIMAL.items() for bit in ("bit/s", "bps")},
+}
+_SECONDS = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "\u00b5s": 1e-6, "\u03bcs": 1e-6, "ns": 1e-9}
+
+
+def as_number(name: str, value: Any, *, least: float = 0.0, above: bool = False) -> float:
+    """Returns a finite float >= ``least`` (> if ``above``).
+
+    Raises:
+        ValueError: anything else.
+    """
+    sign = ">" if above else ">="
+    number = _read(name, value, {}, f"a finite number {sign} {least:g}")
+    if not math.isfinite(number) or number < least or (above and number == least):
+        raise ValueError(f"{name}={value!r} must be a finite number {sign} {least:g}")
+    return number
+
+
+def as_bytes(name: str, value: Any) -> float:
+    """Returns a size > 0 [bytes]; ``inf`` for ``None`` (no limit).
+
+    Raises:
+        ValueError: not a size.
+    """
+    return _positive(name, value, _BYTES, 'a size > 0 such as "24 GiB", "2.0 GB" or a number of bytes, or null')
+
+
+def as_rate(name: str, value: Any) -> float:
+    """Returns a bandwidth > 0 [bytes/s]; ``inf`` for ``None`` (transfers cost their latency only).
+
+    Raises:
+        ValueError: not a bandwidth.
+    """
+    wanted = 'a bandwidth > 0 such as "25 Gbit/s", "3 GB/s" or a number of bytes per second, or null'
+    return _positive(name, value, _RATES, wanted)
+
+
+def as_seconds(name: str, value: Any) -> float:
+    """Returns a finite time >= 0 [s].
+
+    Raises:
+        ValueError: not a time.
+    """
+    wanted = 'a time >= 0 such as "50 us", "0.2 ms" or a number of seconds'
+    seconds = _read(name, value, _SECONDS, wanted)
+    if not (math.isfinite(seconds) and seconds >= 0.0):
+        raise ValueError(f"{name}={value!r} must be {wanted}")
+    return seconds
+
+
+def bytes_text(size_bytes: float) -> str:
+    """Returns a size in powers of two, e.g. ``"24 GiB"``; ``"no limit"`` for ``inf``."""
+    if size_bytes == math.inf:
+        return "no limit"
+    prefix = next((p for p in ("Ti", "Gi", "Mi", "Ki") if size_bytes >= _BINARY[p]), "")
+    return f"{_short(size_bytes / _BINARY.get(prefix, 1.0))} {prefix}B"
+
+
+def rate_text(bytes_per_s: float) -> str:
+    """Returns a bandwidth in powers of ten, e.g. ``"3.12 GB/s"``; ``"free"`` for ``inf``."""
+    if bytes_per_s == math.inf:
+        return "free"
+    prefix = next((p for p in ("T", "G", "M", "k") if bytes_per_s >= _DECIMAL[p]), "")
+    return f"{_short(bytes_per_s / _DECIMAL[prefix])} {prefix}B/s"
+
+
+def seconds_text(seconds: float) -> str:
+    """Returns a time in the unit that reads best, e.g. ``"50 us"``."""
+    unit = next((u for u in ("s", "ms", "us") if seconds >= _SECONDS[u]), "ns")
+    return f"{_short(seconds / _SECONDS[unit])} {unit}" if seconds else "0 s"
+
+
+def _short(number: float) -> str:
+    return f"{number:.0f}" if number >= 100 else f"{number:.3g}"
+
+
+def _positive(name: str, value: Any, units: Mapping[str, float], wanted: str) -> float:
+    number = math.inf if value is None else _read(name, value, units, wanted)
+    if not number > 0.0:
+        raise ValueError(f"{name}={value!r} must be {wanted}")
+    return number
+
+
+def _read(name: str, value: Any, units: Mapping[str, float], wanted: str) -> float:
+    if isinstance(value, str):
+        # YAML 1.1 reads 1e9 as text: a number in quotes is a number.
+        match = _QUANTITY.fullmatch(value)
+        unit = "" if match is None else match[2] or ""
+        if match is None or (unit and unit not in units):
+            known = f" (units: {', '.join(units)})" if units else ""
+            raise ValueError(f"{name}={value!r} must be {wanted}{known}")
+        return float(match[1]) * units.get(unit, 1.0)
+    try:
+        number = math.nan if isinstance(value, bool) else float(value)
+    except (TypeError, ValueError):
+        number = math.nan
+    if math.isnan(number):
+        raise ValueError(f"{name}={value!r} must be {wanted}")
+    return number
