@@ -8,7 +8,7 @@ import pkgutil
 
 import pytest
 
-PACKAGES = ("lightning_hetero.solvers", "lightning_hetero.predictors")
+PACKAGES = ("lightning_hetero.solvers", "lightning_hetero.predictors", "lightning_hetero.pipeline.schedule")
 
 
 def _modules() -> list[str]:

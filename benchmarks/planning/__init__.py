@@ -1,0 +1,1 @@
+"""What plans and schedules are worth, on modelled pipelines: no process, no network."""
