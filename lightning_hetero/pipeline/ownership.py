@@ -1,0 +1,300 @@
+"""Who holds which parameter and buffer of the model (layer T).
+
+    module     before | layer 0 | layer 1 | layer 2 | layer 3 | head       before and head: "outside" the layers
+    group 0    rank 2 |------ rank 2 -----|------ rank 0 -----| rank 2     leaders hold what is outside
+    group 1    rank 1 | rank 1  |---------- rank 3 -----------| rank 1     ranks in no group hold nothing
+    owners     (2, 1)   (2, 1)    (2, 3)    (0, 3)    (0, 3)    (2, 1)     one rank per group, group 0 first
+
+The unit of ownership is the layer. A parameter that two units share (tied weights) needs one owner per group, because
+its gradient is the sum over its uses; a plan that separates them is refused. A *buffer* that several layers share, such
+as a causal mask or a rotary table, is kept by every rank that needs it: nothing is summed there.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from bisect import bisect_right
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from types import MappingProxyType
+
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+
+from lightning_hetero.types import GroupPlan, PipelinePlan
+
+__all__ = ["Ownership", "Tie", "tied"]
+
+Unit = int | None
+"""A layer's index, or None: outside the layers."""
+
+_OUTSIDE: frozenset[Unit] = frozenset({None})
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Tie:
+    """One parameter with several users, which must be on one rank in each group.
+
+    Attributes:
+        names: all its names in the module.
+        layers: indices of the layers that use it, increasing.
+        outside: whether something outside the layers uses it, too: then the layers must be on the leader.
+    """
+
+    names: tuple[str, ...]
+    layers: tuple[int, ...]
+    outside: bool
+
+    def __str__(self) -> str:
+        users = [f"layer {i}" for i in self.layers] + ["the code outside the layers"] * self.outside
+        return f"{' = '.join(map(repr, self.names))}, used by {' and '.join(users)}"
+
+
+def tied(module: nn.Module, layers: Sequence[nn.Module]) -> tuple[Tie, ...]:
+    """Returns the parameters that layers share with one another or with the rest of the module.
+
+    A planner keeps the layers from the first to the last of a `Tie` on one device, and on the leader's if it is tied
+    outside. The same module under a second name (``self.first = self.backbone[0]``) is no second user.
+
+    Args:
+        module: the whole model.
+        layers: of the backbone, in order.
+
+    Raises:
+        ValueError: a layer is not part of the module, or a lazy module has not been run yet.
+    """
+    return tuple(
+        Tie(names=entry.names, layers=_layers_of(entry), outside=None in entry.units)
+        for entry in _entries(module, layers)
+        if entry.is_parameter and len(entry.units) > 1
+    )
+
+
+class Ownership:
+    """Which rank holds which parameter and buffer of a model under a plan.
+
+    Keeps names only, no tensors: it stays right when parameters are replaced (`pruning.prune`).
+
+    Args:
+        module: the whole model, all parameters in place.
+        layers: of the backbone, in order; modules inside ``module``.
+        plan: which rank holds which layers.
+        rank: this rank; may be one that rests.
+
+    Attributes:
+        layer_of: name of each parameter and buffer, all names of shared ones, in the module's order -> its layer;
+            None: outside. What is used in several places counts for the first, and as outside if it is used there.
+        first_name: -> the first of its names, which stands for it: as `torch.nn.Module.named_parameters` chooses.
+        parameters, buffers: the first names, in the module's order.
+        groups: the ranks of each, in the order of stages.
+        leaders: the first of each.
+        rank: as passed.
+        digest: of all this and of the tensors' shapes and dtypes and which are trained; the same on all ranks.
+
+    Raises:
+        ValueError: no plan, or one for another number of layers; a layer outside the module; a lazy module;
+            tied weights whose users are on different ranks, with what can be done.
+    """
+
+    def __init__(
+        self, module: nn.Module, layers: Sequence[nn.Module], plan: PipelinePlan, *, rank: int
+    ) -> None:
+        _check_plan(plan, len(layers))
+        if rank < 0:
+            raise ValueError(f"rank={rank} must be >= 0")
+        self.rank = rank
+        self.groups = tuple(group.ranks for group in plan.groups)
+        self.leaders = tuple(group.ranks[0] for group in plan.groups)
+        self.parameters: tuple[str, ...] = ()
+        self.buffers: tuple[str, ...] = ()
+        layer_of: dict[str, Unit] = {}
+        first_name: dict[str, str] = {}
+        self._layer_of_module = _layers_of_modules(module, layers)
+        self._owners: dict[str, tuple[int, ...]] = {}
+        self._holders: dict[str, tuple[int, ...]] = {}
+        self._shared: set[str] = set()
+        units: tuple[Unit, ...] = (None, *range(len(layers)))
+        self._units = {unit: tuple(_owner(group, unit) for group in plan.groups) for unit in units}
+        digest = hashlib.sha256(repr([(group.ranks, group.cuts) for group in plan.groups]).encode())
+        for entry in _entries(module, layers):
+            name, unit = entry.names[0], entry.unit
+            owners = self._units[unit]
+            holders = {_owner(group, u) for group in plan.groups for u in entry.units}
+            if entry.is_parameter:
+                for number, group in enumerate(plan.groups):
+                    ranks = {_owner(group, u) for u in entry.units}
+                    if len(ranks) > 1:
+                        raise ValueError(_separated(entry, number, sorted(ranks)))
+                self.parameters += (name,)
+            else:
+                self.buffers += (name,)
+            self._owners[name] = owners
+            self._holders[name] = (*owners, *sorted(holders - set(owners)))
+            if len(entry.units) > 1:
+                self._shared.add(name)
+            layer_of.update(dict.fromkeys(entry.names, unit))
+            first_name.update(dict.fromkeys(entry.names, name))
+            digest.update(repr((entry.names, entry.shape, entry.dtype, entry.trained, unit)).encode())
+        order = [name for name, _ in (*_named(module, "parameters"), *_named(module, "buffers"))]
+        self.layer_of: Mapping[str, Unit] = MappingProxyType({name: layer_of[name] for name in order})
+        self.first_name: Mapping[str, str] = MappingProxyType(first_name)
+        self.digest = digest.hexdigest()
+
+    # ---- by name -----------------------------------------------------------------------------------------------
+
+    def owners(self, name: str) -> tuple[int, ...]:
+        """Returns one rank per group, group 0 first; by it values and gradients count.
+
+        Raises:
+            KeyError: no parameter or buffer has this name.
+        """
+        return self._owners[self.first_name[name]]
+
+    def holders(self, name: str) -> tuple[int, ...]:
+        """Returns the owners, and behind them what other ranks keep a copy: of buffers that layers share."""
+        return self._holders[self.first_name[name]]
+
+    def owners_of_layer(self, layer: Unit) -> tuple[int, ...]:
+        """Returns the same for a layer, or for what is outside (None), whether it has parameters or not."""
+        return self._units[layer]
+
+    def owners_of_key(self, key: str) -> tuple[int, ...]:
+        """Returns the same for any key of a state dict, by the module that it begins with."""
+        path = key
+        while path and path not in self._layer_of_module:
+            path = path.rpartition(".")[0]
+        return self._units[self._layer_of_module[path]]
+
+    def holds(self, name: str) -> bool:
+        """Whether this rank keeps the parameter or buffer."""
+        return self.rank in self.holders(name)
+
+    def is_shared(self, name: str) -> bool:
+        """Whether several layers use it, or a layer and what is outside."""
+        return self.first_name[name] in self._shared
+
+    def owned(self) -> tuple[str, ...]:
+        """Returns all names, also further ones of shared tensors, of what this rank keeps, in the module's order."""
+        return tuple(name for name in self.layer_of if self.holds(name))
+
+    # ---- tensors -----------------------------------------------------------------------------------------------
+
+    def tensors(self, module: nn.Module) -> dict[str, Tensor]:
+        """Returns the present parameters and buffers of ``module`` by their first names.
+
+        Raises:
+            ValueError: the module has other parameters or buffers than the one this was made from.
+        """
+        found = {**dict(_named(module, "parameters")), **dict(_named(module, "buffers"))}
+        if found.keys() != self.layer_of.keys():
+            new = sorted(found.keys() - self.layer_of.keys())
+            gone = sorted(self.layer_of.keys() - found.keys())
+            raise ValueError(
+                f"the module's parameters and buffers have changed since the layers were divided: new {new[:5]},"
+                f" gone {gone[:5]}; make the model complete before training, e.g. in configure_model"
+            )
+        return {name: found[name] for name in (*self.parameters, *self.buffers)}
+
+
+# ---- what the module consists of -------------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class _Entry:
+    """One tensor: its names, and the units whose modules hold it."""
+
+    names: tuple[str, ...]
+    is_parameter: bool
+    shape: tuple[int, ...]
+    dtype: object
+    trained: bool
+    units: frozenset[Unit] = frozenset()
+
+    @property
+    def unit(self) -> Unit:
+        return None if None in self.units else min(_layers_of(self))
+
+
+def _layers_of(entry: _Entry) -> tuple[int, ...]:
+    return tuple(sorted(u for u in entry.units if u is not None))
+
+
+def _named(module: nn.Module, kind: str) -> Iterator[tuple[str, Tensor]]:
+    """All names of shared tensors, too: state dicts have them all."""
+    return getattr(module, f"named_{kind}")(remove_duplicate=False)
+
+
+def _users(layers: Sequence[nn.Module]) -> dict[int, frozenset[Unit]]:
+    """Returns the layers that a module belongs to, by its id; modules outside are not in it."""
+    users: dict[int, frozenset[Unit]] = {}
+    for index, layer in enumerate(layers):
+        for part in layer.modules():
+            users[id(part)] = users.get(id(part), frozenset()) | {index}
+    return users
+
+
+def _layers_of_modules(module: nn.Module, layers: Sequence[nn.Module]) -> dict[str, Unit]:
+    users = _users(layers)
+    return {
+        path: min((u for u in users.get(id(part), ()) if u is not None), default=None)
+        for path, part in module.named_modules(remove_duplicate=False)
+    }
+
+
+def _entries(module: nn.Module, layers: Sequence[nn.Module]) -> list[_Entry]:
+    """Returns the parameters and then the buffers, each tensor once, in the module's order."""
+    units = _users(layers)
+    inside = {id(part) for part in module.modules()}
+    if lost := [i for i, layer in enumerate(layers) if id(layer) not in inside]:
+        raise ValueError(
+            f"layers {lost} of the backbone are not part of {type(module).__name__}: register them as submodules"
+        )
+    entries: dict[tuple[int, bool], _Entry] = {}
+    for is_parameter in (True, False):
+        for path, part in module.named_modules(remove_duplicate=False):
+            users = units.get(id(part), _OUTSIDE)
+            named = part.named_parameters if is_parameter else part.named_buffers
+            for name, tensor in named(path, recurse=False, remove_duplicate=False):
+                if is_lazy(tensor):
+                    raise ValueError(
+                        f"{name!r} has no shape yet (a lazy module): run one forward pass before training, e.g. in"
+                        " the constructor"
+                    )
+                key = id(tensor), is_parameter
+                if key not in entries:
+                    entries[key] = _Entry(
+                        (), is_parameter, tuple(tensor.shape), tensor.dtype, tensor.requires_grad
+                    )
+                entries[key].names += (name,)
+                entries[key].units |= users
+    return list(entries.values())
+
+
+def _owner(group: GroupPlan, unit: Unit) -> int:
+    return group.ranks[0 if unit is None else bisect_right(group.cuts, unit) - 1]
+
+
+def _check_plan(plan: PipelinePlan, layers: int) -> None:
+    if not plan.ok or not plan.groups:
+        raise ValueError(f"there is no plan: {plan.reason or 'it has no group'}")
+    for number, group in enumerate(plan.groups):
+        cuts = group.cuts
+        increasing = all(a < b for a, b in pairwise(cuts))
+        if len(cuts) != len(group.ranks) + 1 or not increasing or (cuts[0], cuts[-1]) != (0, layers):
+            raise ValueError(
+                f"group {number} has cuts {cuts} for ranks {group.ranks}; {layers} layers need"
+                f" {len(group.ranks) + 1} increasing numbers from 0 to {layers}"
+            )
+    ranks = [rank for group in plan.groups for rank in group.ranks]
+    if len(set(ranks)) != len(ranks):
+        raise ValueError(f"a rank stands in two places of the plan: {[group.ranks for group in plan.groups]}")
+
+
+def _separated(entry: _Entry, group: int, ranks: list[int]) -> str:
+    tie = Tie(names=entry.names, layers=_layers_of(entry), outside=None in entry.units)
+    return (
+        f"tied weights: one parameter is {tie}, but group {group} of the plan divides them among the ranks {ranks},"
+        " and its gradient would be summed on none of them. Give the planner what `tied` returns so that it keeps them"
+        " together, name a backbone that leaves these layers out, or untie them"
+    )
