@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
@@ -13,9 +12,8 @@ from torch.utils.data import DataLoader
 
 from lightning_hetero import lightning_compat as compat
 from lightning_hetero.balanced.controller import Controller, ExchangeClock
-from lightning_hetero.balanced.policy import BalancePolicy, ShareBounds, scale_shares
+from lightning_hetero.balanced.policy import BalancePolicy, ShareBounds
 from lightning_hetero.data import (
-    ContinuedOrder,
     EpochOrder,
     GlobalBatchSampler,
     LoaderSpec,
@@ -24,9 +22,10 @@ from lightning_hetero.data import (
     rebatched_loader,
     rebatched_stream,
 )
-from lightning_hetero.data.batches import micro_batch_size
+from lightning_hetero.data.batches import HandedParts, micro_batch_size
 from lightning_hetero.data.stream import StreamMode
 from lightning_hetero.glue.orders import OrderFinder
+from lightning_hetero.solvers.apportion import scale_shares
 from lightning_hetero.transport.side_channel import SideChannel
 
 if TYPE_CHECKING:
@@ -56,7 +55,7 @@ class _Slot:
     order: EpochOrder | None
     read_ahead: int = 0
     unsized: bool = False
-    handed: deque[Part] = field(default_factory=deque)
+    handed: HandedParts = field(default_factory=HandedParts)
     loader: Any = None
     micro_batches: int = 1
 
@@ -258,10 +257,8 @@ class LoaderBinder:
         """Returns this rank's part of batch ``step``; of several loaders the primary's, fetch times added up."""
         parts: dict[int, Part] = {}
         for i, slot in enumerate(self._slots):
-            # Batches that were fetched but never trained on (a user's look at the loader, an epoch cut short) stay
-            # behind: the latest of this number counts, what came before it is void.
-            for _ in range(max((n for n, p in enumerate(slot.handed, 1) if p.step == step), default=0)):
-                parts[i] = slot.handed.popleft()
+            if (part := slot.handed.take(step)) is not None:
+                parts[i] = part
         if not parts:
             raise RuntimeError(f"no part is known for training batch {step}; this is a bug of lightning_hetero")
         if len(self._slots) == 1:
@@ -295,17 +292,9 @@ class LoaderBinder:
             "global_batch_size": self.global_batch_size,
             "batch_size": primary.spec.batch_size if primary else None,
             "orders": [s.order.state_dict() if s.order else {} for s in self._slots],
-            "applied": self._applied(),
+            "applied": self.orders.applied(self._slots[0].order if self._slots else None),
             "policy": self.policy.state_dict(),
         }
-
-    def _applied(self) -> dict[str, Any]:
-        """Returns what was trained of an epoch that another engine had begun; empty if the order is as always."""
-        order = self._slots[0].order if self._slots else None
-        epoch, step = compat.epoch_running(self._trainer), compat.batches_trained(self._trainer)
-        if not isinstance(order, ContinuedOrder) or order.epoch != epoch or not order.step <= step < len(order):
-            return {}
-        return {"epoch": epoch, "tick": step, "spans": [list(span) for span in order.trained(step)]}
 
     def restore_trainer(self) -> None:
         """Gives the Trainer back its own accumulation setting."""

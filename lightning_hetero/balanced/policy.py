@@ -16,6 +16,7 @@ from typing import Any
 
 from lightning_hetero.predictors import Predictor, by_name
 from lightning_hetero.solvers import apportion, minimax
+from lightning_hetero.solvers.apportion import scale_shares
 from lightning_hetero.types import Allocation, SpeedSample
 
 __all__ = ["BalancePolicy", "Decision", "ShareBounds", "scale_shares"]
@@ -303,13 +304,6 @@ class BalancePolicy:
         for predictor, one in zip(predictors, learned, strict=True):
             predictor.load_state_dict(one)
         self._restored = (predictors, int(state.get("seen", 0)))
-
-
-def scale_shares(shares: Sequence[int], total: int) -> tuple[int, ...]:
-    """Returns ``shares`` scaled to sum to ``total``: for an epoch's last, partial batch and for further loaders."""
-    if sum(shares) == total:
-        return tuple(shares)
-    return apportion([float(s) for s in shares], total).shares
 
 
 def _units(bounds: Sequence[int], quantum: int) -> list[int]:

@@ -4,6 +4,7 @@
 ``batches``  cuts each global batch into one contiguous part per rank
 ``loader``   puts that into the user's own DataLoader, workers, collate function and all
 ``stream``   the same for iterable datasets, by re-batching
+``micro_batches``  a collated batch cut into micro-batches, and outputs joined again
 ``ticks``    batches made of whatever positions of the order a server grants, for the engine without shares
 """
 

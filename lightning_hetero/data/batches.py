@@ -19,7 +19,7 @@ from torch.utils.data import Sampler
 
 from lightning_hetero.data.order import EpochOrder
 
-__all__ = ["GlobalBatchSampler", "Part", "Split", "micro_batch_size"]
+__all__ = ["GlobalBatchSampler", "HandedParts", "Part", "Split", "micro_batch_size"]
 
 Split = Callable[[int, int, int], tuple[int, ...]]
 """(epoch, step, total samples) -> samples per rank, summing to the total."""
@@ -50,6 +50,21 @@ class Part:
     def weight(self) -> float:
         """Factor for a mean-reduced local loss, so that DDP's mean over ranks is the mean over samples."""
         return len(self.shares) * self.samples / self.weight_base
+
+
+class HandedParts(deque[Part]):
+    """The parts that a loader has handed out and nobody has taken yet, in order."""
+
+    def take(self, step: int) -> Part | None:
+        """Returns the part of batch ``step``; None if it was not handed out.
+
+        Batches that were fetched but never trained on (a user's look at the loader, an epoch cut short) stay behind:
+        the latest of this number counts, what came before it is void.
+        """
+        part: Part | None = None
+        for _ in range(max((n for n, p in enumerate(self, 1) if p.step == step), default=0)):
+            part = self.popleft()
+        return part
 
 
 def micro_batch_size(global_batch_size: int, micro_batches: int, quantum: int = 1) -> int:

@@ -157,6 +157,13 @@ class OrderFinder:
             return order
         return ContinuedOrder(order, epoch=applied["epoch"], step=applied["tick"], spans=spans)
 
+    def applied(self, order: EpochOrder | None) -> dict[str, Any]:
+        """Returns what was trained of an epoch that another engine had begun; empty if the order is as always."""
+        epoch, step = compat.epoch_running(self._trainer), compat.batches_trained(self._trainer)
+        if not isinstance(order, ContinuedOrder) or order.epoch != epoch or not order.step <= step < len(order):
+            return {}
+        return {"epoch": epoch, "tick": step, "spans": [list(span) for span in order.trained(step)]}
+
     @staticmethod
     def _at_an_end(order: EpochOrder, applied: Mapping[str, Any]) -> bool:
         """Whether exactly the first ``tick`` global batches were applied, so that the order is as always."""

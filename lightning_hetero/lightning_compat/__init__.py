@@ -3,6 +3,7 @@
 ``progress``  the loops' counters: where a fit stands, what counts as a batch or a step
 ``loaders``   the loaders of a fit, and how Lightning would change them
 ``results``   values logged and metrics updated: what counts in them
+``logs``      ``self.log`` diverted and made again, metrics combined over some of the ranks
 ``batches``   what the loop does with one batch, and the callbacks it calls
 
 Each function says what it reads, why no public way exists, and which test pins it to the installed versions
@@ -28,6 +29,15 @@ from lightning_hetero.lightning_compat.loaders import (
     uses_dataloader_iter,
     uses_distributed_sampler,
     val_loaders,
+)
+from lightning_hetero.lightning_compat.logs import (
+    combine_metric_with,
+    divert_logs,
+    log_again,
+    logged_reduction,
+    results_of,
+    running_hook,
+    size_of_batch,
 )
 from lightning_hetero.lightning_compat.progress import (
     accumulates_now,
@@ -59,20 +69,27 @@ __all__ = [
     "batches_of_all_epochs",
     "batches_trained",
     "collect_clipping",
+    "combine_metric_with",
     "count_started",
     "count_step",
     "count_val_batches",
+    "divert_logs",
     "dummy_batch_unlogged",
     "epoch_running",
     "is_train_iterator",
     "keep_train_sampler",
     "last_batch_done",
+    "log_again",
     "log_interval",
+    "logged_reduction",
     "metrics_frozen",
     "overfits",
     "reduced_names",
+    "results_of",
     "resume_from",
     "run_again",
+    "running_hook",
+    "size_of_batch",
     "skip_empty_batches",
     "step_limit",
     "steps_uncounted",
