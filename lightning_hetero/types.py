@@ -274,9 +274,10 @@ class LayerCost:
     Attributes:
         name: as in the model.
         forward, backward: time of one micro-batch by its samples [s].
-        param_bytes: of its parameters; what is synchronised between groups and moved with the layer.
-        state_bytes: parameters, gradients and optimizer state together.
-        activation_bytes: kept from forward to backward, per sample.
+        param_bytes: of its trainable parameters, and of no others: their gradients are synchronised between groups.
+        state_bytes: parameters, trainable or not, gradients and optimizer state together.
+        activation_bytes: kept from forward to backward, per sample; a tensor counts for the first layer that keeps it.
+            A stage that begins with this layer keeps its input besides: the ``output_bytes`` of what is in front.
         output_bytes: of what it hands on, per sample.
     """
 

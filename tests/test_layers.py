@@ -16,8 +16,8 @@ from importlinter.api import read_configuration
 ROOT = Path(__file__).resolve().parents[1]
 PLUGIN = ROOT / "lightning_hetero" / "_hydra"
 LIGHTNING = {
-    *("strategy", "elastic", "run", "session", "meetings", "join", "loaders", "loop", "claims"),
-    *("takeover", "refusals", "launcher"),
+    *("strategy", "elastic", "run", "session", "meetings", "join", "loaders", "logs", "loop", "claims"),
+    *("takeover", "refusals", "launcher", "planning"),
 }
 LINT = "import sys; from importlinter.cli import lint_imports; sys.exit(lint_imports(no_cache=True))"
 

@@ -27,7 +27,7 @@ from lightning_hetero.pipeline.schedule import (
     thrifty,
 )
 
-__all__ = ["NOTES", "figures", "measure", "run"]
+__all__ = ["NOTES", "figures", "measure", "run", "table"]
 
 NOTES = (
     "Makespan of the generated schedule / (fill + (m - 1) * bottleneck); new random pipelines per row: 2-8 stages of "
@@ -154,9 +154,9 @@ def _times_ms(act: Callable[[PipelineTimes], object], repeats: int) -> list[floa
             [1.0] * 64, forward_s=stage_s.tolist(), backward_s=(2.0 * stage_s).tolist(),
             link_s=rng.uniform(0.0, 0.5, 7).tolist(), loop_s=0.2, head_s=(0.1, 0.2),
         )  # fmt: skip
-        start = time.perf_counter()
+        start = time.process_time()
         act(times)
-        elapsed.append(1e3 * (time.perf_counter() - start))
+        elapsed.append(1e3 * (time.process_time() - start))
     return elapsed
 
 
@@ -186,6 +186,24 @@ def figures(raw: Raw) -> list[dict[str, Any]]:
             # two stages and few micro-batches: the leader's three kinds of work collide now and then
             add(f"{case}, max", max(values), "x model", 1.1 if ours else None)
     return table
+
+
+def table(raw: Raw) -> str:
+    """Returns the ratios of all depths and orders, link by link, as a Markdown table."""
+    columns = ["link", *POLICIES, "activations held, per-link / S-i", "blocking transfers / their model"]
+    rows: list[list[str]] = [columns, ["---"] * len(columns)]
+    for link in LINKS:
+        cells = [f"{link:g}"]
+        for name in POLICIES:
+            values = raw[f"link {link:g}: {name}"]
+            shown = (statistics.median(values), float(np.quantile(values, 0.9)), max(values))
+            cells.append(" / ".join(f"{value:.2f}" for value in shown))
+        cells.append(f"x{statistics.median(raw[f'link {link:g}: {columns[-2]}']):.2f}")
+        blocked = raw[f"link {link:g}: {columns[-1]}"]
+        cells.append(" / ".join(f"{value:.2f}" for value in (statistics.median(blocked), max(blocked))))
+        rows.append(cells)
+    lines = ["| " + " | ".join(row) + " |" for row in rows]
+    return "Makespan / model, median / 90 % / max:\n\n" + "\n".join(lines)
 
 
 def run(quick: bool = False) -> list[dict[str, Any]]:
