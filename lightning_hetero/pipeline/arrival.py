@@ -60,7 +60,9 @@ class Arrival:
         for i, grad in enumerate(grads):
             if grad is not None:
                 before = self._grads[i]
-                self._grads[i] = grad.detach() if before is None else before + grad.detach()
+                # A copy: autograd may have made the memory of this gradient a parameter's `.grad`, to which the next
+                # backward pass adds in place (as it does for x + p.unsqueeze(0) with one row in x).
+                self._grads[i] = grad.detach().clone() if before is None else before + grad.detach()
 
 
 class _Arrive(torch.autograd.Function):

@@ -1,0 +1,86 @@
+"""Why a run ends: the first rank that fails says so to all others, before they notice by themselves (layer T).
+
+Whoever waits for another rank looks here at least once a second, and here first when a connection breaks. So everybody
+ends with the cause, e.g. "rank 2 failed: OutOfMemoryError: ...", and not with its consequences.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+import traceback
+from typing import Any
+
+from torch import distributed as dist
+
+from lightning_hetero.transport.rendezvous import first_line
+
+__all__ = ["FailureBoard", "RemoteTraceback"]
+
+_COUNT, _FIRST = "failures/count", "failures/first"
+_POLL_S = 0.05
+
+
+class RemoteTraceback(Exception):
+    """Carries another rank's traceback, as text, as the ``__cause__`` of the error raised here."""
+
+
+class FailureBoard:
+    """What failed first, known to all ranks of a run, of whatever group. One thread per rank uses it.
+
+    Args:
+        store: shared by all ranks of the run; a prefix of its own for every run (`dist.PrefixStore`).
+        rank: this process.
+        patience_s: how long a rank that lost a peer waits for somebody to say why.
+    """
+
+    def __init__(self, store: dist.Store, rank: int, *, patience_s: float = 3.0) -> None:
+        self._store: Any = store  # torch's stubs do not know that values may be bytes
+        self._rank = rank
+        self._patience_s = patience_s
+
+    def report(self, error: BaseException) -> None:
+        """Says that this rank fails; only the first report of the run counts. Never raises because of the store."""
+        report = {
+            "rank": self._rank,
+            "cause": f"{type(error).__name__}: {error}",
+            "trace": "".join(traceback.format_exception(error)),
+        }
+        try:
+            if self._store.add(_COUNT, 1) == 1:
+                self._store.set(_FIRST, json.dumps(report))
+        except RuntimeError:  # the store's process is gone; so are the others' hopes
+            pass
+
+    def check(self) -> None:
+        """Raises RuntimeError if a rank has failed: names it and the cause, its traceback as ``__cause__``."""
+        if (error := self._reported()) is not None:
+            raise error
+
+    def lost(self, peer: int, how: str) -> RuntimeError:
+        """Returns the error to raise when ``peer`` does not answer any more: its report, if one comes in time.
+
+        Args:
+            peer: global rank.
+            how: it was noticed, e.g. "its connection is closed".
+        """
+        deadline_s = time.monotonic() + self._patience_s
+        while (error := self._reported()) is None:
+            if time.monotonic() >= deadline_s:
+                return RuntimeError(
+                    f"rank {peer} is gone without a word ({how}): killed, out of memory, or cut off from the network;"
+                    " look into its log"
+                )
+            time.sleep(_POLL_S)
+        return error
+
+    def _reported(self) -> RuntimeError | None:
+        try:
+            if not self._store.check([_FIRST]):
+                return None
+            report = json.loads(self._store.get(_FIRST))
+        except RuntimeError as error:
+            return RuntimeError(f"the run's store is gone, and with it the process that held it: {first_line(error)}")
+        failed = RuntimeError(f"rank {report['rank']} failed: {report['cause']}")
+        failed.__cause__ = RemoteTraceback(f"rank {report['rank']}:\n{report['trace']}")
+        return failed

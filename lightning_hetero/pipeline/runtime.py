@@ -1,0 +1,378 @@
+"""The pipeline at work: one rank of one group, step by step (layer T).
+
+    leader                                               the other ranks of the group
+    outputs = runtime.train(step, micro_batches)         runtime.serve(step, samples, numbers)
+    output = runtime.evaluate(step, body, samples=n)     runtime.serve_evaluation(step)
+    runtime.close()                                      runtime.close()
+
+The group's schedule is generated, the same on all of its ranks, from times that the caller models. What a run computes
+depends on it and on the plan in the order of sums only: random streams are seeded by step, micro-batch and layer.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch import distributed as dist
+
+from lightning_hetero.pipeline.ambient import stream_seed
+from lightning_hetero.pipeline.carriers import CarrierName
+from lightning_hetero.pipeline.cut import BackboneCall, BackboneCut
+from lightning_hetero.pipeline.execution import Execution, LeaderExecution, MicroBatch, Pace, Place, pass_of
+from lightning_hetero.pipeline.failures import FailureBoard
+from lightning_hetero.pipeline.links import Links
+from lightning_hetero.pipeline.messages import Message
+from lightning_hetero.pipeline.resumable import Done, ResumableStep, Suspended, make_carrier
+from lightning_hetero.pipeline.schedule import Kind, PipelineTimes, Policy, Schedule, What, generate
+from lightning_hetero.pipeline.stages import Pass, Stage, streams_kept
+from lightning_hetero.types import GroupPlan, Link
+
+__all__ = ["MicroBatch", "Pace", "PipelineRuntime", "TimesOf"]
+
+TimesOf = Callable[[tuple[int, ...], int], PipelineTimes]
+"""From the samples of each micro-batch and the backbone's calls per step to the times of a pipeline."""
+
+_SCHEDULES = 64  # kept; batches of other sizes are rare
+
+
+class PipelineRuntime:
+    """One rank of one group. Used by one thread.
+
+    Args:
+        layers: of the backbone, all of them, in order; used are those of this rank.
+        group: the plan of its group; ranks and cuts count.
+        rank: this process, global.
+        cut: of the backbone; the leader's, None on the other ranks.
+        wire: gloo process group with the group's ranks in it, see `Links`; all groups of a run may share one.
+        failures: of the run.
+        times: see `TimesOf`; with c calls, of c passes through the S stages, one after another: tables of c * S stages,
+            ``devices = (0, ..., S - 1) * c``. The same on all ranks of the group; asked once per batch shape.
+        seed: of the run's random streams.
+        calls: of the backbone in a training step.
+        loss_of: takes the loss out of what a training step returned.
+        carrier: of suspended training steps, see `make_carrier`.
+        checkpoint_layers: compute each layer once more in backward instead of keeping its activations.
+        policy: of the schedule; None: the generator's default.
+        overlap: whether transfers run beside computation.
+        pace: emulates a device.
+        emulated_links: by (source, target), global ranks.
+        timeout_s: how long a rank waits for another at most.
+        device: of this rank's layers.
+
+    Raises:
+        ValueError: a rank that is not of the group, cuts that do not fit the layers, a cut on another rank than the
+            leader or none on it, or a number out of its range.
+    """
+
+    def __init__(
+        self,
+        layers: Sequence[nn.Module],
+        *,
+        group: GroupPlan,
+        rank: int,
+        cut: BackboneCut | None,
+        wire: dist.ProcessGroup | None,
+        failures: FailureBoard,
+        times: TimesOf,
+        seed: int,
+        calls: int = 1,
+        loss_of: Callable[[Any], Tensor],
+        carrier: CarrierName = "auto",
+        checkpoint_layers: bool = False,
+        policy: Callable[[PipelineTimes], Policy] | None = None,
+        overlap: bool = True,
+        pace: Pace | None = None,
+        emulated_links: Mapping[tuple[int, int], Link] | None = None,
+        timeout_s: float = 1800.0,
+        device: torch.device,
+    ) -> None:
+        _check(group, rank, len(layers), cut)
+        if calls < 1:
+            raise ValueError(f"calls={calls!r} must be >= 1 (calls of the backbone per training step)")
+        if not timeout_s > 0.0:
+            raise ValueError(f"timeout_s={timeout_s!r} must be > 0 (seconds)")
+        if wire is None and len(group.ranks) > 1:
+            raise ValueError(f"wire=None, but the group {group.ranks} has several ranks: give it a process group")
+        self._group = group
+        self._position = group.ranks.index(rank)
+        self._cut = cut
+        self._failures = failures
+        self._times = times
+        self._seed = seed
+        self._calls = calls
+        self._loss_of = loss_of
+        self._policy = policy
+        self._overlap = overlap
+        self._schedules: dict[tuple[int, ...], Schedule] = {}
+        self._closed = False
+        self._failed = False
+        first, end = group.cuts[self._position : self._position + 2]
+        stage = Stage(
+            {i: layers[i] for i in range(first, end)},
+            seed=seed,
+            checkpoint_layers=checkpoint_layers,
+            device=device,
+        )
+        self._carrier = make_carrier(carrier) if self._position == 0 else None
+        links = None
+        if len(group.ranks) > 1:
+            assert wire is not None
+            links = Links(
+                wire,
+                rank,
+                {group.ranks[self._before], group.ranks[self._behind]},
+                device=device,
+                failures=failures,
+                timeout_s=timeout_s,
+                emulated=emulated_links,
+            )
+        self._place = Place(ranks=group.ranks, position=self._position, stage=stage, links=links, pace=pace)
+
+    @property
+    def _before(self) -> int:
+        return (self._position - 1) % len(self._group.ranks)
+
+    @property
+    def _behind(self) -> int:
+        return (self._position + 1) % len(self._group.ranks)
+
+    def schedule(self, samples: Sequence[int]) -> Schedule:
+        """Returns what the ranks of the group execute for micro-batches of so many samples.
+
+        Raises:
+            ValueError: the given times are not those of such a pipeline.
+        """
+        samples = tuple(samples)
+        if samples not in self._schedules:
+            while len(self._schedules) >= _SCHEDULES:
+                del self._schedules[next(iter(self._schedules))]
+            times = self._times(samples, self._calls)
+            devices = tuple(range(len(self._group.ranks))) * self._calls
+            found = times.devices, times.micro_batches, times.loop_back, times.backward
+            if found != (devices, len(samples), True, True):
+                raise ValueError(
+                    f"the times of micro-batches {samples} are of devices {found[0]}, {found[1]} micro-batches,"
+                    f" loop_back={found[2]}, backward={found[3]}; need devices {devices}, {len(samples)}, True, True"
+                )
+            policy = self._policy(times) if self._policy is not None else None
+            self._schedules[samples] = generate(times, policy, overlap=self._overlap)
+        return self._schedules[samples]
+
+    # ---- training --------------------------------------------------------------------------------------------------
+
+    def train(
+        self,
+        step: int,
+        micro_batches: Sequence[MicroBatch],
+        *,
+        scale: Callable[[Tensor], Tensor] | None = None,
+        before_last_backward: Callable[[], None] | None = None,
+    ) -> list[Any]:
+        """Runs forward and backward of this group's part of a global batch; on the leader.
+
+        To the parameters' ``.grad`` is added the sum over micro-batches of weight * gradient.
+
+        Args:
+            step: number of the training step, of the random streams.
+            micro_batches: in order; none: the group has no part in this batch.
+            scale: applied to each weighted loss before its backward, e.g. ``GradScaler.scale``.
+            before_last_backward: called immediately before the last backward through this rank's layers, when the
+                gradients of all else that this rank computes are complete but for what lies before the backbone.
+
+        Returns:
+            What the bodies returned, detached.
+
+        Raises:
+            RuntimeError: another rank has failed; a body called the backbone another number of times than expected.
+            BaseException: what a body raises.
+        """
+        with self._at_work(leader=True), self._entered():
+            assert self._carrier is not None
+            if not micro_batches:
+                _call(before_last_backward)
+                return []
+            execution = LeaderExecution(
+                self._place,
+                self.schedule([micro_batch.samples for micro_batch in micro_batches]),
+                micro_batches,
+                step=step,
+                carrier=self._carrier,
+                seed=self._seed,
+                calls=self._calls,
+                loss_of=self._loss_of,
+                scale=scale,
+                before_last_backward=before_last_backward,
+            )
+            execution.run()
+            return execution.results
+
+    def serve(
+        self,
+        step: int,
+        samples: Sequence[int],
+        numbers: Sequence[int],
+        *,
+        before_last_backward: Callable[[], None] | None = None,
+    ) -> None:
+        """Does this rank's part of `train`; on the other ranks of the group, with what the leader's micro-batches have.
+
+        Raises:
+            ValueError: another number of samples than of numbers.
+            RuntimeError: another rank has failed.
+        """
+        with self._at_work(leader=False):
+            if len(samples) != len(numbers):
+                raise ValueError(f"{len(samples)} samples for {len(numbers)} numbers: one each per micro-batch")
+            if not samples:
+                _call(before_last_backward)
+                return
+            Execution(
+                self._place,
+                self.schedule(samples),
+                step=step,
+                samples=samples,
+                numbers=numbers,
+                before_last_backward=before_last_backward,
+            ).run()
+
+    # ---- evaluation ------------------------------------------------------------------------------------------------
+
+    def evaluate(self, step: int, body: Callable[[], Any], *, samples: int) -> Any:
+        """Runs a validation, test or prediction step, which may call the backbone any number of times; on the leader.
+
+        Args:
+            step: of the random streams.
+            body: called without arguments, under the caller's ``no_grad`` or ``inference_mode``.
+            samples: of the batch.
+
+        Returns:
+            What the body returned.
+
+        Raises:
+            RuntimeError: another rank has failed; or the backbone was called with gradients enabled.
+            BaseException: what the body raises.
+        """
+        with self._at_work(leader=True), self._entered():
+            assert self._carrier is not None
+            run = ResumableStep(body, carrier=self._carrier, seed=stream_seed(self._seed, step, 0))
+            outcome: Suspended | Done = run.start()
+            while isinstance(outcome, Suspended):
+                outcome = run.resume(self._reply_to(outcome.value, step, samples))
+            if len(self._group.ranks) > 1:
+                self._place.send(self._behind, Message(what=None, step=step))
+            return outcome.value
+
+    def _reply_to(self, call: BackboneCall, step: int, samples: int) -> Any:
+        if call.grad_enabled:
+            raise RuntimeError(
+                "the backbone was called with gradients enabled in an evaluation step, where none come back: call it"
+                " under torch.no_grad()"
+            )
+        way = Pass(step=step, number=0, call=call.number, grad_enabled=False, autocast=call.autocast)
+        outputs = self._forward(0, call.args, call.kwargs, [False] * len(call.inputs), way, samples)
+        if len(self._group.ranks) > 1:
+            due = Message(what=What.ACTIVATION, stage=len(self._group.ranks), step=step, samples=samples)
+            outputs = self._place.receive(self._before, due).value
+        return call.reply(outputs, requires_grad=False)
+
+    def serve_evaluation(self, step: int) -> None:
+        """Does this rank's part of `evaluate`; on the other ranks of the group.
+
+        Raises:
+            RuntimeError: another rank has failed.
+        """
+        with self._at_work(leader=False), torch.no_grad():
+            while (message := self._place.receive_evaluation(self._before, step)).what is not None:
+                way = pass_of(message, step=step, number=0)
+                self._forward(self._position, (message.value,), {}, message.requires_grad, way, message.samples)
+            if self._behind != 0:
+                self._place.send(self._behind, message)
+
+    def _forward(
+        self, stage: int, args: tuple[Any, ...], kwargs: Any, flags: Sequence[bool], way: Pass, samples: int
+    ) -> Any:
+        """Takes an evaluation batch through this rank's layers, sends and returns the outputs."""
+        start_s = time.perf_counter()
+        outputs, _ = self._place.stage.forward(args, kwargs, flags, way)
+        self._place.paced(Kind.FORWARD, stage, samples, start_s)
+        if len(self._group.ranks) > 1:
+            message = Message(
+                what=What.ACTIVATION,
+                stage=stage + 1,
+                step=way.step,
+                value=outputs,
+                autocast=way.autocast,
+                samples=samples,
+                call=way.call,
+            )
+            self._place.send(self._behind, message)
+        return outputs
+
+    # ---- life ------------------------------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """Ends links, threads and suspended steps; on all ranks of the group, which wait for one another. Idempotent.
+
+        Raises:
+            RuntimeError: another rank has failed.
+        """
+        if self._closed:
+            return
+        self._closed = True
+        try:
+            if self._carrier is not None:
+                self._carrier.close()
+        finally:
+            if self._place.links is not None:
+                self._place.links.close()
+
+    @contextmanager
+    def _at_work(self, *, leader: bool) -> Iterator[None]:
+        """Keeps the caller's random streams; a failure is told to all ranks, and ends this runtime."""
+        if self._closed or self._failed:
+            raise RuntimeError(f"this runtime {'is closed' if self._closed else 'has failed'}: make a new one")
+        if leader != (self._position == 0):
+            raise RuntimeError(
+                f"rank {self._group.ranks[self._position]} is stage {self._position} of its group: the leader trains"
+                " and evaluates, the others serve"
+            )
+        try:
+            with streams_kept():
+                yield
+        except BaseException as error:
+            self._failed = True
+            self._failures.report(error)  # before anybody notices a closed connection
+            if self._carrier is not None:
+                with suppress(Exception):  # the first error counts
+                    self._carrier.close_steps()
+            if self._place.links is not None:
+                self._place.links.abort()
+            raise
+
+    @contextmanager
+    def _entered(self) -> Iterator[None]:
+        assert self._cut is not None
+        with self._cut:
+            yield
+
+
+def _call(function: Callable[[], None] | None) -> None:
+    if function is not None:
+        function()
+
+
+def _check(group: GroupPlan, rank: int, layers: int, cut: BackboneCut | None) -> None:
+    if rank not in group.ranks:
+        raise ValueError(f"rank={rank} is not of the group {group.ranks}")
+    cuts = group.cuts
+    if len(cuts) != len(group.ranks) + 1 or cuts[0] != 0 or cuts[-1] != layers or list(cuts) != sorted(set(cuts)):
+        raise ValueError(
+            f"cuts={cuts} must be {len(group.ranks) + 1} increasing numbers from 0 to {layers}, the number of layers"
+        )
+    if (cut is None) == (rank == group.ranks[0]):
+        raise ValueError(f"cut={cut!r} on rank {rank}: the leader, rank {group.ranks[0]}, needs one, and no other")

@@ -1,0 +1,197 @@
+"""One rank's layers: forward now, backward later, for many micro-batches in flight (layer T).
+
+    outputs, flight = stage.forward((x,), {}, [True], Pass(...))     # x: detached, from elsewhere
+    ...
+    input_grads = flight.backward(output_grads)                      # once; parameters' gradients add up in .grad
+
+Between the two lives what autograd saved, and nothing else: neither the outputs nor their gradients are kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree  # private by name, but where torch registers its own classes
+from torch.utils.checkpoint import checkpoint
+
+from lightning_hetero.pipeline.ambient import (
+    HostStreams,
+    Switches,
+    enabled_autocast,
+    seed_host_streams,
+    seed_torch_streams,
+    stream_seed,
+)
+from lightning_hetero.pipeline.arrival import Arrival
+
+__all__ = ["Flight", "Pass", "Stage", "streams_kept"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Pass:
+    """Under which circumstances a micro-batch goes through the layers; the same on all stages.
+
+    Attributes:
+        step: number of the training step; with the next two, of the random streams.
+        number: of the micro-batch in the global batch.
+        call: number of the backbone's call in its step.
+        grad_enabled: False: forward only.
+        autocast: dtype by type of device for which autocast is enabled.
+    """
+
+    step: int
+    number: int
+    call: int = 0
+    grad_enabled: bool = True
+    autocast: Mapping[str, torch.dtype]
+
+
+class Flight:
+    """What a stage keeps of a micro-batch from forward to backward.
+
+    Attributes:
+        input_flags: which tensors of the input want a gradient, in order.
+        output_flags: which tensors of the outputs require one.
+    """
+
+    def __init__(
+        self, arrival: Arrival | None, input_flags: Sequence[bool], outputs: Sequence[Tensor], *, grad_enabled: bool
+    ) -> None:
+        self.input_flags = tuple(input_flags)
+        self.output_flags = tuple([grad_enabled and tensor.requires_grad for tensor in outputs])
+        self._arrival = arrival
+        self._grads: list[Tensor | None] = []
+        roots = [tensor for tensor, flag in zip(outputs, self.output_flags, strict=True) if flag]
+        self._end: Tensor | None = None
+        if roots:
+            with torch.enable_grad():
+                self._end = _Depart.apply(self._grads, *roots)
+
+    def backward(self, output_grads: Sequence[Tensor | None] | None) -> list[Tensor | None]:
+        """Takes the gradients of the outputs' tensors through the layers; once.
+
+        Args:
+            output_grads: None where there is none; ignored where no gradient is required. None: there are none at all.
+
+        Returns:
+            The gradients of the input's tensors; None where there is none.
+        """
+        end, self._end = self._end, None
+        grads = (None,) * len(self.output_flags) if output_grads is None else output_grads
+        wanted = [grad for grad, flag in zip(grads, self.output_flags, strict=True) if flag]
+        if end is not None and any(grad is not None for grad in wanted):
+            self._grads += wanted
+            del wanted, grads, output_grads
+            torch.autograd.backward([end], [torch.empty_like(end)])
+        arrival, self._arrival = self._arrival, None
+        return arrival.take_grads() if arrival is not None else [None] * len(self.input_flags)
+
+
+class _Depart(torch.autograd.Function):
+    """Ends a graph in place of its outputs, so that their memory is free as soon as they have been sent."""
+
+    @staticmethod
+    def forward(ctx: Any, grads: list[Tensor | None], *outputs: Tensor) -> Tensor:
+        ctx.grads = grads
+        return outputs[0].new_empty(0)
+
+    @staticmethod
+    def backward(ctx: Any, *_: Tensor) -> Any:
+        grads = tuple(ctx.grads)
+        ctx.grads.clear()
+        return (None, *grads)
+
+
+class Stage:
+    """The layers of one rank.
+
+    Args:
+        layers: by index in the backbone, in order. Each is called with what the one before returned; the first with
+            what the stage is.
+        seed: of the run. A layer draws from ``stream_seed(seed, step, number, 1 + index)``, of a later call of the
+            backbone with the call's number behind it: so what is drawn does not depend on the plan.
+        checkpoint_layers: keep the layers' inputs only, and compute each layer once more in backward. BatchNorm then
+            updates its statistics twice.
+        device: where the layers are; of autocast.
+    """
+
+    def __init__(
+        self, layers: Mapping[int, nn.Module], *, seed: int, checkpoint_layers: bool, device: torch.device
+    ) -> None:
+        self._layers = dict(layers)
+        self._seed = seed
+        self._checkpoint_layers = checkpoint_layers
+        self._device = device
+
+    def forward(
+        self, args: tuple[Any, ...], kwargs: Mapping[str, Any], flags: Sequence[bool], way: Pass
+    ) -> tuple[Any, Flight]:
+        """Runs the layers.
+
+        Args:
+            args, kwargs: of the first layer; their tensors are detached.
+            flags: which of the tensors want a gradient, in order.
+            way: circumstances.
+
+        Returns:
+            The outputs, detached, and what is needed to go back.
+        """
+        leaves, spec = pytree.tree_flatten((args, dict(kwargs)))
+        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        arrival = None
+        if way.grad_enabled and any(flags):
+            arrival = Arrival(tensors, flags)
+            tensors = arrival.take()
+        come = iter(tensors)
+        args, kwargs = pytree.tree_unflatten([next(come) if isinstance(x, Tensor) else x for x in leaves], spec)
+        del leaves, tensors, come
+        with torch.set_grad_enabled(way.grad_enabled), self._autocast(way.autocast):
+            outputs: Any = None
+            for index, layer in self._layers.items():
+                outputs = self._run(index, layer, args, kwargs, way)
+                args, kwargs = (outputs,), {}
+        leaves, spec = pytree.tree_flatten(outputs)
+        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        flight = Flight(arrival, flags, tensors, grad_enabled=way.grad_enabled)
+        del tensors, outputs
+        leaves = [leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        return pytree.tree_unflatten(leaves, spec), flight
+
+    def _run(self, index: int, layer: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], way: Pass) -> Any:
+        later = (way.call,) if way.call else ()
+        seed = stream_seed(self._seed, way.step, way.number, 1 + index, *later)
+
+        def seeded(*args: Any, **kwargs: Any) -> Any:
+            seed_torch_streams(seed)
+            seed_host_streams(seed)
+            return layer(*args, **kwargs)
+
+        if self._checkpoint_layers and way.grad_enabled:
+            # Seeded, it draws the same when it is computed again: no states of generators need be kept.
+            return checkpoint(seeded, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)
+        return seeded(*args, **kwargs)
+
+    @contextmanager
+    def _autocast(self, wanted: Mapping[str, torch.dtype]) -> Iterator[None]:
+        """Puts autocast as wanted, whatever is in force around."""
+        with ExitStack() as stack:
+            for kind in sorted({"cpu", self._device.type} & {*wanted, *enabled_autocast()}):
+                dtype = wanted.get(kind)
+                stack.enter_context(torch.autocast(kind, dtype=dtype, enabled=dtype is not None))
+            yield
+
+
+@contextmanager
+def streams_kept() -> Iterator[None]:
+    """Puts the caller's random streams and switches back afterwards: layers are seeded before they run."""
+    switches, host = Switches.now(), HostStreams()
+    try:
+        yield
+    finally:
+        switches.put()
+        host.put_back()
