@@ -1,0 +1,157 @@
+"""From raw step times to figures and tables; no torch."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from benchmarks.pipeline.scenarios import Case
+
+__all__ = ["case_figures", "median_s", "overhead_figures", "table", "tables", "trained_figures"]
+
+Figure = dict[str, Any]
+Runs = Sequence[Sequence[float]]
+MODELLED, AGREEMENT = 0.95, 0.10
+REPLICAS, OVERHEAD = 1.03, 1.05
+
+
+def median_s(runs: Runs) -> float:
+    """Returns the median over runs of their median step."""
+    return statistics.median(statistics.median(run) for run in runs)
+
+
+def ratio(above: Runs, below: Runs) -> float:
+    """Returns the median over pairs of runs, done one after the other, of the ratio of their medians."""
+    pairs = zip(above, below, strict=True)
+    return statistics.median(statistics.median(a) / statistics.median(b) for a, b in pairs)
+
+
+def figure(
+    name: str, value: float, unit: str, *, least: float | None = None, most: float | None = None
+) -> Figure:
+    """Returns one figure; with a limit at most one of ``least`` and ``most`` is given."""
+    goal = f">= {least:g}" if least is not None else f"<= {most:g}" if most is not None else None
+    holds = value >= least if least is not None else value <= most if most is not None else None
+    return {"name": name, "value": value, "unit": unit, "goal": goal, "holds": holds}
+
+
+def case_figures(case: Case, raw: Mapping[str, Any]) -> list[Figure]:
+    """Holds our plan against the model, the best even pipeline and the even chain."""
+    runs, modelled_s = raw["steps_s"], raw["modelled_s"]
+    even = {name: times for name, times in runs.items() if name in modelled_s and name != "ours"}
+    ours_s = median_s(runs["ours"])
+    errors = {name: abs(median_s(runs[name]) / modelled_s[name] - 1.0) for name in modelled_s}
+    figures = [
+        figure(f"{case.title}: our step", 1e3 * ours_s, "ms"),
+        figure(f"{case.title}: modelled / measured", modelled_s["ours"] / ours_s, "", least=MODELLED),
+        figure(
+            f"{case.title}: largest error of the model, all plans",
+            100 * max(errors.values()),
+            "%",
+            most=100 * AGREEMENT,
+        ),
+        figure(f"{case.title}: bound / measured", raw["bound_s"] / ours_s, ""),
+    ]
+    if even:
+        best = min(even, key=lambda name: median_s(even[name]))
+        saved = 100 * (1.0 - ratio(runs["ours"], even[best]))
+        name = f"{case.title}: less time than the best even pipeline ({best})"
+        figures.append(figure(name, saved, "%", least=case.less_than_even))
+    if "even, 1 group" in even:
+        saved = 100 * (1.0 - ratio(runs["ours"], even["even, 1 group"]))
+        name = f"{case.title}: less time than the even chain"
+        figures.append(figure(name, saved, "%", least=case.less_than_chain))
+    return figures
+
+
+def trained_figures(case: Case, raw: Mapping[str, Any]) -> list[Figure]:
+    """Holds our engine, under Lightning, against DDP and the balanced engine, or its memory against the caps."""
+    runs = raw["steps_s"]
+    figures = [figure(f"{case.title}, Lightning: our step", 1e3 * median_s(runs["ours"]), "ms")]
+    if "ddp" in runs:
+        saved = 100 * (1.0 - ratio(runs["ours"], runs["ddp"]))
+        figures.append(figure(f"{case.title}, Lightning: less time than stock DDP", saved, "%"))
+    if "balanced" in runs:
+        saved = 100 * (1.0 - ratio(runs["ours"], runs["balanced"]))
+        figures.append(figure(f"{case.title}, Lightning: less time than the balanced engine", saved, "%"))
+    if "balanced" in runs and "replicas" in runs:
+        value = ratio(runs["replicas"], runs["balanced"])
+        name = f"{case.title}, Lightning: plain data parallelism, ours / balanced engine"
+        figures.append(figure(name, value, "x", most=REPLICAS))
+    if raw["mem_bytes"] is not None:
+        held = max(h / m for h, m in zip(raw["held_bytes"]["ours"], raw["mem_bytes"], strict=True))
+        whole = raw["model_bytes"] / max(raw["mem_bytes"])
+        name = f"{case.title}, Lightning: parameters, gradients, optimizer state"
+        figures.append(figure(f"{name}, most held / device's memory", held, "", most=1.0))
+        figures.append(figure(f"{name}, whole model / largest memory", whole, "", least=1.0))
+    return figures
+
+
+def overhead_figures(raw: Mapping[str, Mapping[str, Any]]) -> list[Figure]:
+    """Holds our walker against `torch.distributed.pipelining`."""
+    return [
+        figure(
+            f"{name}, links free: ours / torch.distributed.pipelining",
+            ratio(one["steps_s"]["ours"], one["steps_s"]["torch"]),
+            "x",
+            most=OVERHEAD,
+        )
+        for name, one in raw.items()
+    ]
+
+
+def table(head: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
+    """Returns a Markdown table; numbers with three digits, None as a dash."""
+
+    def cell(value: Any) -> str:
+        if value is None:
+            return "–"
+        return f"{value:.3g}" if isinstance(value, float) else str(value)
+
+    lines = [list(head), ["---"] * len(head), *([cell(value) for value in row] for row in rows)]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def tables(raw: Mapping[str, Any]) -> str:
+    """Returns all plans, measured and modelled, and all engines, for readers."""
+    walked: list[list[Any]] = []
+    for title, one in raw["walked"].items():
+        for name, runs in one["steps_s"].items():
+            modelled = one["modelled_s"].get(name)
+            measured = median_s(runs)
+            part = None if modelled is None else modelled / measured
+            note = one["note"].get(name, "the even chain's borders and micro-batches, 1F1B, links free")
+            walked.append([title, name, _ms(measured), _ms(modelled), part, note])
+        walked += [[title, name, None, None, None, "fits no device's memory"] for name in one["does_not_fit"]]
+        walked.append([title, "bound", None, _ms(one["bound_s"]), None, "no plan is faster"])
+    engines = ("ddp", "balanced", "replicas", "ours")
+    trained = [
+        [
+            title,
+            *(_ms(median_s(one["steps_s"][engine])) if engine in one["steps_s"] else None for engine in engines),
+            _ms(one["modelled_s"]),
+            " ".join(f"{held / 1e6:.2f}" for held in one["held_bytes"]["ours"]),
+            f"{one['model_bytes'] / 1e6:.2f}",
+        ]
+        for title, one in raw["trained"].items()
+    ]
+    overhead = [
+        [name, _ms(median_s(one["steps_s"]["ours"])), _ms(median_s(one["steps_s"]["torch"])), _ms(one["modelled_s"])]
+        for name, one in raw["overhead"].items()
+    ]
+    return "\n\n".join(
+        [
+            table(["scenario", "plan", "measured [ms]", "modelled [ms]", "modelled / measured", "made up of"], walked),
+            table(
+                ["Lightning", "stock DDP [ms]", "balanced [ms]", "ours, plain DP [ms]", "ours [ms]", "modelled [ms]",
+                 "held by rank [MB]", "whole [MB]"],
+                trained,
+            ),
+            table(["overhead", "our walker [ms]", "torch.distributed.pipelining [ms]", "modelled [ms]"], overhead),
+        ]
+    )  # fmt: skip
+
+
+def _ms(seconds: float | None) -> str | None:
+    return None if seconds is None else f"{1e3 * seconds:.1f}"

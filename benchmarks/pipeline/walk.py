@@ -1,0 +1,236 @@
+"""Runs plans by our walker, and an even chain by `torch.distributed.pipelining`, without Lightning (layer T)."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+
+from benchmarks.pipeline.emulation import Sleeping
+from benchmarks.pipeline.models import Net, dataset, make
+from benchmarks.pipeline.plans import Entry, policy_of
+from benchmarks.pipeline.scenarios import Case
+from lightning_hetero import Scenario
+from lightning_hetero.pipeline.cut import BackboneCut
+from lightning_hetero.pipeline.failures import FailureBoard
+from lightning_hetero.pipeline.gradients import GradientSync
+from lightning_hetero.pipeline.ownership import Ownership
+from lightning_hetero.pipeline.pace import ScenarioPace, parts_of
+from lightning_hetero.pipeline.plan_times import times_of
+from lightning_hetero.pipeline.runtime import MicroBatch, PipelineRuntime
+from lightning_hetero.pipeline.schedule import PipelineTimes
+from lightning_hetero.pipeline.sharing import OwnerGroups
+from lightning_hetero.types import AffineCost, GroupPlan, LayerCost, ModelCost, PipelinePlan
+
+__all__ = ["Walk", "run_stock", "step_times_s"]
+
+SEED = 0
+CPU = torch.device("cpu")
+TIMEOUT_S = 120.0
+
+
+class Walk:
+    """One rank of a plan at work. Constructor and `close` are collective over all ranks.
+
+    Args:
+        case: what is emulated.
+        model: its costs.
+        entry: the plan.
+        wire: process group of all ranks, for activations and gradients.
+        name: of this run, another one each time.
+        sleeps_inside: layers sleep by themselves, see `emulation`; else the rank does, as under the strategy.
+        emulated: False: only the real work and the real wire.
+    """
+
+    def __init__(
+        self,
+        case: Case,
+        model: ModelCost,
+        entry: Entry,
+        *,
+        wire: dist.ProcessGroup,
+        name: str,
+        sleeps_inside: bool = False,
+        emulated: bool = True,
+    ) -> None:
+        self.rank = rank = dist.get_rank()
+        self.net = net = make(case.model)
+        self.entry = entry
+        plan = PipelinePlan(groups=entry.groups)
+        ownership = Ownership(net, list(net.layers), plan, rank=rank)
+        self.owner_groups = OwnerGroups(dist.group.WORLD)  # type: ignore[arg-type]
+        self.sync = GradientSync(net, ownership, groups=self.owner_groups)
+        self.group = next((group for group in entry.groups if rank in group.ranks), None)
+        self.leads = self.group is not None and self.group.ranks[0] == rank
+        self.sync_s = entry.sync_s[rank] if emulated else 0.0
+        self.batch = case.global_batch
+        self.runtime: PipelineRuntime | None = None
+        self.pace: ScenarioPace | None = None
+        self.optimizer: torch.optim.Optimizer | None = None
+        if self.group is not None:
+            own = [p for name, p in net.named_parameters() if rank in ownership.owners(name)]
+            self.optimizer = torch.optim.SGD(own, lr=1e-3)
+            self.runtime = self._runtime(case, model, self.group, wire, name, sleeps_inside, emulated)
+        inputs, targets = dataset(case.model, case.global_batch).tensors
+        sizes = [size for group in entry.groups for size in group.micro_batches]
+        self.parts = list(zip(inputs.split(sizes), targets.split(sizes), strict=True))
+
+    def _runtime(
+        self,
+        case: Case,
+        model: ModelCost,
+        group: GroupPlan,
+        wire: dist.ProcessGroup,
+        name: str,
+        sleeps_inside: bool,
+        emulated: bool,
+    ) -> PipelineRuntime:
+        net, rank, links = self.net, self.rank, case.cluster.links
+
+        def times(samples: tuple[int, ...], calls: int) -> PipelineTimes:
+            return times_of(model, case.cluster, replace(group, micro_batches=samples))
+
+        if emulated and sleeps_inside:
+            speed = case.cluster.devices[rank].speed
+            for i, cost in enumerate(model.layers):
+                net.layers[i] = _sleeping(net.layers[i], [cost], speed)
+        elif emulated:
+            speeds = [device.speed for device in case.cluster.devices]
+            self.pace = ScenarioPace(
+                Scenario(speeds=speeds, sample_s=case.sample_s, step_s=case.fixed_s),
+                rank,
+                parts=parts_of(model, group, rank, max(group.micro_batches)),
+                stages=len(group.ranks),
+            )
+        return PipelineRuntime(
+            list(net.layers),
+            group=group,
+            rank=rank,
+            cut=BackboneCut(net.layers) if self.leads else None,
+            wire=wire,
+            failures=FailureBoard(dist.PrefixStore(name, dist.distributed_c10d._get_default_store()), rank),
+            times=times,
+            seed=SEED,
+            loss_of=lambda loss: loss,
+            policy=lambda times: policy_of(self.entry.policy, group, times),
+            pace=self.pace,
+            emulated_links={(a, b): links[a][b] for a in group.ranks for b in group.ranks if a != b}
+            if emulated
+            else None,
+            timeout_s=TIMEOUT_S,
+            device=CPU,
+        )
+
+    def step(self, step: int) -> None:
+        """One training step: micro-batches, gradients across groups, optimizer."""
+        if self.pace is not None:
+            self.pace.begin(step)
+        groups = self.entry.groups
+        if self.runtime is not None and self.group is not None:
+            first = sum(len(group.micro_batches) for group in groups[: groups.index(self.group)])
+            sizes = self.group.micro_batches
+            if self.leads:
+                self.runtime.train(
+                    step,
+                    [
+                        MicroBatch(
+                            body=self._body(first + i), samples=n, weight=n / self.batch, number=first + i
+                        )
+                        for i, n in enumerate(sizes)
+                    ],
+                    before_last_backward=self.sync.arm,
+                )
+            else:
+                numbers = range(first, first + len(sizes))
+                self.runtime.serve(step, sizes, numbers, before_last_backward=self.sync.arm)
+        if self.pace is not None:
+            self.pace.end()
+        self.sync.finish()
+        if self.sync_s:
+            time.sleep(self.sync_s)
+        if self.optimizer is not None:
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+
+    def _body(self, number: int) -> Callable[[], Tensor]:
+        return lambda: self.net.training_step(self.parts[number], 0)
+
+    def close(self) -> None:
+        if self.runtime is not None:
+            self.runtime.close()
+        self.owner_groups.close()
+
+
+def step_times_s(step: Callable[[int], None], steps: int, warm_up: int = 1, *, leads: bool = True) -> list[float]:
+    """Returns the duration of each step: that of the slowest leader, from its start to its next one's. Collective."""
+    starts: list[float] = []
+    for i in range(warm_up + steps):
+        if i == warm_up:
+            dist.barrier()
+        starts.append(time.perf_counter())
+        step(i)
+    starts.append(time.perf_counter())
+    own = [b - a for a, b in zip(starts[warm_up:], starts[warm_up + 1 :], strict=False)] if leads else []
+    everyone: list[list[float]] = [[] for _ in range(dist.get_world_size())]
+    dist.all_gather_object(everyone, own)
+    return [max(times) for times in zip(*(times for times in everyone if times), strict=True)]
+
+
+def _sleeping(part: nn.Module, costs: Sequence[LayerCost], speed: float) -> Sleeping:
+    def together(each: Sequence[AffineCost]) -> AffineCost:
+        fixed_s, per_sample_s = sum(c.fixed_s for c in each), sum(c.per_sample_s for c in each)
+        return AffineCost(fixed_s=fixed_s / speed, per_sample_s=per_sample_s / speed)
+
+    return Sleeping(part, together([c.forward for c in costs]), together([c.backward for c in costs]))
+
+
+def run_stock(
+    case: Case,
+    model: ModelCost,
+    cuts: Sequence[int],
+    micro_batches: int,
+    steps: int,
+    *,
+    warm_up: int = 1,
+    emulated: bool = True,
+) -> list[float]:
+    """Returns step times of one chain over all ranks by `torch.distributed.pipelining`, textbook 1F1B.
+
+    Devices are emulated, links are not: it sends and receives as fast as the machine does. Loss and head are on the
+    last stage, as it is made for. Collective.
+    """
+    rank, world = dist.get_rank(), dist.get_world_size()
+    net: Net = make(case.model)
+    speed = case.cluster.devices[rank].speed
+
+    own = slice(cuts[rank], cuts[rank + 1])
+    modules, costs = list(net.layers)[own], list(model.layers[own])
+    if rank == 0:
+        modules.insert(0, net.before)
+    if rank == world - 1:
+        modules.append(net.head)
+        costs.append(model.head)
+    part: nn.Module = nn.Sequential(*modules)
+    if emulated:
+        part = _sleeping(part, costs, speed)
+    stage = PipelineStage(part, rank, world, CPU)
+    schedule = Schedule1F1B(stage, micro_batches, loss_fn=net.loss)
+    optimizer = torch.optim.SGD(part.parameters(), lr=1e-3)
+    inputs, targets = dataset(case.model, case.global_batch).tensors
+
+    def step(_: int) -> None:
+        if rank == 0:
+            schedule.step(inputs)
+        elif rank == world - 1:
+            schedule.step(target=targets, losses=[])
+        else:
+            schedule.step()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step_times_s(step, steps, warm_up, leads=rank == 0)

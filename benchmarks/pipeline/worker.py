@@ -1,0 +1,166 @@
+"""One rank of one benchmark group; started by torchrun, writes what it measured as JSON on rank 0.
+
+Whatever is compared runs in turns within one group of processes, so that a busy machine slows all of it alike.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from benchmarks.pipeline import training
+from benchmarks.pipeline.models import costs_of
+from benchmarks.pipeline.plans import (
+    OURS,
+    Entry,
+    chain_entry,
+    even_entries,
+    fits_whole,
+    our_entry,
+    replica_sync_s,
+)
+from benchmarks.pipeline.scenarios import Case, cases
+from benchmarks.pipeline.walk import Walk, run_stock, step_times_s
+from lightning_hetero.cluster.spec import equal_cluster
+from lightning_hetero.types import ModelCost
+
+BALANCED_WARM_UP, WARM_UP = 10, 3  # steps until the balanced engine's shares have settled; of the others
+STOCK = "even, 1 group, torch"
+OVERHEADS = {  # name: samples, emulated time of one [s], steps
+    "emulated, 4 equal stages": (64, 0.016, 4),
+    "real work only, 4 equal stages": (2048, 0.0, 12),
+}
+MICRO_BATCHES = 16
+
+
+class Group:
+    """This rank's part in all runs.
+
+    Args:
+        repeats, steps: of everything that is measured.
+    """
+
+    def __init__(self, repeats: int, steps: int) -> None:
+        self.repeats, self.steps = repeats, steps
+        wire = dist.new_group(backend="gloo")
+        assert isinstance(wire, dist.ProcessGroup)
+        self.wire = wire
+        self.rank = dist.get_rank()
+        self._runs = 0
+
+    def walk(
+        self, case: Case, model: ModelCost, entry: Entry, steps: int, *, warm_up: int = 1, **options: Any
+    ) -> list[float]:
+        """Returns the durations of a plan's steps."""
+        self._runs += 1
+        walk = Walk(case, model, entry, wire=self.wire, name=f"run {self._runs}", **options)
+        times_s = step_times_s(walk.step, steps, warm_up, leads=walk.leads)
+        walk.close()
+        return times_s
+
+    def compare(self, case: Case) -> dict[str, Any]:
+        """Runs the best even pipelines and ours in turns."""
+        model = costs_of(case.model, case.sample_s, case.fixed_s)
+        even, ours = even_entries(case, model), our_entry(case, model)
+        entries = [*(entry for entry in even.values() if entry is not None), ours]
+        runs: dict[str, list[list[float]]] = {entry.name: [] for entry in entries}
+        chain = even.get(1)
+        if case.stock_pipeline and chain is not None:
+            runs[STOCK] = []
+        for _ in range(self.repeats):
+            for entry in entries:
+                runs[entry.name].append(self.walk(case, model, entry, self.steps))
+            if STOCK in runs and chain is not None:
+                (group,) = chain.groups
+                micro = len(group.micro_batches)
+                runs[STOCK].append(run_stock(case, model, group.cuts, micro, self.steps))
+        return {
+            "steps_s": runs,
+            "modelled_s": {entry.name: entry.modelled_s for entry in entries},
+            "note": {entry.name: entry.note for entry in entries},
+            "bound_s": ours.bound_s,
+            "does_not_fit": [f"even, {n} groups" for n, entry in even.items() if entry is None],
+        }
+
+    def train(self, case: Case) -> dict[str, Any]:
+        """Trains under Lightning, by all engines that the memory allows, in turns."""
+        model = costs_of(case.model, case.sample_s, case.fixed_s)
+        entry, sync_s = our_entry(case, model), replica_sync_s(case, model)
+        engines = training.ENGINES if fits_whole(case, model) else ("ours",)
+        runs: dict[str, list[list[float]]] = {engine: [] for engine in engines}
+        held: dict[str, list[int]] = {}
+        plans: dict[str, str | None] = {}
+        for _ in range(self.repeats):
+            for engine in engines:
+                warm_up = BALANCED_WARM_UP if engine == "balanced" else WARM_UP
+                found = training.train(
+                    engine, case, model, entry, steps=warm_up + self.steps, replica_sync_s=sync_s
+                )
+                runs[engine].append(found["steps_s"][warm_up:])
+                held[engine], plans[engine] = found["held_bytes"], found["plan"]
+        parts = (model.before, *model.layers, model.head)
+        return {
+            "steps_s": runs,
+            "modelled_s": entry.modelled_s,
+            "held_bytes": held,
+            "plan": plans,
+            "model_bytes": sum(part.state_bytes for part in parts),
+            "mem_bytes": [device.mem_bytes for device in case.cluster.devices] if len(engines) == 1 else None,
+        }
+
+    def overhead(self, name: str) -> dict[str, Any]:
+        """Runs one chain of equal stages over free links by our walker and by `torch.distributed.pipelining`."""
+        batch, sample_s, steps = OVERHEADS[name]
+        case = Case(
+            name=name,
+            model="equal",
+            global_batch=batch,
+            sample_s=sample_s or 1e-6,  # what the schedule is generated from
+            fixed_s=0.0,
+            cluster=equal_cluster(dist.get_world_size()),
+        )
+        model = costs_of(case.model, case.sample_s)
+        entry = chain_entry(case, model, MICRO_BATCHES, OURS)
+        emulated = bool(sample_s)
+        runs: dict[str, list[list[float]]] = {"ours": [], "torch": []}
+        for _ in range(self.repeats + 2 if self.repeats > 1 else 1):
+            ours_s = self.walk(case, model, entry, steps, warm_up=2, sleeps_inside=True, emulated=emulated)
+            runs["ours"].append(ours_s)
+            (group,) = entry.groups
+            stock_s = run_stock(case, model, group.cuts, MICRO_BATCHES, steps, warm_up=2, emulated=emulated)
+            runs["torch"].append(stock_s)
+        return {"steps_s": runs, "modelled_s": entry.modelled_s if emulated else None}
+
+
+def main() -> None:
+    world_size, repeats, steps = (int(word) for word in sys.argv[1:4])
+    quick, path = sys.argv[4] == "quick", Path(sys.argv[5])
+    warnings.simplefilter("ignore")
+    for name in ("lightning.pytorch", "lightning.fabric"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")  # Lightning keeps an existing group
+    group = Group(repeats, steps)
+    mine = [case for case in cases(quick) if case.world_size == world_size]
+    result: dict[str, Any] = {
+        "walked": {case.title: group.compare(case) for case in mine},
+        "trained": {case.title: group.train(case) for case in mine if case.trained},
+        "overhead": {},
+    }
+    if world_size == 4:
+        result["overhead"] = {name: group.overhead(name) for name in OVERHEADS}
+    if group.rank == 0:
+        path.write_text(json.dumps(result))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
