@@ -3,6 +3,7 @@
     Trainer(strategy="hetero_balanced")          # importing this package registers the names
     Trainer(strategy=LoadBalancedStrategy())     # the same, with arguments
     Trainer(strategy="hetero_stale")             # or BoundedStalenessStrategy()
+    Trainer(strategy="hetero_pipeline")          # or HeteroPipelineStrategy(backbone="model")
 """
 
 from lightning.pytorch.strategies import StrategyRegistry
@@ -13,9 +14,14 @@ from lightning_hetero.balanced.strategy import LoadBalancedStrategy
 from lightning_hetero.callbacks import BatchRebalancer, HeteroTrace, StragglerMonitor, ThrottleCallback
 from lightning_hetero.emulate import Scenario
 from lightning_hetero.glue.setup import refuse_elsewhere
+from lightning_hetero.pipeline.strategy import HeteroPipelineStrategy
 from lightning_hetero.stale.strategy import BoundedStalenessStrategy
 
-for _strategy, _name in ((LoadBalancedStrategy, "hetero_balanced"), (BoundedStalenessStrategy, "hetero_stale")):
+for _strategy, _name in (
+    (LoadBalancedStrategy, "hetero_balanced"),
+    (BoundedStalenessStrategy, "hetero_stale"),
+    (HeteroPipelineStrategy, "hetero_pipeline"),
+):
     _strategy.register_strategies(StrategyRegistry)
     refuse_elsewhere(_name)
 
@@ -23,6 +29,7 @@ __all__ = [
     "BalancePolicy",
     "BatchRebalancer",
     "BoundedStalenessStrategy",
+    "HeteroPipelineStrategy",
     "HeteroTrace",
     "LoadBalancedStrategy",
     "Scenario",

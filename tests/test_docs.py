@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 import yaml
 from lightning.pytorch import LightningModule, Trainer
+from omegaconf import OmegaConf
 from torch import Tensor, nn, optim
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
@@ -30,6 +31,7 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 from lightning_hetero import (
     BalancePolicy,
     BoundedStalenessStrategy,
+    HeteroPipelineStrategy,
     LoadBalancedStrategy,
     Scenario,
     StragglerMonitor,
@@ -235,6 +237,7 @@ class Engine(NamedTuple):
 ENGINES = [
     Engine(LoadBalancedStrategy, DOCS / "balanced.md", ROOT / "conf/strategy/hetero_balanced.yaml"),
     Engine(BoundedStalenessStrategy, DOCS / "stale.md", ROOT / "conf/strategy/hetero_stale.yaml"),
+    Engine(HeteroPipelineStrategy, DOCS / "pipeline.md", ROOT / "conf/strategy/hetero_pipeline.yaml"),
 ]
 
 
@@ -271,7 +274,8 @@ def test_every_argument_is_in_the_group_file_or_listed_as_not(engine: Engine) ->
 @pytest.mark.parametrize("engine", ENGINES, ids=str)
 def test_the_group_file_keeps_the_defaults(engine: Engine) -> None:
     """Choosing the option in Hydra is choosing the name in Python."""
-    group = yaml.safe_load(engine.group.read_text())
+    alone = OmegaConf.create({"strategy": OmegaConf.load(engine.group)})  # without other groups
+    group = OmegaConf.to_container(alone, resolve=True)["strategy"]  # type: ignore[index,call-overload]
     ddp = inspect.signature(DistributedDataParallel).parameters
     for name, value in group.items():
         if name != "_target_":
@@ -404,7 +408,7 @@ def messages() -> dict[str, list[str]]:
 
 def troubles() -> set[str]:
     """Pieces of messages that the troubleshooting tables answer."""
-    pages = ("balanced.md", "stale.md", "emulation.md")
+    pages = ("balanced.md", "stale.md", "pipeline.md", "emulation.md")
     cells = [row[0] for page in pages for row in rows(section(DOCS / page, "Troubleshooting"))]
     return {piece for cell in cells if cell.startswith("`") for piece in re.findall(r"`([^`]+)`", cell)}
 
@@ -418,7 +422,7 @@ def test_every_message_in_troubleshooting_is_one_of_ours() -> None:
     assert not strange
 
 
-ENGINE_FOLDERS = ("balanced", "stale", "transport", "glue", "data", "callbacks")
+ENGINE_FOLDERS = ("balanced", "stale", "pipeline", "transport", "glue", "data", "callbacks")
 # What is raised here answers a wrong call or message from inside the package; the server says it "makes no sense".
 PROTOCOL = {
     *(f"stale/{name}" for name in (
@@ -428,11 +432,18 @@ PROTOCOL = {
     *(f"transport/{name}" for name in (
         "areas", "base", "frames", "in_process", "listeners", "pairs", "rendezvous", "shared_memory", "sockets",
     )),
+    *(f"pipeline/{name}" for name in (
+        "arrival", "carriers", "cut", "footprint", "gradients", "outside", "plan_times", "profile", "resumable",
+        "runtime", "sharing", "schedule/check", "schedule/generate", "schedule/policy", "schedule/replay",
+        "schedule/text", "schedule/times",
+    )),
 }  # fmt: skip
 WRONG_CALLS = (  # in other files, likewise
     "an area must be uint8", "keep has ", "members=", "rank=", "divide_by=", " optimizers, but the parameters of ",
     "optimizer_parameters names ", "call FlatLayout.adopt first", "its memory is damaged", "address=", "bytes [",
     "no parameters were published yet", " came instead of ", "unreachable",
+    " must be whole numbers >= 1 that sum up to sample", "the head stands on the leader", "not its LoaderSpec",
+    "a plan without groups", "StepLogs.publish()", " increasing numbers from 0 to ", "no rank has values for ",
 )  # fmt: skip
 
 

@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parents[1]
 PLUGIN = ROOT / "lightning_hetero" / "_hydra"
 LIGHTNING = {
     *("strategy", "elastic", "run", "session", "meetings", "join", "loaders", "logs", "loop", "claims"),
-    *("takeover", "refusals", "launcher", "planning"),
+    *("takeover", "refusals", "launcher", "planning", "profiling", "training", "divided", "averages", "rescue"),
 }
 LINT = "import sys; from importlinter.cli import lint_imports; sys.exit(lint_imports(no_cache=True))"
 

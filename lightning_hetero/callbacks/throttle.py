@@ -21,7 +21,8 @@ class ThrottleCallback(Callback):
 
     The sleep comes once per batch, before its first backward pass, so it is part of the rank's own compute
     and every peer waits for it in the gradient exchange, as for a slow device. A batch without a backward
-    pass sleeps at its end. Validation, testing and prediction run at full speed.
+    pass sleeps at its end. Under `HeteroPipelineStrategy` each stage sleeps for its own part of the work.
+    Validation, testing and prediction run at full speed.
 
     If the scenario gives no times but stretches real work, the backward pass counts as
     ``backward_per_forward`` times the forward pass: once it runs, gradients are exchanged and its own time
@@ -70,6 +71,12 @@ class ThrottleCallback(Callback):
         self._backward_per_forward = float(backward_per_forward)
         self._make_throttle = throttle
         self._throttle: Throttle | None = None  # made in fit: the callback is pickled before
+        self._taken_over = False
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """A strategy whose ranks do different parts of a step (``emulate(scenario) -> bool``) sleeps by itself."""
+        take_over = getattr(trainer.strategy, "emulate", None)
+        self._taken_over = stage == "fit" and callable(take_over) and bool(take_over(self.scenario))
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._throttle = self._make_throttle(self.scenario, trainer.global_rank)
@@ -82,7 +89,8 @@ class ThrottleCallback(Callback):
     ) -> None:
         if self._throttle is None:
             return
-        samples = count_samples(trainer, batch, self._samples) if self._throttle.counts_samples else 0
+        counts = self._throttle.counts_samples and not self._taken_over
+        samples = count_samples(trainer, batch, self._samples) if counts else 0
         # Counted over epochs and restored from checkpoints, unlike batch_idx and a count of our own.
         step = trainer.fit_loop.epoch_loop.total_batch_idx
         if self.step_every_s is not None:
@@ -96,13 +104,13 @@ class ThrottleCallback(Callback):
         self.on_train_batch_start(trainer, pl_module, batch, batch_idx)
 
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
-        if self._throttle is not None and trainer.training:
+        if self._throttle is not None and trainer.training and not self._taken_over:
             self._throttle.finish(work_factor=1.0 + self._backward_per_forward)
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        if self._throttle is not None:
+        if self._throttle is not None and not self._taken_over:
             self._throttle.finish()  # does nothing after a backward pass
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:

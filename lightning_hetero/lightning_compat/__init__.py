@@ -14,7 +14,9 @@ from __future__ import annotations
 
 from lightning_hetero.lightning_compat.batches import (
     averaged_weights,
+    averaging_callbacks,
     collect_clipping,
+    replace_sigterm_broadcast,
     run_again,
     skip_empty_batches,
     stop_sigterm_broadcast,
@@ -65,6 +67,7 @@ __all__ = [
     "accumulates_now",
     "as_batch",
     "averaged_weights",
+    "averaging_callbacks",
     "batch_results_open",
     "batches_of_all_epochs",
     "batches_trained",
@@ -85,6 +88,7 @@ __all__ = [
     "metrics_frozen",
     "overfits",
     "reduced_names",
+    "replace_sigterm_broadcast",
     "results_of",
     "resume_from",
     "run_again",

@@ -10,16 +10,19 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch import Tensor
 
 from lightning_hetero.lightning_compat.patches import patched
 
 if TYPE_CHECKING:
-    from lightning.pytorch import Trainer
+    from lightning.pytorch import LightningModule, Trainer
 
 __all__ = [
     "averaged_weights",
+    "averaging_callbacks",
     "collect_clipping",
+    "replace_sigterm_broadcast",
     "run_again",
     "skip_empty_batches",
     "stop_sigterm_broadcast",
@@ -98,6 +101,28 @@ def stop_sigterm_broadcast(trainer: Trainer) -> Callable[[], None]:
     return undo
 
 
+def replace_sigterm_broadcast(trainer: Trainer, any_told: Callable[[bool], bool]) -> Callable[[], None]:
+    """Puts another exchange in the place of the loop's broadcast before every batch; returns undo.
+
+    The loop's own cannot be interrupted, so a rank would wait in it for one that has failed, and it passes over errors.
+
+    Args:
+        any_told: called by all ranks, with whether this one has received SIGTERM; returns whether all are to stop.
+    """
+    loop = trainer.fit_loop.epoch_loop
+
+    def broadcast() -> None:
+        if any_told(bool(getattr(trainer, "received_sigterm", False))):
+            raise SIGTERMException
+
+    vars(loop)["_broadcast_sigterm_tensor"] = broadcast
+
+    def undo() -> None:
+        vars(loop).pop("_broadcast_sigterm_tensor", None)
+
+    return undo
+
+
 def run_again(trainer: Trainer, batch: Any, batch_idx: int, optimizer: Any, *, zero: bool = True) -> Callable[[], Any]:
     """Returns the loop's closure (training step, zeroing, backward) for another batch within the same step.
 
@@ -128,6 +153,21 @@ def collect_clipping(trainer: Trainer, collect: Callable[[float, str, Any], None
 
     with patched(trainer.precision_plugin, "clip_gradients", clip):
         yield
+
+
+def averaging_callbacks(trainer: Trainer) -> list[tuple[Callback, LightningModule]]:
+    """Lightning's callbacks that average weights, each with its copy of the module, from set-up on.
+
+    `WeightAveraging` (2.6 and later) wraps the copy, `StochasticWeightAveraging` has it as it is.
+    """
+    found: list[tuple[Callback, LightningModule]] = []
+    for callback in trainer_callbacks(trainer):
+        copy: Any = getattr(callback, "_average_model", None)
+        if isinstance(copy, torch.optim.swa_utils.AveragedModel):
+            copy = copy.module
+        if type(copy) is type(trainer.lightning_module):
+            found.append((callback, copy))
+    return found
 
 
 def averaged_weights(trainer: Trainer) -> list[Tensor]:

@@ -8,11 +8,12 @@ Ranks that lead no group read one sample, a dummy, so that Lightning's loop has 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, repeat
 from typing import TYPE_CHECKING, Any, Literal
 
+from lightning.pytorch.utilities import CombinedLoader
 from torch.utils.data import DataLoader
 
 from lightning_hetero import lightning_compat as compat
@@ -28,6 +29,7 @@ from lightning_hetero.data import (
 )
 from lightning_hetero.data.batches import HandedParts
 from lightning_hetero.glue.orders import OrderFinder
+from lightning_hetero.pipeline.plans import evened
 from lightning_hetero.solvers.apportion import scale_shares
 from lightning_hetero.types import PipelinePlan
 
@@ -35,6 +37,12 @@ if TYPE_CHECKING:
     from lightning.pytorch import Trainer
 
 __all__ = ["PipelineBinder"]
+
+_SEVERAL = (
+    "A pipeline cuts one batch into micro-batches, and batches of several loaders have several sizes: pass one"
+    " DataLoader."
+    " Combine the datasets (torch.utils.data.StackDataset or ConcatDataset), or use strategy='hetero_balanced'"
+)
 
 
 @dataclass(eq=False, slots=True)
@@ -100,6 +108,8 @@ class PipelineBinder:
         Raises:
             TypeError, ValueError: as `process`.
         """
+        if isinstance(loader, Mapping | Sequence | CombinedLoader):
+            raise TypeError(f"the train loader is a {type(loader).__name__} of loaders. {_SEVERAL}")
         spec = loader if isinstance(loader, LoaderSpec) else inspect_loader(loader)
         self.orders.agree(spec)
         if spec.kind == "stream":
@@ -213,11 +223,7 @@ class PipelineBinder:
             self._slots = [s for s in self._slots if any(s.loader is c for c in current)] or self._slots
             self._stale = False
         if len(self._slots) > 1:
-            raise TypeError(
-                "several train loaders: a pipeline cuts one batch into micro-batches, and batches of several loaders"
-                " have several sizes. Combine the datasets (torch.utils.data.StackDataset or ConcatDataset), or use"
-                " strategy='hetero_balanced'"
-            )
+            raise TypeError(f"several train loaders. {_SEVERAL}")
         return self._slots[0]
 
     def open(self, step: int) -> Part:
@@ -264,10 +270,10 @@ def micro_sizes(planned: Sequence[int], samples: int) -> tuple[int, ...]:
     """Returns the micro-batches of a part of a batch: as planned as far as there are samples, the rest as one.
 
     Of a part larger than planned (global batches of a user's batch sampler may be), the rest is cut into micro-batches
-    of at most the largest that was planned for, since that is known to fit.
+    of at most the largest that was planned for, since that is known to fit; and no single sample is left, see `evened`.
 
     >>> micro_sizes((4, 4, 4, 3), 15), micro_sizes((4, 4, 4, 3), 9), micro_sizes((4, 4), 14)
-    ((4, 4, 4, 3), (4, 4, 1), (4, 4, 4, 2))
+    ((4, 4, 4, 3), (4, 3, 2), (4, 4, 4, 2))
     """
     sizes: list[int] = []
     for size in chain(planned, repeat(max(planned))):
@@ -275,4 +281,4 @@ def micro_sizes(planned: Sequence[int], samples: int) -> tuple[int, ...]:
             break
         sizes.append(min(size, samples))
         samples -= size
-    return tuple(sizes)
+    return tuple(sizes) if len(sizes) == len(planned) and sum(sizes) == sum(planned) else evened(sizes)

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["empty_in_file", "load_mapped"]
+__all__ = ["empty_in_file", "is_local", "load_mapped", "save_streamed"]
 
 SMALL_BYTES = 1 << 16
 """Smaller tensors stay in memory: a file each would cost more."""
@@ -48,6 +48,35 @@ def empty_in_file(
     assert isinstance(storage, torch.UntypedStorage)
     flat: Any = torch.empty(0, dtype=dtype)
     return flat.set_(storage, 0, shape)
+
+
+def is_local(path: str | os.PathLike[str]) -> bool:
+    """Whether a path is one of this machine's file system, not a URL such as ``s3://...``."""
+    return "://" not in str(path) and "::" not in str(path)
+
+
+def save_streamed(checkpoint: Any, path: str | os.PathLike[str]) -> None:
+    """Writes a local checkpoint tensor by tensor; the file appears when it is complete.
+
+    The same as Lightning's own `TorchCheckpointIO` writes, which collects the whole file in memory first, twice: of a
+    pipeline that is the whole model and its optimizer, for which no rank need have room.
+
+    Args:
+        checkpoint: anything that `torch.save` takes.
+        path: of the file; folders are made. An old file is replaced; whoever has mapped it keeps the old contents.
+
+    Raises:
+        OSError: no space, or the folder cannot be written to; an old file is still there then.
+    """
+    target = Path(path)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    part = target.with_name(f".{target.name}.{os.getpid()}.part")
+    try:
+        with part.open("wb") as file:
+            torch.save(checkpoint, file)
+        part.replace(target)
+    finally:
+        part.unlink(missing_ok=True)
 
 
 def load_mapped(path: str | os.PathLike[str], weights_only: bool | None = None) -> dict[str, Any] | None:

@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import os
 import types
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -25,7 +26,7 @@ from lightning_hetero.pipeline.mapped import empty_in_file
 from lightning_hetero.pipeline.ownership import Ownership
 from lightning_hetero.pipeline.sharing import as_bytes
 
-__all__ = ["prune", "restore", "to_device"]
+__all__ = ["movable", "prune", "restore", "to_device"]
 
 
 @torch.no_grad()
@@ -117,22 +118,28 @@ def restore(
     _put(module, replaced)
 
 
+@contextmanager
+def movable(module: nn.Module) -> Iterator[None]:
+    """Inside, ``module.to`` leaves out what is on the meta device, where it would raise at the first such tensor."""
+
+    def apply(module: nn.Module, move: Callable[[Tensor], Tensor]) -> nn.Module:
+        return type(module)._apply(module, lambda t: t if t.is_meta else move(t))
+
+    vars(module)["_apply"] = types.MethodType(apply, module)
+    try:
+        yield
+    finally:
+        del vars(module)["_apply"]
+
+
 def to_device(module: nn.Module, optimizers: Iterable[Optimizer], device: torch.device) -> None:
     """Moves parameters, gradients, buffers and optimizer state to a device; what is on the meta device stays there.
 
     It calls ``module.to(device)``, so modules that do more there, such as a LightningModule's ``device``, do it.
     ``step`` counters of optimizers stay where torch wants them: on the CPU unless the optimizer is fused or capturable.
     """
-
-    def apply(module: nn.Module, move: Callable[[Tensor], Tensor]) -> nn.Module:
-        return type(module)._apply(module, lambda t: t if t.is_meta else move(t))
-
-    # `to` would raise at the first meta tensor; the instance's own `_apply`, for this call only, leaves them out.
-    vars(module)["_apply"] = types.MethodType(apply, module)
-    try:
+    with movable(module):
         module.to(device)
-    finally:
-        del vars(module)["_apply"]
     for optimizer in optimizers:
         for group in optimizer.param_groups:
             steps_too = bool(group.get("fused") or group.get("capturable"))

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import fields
 from typing import Any
 
-from lightning_hetero.types import AffineCost, LayerCost, ModelCost
+from lightning_hetero.cluster.spec import cluster_from_plain
+from lightning_hetero.types import AffineCost, Cluster, Event, LayerCost, ModelCost
 
-__all__ = ["layer_from_plain", "layer_to_plain", "model_from_plain", "model_to_plain"]
+__all__ = ["layer_from_plain", "layer_to_plain", "model_from_plain", "model_to_plain", "recorded"]
 
 _TIMES = ("forward", "backward")
 _BYTES = tuple(f.name for f in fields(LayerCost) if f.name.endswith("_bytes"))
@@ -24,8 +25,10 @@ def layer_from_plain(plain: Mapping[str, Any]) -> LayerCost:
     """Returns what `layer_to_plain` was given.
 
     Raises:
+        TypeError: not a mapping.
         ValueError: a key is missing or unknown, or a value out of its range.
     """
+    _check_mapping("a layer of the profile", plain)
     wanted = {"name", *_TIMES, *_BYTES}
     if set(plain) != wanted:
         message = f"a layer has the keys {sorted(plain)}, expected {sorted(wanted)}"
@@ -48,8 +51,10 @@ def model_from_plain(plain: Mapping[str, Any]) -> ModelCost:
     """Returns what `model_to_plain` was given.
 
     Raises:
+        TypeError: not a mapping.
         ValueError: a key is missing, or a value out of its range.
     """
+    _check_mapping("profile", plain)
     if missing := {"layers", "before", "head"} - set(plain):
         raise ValueError(f"a model's cost lacks {sorted(missing)}: was it written by another version?")
     return ModelCost(
@@ -57,3 +62,20 @@ def model_from_plain(plain: Mapping[str, Any]) -> ModelCost:
         before=layer_from_plain(plain["before"]),
         head=layer_from_plain(plain["head"]),
     )
+
+
+def _check_mapping(what: str, value: object) -> None:
+    if not isinstance(value, Mapping):
+        raise TypeError(f"{what}={value!r} must be a mapping as model_to_plain writes it, or a ModelCost")
+
+
+def recorded(events: Iterable[Event]) -> tuple[Cluster, ModelCost | None] | None:
+    """Returns the cluster and the costs of the last plan in a trace; None if it holds no plan."""
+    found = None
+    for event in events:
+        if event.kind == "plan":
+            found = event.data
+    if found is None:
+        return None
+    profile = found.get("profile")
+    return cluster_from_plain(found["cluster"]), None if profile is None else model_from_plain(profile)

@@ -57,9 +57,9 @@ class WholeState:
         folder: str | os.PathLike[str] | None = None,
     ) -> None:
         self.folder = folder
+        self.group = group
         self._module = module
         self._ownership = ownership
-        self._group = group
 
     # ---- saving ------------------------------------------------------------------------------------------------
 
@@ -71,13 +71,21 @@ class WholeState:
         Raises:
             RuntimeError: on all ranks, if one could not make its part: which, and why.
         """
+        # Not keep_vars: then a `state_dict` that somebody has overridden without arguments works, too.
+        return self.collect(self._module.state_dict)
+
+    def collect(self, make: Callable[[], Mapping[str, Any]]) -> dict[str, Any]:
+        """Returns the same of another state dict with the module's keys, such as of a copy of it that was pruned alike.
+
+        Args:
+            make: returns this rank's part; others' tensors in it are on meta.
+        """
         ownership = self._ownership
 
         def source(key: str) -> int:
             return (ownership.owners(key) if key in ownership.layer_of else ownership.owners_of_key(key))[0]
 
-        # Not keep_vars: then a `state_dict` that somebody has overridden without arguments works, too.
-        return self._collect(self._module.state_dict, source, ownership.layer_of.keys())
+        return self._collect(make, source, ownership.layer_of.keys())
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """Returns what ``optimizer.state_dict()`` of the whole model would be, on rank 0; elsewhere an empty dict.
@@ -196,9 +204,9 @@ class WholeState:
             offers = pickle.dumps({key: _described(value) for key, value in mine.items()})
         except Exception as error:
             problem = error
-        raise_together(problem, self._group)
-        gathered: list[bytes] = [b""] * dist.get_world_size(self._group)
-        dist.all_gather_object(gathered, offers, group=self._group)
+        raise_together(problem, self.group)
+        gathered: list[bytes] = [b""] * dist.get_world_size(self.group)
+        dist.all_gather_object(gathered, offers, group=self.group)
         offered: list[dict[K, Any]] = [pickle.loads(each) for each in gathered]
         chosen = {key: rank for rank in reversed(ownership.groups[0]) for key in offered[rank]}
         for key in chosen:
@@ -206,13 +214,13 @@ class WholeState:
                 chosen[key] = source(key)
         if ownership.rank == 0:
             return self._receive(whole, offered, chosen)
-        raise_together(None, self._group)  # rank 0 has room for all
+        raise_together(None, self.group)  # rank 0 has room for all
         keys = [key for key, rank in chosen.items() if rank == ownership.rank]
         slots = [slot for key in keys for slot in _slots(offered[ownership.rank][key])]
         tensors = dict(zip(slots, (t for key in keys for t in _tensors(mine[key])), strict=True))
         for bundle in _bundles(tensors):
             data = torch.cat([as_bytes(tensors[slot]) for slot in bundle])
-            dist.send(data, 0, group=self._group)
+            dist.send(data, 0, group=self.group)
         return {}
 
     def _receive(
@@ -235,15 +243,15 @@ class WholeState:
                 raise KeyError(f"no rank has values for {lost[:5]}")
         except Exception as error:
             problem = error
-        raise_together(problem, self._group)
+        raise_together(problem, self.group)
         for sender in sorted({rank for rank, _ in places} - {0}):
             for bundle in _bundles([slot for rank, slot in places if rank == sender]):
                 tensors = [places[sender, slot] for slot in bundle]
                 if len(tensors) == 1:
-                    dist.recv(as_bytes(tensors[0]), sender, group=self._group)  # straight into its memory
+                    dist.recv(as_bytes(tensors[0]), sender, group=self.group)  # straight into its memory
                     continue
                 data = torch.empty(sum(t.nbytes for t in tensors), dtype=torch.uint8)
-                dist.recv(data, sender, group=self._group)
+                dist.recv(data, sender, group=self.group)
                 for tensor, piece in zip(tensors, data.split([t.nbytes for t in tensors]), strict=True):
                     as_bytes(tensor).copy_(piece)
         for key, rank in chosen.items():

@@ -53,6 +53,16 @@ def test_a_lost_rank_ends_stock_ddp_and_not_the_parameter_server() -> None:
     assert "rank 1 died; the others go on without, on 3 devices" in hetero.stderr
 
 
+def test_pipelines_of_small_devices_reach_the_perplexity_of_one_large_device() -> None:
+    jobs = {name: partial(run, "05_pipeline.py", *name) for name in ((), ("--hetero",))}
+    alone, hetero = (future.result() for future in programs.two_at_a_time(jobs).values())
+    pattern = r": 20 steps in [\d.]+ s, val_perplexity ([\d.]+)"
+    expected = re.search("DDPStrategy" + pattern, alone)
+    found = re.search("HeteroPipelineStrategy" + pattern, hetero)
+    assert expected and found
+    assert float(found[1]) == pytest.approx(float(expected[1]), rel=2e-4)  # float32 and the order of summation
+
+
 def test_a_hydra_app_of_somebody_else() -> None:
     assert "LoadBalancedStrategy: val_acc" in run("02_hydra_app/app.py", "strategy.predictor=ewma")
 

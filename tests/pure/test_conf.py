@@ -15,8 +15,9 @@ from lightning.pytorch.strategies import DDPStrategy
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_hetero import BoundedStalenessStrategy
+from lightning_hetero import BoundedStalenessStrategy, HeteroPipelineStrategy
 from lightning_hetero.cli.train import build
+from lightning_hetero.cluster import cluster_from_plain
 from lightning_hetero.stale.policy import Asp, Backup, Buffered, Drop, Flexible, Policy
 
 CONF = Path(__file__).resolve().parents[2] / "conf"
@@ -93,7 +94,7 @@ def test_a_wrong_key_is_noticed() -> None:
         check_keys(OmegaConf.create({**ddp, "unused": True}))
 
 
-@pytest.mark.parametrize("group", ["strategy", "trainer", "emulation", "callbacks", "logger"])
+@pytest.mark.parametrize("group", ["strategy", "cluster", "trainer", "emulation", "callbacks", "logger"])
 def test_every_option_composes_into_the_default(group: str) -> None:
     assert names(group)
     for name in names(group):
@@ -171,6 +172,18 @@ def test_the_stale_experiment_brings_strategy_and_devices_that_can_be_exchanged(
     other = composed("experiment=stale_digits", "strategy=ddp", "emulation=dying_rank")
     assert other.strategy._target_.endswith("DDPStrategy")
     assert build(other.emulation.scenario).faults[0].kind == "kill"
+
+
+def test_the_cluster_group_reaches_the_pipeline_strategy() -> None:
+    assert composed("strategy=hetero_pipeline").strategy.cluster is None
+    strategy = build(composed("strategy=hetero_pipeline", "cluster=islands").strategy)
+    assert isinstance(strategy, HeteroPipelineStrategy)
+    cluster = cluster_from_plain(strategy.plan_settings.cluster)  # type: ignore[arg-type]
+    assert [device.speed for device in cluster.devices] == [1.0, 1.0, 0.5, 0.5]
+    assert build(composed("strategy=hetero_pipeline", "cluster=probe").strategy).plan_settings.cluster == "probe"
+    gpt = composed("experiment=pipeline_gpt")
+    assert gpt.data.block_size == gpt.model.block_size and gpt.strategy.backbone == "blocks"
+    assert composed("experiment=pipeline_gpt", "cluster=equal4").strategy.cluster.devices[0].count == 4
 
 
 @pytest.mark.parametrize("sweep", names("sweep"))

@@ -10,7 +10,14 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from lightning.pytorch.callbacks import Callback, LambdaCallback, ModelCheckpoint, WeightAveraging
+from lightning.pytorch.callbacks import (
+    Callback,
+    LambdaCallback,
+    ModelCheckpoint,
+    StochasticWeightAveraging,
+    WeightAveraging,
+)
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch import Tensor
 from torch.utils.data import DataLoader
 from torchmetrics import SumMetric
@@ -342,3 +349,36 @@ def test_averaged_weights() -> None:
     shapes = [tuple(p.shape) for p in module.parameters()]
     assert each.answers == [[*shapes, ()]] * STEPS  # and the number of models averaged
     assert compat.averaged_weights(quiet_trainer(devices=1)) == []
+
+
+def test_averaging_callbacks() -> None:
+    """Both kinds keep a copy of the module from set-up on, `StochasticWeightAveraging` as it is."""
+    callbacks = [WeightAveraging(avg_fn=lambda old, new, n: old), StochasticWeightAveraging(swa_lrs=1e-3)]
+    each = Each(compat.averaging_callbacks, end=True)
+    module = Toy()
+    train(module, *callbacks, each)
+    assert len(each.answers) == STEPS
+    for found in each.answers:
+        assert [callback for callback, _ in found] == callbacks
+        assert all(type(copy) is Toy and copy is not module for _, copy in found)
+    assert compat.averaging_callbacks(quiet_trainer(devices=1)) == []
+
+
+def test_replace_sigterm_broadcast() -> None:
+    """The loop calls what is put in place before every batch of several ranks, and stops if it is told to."""
+    loop = quiet_trainer(devices=1).fit_loop.epoch_loop
+    if not hasattr(loop, "_broadcast_sigterm_tensor"):
+        return  # before Lightning 2.6 there is none
+    trainer, asked = loop.trainer, []
+
+    def told(own: bool) -> bool:
+        asked.append(own)
+        return own
+
+    undo = compat.replace_sigterm_broadcast(trainer, told)
+    loop._broadcast_sigterm_tensor()
+    trainer._signal_connector.received_sigterm = True
+    with pytest.raises(SIGTERMException):
+        loop._broadcast_sigterm_tensor()
+    undo()
+    assert asked == [False, True] and "_broadcast_sigterm_tensor" not in vars(loop)
