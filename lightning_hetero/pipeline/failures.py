@@ -17,7 +17,8 @@ from lightning_hetero.transport.rendezvous import first_line
 
 __all__ = ["FailureBoard", "RemoteTraceback"]
 
-_COUNT, _FIRST = "failures/count", "failures/first"
+_COUNT, _FIRST, _MET = "failures/count", "failures/first", "failures/met-"
+_LEFT = "failures/left"
 _POLL_S = 0.05
 
 
@@ -73,6 +74,47 @@ class FailureBoard:
                 )
             time.sleep(_POLL_S)
         return error
+
+    def meet(self, note: str, world_size: int, patience_s: float) -> list[str]:
+        """Waits for all ranks to come here, once in a run, after a failure; each leaves a note.
+
+        Returns:
+            The notes by rank; empty ones of ranks that have not come in time.
+        """
+        notes = [""] * world_size
+        deadline_s = time.monotonic() + patience_s
+        try:
+            self._store.set(f"{_MET}{self._rank}", note)
+            while not all(notes):
+                for rank in range(world_size):
+                    if not notes[rank] and self._store.check([f"{_MET}{rank}"]):
+                        notes[rank] = self._store.get(f"{_MET}{rank}").decode()
+                if time.monotonic() >= deadline_s:
+                    break
+                if not all(notes):
+                    time.sleep(_POLL_S)
+        except RuntimeError:  # the store is gone, and with it the rank that held it
+            pass
+        return notes
+
+    def leave(self, ranks: int, *, hosts: bool, patience_s: float = 5.0) -> None:
+        """Called last by every rank that fails; its process may end then. Never raises because of the store.
+
+        Who hosts the store waits for the others: the cause would go with it before they have read it.
+
+        Args:
+            ranks: of the run.
+            hosts: whether the store lives in this process.
+            patience_s: how long to wait for them at most; ranks that were killed never come.
+        """
+        deadline_s = time.monotonic() + patience_s
+        try:
+            left = self._store.add(_LEFT, 1)
+            while hosts and left < ranks and time.monotonic() < deadline_s:
+                time.sleep(_POLL_S)
+                left = self._store.add(_LEFT, 0)
+        except RuntimeError:
+            pass
 
     def _reported(self) -> RuntimeError | None:
         try:

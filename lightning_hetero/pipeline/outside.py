@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import median
 from typing import Any
 
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_hetero.cluster.timer import Timer
-from lightning_hetero.pipeline.carriers import CarrierName
+from lightning_hetero.pipeline.carriers import Carrier, CarrierName
 from lightning_hetero.pipeline.cut import BackboneCall, BackboneCut, graphs_to_retain
 from lightning_hetero.pipeline.footprint import Kept, OptimizerSpec, optimizer_bytes, tensor_bytes
 from lightning_hetero.pipeline.resumable import Done, ResumableStep, Suspended, make_carrier, stream_seed
@@ -99,10 +99,8 @@ def measure_outside(
     with _unchanged([*parameters, *inside], [*buffers, *(b for layer in layers for b in layer.buffers())], device):
         owner = make_carrier(carrier)
         try:
-            seen = [
-                _measure(samples, body, cut, layers, [*parameters, *inside], loss_of, owner, repeats, timer)
-                for samples, body in bodies
-            ]
+            bench = _Bench(cut, layers, [*parameters, *inside], loss_of, owner, timer)
+            seen = [bench.measure(samples, body, repeats) for samples, body in bodies]
         finally:
             owner.close()
     if len({s.calls for s in seen}) > 1:
@@ -135,40 +133,33 @@ def _fit(seen: Sequence[_Seen], value: Callable[[_Seen], float]) -> AffineCost:
     return fit_affine([s.samples for s in seen], [value(s) for s in seen])
 
 
-def _measure(
-    samples: int,
-    body: Callable[[], Any],
-    cut: BackboneCut,
-    layers: Sequence[nn.Module],
-    parameters: Sequence[nn.Parameter],
-    loss_of: Callable[[Any], Tensor],
-    carrier: Any,
-    repeats: int,
-    timer: Timer,
-) -> _Seen:
-    runs = [_run(samples, body, cut, layers, parameters, loss_of, carrier, timer) for _ in range(1 + repeats)][1:]
-    before_s, head_s = (
-        (median(getattr(r, name)[0] for r in runs), median(getattr(r, name)[1] for r in runs))
-        for name in ("before_s", "head_s")
-    )
-    last = runs[-1]
-    return _Seen(samples, before_s, head_s, last.before_bytes, last.head_bytes, last.message, last.calls)
+@dataclass(frozen=True, slots=True)
+class _Bench:
+    """Runs steps and takes the time."""
+
+    cut: BackboneCut
+    layers: Sequence[nn.Module]
+    parameters: Sequence[nn.Parameter]
+    loss_of: Callable[[Any], Tensor]
+    carrier: Carrier
+    timer: Timer
+
+    def measure(self, samples: int, body: Callable[[], Any], repeats: int) -> _Seen:
+        """Returns the medians over the runs but the first."""
+        runs = [_run(self, samples, body) for _ in range(1 + repeats)][1:]
+
+        def typical(name: str) -> tuple[float, float]:
+            return median(getattr(r, name)[0] for r in runs), median(getattr(r, name)[1] for r in runs)
+
+        return replace(runs[-1], before_s=typical("before_s"), head_s=typical("head_s"))
 
 
-def _run(
-    samples: int,
-    body: Callable[[], Any],
-    cut: BackboneCut,
-    layers: Sequence[nn.Module],
-    parameters: Sequence[nn.Parameter],
-    loss_of: Callable[[Any], Tensor],
-    carrier: Any,
-    timer: Timer,
-) -> _Seen:
+def _run(bench: _Bench, samples: int, body: Callable[[], Any]) -> _Seen:
+    cut, layers, timer, carrier = bench.cut, bench.layers, bench.timer, bench.carrier
     step = ResumableStep(body, carrier=carrier, seed=stream_seed(0, samples))
     calls: list[BackboneCall] = []
     spans: list[tuple[Any, Any]] = []  # of the forward: before, then behind each call
-    kept = Kept(parameters)
+    kept = Kept(bench.parameters)
     before_bytes = 0
     try:
         with cut, kept:
@@ -191,7 +182,7 @@ def _run(
             "training_step ended without calling the backbone: is `backbone=` the attribute whose layers it runs?"
         )
     message = calls[0].message()
-    loss = loss_of(outcome.value)
+    loss = bench.loss_of(outcome.value)
     head_bytes = kept.size_bytes() - before_bytes
     retain = graphs_to_retain(loss, calls)
     start = timer.mark()

@@ -120,3 +120,16 @@ def test_an_unknown_option_fails_before_anything_starts(tmp_path: Path) -> None:
     assert done.returncode != 0
     assert "no_such_strategy" in done.stderr and "ddp" in done.stderr
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_model_that_no_device_can_hold_is_planned_and_trained(tmp_path: Path) -> None:
+    done = train("experiment=pipeline_gpt", "data.max_train_windows=192", "+trainer.limit_val_batches=2")
+    assert done.returncode == 0, done.stderr
+    assert "hetero_pipeline:\ngroup 0: " in done.stdout + done.stderr
+    (directory,) = job_directories(tmp_path)
+    result = json.loads((tmp_path / directory / "result.json").read_text())
+    assert (result["strategy"], result["steps"]) == ("hetero_pipeline", 3)
+    assert result["samples"] == 192 and result["metric"]["value"] > 1
+    trace = next((tmp_path / directory / "events").glob("rank0.jsonl")).read_text().splitlines()
+    (plan,) = [event["data"] for event in map(json.loads, trace) if event.get("kind") == "plan"]
+    assert any(len(group["ranks"]) > 1 for group in plan["plan"]["groups"])
