@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import pickle
 import resource
 import weakref
 from collections.abc import Iterable, Iterator
@@ -16,6 +17,7 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import Callback
 from torch import Tensor, nn
 
+from lightning_hetero.pipeline.mapped import is_local, load_mapped, save_streamed
 from tests.ranks.harness import run_ranks
 from tests.ranks.kit import Weights, rank_trainer, regression, single, weights
 from tests.ranks.pipeline_kit import LAYERS, PLANS, WORLD, Block, Deep, fit, pipeline
@@ -261,3 +263,17 @@ def test_a_checkpoint_costs_no_memory_to_write_or_to_read(tmp_path: Path) -> Non
     state = torch.load(path, weights_only=True)
     assert state["global_step"] == 2 and len(state["optimizer_states"][0]["state"]) == len(state["state_dict"])
     assert list(path.parent.iterdir()) == [path]
+
+
+def test_a_file_is_replaced_when_the_new_one_is_complete(tmp_path: Path) -> None:
+    path = tmp_path / "of" / "a.ckpt"
+    save_streamed({"w": torch.ones(1 << 16)}, path)
+    old = load_mapped(path)
+    with pytest.raises((AttributeError, TypeError, pickle.PicklingError)):
+        save_streamed({"w": torch.zeros(1 << 16), "not possible": lambda: None}, path)
+    save_streamed({"w": torch.full((1 << 16,), 2.0)}, path)
+    new = load_mapped(path)
+    assert old is not None and old["w"].unique().tolist() == [1.0]  # still mapped
+    assert new is not None and new["w"].unique().tolist() == [2.0]
+    assert list(path.parent.iterdir()) == [path]
+    assert is_local(path) and is_local("a/b.ckpt") and not is_local("s3://bucket/a.ckpt")
