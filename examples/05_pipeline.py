@@ -47,7 +47,7 @@ def main() -> None:
         enable_progress_bar=False,
         enable_model_summary=False,
     )
-    data = TopicsText(batch_size=16 if hetero else 64, block_size=16, max_train_windows=1280)  # per device: 64 per step
+    data = TopicsText(batch_size=16 if hetero else 64, block_size=16, max_train_windows=640)  # per device: 64 per step
     trainer.fit(CharTransformer(layers=8, block_size=16), datamodule=data)
     if trainer.is_global_zero:
         perplexity = float(trainer.callback_metrics["val_perplexity"])

@@ -18,7 +18,8 @@ import contextvars
 import sys
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from queue import SimpleQueue
 from typing import Any, Literal, Protocol
 
@@ -62,6 +63,7 @@ class Carrier(ABC):
     def __init__(self) -> None:
         self._open: dict[int, _Open] = {}  # in order of opening
         self._host: HostStreams | None = None
+        self._keeps = True
         self._closed = False
 
     @abstractmethod
@@ -76,7 +78,7 @@ class Carrier(ABC):
 
     def opened(self, step: _Open) -> None:
         """Takes note of a step that has begun."""
-        if not self._open:
+        if self._keeps and not self._open:
             self._host = HostStreams()
         self._open[id(step)] = step
 
@@ -86,6 +88,15 @@ class Carrier(ABC):
         if not self._open and self._host is not None:
             self._host.put_back()
             self._host = None
+
+    @contextmanager
+    def streams_left(self) -> Iterator[None]:
+        """Inside, the caller keeps those streams: to read and put them takes longer than several switches."""
+        keeps, self._keeps = self._keeps, False
+        try:
+            yield
+        finally:
+            self._keeps = keeps
 
     def close_steps(self) -> None:
         """Closes every step still suspended, the last one begun first, so that its ``finally`` blocks run.

@@ -32,6 +32,7 @@ from torch.utils import _pytree as pytree  # private by name, but where torch re
 
 from lightning_hetero.pipeline.ambient import enabled_autocast
 from lightning_hetero.pipeline.arrival import Arrival
+from lightning_hetero.pipeline.nests import split, split_call
 from lightning_hetero.pipeline.resumable import current_step
 
 __all__ = ["BackboneCall", "BackboneCut", "graphs_to_retain"]
@@ -58,12 +59,10 @@ class BackboneCall:
         self.number = number
         self.grad_enabled = torch.is_grad_enabled()
         self.autocast = enabled_autocast()
-        leaves, spec = pytree.tree_flatten((args, dict(kwargs)))
-        self._sources: list[Tensor] | None = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-        self._inputs = [self._cut(source) for source in self._sources]
-        cut = iter(self._inputs)
-        leaves = [next(cut) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-        self.args, self.kwargs = pytree.tree_unflatten(leaves, spec)
+        sources, joined_call = split_call(args, kwargs)
+        self._sources: list[Tensor] | None = sources
+        self._inputs = [self._cut(source) for source in sources]
+        self.args, self.kwargs = joined_call(self._inputs)
         self._arrival: Arrival | None = None
         self._reply: Any = None
 
@@ -106,8 +105,7 @@ class BackboneCall:
         """
         if self._reply is not None:
             raise RuntimeError("this call has been replied to before")
-        leaves, spec = pytree.tree_flatten(outputs)
-        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        tensors, joined = split(outputs)
         flags = [requires_grad] * len(tensors) if isinstance(requires_grad, bool) else list(requires_grad)
         if len(flags) != len(tensors):
             raise ValueError(f"requires_grad has {len(flags)} flags for {len(tensors)} tensors: give one per tensor")
@@ -116,9 +114,7 @@ class BackboneCall:
             tensors = self._arrival.take()
         else:
             tensors = [tensor.detach() for tensor in tensors]
-        come = iter(tensors)
-        outputs = pytree.tree_unflatten([next(come) if isinstance(leaf, Tensor) else leaf for leaf in leaves], spec)
-        self._reply = _Reply(outputs)
+        self._reply = _Reply(joined(tensors))
         return self._reply
 
     def _received(self, value: Any) -> Any:

@@ -14,13 +14,13 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree  # private by name, but where torch registers its own classes
 
 from lightning_hetero.pipeline.ambient import stream_seed
 from lightning_hetero.pipeline.carriers import Carrier
 from lightning_hetero.pipeline.cut import BackboneCall, graphs_to_retain
 from lightning_hetero.pipeline.links import Links
 from lightning_hetero.pipeline.messages import Message
+from lightning_hetero.pipeline.nests import split
 from lightning_hetero.pipeline.resumable import Done, ResumableStep, Suspended
 from lightning_hetero.pipeline.schedule import Kind, Operation, Schedule, What
 from lightning_hetero.pipeline.stages import Flight, Pass, Stage
@@ -354,7 +354,7 @@ class LeaderExecution(Execution):
             loss = self._scale(loss)
         retain, *body.retain = graphs_to_retain(loss, body.calls)
         body.retain.reverse()  # they go back from the last call to the first
-        self.results[m] = pytree.tree_map(_detached, outcome.value)
+        self.results[m] = _detached(outcome.value)
         del outcome
         torch.autograd.backward([loss], retain_graph=retain)
         del loss
@@ -391,4 +391,5 @@ def pass_of(message: Message, *, step: int, number: int) -> Pass:
 
 
 def _detached(value: Any) -> Any:
-    return value.detach() if isinstance(value, Tensor) and value.requires_grad else value
+    tensors, joined = split(value)
+    return joined([tensor.detach() if tensor.requires_grad else tensor for tensor in tensors])

@@ -1,11 +1,15 @@
 """The links of one rank to its neighbours in a pipeline: first in, first out, beside computation (layer T).
 
-    main thread      send ──► gloo ──► sender thread, waits until it is out
+    main thread      send ──► gloo ──► sender thread, waits until it is out and frees it
                   receive ◄── queue ◄── receiver thread ◄── gloo
 
 Each neighbour has a sender and a receiver thread, which wait without holding the interpreter. The receiver takes in
-what comes at once, so a transfer overlaps computation on both sides. A message goes as a head of fixed size, with the
-header in it as a rule, and the payload.
+what comes at once, so a transfer overlaps computation on both sides.
+
+A message goes as one block: a head of fixed size, with the header in it as a rule, and behind it the payload. What is
+larger than the receiver has made room for goes as two, head and payload; both sides know the room, because they know
+what went before. Gloo lets less come than there is room for. So a message wakes the receiver once, as a rule, and the
+sender, who only has to free it, once in a while.
 """
 
 from __future__ import annotations
@@ -14,6 +18,7 @@ import contextlib
 import struct
 import threading
 import time
+from collections import deque
 from collections.abc import Iterable, Mapping
 from datetime import timedelta
 from queue import Empty, SimpleQueue
@@ -36,7 +41,11 @@ _ABORT_S = 1.0  # how long threads may take to notice that a connection is close
 _HEAD_BYTES = 1024
 _SIZES = struct.Struct("<QQd")  # bytes of header and payload, when it was sent [s, time.monotonic]
 _INLINE_BYTES = _HEAD_BYTES - _SIZES.size
+_ROOM_BYTES = 4 * 2**20  # at most; the larger a message, the less an extra block matters
+_REMEMBERED = 8  # messages, whose largest determines the room
+_HELD, _HELD_BYTES = 8, 2**20  # messages, and their bytes, that may wait together to be freed
 _Come = tuple[bytes, Tensor, float]  # header, payload, from when on they may be used [s, time.monotonic]
+_Job = tuple[list[Tensor], list[Any], Any]  # parts, gloo's works that send them, event after which they can be sent
 _TAG, _TAG_OF_THE_END = 0x9A55, 0x9A56
 
 
@@ -164,6 +173,19 @@ class Links:
             raise self._failures.lost(peer, f"it {what} for {self._timeout_s:g} s, the timeout")
 
 
+class _Room:
+    """How many bytes of the next message the receiver takes as one block; the same on both sides."""
+
+    def __init__(self) -> None:
+        self.size_bytes = _HEAD_BYTES
+        self._sizes: deque[int] = deque(maxlen=_REMEMBERED)
+
+    def went(self, payload_bytes: int) -> None:
+        """Takes note of a message."""
+        self._sizes.append(_HEAD_BYTES + payload_bytes)
+        self.size_bytes = max([size for size in self._sizes if size <= _ROOM_BYTES], default=_HEAD_BYTES)
+
+
 class _Worker:
     """A thread for one direction of one link. A daemon: what it waits for may never come."""
 
@@ -197,63 +219,85 @@ class _Sender(_Worker):
     def __init__(self, wire: dist.ProcessGroup, peer: int, name: str, device: torch.device) -> None:
         super().__init__(wire, peer, name, device)
         self.broken: str | None = None
-        self._posted: SimpleQueue[tuple[list[Tensor], list[Any], Any] | None] = SimpleQueue()
-        self._under_way = 0
+        self._room = _Room()
+        self._posted: SimpleQueue[list[_Job] | None] = SimpleQueue()
+        self._held: list[_Job] = []  # on their way, not yet given to the thread
+        self._held_bytes = 0
+        self._sent = 0  # posted; counted by the thread that posts
+        self._gone = 0  # of these, out; counted by the other
         self._out = threading.Condition()
         self._thread.start()
 
     def post(self, message: Message | None) -> None:
         """Posts a message; None: the last, without a header."""
-        header, payload = (b"", torch.empty(0)) if message is None else pack(message)
+        on_cpu = self._device.type == "cpu"
+        if message is None:
+            header, block = b"", torch.empty(_HEAD_BYTES, dtype=torch.uint8)
+        else:
+            header, block = pack(message, front_bytes=_HEAD_BYTES)
         ready = None
-        if payload.device.type != "cpu":  # [CUDA, untested]
-            on_host = torch.empty(payload.shape, dtype=payload.dtype, pin_memory=True)
-            on_host.copy_(payload, non_blocking=True)
+        if block.device.type != "cpu":  # [CUDA, untested]
+            on_host = torch.empty(block.shape, dtype=block.dtype, pin_memory=True)
+            on_host[_HEAD_BYTES:].copy_(block[_HEAD_BYTES:], non_blocking=True)
             ready = torch.cuda.Event()
             ready.record()
-            payload = on_host
-        head = bytearray(_HEAD_BYTES)
-        _SIZES.pack_into(head, 0, len(header), payload.numel(), time.monotonic())
-        parts = [torch.frombuffer(head, dtype=torch.uint8)]
-        if len(header) <= _INLINE_BYTES:
+            block = on_host
+        payload_bytes = block.numel() - _HEAD_BYTES
+        inline = len(header) <= _INLINE_BYTES
+        head = block[:_HEAD_BYTES].numpy().data
+        _SIZES.pack_into(head, 0, len(header), payload_bytes, time.monotonic())
+        if inline:
             head[_SIZES.size : _SIZES.size + len(header)] = header
-        else:
+        parts = [block]
+        if block.numel() > self._room.size_bytes:
+            parts = [block[:_HEAD_BYTES], block[_HEAD_BYTES:]]
+        self._room.went(payload_bytes)
+        if not inline:
             parts.append(torch.frombuffer(bytearray(header), dtype=torch.uint8))
-        if payload.numel():
-            parts.append(payload)
-        with self._out:
-            self._under_way += 1
+        self._sent += 1
         works: list[Any] = []
-        if self._device.type == "cpu":  # else the thread sends it when it has been copied to the host
+        if on_cpu:  # else the thread sends it when it has been copied to the host
             try:
                 works = self._send(parts)
             except RuntimeError as error:
                 self.broken = first_line(error)
-        self._posted.put((parts, works, ready))
+        self._held.append((parts, works, ready))
+        self._held_bytes += block.numel()
+        if not on_cpu or len(self._held) >= _HELD or self._held_bytes >= _HELD_BYTES:
+            self._hand_over()
         if message is None:
-            self._posted.put(None)
+            self.give_up()
+
+    def _hand_over(self) -> None:
+        """Lets the thread wait for all that is held: each time it wakes costs as much as a small message."""
+        if self._held:
+            self._posted.put(self._held)
+            self._held, self._held_bytes = [], 0
 
     def give_up(self) -> None:
         """Lets the thread end after what it is at."""
+        self._hand_over()
         self._posted.put(None)
 
     def wait_out(self, timeout_s: float) -> bool:
         """Returns whether all is out, after at most ``timeout_s``."""
+        self._hand_over()
         with self._out:
-            return self._out.wait_for(lambda: self._under_way == 0, timeout_s)
+            return self._out.wait_for(lambda: self._gone == self._sent, timeout_s)
 
     def _work(self) -> None:
         try:
-            while (job := self._posted.get()) is not None:
-                parts, works, ready = job
-                if ready is not None:
-                    ready.synchronize()
-                works = works or self._send(parts)
-                while works:
-                    works.pop(0).wait(FOREVER)
-                del job, parts  # their memory must not live until the next one comes
+            while (jobs := self._posted.get()) is not None:
+                while jobs:
+                    parts, works, ready = jobs.pop(0)
+                    if ready is not None:
+                        ready.synchronize()
+                    works = works or self._send(parts)
+                    while works:
+                        works.pop(0).wait(FOREVER)
+                    del parts  # their memory must not live until the next one comes
+                    self._gone += 1
                 with self._out:
-                    self._under_way -= 1
                     self._out.notify_all()
         except RuntimeError as error:
             self.broken = first_line(error)
@@ -270,6 +314,7 @@ class _Receiver(_Worker):
     ) -> None:
         super().__init__(wire, peer, name, device)
         self._emulated = emulated
+        self._room = _Room()
         self._free_s = 0.0  # when the emulated link is
         self._come: SimpleQueue[_Come | str] = SimpleQueue()
         self._thread.start()
@@ -292,15 +337,24 @@ class _Receiver(_Worker):
 
     def _next(self) -> _Come | None:
         """Returns the next message; None after the last."""
-        head = self._receive(_HEAD_BYTES).numpy().tobytes()
+        pinned = self._device.type == "cuda"
+        block = self._receive(self._room.size_bytes, pinned=pinned)
+        head = block[:_HEAD_BYTES].numpy().tobytes()
         header_bytes, payload_bytes, sent_s = _SIZES.unpack_from(head)
         if not header_bytes:
             return None
+        size_bytes = _HEAD_BYTES + payload_bytes
+        if size_bytes > block.numel():
+            payload = self._receive(payload_bytes, pinned=pinned)
+        elif 2 * size_bytes > block.numel():
+            payload = block[_HEAD_BYTES:size_bytes]
+        else:  # it would keep more memory than it has
+            payload = block[_HEAD_BYTES:size_bytes].clone()
+        self._room.went(payload_bytes)
         if header_bytes <= _INLINE_BYTES:
             header = head[_SIZES.size : _SIZES.size + header_bytes]
         else:
             header = self._receive(header_bytes).numpy().tobytes()
-        payload = self._receive(payload_bytes, pinned=self._device.type == "cuda")
         return header, payload, self._usable_s(sent_s, payload_bytes)
 
     def _receive(self, size_bytes: int, *, pinned: bool = False) -> Tensor:

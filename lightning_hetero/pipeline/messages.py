@@ -1,7 +1,9 @@
 """What travels between the stages of a pipeline, and as which bytes (layer T).
 
-    header: JSON, what it is and how its tensors lie in the payload
+    header: its place in the step, binary; its form in JSON: what it is, and how its tensors lie in the payload
     payload: the tensors' bytes one after another, each beginning at a multiple of 64
+
+A pipeline sends messages of few forms again and again: each is written and read once, and remembered.
 
 Tensors are copied into the payload when a message is made: what the sender does with them afterwards, e.g. adding to a
 gradient in place, does not change what is on its way.
@@ -11,8 +13,10 @@ from __future__ import annotations
 
 import json
 import math
+import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -23,6 +27,15 @@ from lightning_hetero.pipeline.schedule import What
 __all__ = ["Message", "pack", "tensors_in", "unpack"]
 
 _ALIGNMENT = 64
+_FORMS = 256  # remembered, on either side
+_PLACE = struct.Struct("<6q")  # stage, micro-batch, micro-batches, step, samples, call
+# Of a tensor: dtype, shape, order of its dimensions.
+_Spec = tuple[torch.dtype, tuple[int, ...], tuple[int, ...] | None]
+# What messages have in common that differ in place and values only: what, nest, tensors, requires_grad, grad_enabled,
+# autocast.
+_Form = tuple[
+    str | None, Any, tuple[_Spec, ...], tuple[bool, ...], bool, tuple[tuple[str, torch.dtype], ...]
+]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -78,8 +91,12 @@ def tensors_in(value: Any) -> list[Tensor]:
 # ---- to bytes --------------------------------------------------------------------------------------------------
 
 
-def pack(message: Message) -> tuple[bytes, Tensor]:
+def pack(message: Message, *, front_bytes: int = 0) -> tuple[bytes, Tensor]:
     """Returns the header, and the payload on the device of the first tensor.
+
+    Args:
+        message: to be sent.
+        front_bytes: left free in front of the payload, a multiple of 64.
 
     Raises:
         TypeError: a value that cannot travel; names it.
@@ -87,56 +104,84 @@ def pack(message: Message) -> tuple[bytes, Tensor]:
     tensors: list[Tensor] = []
     nest = _nest(message.value, tensors)
     dense = [_dense(tensor) for tensor in tensors]
-    starts, size = _layout([(tensor.numel(), tensor.element_size()) for tensor, _ in dense])
-    payload = torch.empty(size, dtype=torch.uint8, device=tensors[0].device if tensors else "cpu")
-    for (tensor, _), start in zip(dense, starts, strict=True):
-        _place(payload, start, tensor.dtype, tensor.shape).copy_(tensor)
-    header = {
-        "what": message.what.value if message.what is not None else None,
-        "place": message.place[1:],
-        "call": message.call,
-        "nest": nest,
-        "tensors": [[_name(t.dtype), list(t.shape), order] for t, order in dense],
-        "requires_grad": [int(flag) for flag in message.requires_grad],
-        "grad_enabled": message.grad_enabled,
-        "autocast": {kind: _name(dtype) for kind, dtype in message.autocast.items()},
-    }
-    return json.dumps(header, separators=(",", ":")).encode(), payload
+    specs = tuple([(tensor.dtype, tuple(tensor.shape), order) for tensor, order in dense])
+    what = message.what.value if message.what is not None else None
+    autocast = tuple(message.autocast.items())
+    text, starts, size = _written((what, nest, specs, message.requires_grad, message.grad_enabled, autocast))
+    device = tensors[0].device if tensors else "cpu"
+    payload = torch.empty(front_bytes + size, dtype=torch.uint8, device=device)
+    for (tensor, _), (dtype, shape, _), start in zip(dense, specs, starts, strict=True):
+        _place(payload, front_bytes + start, dtype, shape).copy_(tensor)
+    return _PLACE.pack(*message.place[1:], message.call) + text, payload
 
 
 def unpack(header: bytes, payload: Tensor) -> Message:
     """Returns the message; its tensors are parts of ``payload``."""
-    fields = json.loads(header)
-    specs = [(getattr(torch, name), shape, order) for name, shape, order in fields["tensors"]]
-    starts, _ = _layout([(math.prod(shape), dtype.itemsize) for dtype, shape, _ in specs])
+    stage, micro_batch, micro_batches, step, samples, call = _PLACE.unpack_from(header)
+    (what, nest, specs, requires_grad, grad_enabled, autocast), starts = _read(header[_PLACE.size :])
     tensors: list[Tensor] = []
     for (dtype, shape, order), start in zip(specs, starts, strict=True):
         tensor = _place(payload, start, dtype, shape)
         if order is not None:
             tensor = tensor.permute([order.index(i) for i in range(len(order))])
         tensors.append(tensor)
-    stage, micro_batch, micro_batches, step, samples = fields["place"]
     return Message(
-        what=What(fields["what"]) if fields["what"] is not None else None,
+        what=What(what) if what is not None else None,
         stage=stage,
         micro_batch=micro_batch,
         micro_batches=micro_batches,
         step=step,
-        value=_unnest(fields["nest"], tensors),
-        requires_grad=tuple(map(bool, fields["requires_grad"])),
-        grad_enabled=fields["grad_enabled"],
-        autocast={kind: getattr(torch, name) for kind, name in fields["autocast"].items()},
+        value=_unnest(nest, tensors),
+        requires_grad=requires_grad,
+        grad_enabled=grad_enabled,
+        autocast=dict(autocast),
         samples=samples,
-        call=fields["call"],
+        call=call,
     )
 
 
+@lru_cache(maxsize=_FORMS)
+def _written(form: _Form) -> tuple[bytes, tuple[int, ...], int]:
+    """Returns the form in JSON, where each tensor begins in the payload, and the payload's size [bytes]."""
+    what, nest, specs, requires_grad, grad_enabled, autocast = form
+    starts, size = _layout(specs)
+    fields = {
+        "what": what,
+        "nest": nest,
+        "tensors": [[_name(dtype), shape, order] for dtype, shape, order in specs],
+        "requires_grad": [int(flag) for flag in requires_grad],
+        "grad_enabled": bool(grad_enabled),
+        "autocast": {kind: _name(dtype) for kind, dtype in autocast},
+    }
+    return json.dumps(fields, separators=(",", ":")).encode(), starts, size
+
+
+@lru_cache(maxsize=_FORMS)
+def _read(text: bytes) -> tuple[_Form, tuple[int, ...]]:
+    """Returns the form, and where each tensor begins in the payload."""
+    fields = json.loads(text)
+    specs = [(getattr(torch, name), _tuples(shape), _tuples(order)) for name, shape, order in fields["tensors"]]
+    form = (
+        fields["what"],
+        _tuples(fields["nest"]),
+        tuple(specs),
+        tuple(map(bool, fields["requires_grad"])),
+        fields["grad_enabled"],
+        tuple([(kind, getattr(torch, name)) for kind, name in fields["autocast"].items()]),
+    )
+    return form, _layout(specs)[0]
+
+
+def _tuples(nest: Any) -> Any:
+    return tuple([_tuples(item) for item in nest]) if isinstance(nest, list) else nest
+
+
 def _nest(value: Any, tensors: list[Tensor]) -> Any:
-    """Returns the structure: a list for a tuple, a number for a tensor, which is added to ``tensors``."""
+    """Returns the structure: a tuple for a tuple, a number for a tensor, which is added to ``tensors``."""
     if value is None:
         return None
     if type(value) is tuple:
-        return [_nest(item, tensors) for item in value]
+        return tuple([_nest(item, tensors) for item in value])
     if not isinstance(value, Tensor) or value.layout is not torch.strided:
         what = f"a tensor of layout {value.layout}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
         raise TypeError(
@@ -150,12 +195,12 @@ def _nest(value: Any, tensors: list[Tensor]) -> Any:
 def _unnest(nest: Any, tensors: Sequence[Tensor]) -> Any:
     if nest is None:
         return None
-    if isinstance(nest, list):
+    if isinstance(nest, tuple):
         return tuple([_unnest(item, tensors) for item in nest])
     return tensors[nest]
 
 
-def _dense(tensor: Tensor) -> tuple[Tensor, list[int] | None]:
+def _dense(tensor: Tensor) -> tuple[Tensor, tuple[int, ...] | None]:
     """Returns the tensor with its dimensions in the order of its memory, and that order; None: as they are.
 
     So that e.g. ``channels_last`` survives the journey.
@@ -163,23 +208,23 @@ def _dense(tensor: Tensor) -> tuple[Tensor, list[int] | None]:
     if tensor.is_contiguous():
         return tensor, None
     strides = tensor.stride()
-    order = sorted(range(tensor.dim()), key=lambda i: -strides[i])
+    order = tuple(sorted(range(tensor.dim()), key=lambda i: -strides[i]))
     permuted = tensor.permute(order)
     return (permuted, order) if permuted.is_contiguous() else (tensor, None)
 
 
-def _layout(sizes: Sequence[tuple[int, int]]) -> tuple[list[int], int]:
-    """Returns where each tensor begins, and the size of all [bytes], given elements and bytes per element."""
+def _layout(tensors: Sequence[_Spec]) -> tuple[tuple[int, ...], int]:
+    """Returns where each tensor begins, and the size of all [bytes]."""
     starts, at = [], 0
-    for numel, itemsize in sizes:
+    for dtype, shape, _ in tensors:
         starts.append(at)
-        at += -(-numel * itemsize // _ALIGNMENT) * _ALIGNMENT
-    return starts, at
+        at += -(-math.prod(shape) * dtype.itemsize // _ALIGNMENT) * _ALIGNMENT
+    return tuple(starts), at
 
 
-def _place(payload: Tensor, start: int, dtype: torch.dtype, shape: Sequence[int]) -> Tensor:
+def _place(payload: Tensor, start: int, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
     size = math.prod(shape) * dtype.itemsize
-    return payload[start : start + size].view(dtype).view(tuple(shape))
+    return payload[start : start + size].view(dtype).view(shape)
 
 
 def _name(dtype: torch.dtype) -> str:

@@ -139,7 +139,7 @@ class ResumableStep:
         context.run(_CURRENT.set, self)
         self._strand = self._carrier.strand(self._run, context)
         self._carrier.opened(self)
-        return self._switch(switches)
+        return self._switch(switches, switches)
 
     def resume(self, value: Any = None) -> Suspended | Done:
         """Lets `suspend` return ``value`` in the body, and runs on.
@@ -153,7 +153,7 @@ class ResumableStep:
         assert self._surroundings is not None
         if what := self._surroundings.change():
             raise RuntimeError(f"a step is resumed under other circumstances than it was started in. {what}")
-        return self._switch(value)
+        return self._switch(value, Switches.now())
 
     def close(self) -> None:
         """Ends the step: raises `StepClosed` where it is suspended, so that its ``finally`` blocks run.
@@ -171,11 +171,11 @@ class ResumableStep:
         if self._phase is _Phase.ENDED:
             return
         with suppress(StepClosed):
-            self._switch(_Throw(StepClosed()))
+            self._switch(_Throw(StepClosed()), Switches.now())
 
-    def _switch(self, message: Any) -> Suspended | Done:
+    def _switch(self, message: Any, before: Switches) -> Suspended | Done:
+        """Goes inside with ``message``, and comes back to the switches ``before``."""
         assert self._strand is not None
-        before = Switches.now()
         phase, self._phase = self._phase, _Phase.RUNNING
         try:
             outcome = self._strand.switch(message)

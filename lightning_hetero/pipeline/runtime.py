@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from typing import Any
 
 import torch
@@ -342,7 +342,7 @@ class PipelineRuntime:
                 " and evaluates, the others serve"
             )
         try:
-            with streams_kept():
+            with streams_kept(), self._carrier.streams_left() if self._carrier is not None else nullcontext():
                 yield
         except BaseException as error:
             self._failed = True

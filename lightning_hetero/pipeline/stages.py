@@ -10,13 +10,12 @@ Between the two lives what autograd saved, and nothing else: neither the outputs
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree  # private by name, but where torch registers its own classes
 from torch.utils.checkpoint import checkpoint
 
 from lightning_hetero.pipeline.ambient import (
@@ -28,6 +27,7 @@ from lightning_hetero.pipeline.ambient import (
     stream_seed,
 )
 from lightning_hetero.pipeline.arrival import Arrival
+from lightning_hetero.pipeline.nests import split, split_call
 
 __all__ = ["Flight", "Pass", "Stage", "streams_kept"]
 
@@ -141,49 +141,50 @@ class Stage:
         Returns:
             The outputs, detached, and what is needed to go back.
         """
-        leaves, spec = pytree.tree_flatten((args, dict(kwargs)))
-        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        tensors, joined_call = split_call(args, kwargs)
         arrival = None
         if way.grad_enabled and any(flags):
             arrival = Arrival(tensors, flags)
             tensors = arrival.take()
-        come = iter(tensors)
-        args, kwargs = pytree.tree_unflatten([next(come) if isinstance(x, Tensor) else x for x in leaves], spec)
-        del leaves, tensors, come
+        args, kwargs = joined_call(tensors)
+        del tensors
         with torch.set_grad_enabled(way.grad_enabled), self._autocast(way.autocast):
             outputs: Any = None
             for index, layer in self._layers.items():
                 outputs = self._run(index, layer, args, kwargs, way)
                 args, kwargs = (outputs,), {}
-        leaves, spec = pytree.tree_flatten(outputs)
-        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        del args
+        tensors, joined = split(outputs)
         flight = Flight(arrival, flags, tensors, grad_enabled=way.grad_enabled)
-        del tensors, outputs
-        leaves = [leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-        return pytree.tree_unflatten(leaves, spec), flight
+        del outputs
+        return joined([tensor.detach() for tensor in tensors]), flight
 
     def _run(self, index: int, layer: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], way: Pass) -> Any:
         later = (way.call,) if way.call else ()
         seed = stream_seed(self._seed, way.step, way.number, 1 + index, *later)
 
-        def seeded(*args: Any, **kwargs: Any) -> Any:
-            seed_torch_streams(seed)
-            seed_host_streams(seed)
-            return layer(*args, **kwargs)
-
         if self._checkpoint_layers and way.grad_enabled:
             # Seeded, it draws the same when it is computed again: no states of generators need be kept.
-            return checkpoint(seeded, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)
-        return seeded(*args, **kwargs)
+            options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}
+            return checkpoint(_seeded, layer, seed, *args, **options, **kwargs)
+        return _seeded(layer, seed, *args, **kwargs)
 
-    @contextmanager
-    def _autocast(self, wanted: Mapping[str, torch.dtype]) -> Iterator[None]:
+    def _autocast(self, wanted: Mapping[str, torch.dtype]) -> AbstractContextManager[Any]:
         """Puts autocast as wanted, whatever is in force around."""
-        with ExitStack() as stack:
-            for kind in sorted({"cpu", self._device.type} & {*wanted, *enabled_autocast()}):
-                dtype = wanted.get(kind)
-                stack.enter_context(torch.autocast(kind, dtype=dtype, enabled=dtype is not None))
-            yield
+        kinds = {"cpu", self._device.type} & {*wanted, *enabled_autocast()}
+        if not kinds:
+            return nullcontext()
+        stack = ExitStack()
+        for kind in sorted(kinds):
+            dtype = wanted.get(kind)
+            stack.enter_context(torch.autocast(kind, dtype=dtype, enabled=dtype is not None))
+        return stack
+
+
+def _seeded(layer: nn.Module, seed: int, /, *args: Any, **kwargs: Any) -> Any:
+    seed_torch_streams(seed)
+    seed_host_streams(seed)
+    return layer(*args, **kwargs)
 
 
 @contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -17,12 +18,12 @@ WIDTH, LAYERS = 8, 6
 
 PLANS: dict[str, dict[str, Any]] = {
     "1x1": {"groups": [{"ranks": [0], "cuts": [0, 6], "samples": 16, "micro_samples": 4}]},
-    "1x2": {"groups": [{"ranks": [1, 0], "cuts": [0, 2, 6], "samples": 16, "micro_samples": 3, "depths": [3, 3]}]},
-    "1x4": {"groups": [{"ranks": [0, 2, 1, 3], "cuts": [0, 1, 3, 5, 6], "samples": 16, "micro_samples": 4}]},
+    "1x2": {"groups": [{"ranks": [1, 0], "cuts": [0, 2, 6], "samples": 16, "micro_samples": 6, "depths": [3, 3]}]},
+    "1x4": {"groups": [{"ranks": [0, 2, 1, 3], "cuts": [0, 1, 3, 5, 6], "samples": 16, "micro_samples": 6}]},
     "2x2": {
         "groups": [
-            {"ranks": [2, 0], "cuts": [0, 2, 6], "samples": 11, "micro_samples": 3},
-            {"ranks": [1, 3], "cuts": [0, 4, 6], "samples": 5, "micro_samples": 2},
+            {"ranks": [2, 0], "cuts": [0, 2, 6], "samples": 11, "micro_samples": 4},
+            {"ranks": [1, 3], "cuts": [0, 4, 6], "samples": 5, "micro_samples": 3},
         ]
     },
     "2x1": {"groups": [{"ranks": [0], "cuts": [0, 6], "samples": 11, "micro_samples": 11},
@@ -99,7 +100,9 @@ def fit(
     **options: Any,
 ) -> tuple[Weights, Trainer]:
     trainer = rank_trainer(rank, world, strategy, **{"max_epochs": 3, **options})
-    trainer.fit(module, *loaders(data, batch // world, validate))
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="You defined a `validation_step`")
+        trainer.fit(module, *loaders(data, batch // world, validate))
     return weights(module), trainer
 
 
