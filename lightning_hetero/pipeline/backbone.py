@@ -25,7 +25,7 @@ from torch.nn.modules.lazy import LazyModuleMixin
 
 __all__ = ["Backbone", "find_backbone"]
 
-USUAL = ("model", "backbone", "net", "layers")
+USUAL = ("model", "backbone", "net", "layers", "blocks")
 """Attributes that are tried where the user names none."""
 
 _WAY_OUT = (

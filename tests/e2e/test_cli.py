@@ -123,7 +123,7 @@ def test_an_unknown_option_fails_before_anything_starts(tmp_path: Path) -> None:
 
 
 def test_a_model_that_no_device_can_hold_reaches_the_perplexity_of_one_large_device(tmp_path: Path) -> None:
-    common = ("experiment=pipeline_gpt", "data.max_train_windows=192", "model.block_size=64", "emulation=none")
+    common = ("experiment=pipeline_gpt", "data.max_train_windows=192", "emulation=none")
     alone = ("strategy=ddp", "trainer.devices=1", "data.batch_size=64")
     jobs = {
         "alone": partial(train, *common, *alone, "hydra.run.dir=alone"),

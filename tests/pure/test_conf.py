@@ -182,7 +182,9 @@ def test_the_cluster_group_reaches_the_pipeline_strategy() -> None:
     assert [device.speed for device in cluster.devices] == [1.0, 1.0, 0.5, 0.5]
     assert build(composed("strategy=hetero_pipeline", "cluster=probe").strategy).plan_settings.cluster == "probe"
     gpt = composed("experiment=pipeline_gpt")
-    assert gpt.data.block_size == gpt.model.block_size and gpt.strategy.backbone == "blocks"
+    assert gpt.data.block_size == gpt.model.block_size
+    assert composed("experiment=pipeline_gpt", "emulation=none").emulation.scenario is None
+    assert isinstance(build(composed("experiment=pipeline_gpt", "strategy=ddp").strategy), DDPStrategy)
     assert composed("experiment=pipeline_gpt", "cluster=equal4").strategy.cluster.devices[0].count == 4
 
 
