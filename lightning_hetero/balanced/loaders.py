@@ -19,12 +19,11 @@ from lightning_hetero.data import (
     LoaderSpec,
     Part,
     inspect_loader,
-    rebatched_loader,
-    rebatched_stream,
 )
 from lightning_hetero.data.batches import HandedParts, micro_batch_size
 from lightning_hetero.data.stream import StreamMode
 from lightning_hetero.glue.orders import OrderFinder
+from lightning_hetero.glue.parts import in_use, loader_of_parts, stream_of_parts
 from lightning_hetero.solvers.apportion import scale_shares
 from lightning_hetero.transport.side_channel import SideChannel
 
@@ -124,11 +123,7 @@ class LoaderBinder:
         sampler = GlobalBatchSampler(
             order, split=self._split_of(slot), rank=self._channel.rank, micro_batches=micro, quantum=quantum
         )
-        # Agreed now, by all ranks: one of them alone may look at a batch before the epoch starts.
-        sampler.set_epoch(compat.epoch_running(self._trainer))
-        slot.loader = rebatched_loader(
-            loader, sampler, position=lambda: compat.upcoming_batch(self._trainer), on_fetch=slot.handed.append
-        )
+        slot.loader = loader_of_parts(self._trainer, loader, sampler, slot.handed)
         self._slots.append(slot)
         return slot.loader
 
@@ -147,20 +142,14 @@ class LoaderBinder:
         if self.settings.stream == "infinite" and compat.batches_trained(self._trainer):
             rank_zero_warn("an infinite stream cannot be repositioned: the resumed run reads it from its start")
 
-        def position() -> tuple[int, int]:
-            trainer = self._trainer
-            done = 0 if compat.last_batch_done(trainer) else compat.batches_trained(trainer)
-            return compat.epoch_running(trainer), done
-
-        slot.loader = rebatched_stream(
+        slot.loader = stream_of_parts(
+            self._trainer,
             loader,
+            self._channel,
             mode=self.settings.stream,
-            rank=self._channel.rank,
-            world_size=self._channel.world_size,
             global_batch_size=total,
             split=self._split_of(slot),
-            position=position,
-            on_fetch=slot.handed.append,
+            handed=slot.handed,
         )
         self._slots.append(slot)
         return slot.loader
@@ -198,8 +187,7 @@ class LoaderBinder:
         """Starts the controller for the loaders in use: their sizes in common units and the furthest read-ahead."""
         if not self._stale and self.controller is not None:
             return self.controller
-        current = compat.train_loaders(self._trainer)
-        self._slots = [s for s in self._slots if any(s.loader is c for c in current)] or self._slots
+        self._slots = in_use(self._trainer, self._slots)
         if len(self._slots) > 1 and self.settings.global_batch_size is not None:
             raise ValueError(
                 f"global_batch_size={self.settings.global_batch_size} is ambiguous with {len(self._slots)} train"

@@ -15,6 +15,7 @@ from __future__ import annotations
 from lightning_hetero.lightning_compat.batches import (
     averaged_weights,
     averaging_callbacks,
+    call_training_step,
     collect_clipping,
     replace_sigterm_broadcast,
     run_again,
@@ -28,6 +29,7 @@ from lightning_hetero.lightning_compat.loaders import (
     keep_train_sampler,
     overfits,
     train_loaders,
+    train_source,
     uses_dataloader_iter,
     uses_distributed_sampler,
     val_loaders,
@@ -53,6 +55,7 @@ from lightning_hetero.lightning_compat.progress import (
     step_limit,
     steps_uncounted,
     upcoming_batch,
+    zeroes_now,
 )
 from lightning_hetero.lightning_compat.results import (
     as_batch,
@@ -61,6 +64,7 @@ from lightning_hetero.lightning_compat.results import (
     log_interval,
     metrics_frozen,
     reduced_names,
+    unlogged,
 )
 
 __all__ = [
@@ -71,6 +75,7 @@ __all__ = [
     "batch_results_open",
     "batches_of_all_epochs",
     "batches_trained",
+    "call_training_step",
     "collect_clipping",
     "combine_metric_with",
     "count_started",
@@ -99,9 +104,12 @@ __all__ = [
     "steps_uncounted",
     "stop_sigterm_broadcast",
     "train_loaders",
+    "train_source",
     "trainer_callbacks",
+    "unlogged",
     "upcoming_batch",
     "uses_dataloader_iter",
     "uses_distributed_sampler",
     "val_loaders",
+    "zeroes_now",
 ]

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 __all__ = [
     "averaged_weights",
     "averaging_callbacks",
+    "call_training_step",
     "collect_clipping",
     "replace_sigterm_broadcast",
     "run_again",
@@ -130,12 +131,22 @@ def run_again(trainer: Trainer, batch: Any, batch_idx: int, optimizer: Any, *, z
         zero: let it zero the gradients as for the first batch of an accumulation window.
     """
     loop = trainer.fit_loop.epoch_loop
-    kwargs = loop._build_kwargs(OrderedDict(), batch, batch_idx)
+    kwargs = _step_arguments(trainer, batch, batch_idx)
     optimization = loop.automatic_optimization
     closure = optimization._make_closure(kwargs, optimizer, batch_idx)
     if not zero:
         closure._zero_grad_fn = None
     return closure
+
+
+def call_training_step(module: LightningModule, batch: Any, batch_idx: int) -> Any:
+    """Calls ``training_step`` as the loop would, outside of it."""
+    return module.training_step(*_step_arguments(module.trainer, batch, batch_idx).values())
+
+
+def _step_arguments(trainer: Trainer, batch: Any, batch_idx: int) -> OrderedDict[str, Any]:
+    """The arguments that the signature of ``training_step`` asks for, which only the loop knows to choose."""
+    return trainer.fit_loop.epoch_loop._build_kwargs(OrderedDict(), batch, batch_idx)
 
 
 @contextmanager

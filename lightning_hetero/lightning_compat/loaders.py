@@ -19,6 +19,7 @@ __all__ = [
     "keep_train_sampler",
     "overfits",
     "train_loaders",
+    "train_source",
     "uses_dataloader_iter",
     "uses_distributed_sampler",
     "val_loaders",
@@ -29,6 +30,14 @@ def train_loaders(trainer: Trainer) -> list[Any]:
     """The processed train loaders in order. Public ``trainer.train_dataloader`` gives them in the user's nesting."""
     combined = trainer.fit_loop._combined_loader
     return [] if combined is None else list(combined.flattened)
+
+
+def train_source(trainer: Trainer) -> Any:
+    """The user's train loader as given, or as ``train_dataloader()`` makes it, before the Trainer has set it up.
+
+    ``trainer.train_dataloader`` is the loader in use, which there is none of before training starts.
+    """
+    return trainer.fit_loop._data_source.dataloader()
 
 
 def val_loaders(trainer: Trainer) -> list[Any]:

@@ -21,6 +21,7 @@ __all__ = [
     "step_limit",
     "steps_uncounted",
     "upcoming_batch",
+    "zeroes_now",
 ]
 
 
@@ -63,6 +64,11 @@ def step_limit(trainer: Trainer) -> int | None:
 def accumulates_now(trainer: Trainer) -> bool:
     """Whether the batch that is running only accumulates gradients."""
     return trainer.fit_loop._should_accumulate()
+
+
+def zeroes_now(trainer: Trainer) -> bool:
+    """Whether the loop is about to zero the gradients in the running batch: the first one of an accumulation window."""
+    return trainer.fit_loop.epoch_loop.batch_idx % trainer.accumulate_grad_batches == 0
 
 
 def count_started(trainer: Trainer) -> None:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from lightning_hetero.lightning_compat.patches import patched
 
 if TYPE_CHECKING:
-    from lightning.pytorch import Trainer
+    from lightning.pytorch import LightningModule, Trainer
 
 __all__ = [
     "as_batch",
@@ -22,6 +22,7 @@ __all__ = [
     "log_interval",
     "metrics_frozen",
     "reduced_names",
+    "unlogged",
 ]
 
 
@@ -64,6 +65,17 @@ def as_batch(trainer: Trainer, batch: Any) -> Iterator[None]:
         yield
     finally:
         results.batch, results.batch_size = before
+
+
+@contextmanager
+def unlogged(module: LightningModule) -> Iterator[None]:
+    """Inside, ``self.log`` does nothing: outside of a loop it would raise. ``log_dict`` ends up there, too."""
+
+    def nothing(*args: Any, **kwargs: Any) -> None:
+        del args, kwargs
+
+    with patched(module, "log", nothing):
+        yield
 
 
 @contextmanager

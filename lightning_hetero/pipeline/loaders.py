@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any, Literal
 from lightning.pytorch.utilities import CombinedLoader
 from torch.utils.data import DataLoader
 
-from lightning_hetero import lightning_compat as compat
 from lightning_hetero.data import (
     Channel,
     EpochOrder,
@@ -24,11 +23,10 @@ from lightning_hetero.data import (
     LoaderSpec,
     Part,
     inspect_loader,
-    rebatched_loader,
-    rebatched_stream,
 )
 from lightning_hetero.data.batches import HandedParts
 from lightning_hetero.glue.orders import OrderFinder
+from lightning_hetero.glue.parts import in_use, loader_of_parts, stream_of_parts
 from lightning_hetero.pipeline.plans import evened
 from lightning_hetero.solvers.apportion import scale_shares
 from lightning_hetero.types import PipelinePlan
@@ -40,8 +38,8 @@ __all__ = ["PipelineBinder"]
 
 _SEVERAL = (
     "A pipeline cuts one batch into micro-batches, and batches of several loaders have several sizes: pass one"
-    " DataLoader."
-    " Combine the datasets (torch.utils.data.StackDataset or ConcatDataset), or use strategy='hetero_balanced'"
+    " DataLoader. Combine the datasets (torch.utils.data.StackDataset or ConcatDataset), or use"
+    " strategy='hetero_balanced'"
 )
 
 
@@ -152,16 +150,11 @@ class PipelineBinder:
         return slot.loader
 
     def _mapped(self, loader: DataLoader, spec: LoaderSpec) -> _Slot:
-        trainer = self._trainer
         order = self.orders.continued(self.orders.order(loader, spec, 0))
         self.orders.check_position(order.global_batch_size)
         slot = _Slot(spec=spec, full=order.global_batch_size, order=order)
         sampler = GlobalBatchSampler(order, split=self._split_of(slot), rank=self._channel.rank)
-        # Agreed now, by all ranks: one of them alone may look at a batch before the epoch starts.
-        sampler.set_epoch(compat.epoch_running(trainer))
-        slot.loader = rebatched_loader(
-            loader, sampler, position=lambda: compat.upcoming_batch(trainer), on_fetch=slot.handed.append
-        )
+        slot.loader = loader_of_parts(self._trainer, loader, sampler, slot.handed)
         return slot
 
     def _require_stream(self) -> None:
@@ -174,22 +167,15 @@ class PipelineBinder:
 
     def _stream(self, loader: DataLoader, spec: LoaderSpec) -> _Slot:
         self._require_stream()
-        trainer, channel = self._trainer, self._channel
         slot = _Slot(spec=spec, full=self.orders.batch_of_all(spec), order=None)
-
-        def position() -> tuple[int, int]:
-            done = 0 if compat.last_batch_done(trainer) else compat.batches_trained(trainer)
-            return compat.epoch_running(trainer), done
-
-        slot.loader = rebatched_stream(
+        slot.loader = stream_of_parts(
+            self._trainer,
             loader,
+            self._channel,
             mode="shared",
-            rank=channel.rank,
-            world_size=channel.world_size,
             global_batch_size=slot.full,
             split=self._split_of(slot),
-            position=position,
-            on_fetch=slot.handed.append,
+            handed=slot.handed,
         )
         return slot
 
@@ -219,8 +205,7 @@ class PipelineBinder:
             TypeError: there are several.
         """
         if self._stale:
-            current = compat.train_loaders(self._trainer)
-            self._slots = [s for s in self._slots if any(s.loader is c for c in current)] or self._slots
+            self._slots = in_use(self._trainer, self._slots)
             self._stale = False
         if len(self._slots) > 1:
             raise TypeError(f"several train loaders. {_SEVERAL}")

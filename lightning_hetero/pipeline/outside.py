@@ -21,6 +21,7 @@ from lightning_hetero.pipeline.carriers import Carrier, CarrierName
 from lightning_hetero.pipeline.cut import BackboneCall, BackboneCut, graphs_to_retain
 from lightning_hetero.pipeline.footprint import Kept, OptimizerSpec, optimizer_bytes, tensor_bytes
 from lightning_hetero.pipeline.resumable import Done, ResumableStep, Suspended, make_carrier, stream_seed
+from lightning_hetero.pipeline.trial import detached, tensors_of
 from lightning_hetero.solvers.fit import fit_affine
 from lightning_hetero.types import AffineCost, LayerCost
 
@@ -118,7 +119,7 @@ def measure_outside(
         param_bytes=tensor_bytes(trained),
         state_bytes=held + optimizer_bytes(trained, optimizer),
         activation_bytes=last.before_bytes / last.samples,
-        output_bytes=tensor_bytes(_tensors(last.message)) / last.samples,
+        output_bytes=tensor_bytes(tensors_of(last.message)) / last.samples,
     )
     head = LayerCost(
         name="head",
@@ -205,7 +206,7 @@ def _run(bench: _Bench, samples: int, body: Callable[[], Any]) -> _Seen:
         (sum(seconds[1:]), back_s[0] + sum(back_s[1:-1])),
         before_bytes,
         head_bytes,
-        tree_detached(message),
+        detached(message),
         len(calls),
     )
 
@@ -217,17 +218,6 @@ def _through(layers: Sequence[nn.Module], call: BackboneCall) -> Any:
         for layer in layers:
             value = layer(value)
         return value
-
-
-def tree_detached(value: Any) -> Any:
-    """Returns a message without its graph; ``requires_grad`` as it was."""
-    if isinstance(value, tuple):
-        return tuple(map(tree_detached, value))
-    return value.detach().requires_grad_(value.requires_grad)
-
-
-def _tensors(value: Any) -> list[Tensor]:
-    return [value] if isinstance(value, Tensor) else [t for item in value for t in _tensors(item)]
 
 
 @contextmanager

@@ -139,8 +139,7 @@ def _recorded_cluster(path: str) -> Cluster:
     except FileNotFoundError as error:
         raise ValueError(
             f"cluster={path!r} must be 'probe', a description (see conf/cluster), a Cluster, None, or a trace"
-            " written by"
-            f" HeteroTrace ({error})"
+            f" written by HeteroTrace ({error})"
         ) from error
     if found is None:
         raise ValueError(f"the trace {path!r} is of no pipeline: it holds no description of a cluster")

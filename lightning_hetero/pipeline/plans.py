@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Any, cast
 
+from lightning_hetero.solvers.placement import micro_batches_of
 from lightning_hetero.types import AffineCost, Cluster, GroupPlan, LayerCost, ModelCost, PipelinePlan
 
 __all__ = [
@@ -91,7 +92,7 @@ def _group(at: str, plain: Any) -> GroupPlan:
         size = int(given.get("micro_samples") or samples)
         if samples < 1 or size < 1:
             raise ValueError(f"{at}: samples={samples} and micro_samples={size} must be >= 1")
-        sizes = (size,) * (samples // size) + ((samples % size,) if samples % size else ())
+        sizes = micro_batches_of(samples, size)
     else:
         raise ValueError(f"{at} lacks micro_batches, or samples and micro_samples")
     depths = given.get("depths") or (len(sizes) if len(ranks) > 1 else 1,) * len(ranks)
@@ -123,8 +124,7 @@ def check_plan(plan: PipelinePlan, *, layers: int, ranks: int, global_batch: int
         if len(cuts) != len(group.ranks) + 1 or not rising or (cuts[0], cuts[-1]) != (0, layers):
             raise ValueError(
                 f"group {i}: cuts={cuts} must be {len(group.ranks) + 1} rising numbers from 0 to {layers}, the"
-                " number of"
-                " layers: one or more layers per rank"
+                " number of layers: one or more layers per rank"
             )
         if not sizes or min(sizes) < 1 or sum(sizes) != group.samples:
             raise ValueError(f"group {i}: micro_batches={sizes} must be numbers >= 1 that add up to {group.samples}")

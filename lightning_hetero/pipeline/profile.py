@@ -18,20 +18,19 @@ Layers of equal structure and input are timed once. The approach is ours; torch'
 from __future__ import annotations
 
 import platform
-import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from lightning_hetero.cluster import cache
 from lightning_hetero.cluster.timer import Timer
+from lightning_hetero.pipeline.ambient import HostStreams
 from lightning_hetero.pipeline.footprint import OptimizerSpec, state_bytes, tensor_bytes, trained_bytes
 from lightning_hetero.pipeline.record import layer_from_plain, layer_to_plain
 from lightning_hetero.pipeline.structure import structure_of
@@ -334,11 +333,10 @@ def _named(name: str, samples: int) -> Iterator[None]:
 @contextmanager
 def _nothing_changed(device: torch.device) -> Iterator[None]:
     """Gradients on; generators of random numbers are put back afterwards."""
-    python, numpy = random.getstate(), np.random.get_state()  # noqa: NPY002 (what layers draw from)
+    streams = HostStreams()
     cuda = [device] if device.type == "cuda" else []
     try:
         with torch.random.fork_rng(cuda), torch.inference_mode(False), torch.enable_grad():
             yield
     finally:
-        random.setstate(python)
-        np.random.set_state(numpy)  # noqa: NPY002
+        streams.put_back()

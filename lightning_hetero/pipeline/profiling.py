@@ -17,7 +17,6 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_hetero import lightning_compat as compat
 from lightning_hetero.emulate.scenario import Scenario
-from lightning_hetero.lightning_compat.steps import call_training_step, unlogged
 from lightning_hetero.pipeline.ambient import HostStreams
 from lightning_hetero.pipeline.backbone import Backbone
 from lightning_hetero.pipeline.carriers import CarrierName
@@ -86,7 +85,7 @@ def measure_model(
     with _nobody_notices(module, device), _resident(module, device), step.context():
         batches = list(_examples(step.loader, micro_batch_size))
         outside = measure_outside(
-            [(n, partial(call_training_step, module, step.to_device(batch), 0)) for n, batch in batches],
+            [(n, partial(compat.call_training_step, module, step.to_device(batch), 0)) for n, batch in batches],
             cut=BackboneCut(*step.backbone.cut_modules),
             layers=layers,
             parameters=parameters,
@@ -184,7 +183,7 @@ def _nobody_notices(module: LightningModule, device: torch.device) -> Iterator[N
         stack.enter_context(torch.random.fork_rng([device] if device.type == "cuda" else []))
         stack.callback(HostStreams().put_back)
         stack.enter_context(compat.metrics_frozen(module))
-        stack.enter_context(unlogged(module))
+        stack.enter_context(compat.unlogged(module))
         yield
 
 

@@ -32,22 +32,19 @@ def refuse_module(module: LightningModule, *, syncs_batch_norm: bool) -> None:
     if not module.automatic_optimization:
         raise TypeError(
             f"{name} optimizes manually: it decides inside of training_step when gradients are there and a step is"
-            " due, but"
-            " in a pipeline several micro-batches are inside of it at a time. Use automatic optimization, or"
+            " due, but in a pipeline several micro-batches are inside of it at a time. Use automatic optimization, or"
             " strategy='hetero_balanced', which supports manual optimization"
         )
     if is_overridden("backward", module):
         raise TypeError(
             f"{name} overrides backward(); in a pipeline each stage runs a backward pass of its own and there is no"
-            " single"
-            " one to replace. Remove it (scaling the loss in training_step does the same), or use"
+            " single one to replace. Remove it (scaling the loss in training_step does the same), or use"
             " strategy='hetero_balanced'"
         )
     if syncs_batch_norm:
         raise TypeError(
             "sync_batchnorm=True makes all ranks meet inside of each BatchNorm, but in a pipeline they are never in"
-            " the same"
-            " layer at the same time. Set it to False: statistics are then of one micro-batch, so choose"
+            " the same layer at the same time. Set it to False: statistics are then of one micro-batch, so choose"
             " micro_batch_size="
             " large enough; or use strategy='hetero_balanced'"
         )
@@ -70,8 +67,7 @@ def refuse_optimizers(optimizers: Sequence[torch.optim.Optimizer]) -> None:
     if any(isinstance(optimizer, torch.optim.LBFGS) for optimizer in optimizers):
         raise TypeError(
             "LBFGS needs inner products over all parameters, and each rank of a pipeline holds some of them only;"
-            " use another"
-            " optimizer, or one device"
+            " use another optimizer, or one device"
         )
     if not any(group.get("params") for optimizer in optimizers for group in optimizer.param_groups):
         raise TypeError(

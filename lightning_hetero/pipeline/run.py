@@ -80,18 +80,17 @@ class PipelineRun:
             batch_sampler=strategy.batch_sampler,
             stream=strategy.stream,
         )
-        self._undo_sampler = compat.keep_train_sampler(trainer) if self.fitting else lambda: None
         self.planned: Planned | None = None
         self._installed = False
         self.group_index: int | None = None
         self.runtime: PipelineRuntime | None = None
-        self._scenario: Scenario | None = None
+        self.scenario: Scenario | None = None  # set where a `ThrottleCallback` emulates: stages sleep for their part
         self.busy = BusyTime()
         self.batches: TrainBatches | None = None
         self._events: deque[Event] = deque(maxlen=4096)
         self._opened_s = time.perf_counter()
         self._evaluations = 0
-        self._undo: list[Callable[[], None]] = []
+        self._undo: list[Callable[[], None]] = [compat.keep_train_sampler(trainer)] if self.fitting else []
         if self.fitting and self.channel.world_size > 1:
             self._undo.append(compat.replace_sigterm_broadcast(trainer, self._any_told))
 
@@ -180,12 +179,12 @@ class PipelineRun:
             return called(times_of(model, planned.cluster, part), calls)
 
         def policy(times: PipelineTimes) -> Policy:
-            depths = (group.depths * (times.stages // len(group.ranks)))[: times.stages]
+            depths = group.depths * (times.stages // len(group.ranks))
             return Policy(depths=depths, priority="HFB")
 
-        if self._scenario is not None and self.fitting:
+        if self.scenario is not None and self.fitting:
             self.busy.pace = ScenarioPace(
-                self._scenario,
+                self.scenario,
                 rank,
                 parts=parts_of(model, group, rank, max(group.micro_batches)),
                 stages=len(group.ranks),
@@ -206,18 +205,14 @@ class PipelineRun:
             calls=calls,
             loss_of=loss_of,
             carrier=strategy.carrier,
-            checkpoint_layers=strategy.checkpoint_layers,
+            checkpoint_layers=strategy.plan_settings.checkpoint_layers,
             policy=policy,
-            overlap=strategy.overlap,
+            overlap=strategy.plan_settings.overlap,
             pace=self.busy,
             emulated_links=emulated if strategy.emulate_links else None,
             timeout_s=1800.0 if timeout is None else timeout.total_seconds(),
             device=strategy.root_device,
         )
-
-    def emulate(self, scenario: Scenario) -> None:
-        """Takes over from a `ThrottleCallback`: each stage sleeps for its own part of the work."""
-        self._scenario = scenario
 
     def _predictions(self, planned: Planned) -> tuple[float, ...]:
         """Returns what each rank's own work for a full batch should take [s]; NaN where nothing was measured."""
@@ -232,11 +227,6 @@ class PipelineRun:
             ends = (times.before_forward_s, times.before_backward_s, times.head_forward_s, times.head_backward_s)
             seconds[group.ranks[0]] += sum(map(sum, ends))
         return tuple(seconds)
-
-    @property
-    def scenario(self) -> Scenario | None:
-        """The emulation in force."""
-        return self._scenario
 
     def _hide_example(self) -> None:
         """A forward pass of the whole module, as summaries and graphs make with this, has no layers to run on."""
@@ -255,13 +245,12 @@ class PipelineRun:
         step = -self._evaluations
         if self.runtime is not None:
             if self.leads:
-                samples = 1
 
                 def body() -> Any:
                     with self.logs.collecting(None):
                         return getattr(self.module, name)(*args, **kwargs)
 
-                output = self.runtime.evaluate(step, body, samples=samples)
+                output = self.runtime.evaluate(step, body, samples=1)
             else:
                 self.runtime.serve_evaluation(step)
         if name != "predict_step":
@@ -286,6 +275,7 @@ class PipelineRun:
     # ---- events -----------------------------------------------------------------------------------------------
 
     def note(self, kind: str, part: Part, data: dict[str, Any]) -> None:
+        """Keeps an event of a batch for `take_events`."""
         t_s = time.perf_counter() - self._opened_s
         self._events.append(
             Event(kind=kind, rank=self.channel.rank, epoch=part.epoch, step=part.step, t_s=t_s, data=data)
@@ -309,7 +299,6 @@ class PipelineRun:
         """Ends the run: the module is whole again on every rank, on the CPU; if it failed, only what needs no peer."""
         for undo in reversed(self._undo):
             undo()
-        self._undo_sampler()
         try:
             if self._installed:
                 self._end_training()

@@ -21,12 +21,12 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
 
+from lightning_hetero import lightning_compat as compat
 from lightning_hetero._version import __version__
 from lightning_hetero.emulate.scenario import Scenario
 from lightning_hetero.glue.checks import check_choice, check_counts, check_ddp_arguments, name_lost_peer
 from lightning_hetero.glue.metrics import integer_mean_, is_mean
 from lightning_hetero.glue.setup import add_monitor, register
-from lightning_hetero.lightning_compat.steps import train_source
 from lightning_hetero.pipeline.backbone import Backbone
 from lightning_hetero.pipeline.carriers import CarrierName
 from lightning_hetero.pipeline.divided import DividedDDPStrategy
@@ -128,8 +128,7 @@ class HeteroPipelineStrategy(DividedDDPStrategy):
         if ddp_comm_hook is not None or ddp_comm_wrapper is not None or ddp_comm_state is not None:
             raise TypeError(
                 "communication hooks change DDP's all-reduce, and there is none here: gradients of a layer go to the"
-                " ranks"
-                " that hold the same layer. Drop ddp_comm_hook, ddp_comm_wrapper and ddp_comm_state"
+                " ranks that hold the same layer. Drop ddp_comm_hook, ddp_comm_wrapper and ddp_comm_state"
             )
         check_counts(global_batch_size=global_batch_size, micro_batch_size=micro_batch_size, max_groups=max_groups)
         check_choice("depth", depth, ("auto", "per_link", "low_memory"))
@@ -162,8 +161,6 @@ class HeteroPipelineStrategy(DividedDDPStrategy):
             checkpoint_layers=checkpoint_layers,
             cache_folder=None if cache_folder is None else str(cache_folder),
         )
-        self.overlap = overlap
-        self.checkpoint_layers = checkpoint_layers
         self.emulate_links = emulate_links
         self.loss_reduction = loss_reduction
         self.batch_weight = batch_weight
@@ -197,25 +194,24 @@ class HeteroPipelineStrategy(DividedDDPStrategy):
         run = self._run
         assert self.accelerator is not None and run is not None
         module = trainer.lightning_module
-        fitting = trainer.state.fn == TrainerFn.FITTING
         self.accelerator.setup(trainer)
-        if fitting:
+        if run.fitting:
             refuse_module(module, syncs_batch_norm=self._layer_sync is not None)
         self.model = self.precision_plugin.convert_module(module)
         backbone = run.find()
-        if fitting:
+        if run.fitting:
             self.setup_optimizers(trainer)
             refuse_optimizers(self.optimizers)
-        planned = self._plan(run, trainer, backbone, fitting)
+        planned = self._plan(run, trainer, backbone)
         run.install(planned)
         if any(len(group.ranks) > 1 for group in planned.plan.groups) or len(planned.plan.groups) < self.world_size:
             rank_zero_info(f"hetero_pipeline:\n{describe_plan(planned.plan, planned.cluster, backbone.names)}")
         self.setup_precision_plugin()
 
-    def _plan(self, run: PipelineRun, trainer: Trainer, backbone: Backbone, fitting: bool) -> Planned:
+    def _plan(self, run: PipelineRun, trainer: Trainer, backbone: Backbone) -> Planned:
         """Returns the plan of an earlier run if it holds, else a new one."""
-        loader: Any = train_source(trainer) if fitting else None
-        total = run.binder.global_batch_of(loader) if fitting else None
+        loader: Any = compat.train_source(trainer) if run.fitting else None
+        total = run.binder.global_batch_of(loader) if run.fitting else None
         model = (id(run.module), len(backbone.layers), self.world_size)
         if self._planned is not None:
             known_model, known_total, planned = self._planned
@@ -262,7 +258,7 @@ class HeteroPipelineStrategy(DividedDDPStrategy):
         """Called by a `ThrottleCallback` when set-up begins: stages sleep for their own part of the emulated work."""
         if self._run is None:
             return False
-        self._run.emulate(scenario)
+        self._run.scenario = scenario
         return True
 
     def on_exception(self, exception: BaseException) -> None:
@@ -373,7 +369,6 @@ class HeteroPipelineStrategy(DividedDDPStrategy):
             "backbone": repr(self.backbone),
             "global_batch_size": str(self.settings_global_batch_size),
             "loss_reduction": self.loss_reduction,
-            "checkpoint_layers": str(self.checkpoint_layers),
             "seed": str(self.seed),
         }
 

@@ -27,7 +27,6 @@ from lightning_hetero import lightning_compat as compat
 from lightning_hetero.data import Part
 from lightning_hetero.data.micro_batches import join_outputs, split_batch
 from lightning_hetero.lightning_compat.patches import patched
-from lightning_hetero.lightning_compat.steps import zeroes_now
 from lightning_hetero.pipeline.buckets import wait_checking
 from lightning_hetero.pipeline.gradients import clip_by_norm
 from lightning_hetero.pipeline.runtime import MicroBatch
@@ -66,8 +65,7 @@ def loss_of(output: Any) -> Tensor:
         return loss
     raise TypeError(
         f"training_step returned {type(output).__name__}; a pipeline needs a loss from every micro-batch: a tensor,"
-        " or a"
-        " dict with the key 'loss' (None, to skip a batch, is not possible on several devices)"
+        " or a dict with the key 'loss' (None, to skip a batch, is not possible on several devices)"
     )
 
 
@@ -200,7 +198,7 @@ class TrainBatches:
         might do something else, they are kept aside meanwhile.
         """
         kept: dict[nn.Parameter, Tensor] = {}
-        if zeroes_now(self._run.trainer):
+        if compat.zeroes_now(self._run.trainer):
             for p in self._run.own:
                 if p.grad is not None and self._run.strategy.keeps_gradients:
                     kept[p] = p.grad

@@ -20,7 +20,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from lightning_hetero.cluster.timer import Timer
 from lightning_hetero.pipeline.footprint import Kept, tensor_bytes
 
-__all__ = ["Call", "Observed", "Times", "Trial", "shape_of", "tensors_of"]
+__all__ = ["Call", "Observed", "Times", "Trial", "detached", "shape_of", "tensors_of"]
 
 Call = Callable[[nn.Module, Any], Any]
 Times = tuple[float, float]  # forward, backward [s]
@@ -38,8 +38,13 @@ def shape_of(leaf: Any) -> Any:
     return [list(leaf.shape), str(leaf.dtype), leaf.requires_grad]
 
 
-def _detached(value: Any) -> Any:
-    return value.detach().requires_grad_(value.requires_grad) if isinstance(value, Tensor) else value
+def detached(value: Any) -> Any:
+    """Returns a nest with its tensors off their graph; ``requires_grad`` as it was."""
+
+    def leaf(one: Any) -> Any:
+        return one.detach().requires_grad_(one.requires_grad) if isinstance(one, Tensor) else one
+
+    return tree_map(leaf, value)
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +125,7 @@ class Trial:
         self._output_bytes = tensor_bytes(outputs)
         new_bytes = kept.size_bytes(known)
         kept.add(known)
-        handed_on = tree_map(_detached, output)
+        handed_on = detached(output)
         still_held = [t for t in tensors_of(handed_on) if t in kept]
         return Observed(handed_on, still_held, new_bytes, self._output_bytes)
 
@@ -173,4 +178,4 @@ class Trial:
 
     def _fresh(self) -> Any:
         # A clone and no leaf: a leaf must not be changed in place.
-        return tree_map(lambda v: _detached(v).clone() if isinstance(v, Tensor) else v, self.value)
+        return tree_map(lambda v: detached(v).clone() if isinstance(v, Tensor) else v, self.value)

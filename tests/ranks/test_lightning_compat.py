@@ -21,6 +21,7 @@ from torchmetrics.classification import BinaryPrecision, BinaryRecall
 
 from lightning_hetero import lightning_compat as compat
 from tests.ranks import test_lightning_compat_logs as logs
+from tests.ranks import test_lightning_compat_steps as steps
 from tests.ranks import test_lightning_compat_ticks as ticks
 from tests.ranks.harness import run_ranks
 from tests.ranks.kit import Toy, quiet_trainer, rank_trainer, regression
@@ -398,6 +399,6 @@ def test_metrics_frozen_keeps_the_cached_result() -> None:
 
 
 def test_every_function_has_a_test() -> None:
-    tests = {**globals(), **vars(ticks), **vars(logs)}
+    tests = {**globals(), **vars(ticks), **vars(logs), **vars(steps)}
     missing = [name for name in compat.__all__ if f"test_{name}" not in tests]
     assert missing == []
