@@ -205,7 +205,7 @@ def in_rank_zero() -> bool:
     return os.environ["LOCAL_RANK"] == "0"
 
 
-@pytest.mark.parametrize("codes", [["end .5", "die 0", "end .6"], ["end .6", "die .3", "die 0"]], ids=["one", "two"])
+@pytest.mark.parametrize("codes", [["end 1.5", "die 0", "end .6"], ["end 1.5", "die .3", "die 0"]], ids=["one", "two"])
 def test_processes_go_on_without_one(codes: list[str], quiet_forks: None, caplog: Any) -> None:
     own = processes(codes, in_rank_zero)
     assert own.launch(play, codes) == "from rank 0"

@@ -373,7 +373,7 @@ def test_a_worker_that_is_disconnected_knows_and_others_do_not_care(place: Place
     place.until(*[Arrived] * 10, answer=lambda _: DONE)
     other.talk.send("stop")
     place.until(Gone(0), answer=lambda _: DONE)
-    assert other.result() > 10
+    assert other.result() >= 10  # it may not have called before
 
 
 def test_closing_ends_every_connection_and_leaves_nothing(place: Place) -> None:
