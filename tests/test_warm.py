@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import psutil
 import pytest
 
 from tests import warm
@@ -55,3 +56,53 @@ def test_a_script_that_takes_too_long_is_killed(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text("import os, time; open('pid', 'w').write(str(os.getpid())); time.sleep(60)")
     with pytest.raises(subprocess.TimeoutExpired):
         warm.run(["script.py"], tmp_path, os.environ, 2.0)
+
+
+CHILDREN = """
+import json, os, subprocess, sys, time
+if len(sys.argv) > 1:
+    if sys.argv[1] == "wait": time.sleep(60)
+    print(json.dumps([__name__, __file__, sys.argv, os.getcwd(), os.environ.get("MINE")]), flush=True)
+    if sys.argv[1] == "raise": raise ValueError("broken")
+    sys.exit(int(sys.argv[1]))
+os.mkdir("sub")
+start = lambda how, word, **options: subprocess.Popen([sys.executable, *how, word], **options)
+file = [os.path.abspath(__file__)]
+for how, word in ((file, "3"), (["-m", "script"], "raise")):
+    child = start(how, word, env={**os.environ, "MINE": word, "PYTHONPATH": os.getcwd()}, cwd="sub")
+    print(child.wait(60.0), child.poll(), child.returncode, child.args == [sys.executable, *how, word], flush=True)
+child = start(file, "wait")
+assert isinstance(child, subprocess.Popen) and child.poll() is None and os.getpgid(child.pid) == os.getpgid(0)
+try:
+    child.wait(0.01)
+except subprocess.TimeoutExpired:
+    child.kill()
+print(child.wait(), child.poll(), os.getppid() != child.pid, flush=True)
+child.terminate()
+print(start(file, "0").wait(), flush=True)
+print(subprocess.run([sys.executable, "-c", "print(7)"], capture_output=True, text=True).stdout, end="")
+"""
+
+
+def test_what_a_script_starts_runs_as_python_would_run_it(tmp_path: Path) -> None:
+    environ = {name: value for name, value in os.environ.items() if name != "MINE"}
+    folders = [tmp_path / "cold", tmp_path / "warm"]
+    for folder in folders:
+        folder.mkdir()
+        (folder / "script.py").write_text(CHILDREN)
+    cold = subprocess.run(
+        [sys.executable, "script.py"], cwd=folders[0], env=environ, capture_output=True, text=True, check=True
+    )
+    done = warm.run(["script.py"], folders[1], environ, 60.0)
+    assert done.stdout == cold.stdout.replace(str(folders[0]), str(folders[1])) and done.returncode == 0
+    assert len(done.stdout.splitlines()) == 2 * 2 + 1 + 2 + 1
+    assert done.stderr.count("ValueError: broken") == cold.stderr.count("ValueError: broken") == 1
+
+
+def test_unused_spare_processes_end_with_their_script(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text("import os; os.kill(os.getpid(), 9)")
+    assert warm.run(["script.py"], tmp_path, os.environ, 60.0).returncode == -signal.SIGKILL
+    (server,) = map(psutil.Process, warm.pids())
+    same = [p for p in psutil.process_iter(["cmdline"]) if p.info["cmdline"] == server.cmdline()]
+    _, alive = psutil.wait_procs([p for p in same if p.pid != server.pid], timeout=10.0)
+    assert not alive

@@ -2,9 +2,12 @@
 
     process = warm.start(["script.py", "--fast"], folder, environ, screen, screen)
     process.wait(60.0)  # `poll`, `wait`, `kill` and `pid` as of subprocess.Popen
+    done = warm.run(["script.py"], folder, environ, 60.0)  # as subprocess.run
 
 Each script runs in a fork of one process that did nothing but imports (`tests.preload`): as ``__main__``, with a
 folder, an environment and a screen of its own, and with the end of any program, traceback and exit hooks included.
+The first Pythons that a script of `run` starts by itself, as Lightning does its other ranks, are warm, too: true
+children of it, forked before it began.
 What it shares with its siblings, unlike programs that are started one by one, is the seed of Python's hashes.
 A test of starting itself starts Python.
 """
@@ -31,6 +34,7 @@ __all__ = ["WarmProcess", "close", "pids", "run", "start"]
 
 ROOT = Path(__file__).resolve().parents[1]
 _POLL_S = 0.01
+_SPARES = 3  # as many as one program starts at a time
 
 
 class WarmProcess:
@@ -71,7 +75,7 @@ class WarmProcess:
 
 
 def start(
-    command: Sequence[str], folder: Path, environ: Mapping[str, str], stdout: int, stderr: int
+    command: Sequence[str], folder: Path, environ: Mapping[str, str], stdout: int, stderr: int, *, spares: int = 0
 ) -> WarmProcess:
     """Starts a script.
 
@@ -80,8 +84,9 @@ def start(
         folder: where it works.
         environ: all of its environment. What is read by imports (OMP_NUM_THREADS) has been read: it was 1.
         stdout, stderr: descriptors of open files.
+        spares: how many Pythons that it starts, with ``env`` and ``cwd`` at most, are warm.
     """
-    request = {"command": list(command), "folder": str(folder), "environ": dict(environ)}
+    request = _request(command, folder, environ) | {"spares": spares}
     return WarmProcess(_ask(request, stdout, stderr))
 
 
@@ -94,7 +99,7 @@ def run(
         subprocess.TimeoutExpired: not within ``timeout`` seconds; the script is killed.
     """
     ends = [os.pipe() for _ in range(2)]
-    process = start(command, folder, environ, ends[0][1], ends[1][1])
+    process = start(command, folder, environ, ends[0][1], ends[1][1], spares=_SPARES)
     for _, write in ends:
         os.close(write)
     said: list[list[str]] = [[], []]
@@ -158,13 +163,22 @@ def _ask_alone(request: dict[str, Any], *files: int) -> Any:
             _python = subprocess.Popen(
                 command, cwd="/", env=environ, stdin=subprocess.DEVNULL, pass_fds=[other.fileno()]
             )
-    message = json.dumps(request).encode() + b"\n"
-    sent = socket.send_fds(_line, [message], list(files))
-    _line.sendall(message[sent:])
+    _send(_line, request, *files)
     answer, _ = _receive(_line)
     if not answer:
         raise RuntimeError(f"the process that starts scripts ended with code {_python.wait()}")
     return json.loads(answer)
+
+
+def _request(command: Sequence[str], folder: Path | str, environ: Mapping[str, str]) -> dict[str, Any]:
+    return {"command": list(command), "folder": str(folder), "environ": dict(environ)}
+
+
+def _send(line: socket.socket, request: dict[str, Any], *files: int) -> None:
+    message = json.dumps(request).encode() + b"\n"
+    sent = socket.send_fds(line, [message], list(files))
+    if sent < len(message):  # else the other side may have closed it already
+        line.sendall(message[sent:])
 
 
 def _receive(line: socket.socket) -> tuple[bytes, list[int]]:
@@ -208,6 +222,10 @@ def _serve(line: socket.socket) -> list[str] | None:
 
 
 def _become(request: dict[str, Any], files: list[int]) -> list[str]:
+    for _ in range(request.get("spares", 0)):
+        if (command := _spare(files)) is not None:
+            return command
+    subprocess.Popen = _WarmPopen
     os.chdir(request["folder"])
     os.environ.clear()
     os.environ.update(request["environ"])
@@ -215,6 +233,74 @@ def _become(request: dict[str, Any], files: list[int]) -> list[str]:
         os.dup2(file, number)
         os.close(file)
     return request["command"]
+
+
+_spares: list[tuple[int, socket.socket]] = []  # of this process: pid, and where it waits for what to become
+
+
+def _spare(files: list[int]) -> list[str] | None:
+    """Forks a child that waits; in the child, returns the command to run when there is one, and ends without."""
+    ours, its = socket.socketpair()
+    if pid := os.fork():
+        its.close()
+        _spares.append((pid, ours))
+        return None
+    for line in (ours, *(line for _, line in _spares)):
+        line.close()  # else those would not notice that the parent has gone
+    _spares.clear()
+    for file in files:
+        os.close(file)  # nobody waits for the end of a screen because of this
+    os.chdir("/")
+    message, files = _receive(its)
+    if not message:
+        os._exit(0)
+    its.close()
+    return _become(json.loads(message), files)
+
+
+class _WarmPopen(subprocess.Popen):  # type: ignore[type-arg]
+    """In a script: a Python that it starts is one of its spare processes, as long as there are any."""
+
+    def __init__(self, args: Any, **options: Any) -> None:
+        self._spare_lock: threading.Lock | None = None  # None: a process like any other
+        if not set(options) <= {"env", "cwd"} or not _is_script(args) or not _spares:
+            super().__init__(args, **options)
+            return
+        self.pid, line = _spares.pop(0)
+        self.args, self.returncode = args, None
+        self.stdin = self.stdout = self.stderr = None
+        self._spare_lock = threading.Lock()
+        with line:
+            folder, environ = os.path.abspath(options.get("cwd") or "."), options.get("env") or os.environ
+            _send(line, _request(args[1:], folder, environ), 1, 2)
+
+    def poll(self) -> int | None:
+        if self._spare_lock is None:
+            return super().poll()
+        with self._spare_lock:
+            if self.returncode is None and (ended := os.waitpid(self.pid, os.WNOHANG))[0]:
+                self.returncode = os.waitstatus_to_exitcode(ended[1])
+            return self.returncode
+
+    def wait(self, timeout: float | None = None) -> int:
+        if self._spare_lock is None:
+            return super().wait(timeout)
+        deadline = None if timeout is None else time.monotonic() + timeout
+        while (code := self.poll()) is None:
+            if deadline is not None and time.monotonic() >= deadline:
+                raise subprocess.TimeoutExpired(self.args, timeout or 0.0)
+            time.sleep(_POLL_S)
+        return code
+
+    def send_signal(self, sig: int) -> None:
+        if self._spare_lock is None:
+            super().send_signal(sig)
+        elif self.poll() is None:
+            os.kill(self.pid, sig)
+
+
+def _is_script(args: Any) -> bool:
+    return isinstance(args, list) and args[0] == sys.executable and (args[1] == "-m" or args[1].endswith(".py"))
 
 
 def _paths(name: str) -> list[str]:

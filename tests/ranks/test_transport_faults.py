@@ -6,6 +6,7 @@ import contextlib
 import os
 import socket
 import stat
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from multiprocessing import Pipe
@@ -39,6 +40,13 @@ from tests.ranks.transport_kit import KINDS as ALL_KINDS
 
 KINDS = [kind for kind in ALL_KINDS if kind != "in_process"]
 SIZES: dict[str, Any] = {"slot_bytes": 4096, "parameter_bytes": 4096}
+
+
+@pytest.fixture
+def short_path() -> Iterator[Path]:
+    """For files and sockets: of the path of a socket, the system allows about a hundred characters."""
+    with tempfile.TemporaryDirectory(prefix="lh-") as folder:
+        yield Path(folder)
 
 
 # ---- servers: forked, killed ------------------------------------------------------------------------------
@@ -118,21 +126,21 @@ def loopback(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_forked_server_serves_and_removes_its_files(kind: str, tmp_path: Path, loopback: None) -> None:
-    talk, process, address, _ = start_server(kind, tmp_path)
+def test_a_forked_server_serves_and_removes_its_files(kind: str, short_path: Path, loopback: None) -> None:
+    talk, process, address, _ = start_server(kind, short_path)
     links = [connect(kind, address, rank) for rank in (0, 1)]
     assert all(link.call(Request(kind=Ask.CLAIM)) == DONE for link in links)
-    assert len(list(tmp_path.glob("lightning-hetero-*"))) == (kind == "shared_memory")
+    assert len(list(short_path.glob("lightning-hetero-*"))) == (kind == "shared_memory")
     for link in links:
         link.close()
         link.close()
     assert end_server(talk, process) == 0
-    assert list(tmp_path.glob("lightning-hetero-*")) == []
+    assert list(short_path.glob("lightning-hetero-*")) == []
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_every_link_learns_of_the_servers_death(kind: str, tmp_path: Path, loopback: None) -> None:
-    talk, process, address, pid = start_server(kind, tmp_path)
+def test_every_link_learns_of_the_servers_death(kind: str, short_path: Path, loopback: None) -> None:
+    talk, process, address, pid = start_server(kind, short_path)
     links = [connect(kind, address, rank) for rank in (0, 1)]
     assert all(link.call(Request(kind=Ask.CLAIM)) == DONE for link in links)
     os.kill(pid, 9)
@@ -296,42 +304,42 @@ def listener_in(folder: Path, **changed: Any) -> SharedMemoryListener:
     return SharedMemoryListener.create(folder, ranks=(0, 1), **{**SIZES, **changed})
 
 
-def test_the_folder_is_ours_alone_and_goes_with_the_listener(tmp_path: Path) -> None:
-    listener = listener_in(tmp_path)
-    (folder,) = tmp_path.iterdir()
+def test_the_folder_is_ours_alone_and_goes_with_the_listener(short_path: Path) -> None:
+    listener = listener_in(short_path)
+    (folder,) = short_path.iterdir()
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700
     assert all(stat.S_IMODE(file.stat().st_mode) == 0o600 for file in folder.iterdir())
     assert {file.name for file in folder.iterdir()} == {"lock", "control", "parameters", "slot-0", "slot-1"}
     listener.close()
     listener.close()
-    assert list(tmp_path.iterdir()) == []
+    assert list(short_path.iterdir()) == []
     with pytest.raises(RuntimeError, match="closed"):
         listener.events(0)
     with pytest.raises(ServerLostError, match="never was there"):
         SharedMemoryLink(listener.address, 0)
 
 
-def test_folders_of_the_dead_are_removed_and_of_the_living_kept(tmp_path: Path) -> None:
-    talk, process, address, pid = start_server("shared_memory", tmp_path)
-    living = listener_in(tmp_path)
+def test_folders_of_the_dead_are_removed_and_of_the_living_kept(short_path: Path) -> None:
+    talk, process, address, pid = start_server("shared_memory", short_path)
+    living = listener_in(short_path)
     os.kill(pid, 9)
     end_server(talk, process)
     dead = Path(address.partition("#")[0])
     assert dead.exists()
     os.utime(dead, (0, 0))
-    listener_in(tmp_path).close()
-    assert list(tmp_path.iterdir()) == [Path(living.address.partition("#")[0])]
+    listener_in(short_path).close()
+    assert list(short_path.iterdir()) == [Path(living.address.partition("#")[0])]
     living.close()
 
 
-def test_without_room_the_error_says_what_to_do(tmp_path: Path) -> None:
+def test_without_room_the_error_says_what_to_do(short_path: Path) -> None:
     with pytest.raises(OSError, match="no room for the server's shared memory"):
-        listener_in(tmp_path, slot_bytes=1 << 60)
-    assert list(tmp_path.iterdir()) == []
+        listener_in(short_path, slot_bytes=1 << 60)
+    assert list(short_path.iterdir()) == []
 
 
-def test_a_path_too_long_for_a_socket_is_refused(tmp_path: Path) -> None:
-    deep = tmp_path / ("x" * 100)
+def test_a_path_too_long_for_a_socket_is_refused(short_path: Path) -> None:
+    deep = short_path / ("x" * 100)
     deep.mkdir()
     with pytest.raises(ValueError, match="shorter path"):
         listener_in(deep)
@@ -341,10 +349,10 @@ def test_a_path_too_long_for_a_socket_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "changed", [{"slot_bytes": 0}, {"parameter_bytes": -1}, {"ranks": ()}, {"ranks": (-1,)}, {"slot_bytes": 1.0}]
 )
-def test_bad_settings_are_refused(changed: dict[str, Any], tmp_path: Path) -> None:
+def test_bad_settings_are_refused(changed: dict[str, Any], short_path: Path) -> None:
     with pytest.raises(ValueError, match=next(iter(changed))):
-        SharedMemoryListener.create(tmp_path, **{"ranks": (0,), **SIZES, **changed})
-    assert list(tmp_path.iterdir()) == []
+        SharedMemoryListener.create(short_path, **{"ranks": (0,), **SIZES, **changed})
+    assert list(short_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("make", [lambda: SharedMemoryLink("nowhere", 0), lambda: PairLink("nowhere", 0, token=TOKEN)])
@@ -400,12 +408,12 @@ def near_or_far(link: Link, talk: Connection) -> int:
     return total
 
 
-def test_listeners_that_do_not_fit_together_are_refused(tmp_path: Path) -> None:
+def test_listeners_that_do_not_fit_together_are_refused(short_path: Path) -> None:
     one, two = InProcess(2, 8, 8).listener, InProcess(1, 8, 8).listener
     for listeners, reason in (([], "at least one"), ([one, two], "a rank is in two")):
         with pytest.raises(ValueError, match=reason):
             Several(listeners)
-    waiting = [SharedMemoryListener.create(tmp_path, ranks=(rank,), **SIZES) for rank in (4, 5)]
+    waiting = [SharedMemoryListener.create(short_path, ranks=(rank,), **SIZES) for rank in (4, 5)]
     with pytest.raises(ValueError, match="wait by themselves"):
         Several(waiting)
     for listener in waiting:
