@@ -23,9 +23,12 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.pipeline.figures import case_figures, overhead_figures, tables, trained_figures
+from benchmarks.pipeline.models import costs_of
+from benchmarks.pipeline.plans import exhaustive
 from benchmarks.pipeline.scenarios import Case, cases
 from benchmarks.report import write_results
 
+EXHAUSTIVE = 4  # devices, for which all plans are tried in half a minute
 NOTES = (
     "Emulated devices sleep for the time of their layers, real work included, so that eight of them run"
     " truthfully on two cores; messages arrive as late as over the emulated links. Real are: layers,"
@@ -34,7 +37,8 @@ NOTES = (
     " costs `fixed_s` besides its samples, so small ones are not free. *Even*: consecutive ranks, equal"
     " shares, the better of borders by layers and by parameters, of textbook 1F1B and our schedule, and"
     " the best micro-batch, all by the model. *modelled*: makespan of the generated schedules and the"
-    " synchronisation. In *ours* a stage is rank:layers. *torch*: `torch.distributed.pipelining`, which"
+    " synchronisation. *best of all plans*: all groups, orders, borders, sizes and shares tried, by the"
+    " planner's model. In *ours* a stage is rank:layers. *torch*: `torch.distributed.pipelining`, which"
     " sleeps inside its stages and has no emulated links.\n\n"
 )
 
@@ -75,6 +79,10 @@ def main() -> None:
         raw["load_before"][f"{world_size} ranks"] = os.getloadavg()[0]
         for part, found in launch(world_size, repeats, steps, args.quick).items():
             raw[part] |= found
+    for case in every:
+        if case.world_size <= EXHAUSTIVE and not args.quick:
+            model = costs_of(case.model, case.sample_s, case.fixed_s)
+            raw["walked"][case.title]["exhaustive"] = exhaustive(case, model)
     report(args.out, every, raw)
 
 

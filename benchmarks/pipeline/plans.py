@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.pipeline.scenarios import Case
+from benchmarks.planning.brute_force import BruteForce
 from lightning_hetero.pipeline.plan_times import times_of
 from lightning_hetero.pipeline.schedule import Policy, makespan_s, one_f_one_b
 from lightning_hetero.solvers.chain import chain_of, stage_bytes
@@ -25,13 +26,16 @@ from lightning_hetero.solvers.sync import sync_loads_s
 from lightning_hetero.types import Cluster, GroupPlan, ModelCost
 
 __all__ = [
+    "CHAIN",
     "OURS",
+    "STOCK",
     "TEXTBOOK",
     "Entry",
     "balanced_cuts",
     "chain_entry",
     "described",
     "even_entries",
+    "exhaustive",
     "fits_whole",
     "our_entry",
     "policy_of",
@@ -40,6 +44,8 @@ __all__ = [
 
 EVEN_GROUPS = (1, 2, 4)
 TEXTBOOK, OURS = "1F1B", "per link"
+CHAIN = "even, 1 group"
+STOCK = f"{CHAIN}, torch"  # the same borders and micro-batches, run by `torch.distributed.pipelining`
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,6 +87,14 @@ def our_entry(case: Case, model: ModelCost) -> Entry:
         raise ValueError(f"{case.title}: {plan.reason}")
     entry = _entry(case, model, plan.groups, OURS, name="ours")
     return replace(entry, bound_s=plan.lower_bound_s)
+
+
+def exhaustive(case: Case, model: ModelCost) -> dict[str, float]:
+    """Returns the planner's time and the best of all plans' (`BruteForce`), in one and the same model [s]."""
+    samples = case.global_batch
+    sizes = range(1, samples + 1)
+    best_s, _ = BruteForce(model, case.cluster, samples, sizes, depth=case.depth).best()
+    return {"ours_s": place(model, case.cluster, samples, depth=case.depth).total_s, "best_s": best_s}
 
 
 def even_entries(case: Case, model: ModelCost) -> dict[int, Entry | None]:

@@ -19,6 +19,7 @@ from benchmarks.pipeline import training
 from benchmarks.pipeline.models import costs_of
 from benchmarks.pipeline.plans import (
     OURS,
+    STOCK,
     Entry,
     chain_entry,
     even_entries,
@@ -32,7 +33,6 @@ from lightning_hetero.cluster.spec import equal_cluster
 from lightning_hetero.types import ModelCost
 
 BALANCED_WARM_UP, WARM_UP = 10, 3  # steps until the balanced engine's shares have settled; of the others
-STOCK = "even, 1 group, torch"
 OVERHEADS = {  # name: samples, emulated time of one [s], steps
     "emulated, 4 equal stages": (64, 0.016, 4),
     "real work only, 4 equal stages": (2048, 0.0, 12),

@@ -24,6 +24,7 @@ from benchmarks.pipeline.plans import (
     balanced_cuts,
     chain_entry,
     even_entries,
+    exhaustive,
     fits,
     fits_whole,
     our_entry,
@@ -245,7 +246,7 @@ GOALS = case([1.0], less_than_even=30.0, less_than_chain=60.0)
 
 
 def test_figures_of_a_case_by_hand() -> None:
-    """The torch run, over links that cost nothing, is no competitor; runs are compared in pairs."""
+    """The torch run, over links that cost nothing, is no competitor of plans; runs are compared in pairs."""
     figures = by_name(case_figures(GOALS, walked(0.5, 1.0, 0.9)))
     values = {name: figure["value"] for name, figure in figures.items()}
     assert values == pytest.approx(
@@ -256,11 +257,33 @@ def test_figures_of_a_case_by_hand() -> None:
             "bound / measured": 0.9,
             "less time than the best even pipeline (even, 2 groups)": 100 * (1 - 0.5 / 0.9),
             "less time than the even chain": 50.0,
+            "the even chain by our walker / by torch.distributed.pipelining": 10.0,
         }
     )
     assert {name: figure["holds"] for name, figure in figures.items()} == dict(
-        zip(values, (None, True, True, None, True, False), strict=True)
+        zip(values, (None, True, True, None, True, False, False), strict=True)
     )
+
+
+def test_what_any_plan_could_save_stands_beside_what_ours_does() -> None:
+    tried = {**walked(0.5, 1.0, 0.9), "exhaustive": {"ours_s": 0.6, "best_s": 0.48}}
+    figures = by_name(case_figures(GOALS, tried))
+    best, chain = "the best even pipeline (even, 2 groups)", "the even chain"
+    values = {name: figure["value"] for name, figure in figures.items() if name.startswith("modelled, ")}
+    assert values == pytest.approx(
+        {
+            "modelled, our plan / best of all plans": 1.25,
+            f"modelled, best of all plans, less time than {best}": 100 * (1 - 0.4 / 0.95),
+            f"modelled, best of all plans, less time than {chain}": 60.0,
+        }
+    )
+    assert figures["modelled, our plan / best of all plans"]["holds"] is False
+
+
+def test_the_planner_is_held_against_all_plans() -> None:
+    (one,) = [case for case in cases() if case.title == "islands, cnn"]
+    found = exhaustive(one, costs_of(one.model, one.sample_s, one.fixed_s))
+    assert found["best_s"] <= found["ours_s"] <= 1.02 * found["best_s"]
 
 
 @pytest.mark.parametrize(("ours_s", "holds"), [(0.52, True), (0.53, False)])
