@@ -155,10 +155,6 @@ class Ownership:
         """Returns the owners, and behind them what other ranks keep a copy: of buffers that layers share."""
         return self._holders[self.first_name[name]]
 
-    def owners_of_layer(self, layer: Unit) -> tuple[int, ...]:
-        """Returns the same for a layer, or for what is outside (None), whether it has parameters or not."""
-        return self._units[layer]
-
     def owners_of_key(self, key: str) -> tuple[int, ...]:
         """Returns the same for any key of a state dict, by the module that it begins with."""
         path = key

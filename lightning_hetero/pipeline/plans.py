@@ -173,7 +173,7 @@ def describe_plan(plan: PipelinePlan, cluster: Cluster | None = None, names: Seq
 
     Args:
         plan: to describe.
-        cluster: for the devices' names.
+        cluster: for the devices' names, and to say which are at rest.
         names: of the layers; without them stages show numbers.
     """
     lines: list[str] = []
@@ -187,6 +187,8 @@ def describe_plan(plan: PipelinePlan, cluster: Cluster | None = None, names: Seq
         sizes = sorted(set(group.micro_batches), reverse=True)
         batches = f"{len(group.micro_batches)} x {sizes[0]}" + ("" if len(sizes) == 1 else f" (last {sizes[-1]})")
         lines.append(f"group {i}: {group.samples} samples in {batches}; " + " -> ".join(stages))
+    if cluster is not None and (idle := resting(plan, len(cluster.devices))):
+        lines.append("at rest: " + ", ".join(f"rank {rank} ({cluster.devices[rank].name})" for rank in idle))
     if math.isfinite(plan.total_s):
         more = f", {plan.sync_s * 1e3:.1f} ms of it to synchronise" if plan.sync_s else ""
         bound = f"; no plan below {plan.lower_bound_s * 1e3:.1f} ms" if plan.lower_bound_s else ""

@@ -19,7 +19,7 @@ import numpy as np
 
 from lightning_hetero.solvers.chain import Chain, Floats, periods, size
 
-__all__ = ["Bounds", "bounds", "can_reach", "relaxed_bound", "walk_back", "walk_on", "why_infeasible"]
+__all__ = ["Bounds", "bounds", "relaxed_bound", "walk_back", "walk_on", "why_infeasible"]
 
 # Walks only ever rule out: they are lenient by more than the rounding of their sums.
 _LENIENT = 1.0 + 1e-9
@@ -190,15 +190,8 @@ def walk_back(walk: Walk, period_s: float) -> list[int]:
     return starts[::-1]
 
 
-def can_reach(chain: Chain, period_s: float) -> bool:
-    """Returns False if no split of this order has a period of at most ``period_s`` [s]; True decides nothing.
-
-    O(S log L): made for a search over orders, which asks it of every neighbour with a little less than its best.
-    """
-    return _reaches(Walk(chain), period_s)
-
-
 def _reaches(walk: Walk, period_s: float) -> bool:
+    """Returns False if no split of this order has a period of at most ``period_s`` [s]; True decides nothing."""
     if period_s * _LENIENT < max(walk.loop_s, walk.lead_s):
         return False
     return walk_on(walk, period_s)[-1] == len(walk.work) - 1

@@ -97,6 +97,9 @@ def test_the_description_names_devices_layers_and_times() -> None:
     assert "net.0..net.1 -> rank 0" in first and first.endswith("net.2..net.5")
     assert second.startswith("group 1: 5 samples in 1 x 5; rank 1")
     assert last == "modelled: 250.0 ms per global batch, 10.0 ms of it to synchronise"
+    cluster = equal_cluster(5)
+    idle = describe_plan(plan_from_plain(PLAIN), cluster).splitlines()[2]
+    assert idle == f"at rest: rank 3 ({cluster.devices[3].name}), rank 4 ({cluster.devices[4].name})"
 
 
 @pytest.mark.parametrize("ranks", [(0,), (0, 1), (2, 0, 1)])

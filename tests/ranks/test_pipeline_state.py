@@ -204,7 +204,7 @@ class Divided:
                 else:
                     mine[name].copy_(theirs[name])
             for number, layer in enumerate(self.model.layers):
-                if isinstance(layer, Counted) and self.held.rank in self.held.owners_of_layer(number):
+                if isinstance(layer, Counted) and self.held.rank in self.held.owners_of_key(f"net.{number}.seen"):
                     layer.seen = self.whole.net[number].seen
             for optimizer in (*self.optimizers, *self.references):
                 optimizer.step()
