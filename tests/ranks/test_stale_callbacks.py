@@ -236,9 +236,10 @@ def test_the_monitor_logs_what_the_server_counted(late: bool) -> None:
         assert {f"hetero/{name}" for name in figures.metrics} <= logged.keys()
         assert logged["hetero/contribution/rank0"] + logged["hetero/contribution/rank1"] == pytest.approx(1.0)
         assert figures.summary is not None and figures.summary.startswith(f"hetero_stale: {EPOCHS * TICKS} updates")
-        assert figures.metrics["hold_s"] > 0 and figures.metrics["apply_s"] > 0
-        if late:
+        assert figures.metrics["hold_s"] >= 0 and figures.metrics["apply_s"] > 0
+        if late:  # an update may be of one part, which waits for nothing
             continue
+        assert max(step["hetero/hold_s"] for step in figures.steps if step) > 0
         assert figures.metrics["contribution/rank0"] == figures.metrics["contribution/rank1"] == 0.5
         assert figures.metrics["staleness_max"] == figures.metrics["stale_fraction"] == 0.0
         assert figures.metrics["discarded_samples"] == 0.0
