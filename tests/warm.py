@@ -225,7 +225,10 @@ def _become(request: dict[str, Any], files: list[int]) -> list[str]:
     for _ in range(request.get("spares", 0)):
         if (command := _spare(files)) is not None:
             return command
-    subprocess.Popen = _WarmPopen
+    if _spares:
+        global _parent
+        _parent = os.getpid()
+        subprocess.Popen = _WarmPopen
     os.chdir(request["folder"])
     os.environ.clear()
     os.environ.update(request["environ"])
@@ -235,7 +238,8 @@ def _become(request: dict[str, Any], files: list[int]) -> list[str]:
     return request["command"]
 
 
-_spares: list[tuple[int, socket.socket]] = []  # of this process: pid, and where it waits for what to become
+_spares: list[tuple[int, socket.socket]] = []  # pid, and where it waits for what to become
+_parent = 0  # pid of the process whose children they are
 
 
 def _spare(files: list[int]) -> list[str] | None:
@@ -263,7 +267,7 @@ class _WarmPopen(subprocess.Popen):  # type: ignore[type-arg]
 
     def __init__(self, args: Any, **options: Any) -> None:
         self._spare_lock: threading.Lock | None = None  # None: a process like any other
-        if not set(options) <= {"env", "cwd"} or not _is_script(args) or not _spares:
+        if not set(options) <= {"env", "cwd"} or not _is_script(args) or not _spares or os.getpid() != _parent:
             super().__init__(args, **options)
             return
         self.pid, line = _spares.pop(0)
