@@ -6,8 +6,8 @@
 
 Each script runs in a fork of one process that did nothing but imports (`tests.preload`): as ``__main__``, with a
 folder, an environment and a screen of its own, and with the end of any program, traceback and exit hooks included.
-The first Pythons that a script of `run` starts by itself, as Lightning does its other ranks, are warm, too: true
-children of it, forked before it began.
+The first Pythons that a script starts by itself, as Lightning does its other ranks, are warm, too, if they are given
+``env`` and ``cwd`` at most: true children of it, forked before it began.
 What it shares with its siblings, unlike programs that are started one by one, is the seed of Python's hashes.
 A test of starting itself starts Python.
 """
@@ -61,12 +61,7 @@ class WarmProcess:
         Raises:
             subprocess.TimeoutExpired: not within ``timeout`` seconds.
         """
-        deadline = None if timeout is None else time.monotonic() + timeout
-        while (code := self.poll()) is None:
-            if deadline is not None and time.monotonic() >= deadline:
-                raise subprocess.TimeoutExpired(f"warm process {self.pid}", timeout or 0.0)
-            time.sleep(_POLL_S)
-        return code
+        return _wait(self, timeout)
 
     def kill(self) -> None:
         """Sends SIGKILL, if it still runs."""
@@ -74,8 +69,17 @@ class WarmProcess:
             os.kill(self.pid, signal.SIGKILL)
 
 
+def _wait(process: WarmProcess | subprocess.Popen[bytes], timeout: float | None) -> int:
+    deadline = None if timeout is None else time.monotonic() + timeout
+    while (code := process.poll()) is None:
+        if deadline is not None and time.monotonic() >= deadline:
+            raise subprocess.TimeoutExpired(f"warm process {process.pid}", timeout or 0.0)
+        time.sleep(_POLL_S)
+    return code
+
+
 def start(
-    command: Sequence[str], folder: Path, environ: Mapping[str, str], stdout: int, stderr: int, *, spares: int = 0
+    command: Sequence[str], folder: Path, environ: Mapping[str, str], stdout: int, stderr: int
 ) -> WarmProcess:
     """Starts a script.
 
@@ -84,9 +88,8 @@ def start(
         folder: where it works.
         environ: all of its environment. What is read by imports (OMP_NUM_THREADS) has been read: it was 1.
         stdout, stderr: descriptors of open files.
-        spares: how many Pythons that it starts, with ``env`` and ``cwd`` at most, are warm.
     """
-    request = _request(command, folder, environ) | {"spares": spares}
+    request = _request(command, folder, environ) | {"spares": _SPARES}
     return WarmProcess(_ask(request, stdout, stderr))
 
 
@@ -99,7 +102,7 @@ def run(
         subprocess.TimeoutExpired: not within ``timeout`` seconds; the script is killed.
     """
     ends = [os.pipe() for _ in range(2)]
-    process = start(command, folder, environ, ends[0][1], ends[1][1], spares=_SPARES)
+    process = start(command, folder, environ, ends[0][1], ends[1][1])
     for _, write in ends:
         os.close(write)
     said: list[list[str]] = [[], []]
@@ -262,7 +265,7 @@ def _spare(files: list[int]) -> list[str] | None:
     return _become(json.loads(message), files)
 
 
-class _WarmPopen(subprocess.Popen):  # type: ignore[type-arg]
+class _WarmPopen(subprocess.Popen[bytes]):
     """In a script: a Python that it starts is one of its spare processes, as long as there are any."""
 
     def __init__(self, args: Any, **options: Any) -> None:
@@ -289,12 +292,7 @@ class _WarmPopen(subprocess.Popen):  # type: ignore[type-arg]
     def wait(self, timeout: float | None = None) -> int:
         if self._spare_lock is None:
             return super().wait(timeout)
-        deadline = None if timeout is None else time.monotonic() + timeout
-        while (code := self.poll()) is None:
-            if deadline is not None and time.monotonic() >= deadline:
-                raise subprocess.TimeoutExpired(self.args, timeout or 0.0)
-            time.sleep(_POLL_S)
-        return code
+        return _wait(self, timeout)
 
     def send_signal(self, sig: int) -> None:
         if self._spare_lock is None:

@@ -202,15 +202,15 @@ class HeteroPipelineStrategy(DividedDDPStrategy):
         if run.fitting:
             self.setup_optimizers(trainer)
             refuse_optimizers(self.optimizers)
-        planned = self._plan(run, trainer, backbone)
+        planned = self._plan(run, backbone)
         run.install(planned)
         if any(len(group.ranks) > 1 for group in planned.plan.groups) or len(planned.plan.groups) < self.world_size:
             rank_zero_info(f"hetero_pipeline:\n{describe_plan(planned.plan, planned.cluster, backbone.names)}")
         self.setup_precision_plugin()
 
-    def _plan(self, run: PipelineRun, trainer: Trainer, backbone: Backbone) -> Planned:
+    def _plan(self, run: PipelineRun, backbone: Backbone) -> Planned:
         """Returns the plan of an earlier run if it holds, else a new one."""
-        loader: Any = compat.train_source(trainer) if run.fitting else None
+        loader: Any = compat.train_source(run.trainer) if run.fitting else None
         total = run.binder.global_batch_of(loader) if run.fitting else None
         model = (id(run.module), len(backbone.layers), self.world_size)
         if self._planned is not None:

@@ -178,4 +178,4 @@ class Trial:
 
     def _fresh(self) -> Any:
         # A clone and no leaf: a leaf must not be changed in place.
-        return tree_map(lambda v: detached(v).clone() if isinstance(v, Tensor) else v, self.value)
+        return tree_map(lambda v: v.clone() if isinstance(v, Tensor) else v, detached(self.value))

@@ -289,7 +289,7 @@ def _start(
     assert cold or not options, "they are Python's"
     with output.open("a") as said:
         if not cold:
-            return warm.start(command, folder, its, said.fileno(), said.fileno(), spares=3)
+            return warm.start(command, folder, its, said.fileno(), said.fileno())
         command = [sys.executable, *options, *command]
         return subprocess.Popen(command, cwd=folder, env=its, stdout=said, stderr=said)
 

@@ -39,8 +39,7 @@ def happen(place, trainer):
         os.kill(os.getpid(), signal.SIGKILL)
     if ASKED["kind"] == "interrupt":
         signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell may have let the tests ignore it
-        os.kill(os.getpid(), signal.SIGINT)
-        time.sleep(1.0)
+        signal.raise_signal(signal.SIGINT)
     raise RuntimeError("the cause: a flux compensator broke")
 
 
@@ -110,7 +109,7 @@ def check_ended(folder: Path, ended: Ended) -> None:
     assert all(code != 0 for code in ended.code), ended.screens
 
 
-@pytest.mark.parametrize(("place", "rank"), [("layer", 0), ("validation", 2)])
+@pytest.mark.parametrize(("place", "rank"), [("step", 1), ("layer", 0), ("hook", 0), ("validation", 2)])
 def test_an_exception_is_on_every_screen(tmp_path: Path, place: str, rank: int) -> None:
     ended = launch(tmp_path, place=place, at=rank)
     check_ended(tmp_path, ended)
@@ -123,7 +122,7 @@ def test_an_exception_is_on_every_screen(tmp_path: Path, place: str, rank: int) 
             assert f"rank {rank} failed: RuntimeError: {CAUSE}" in screen, (r, screen)
 
 
-@pytest.mark.parametrize(("place", "rank"), [("step", 2)])
+@pytest.mark.parametrize(("place", "rank"), [("layer", 0), ("step", 2)])
 def test_a_killed_rank_ends_all(tmp_path: Path, place: str, rank: int) -> None:
     ended = launch(tmp_path, place=place, at=rank, kind="kill")
     check_ended(tmp_path, ended)

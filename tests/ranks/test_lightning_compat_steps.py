@@ -16,7 +16,7 @@ from tests.ranks.kit import Toy, quiet_trainer, regression
 class OnlyBatch(Toy):
     """Does not ask for the batch's index."""
 
-    def training_step(self, batch: Any) -> Any:  # type: ignore[override]
+    def training_step(self, batch: Any) -> Any:
         return self.loss(batch)
 
 
