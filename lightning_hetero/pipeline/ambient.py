@@ -37,6 +37,7 @@ __all__ = [
     "Surroundings",
     "Switches",
     "enabled_autocast",
+    "nothing_drawn",
     "seed_host_streams",
     "seed_torch_streams",
     "stream_seed",
@@ -93,6 +94,17 @@ class HostStreams:
         """Lets both streams go on from there."""
         random.setstate(self._python)
         np.random.set_state(self._numpy)  # noqa: NPY002
+
+
+@contextmanager
+def nothing_drawn(device: torch.device) -> Iterator[None]:
+    """What is drawn inside, from torch on the CPU and the device, `random` or NumPy, nobody has drawn afterwards."""
+    host = HostStreams()
+    try:
+        with torch.random.fork_rng([device] if device.type == "cuda" else []):
+            yield
+    finally:
+        host.put_back()
 
 
 # ---- swapped ---------------------------------------------------------------------------------------------------

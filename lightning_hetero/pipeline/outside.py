@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_hetero.cluster.timer import Timer
+from lightning_hetero.pipeline.ambient import nothing_drawn
 from lightning_hetero.pipeline.carriers import Carrier, CarrierName
 from lightning_hetero.pipeline.cut import BackboneCall, BackboneCut, graphs_to_retain
 from lightning_hetero.pipeline.footprint import Kept, OptimizerSpec, optimizer_bytes, tensor_bytes
@@ -225,11 +226,10 @@ def _unchanged(parameters: Iterable[nn.Parameter], buffers: Iterable[Tensor], de
     """Gradients on; gradients, buffers and random streams are put back afterwards."""
     grads = [(p, p.grad) for p in parameters]
     values = [(b, b.clone()) for b in buffers]
-    cuda = [device] if device.type == "cuda" else []
     for p, _ in grads:
         p.grad = None
     try:
-        with torch.random.fork_rng(cuda), torch.enable_grad():
+        with nothing_drawn(device), torch.enable_grad():
             yield
     finally:
         for p, grad in grads:

@@ -30,7 +30,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from lightning_hetero.cluster import cache
 from lightning_hetero.cluster.timer import Timer
-from lightning_hetero.pipeline.ambient import HostStreams
+from lightning_hetero.pipeline.ambient import nothing_drawn
 from lightning_hetero.pipeline.footprint import OptimizerSpec, state_bytes, tensor_bytes, trained_bytes
 from lightning_hetero.pipeline.record import layer_from_plain, layer_to_plain
 from lightning_hetero.pipeline.structure import structure_of
@@ -333,10 +333,5 @@ def _named(name: str, samples: int) -> Iterator[None]:
 @contextmanager
 def _nothing_changed(device: torch.device) -> Iterator[None]:
     """Gradients on; generators of random numbers are put back afterwards."""
-    streams = HostStreams()
-    cuda = [device] if device.type == "cuda" else []
-    try:
-        with torch.random.fork_rng(cuda), torch.inference_mode(False), torch.enable_grad():
-            yield
-    finally:
-        streams.put_back()
+    with nothing_drawn(device), torch.inference_mode(False), torch.enable_grad():
+        yield

@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_hetero import lightning_compat as compat
 from lightning_hetero.emulate.scenario import Scenario
-from lightning_hetero.pipeline.ambient import HostStreams
+from lightning_hetero.pipeline.ambient import nothing_drawn
 from lightning_hetero.pipeline.backbone import Backbone
 from lightning_hetero.pipeline.carriers import CarrierName
 from lightning_hetero.pipeline.cut import BackboneCut
@@ -180,8 +180,7 @@ def _known(parameters: Sequence[nn.Parameter], optimizers: Sequence[torch.optim.
 def _nobody_notices(module: LightningModule, device: torch.device) -> Iterator[None]:
     """Inside, steps log nothing and change no metric; what they and the samples draw, nobody has drawn afterwards."""
     with ExitStack() as stack:
-        stack.enter_context(torch.random.fork_rng([device] if device.type == "cuda" else []))
-        stack.callback(HostStreams().put_back)
+        stack.enter_context(nothing_drawn(device))
         stack.enter_context(compat.metrics_frozen(module))
         stack.enter_context(compat.unlogged(module))
         yield
