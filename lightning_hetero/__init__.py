@@ -8,22 +8,22 @@
 
 from lightning.pytorch.strategies import StrategyRegistry
 
+from lightning_hetero import callbacks
 from lightning_hetero._version import __version__
-from lightning_hetero.balanced.policy import BalancePolicy
+from lightning_hetero.balanced.decide.policy import BalancePolicy
+from lightning_hetero.balanced.fit.rebalancer import BatchRebalancer
 from lightning_hetero.balanced.strategy import LoadBalancedStrategy
-from lightning_hetero.callbacks import BatchRebalancer, HeteroTrace, StragglerMonitor, ThrottleCallback
+from lightning_hetero.callbacks import HeteroTrace, StragglerMonitor, ThrottleCallback
 from lightning_hetero.emulate import Scenario
 from lightning_hetero.glue.setup import refuse_elsewhere
 from lightning_hetero.pipeline.strategy import HeteroPipelineStrategy
 from lightning_hetero.stale.strategy import BoundedStalenessStrategy
 
-for _strategy, _name in (
-    (LoadBalancedStrategy, "hetero_balanced"),
-    (BoundedStalenessStrategy, "hetero_stale"),
-    (HeteroPipelineStrategy, "hetero_pipeline"),
-):
+callbacks.__dict__["BatchRebalancer"] = BatchRebalancer  # a public name there, though it belongs to one engine
+
+for _strategy in (LoadBalancedStrategy, BoundedStalenessStrategy, HeteroPipelineStrategy):
     _strategy.register_strategies(StrategyRegistry)
-    refuse_elsewhere(_name)
+    refuse_elsewhere(f"hetero_{_strategy.engine}")
 
 __all__ = [
     "BalancePolicy",

@@ -11,7 +11,7 @@ from bisect import bisect_right
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Literal, Protocol, runtime_checkable
 
 __all__ = [
     "AffineCost",
@@ -23,12 +23,17 @@ __all__ = [
     "GroupPlan",
     "LayerCost",
     "Link",
+    "LossReduction",
     "ModelCost",
     "PiecewiseLinearCost",
     "PipelinePlan",
     "SpeedSample",
     "Status",
+    "StepReport",
 ]
+
+LossReduction = Literal["mean", "sum"]
+"""What ``training_step`` returns of its batch's losses."""
 
 
 class Status(str, Enum):
@@ -148,6 +153,22 @@ class SpeedSample:
     samples: int
     compute_s: float
     wait_s: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepReport:
+    """What is known of all ranks' work, of one step or as means over the steps since the report before.
+
+    Attributes:
+        epoch, step: the step, or where the run is.
+        records: per rank, samples, own work and waiting of a step.
+        predicted_s: per rank, predicted own work for its share of a batch [s]; NaN where unknown.
+    """
+
+    epoch: int
+    step: int
+    records: tuple[SpeedSample, ...]
+    predicted_s: tuple[float, ...]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import ast
-import re
 import shutil
 import subprocess
 import sys
-from fnmatch import fnmatchcase
 from pathlib import Path
 
 import pytest
@@ -15,10 +13,6 @@ from importlinter.api import read_configuration
 
 ROOT = Path(__file__).resolve().parents[1]
 PLUGIN = ROOT / "lightning_hetero" / "_hydra"
-LIGHTNING = {
-    *("strategy", "elastic", "run", "session", "meetings", "join", "loaders", "logs", "loop", "claims"),
-    *("takeover", "refusals", "launcher", "planning", "profiling", "training", "divided", "averages", "rescue"),
-}
 LINT = "import sys; from importlinter.cli import lint_imports; sys.exit(lint_imports(no_cache=True))"
 
 
@@ -54,24 +48,28 @@ def test_the_tree_keeps_every_contract() -> None:
     [
         ("solvers/apportion.py", "import torch", "P is pure"),
         ("predictors/planted.py", "from time import perf_counter", "P is pure"),
-        ("balanced/policy.py", "import threading", "P is pure"),
-        ("balanced/policy.py", "import lightning_hetero", "P is pure"),  # whose __init__ has Lightning
+        ("cluster/planted.py", "import os", "P is pure"),
+        ("balanced/decide/planted.py", "import threading", "P is pure"),
+        ("balanced/decide/policy.py", "import lightning_hetero", "P is pure"),  # whose __init__ has Lightning
+        ("stale/decide/workers.py", "import torch", "P is pure"),
+        ("stale/decide/policy/flexible.py", "import random", "P is pure"),
+        ("stale/decide/report/summary.py", "import time", "P is pure"),
+        ("pipeline/decide/schedule/planted.py", "import torch", "P is pure"),
         ("transport/side_channel.py", "from lightning.pytorch import Trainer", "T knows torch"),
         ("data/planted.py", "import torchmetrics", "T knows torch"),
-        ("solvers/apportion.py", "from lightning_hetero.balanced import policy", "Layers import downwards"),
+        ("stale/runtime/serve/planted.py", "import lightning", "T knows torch"),
+        ("pipeline/runtime/planted.py", "import lightning", "T knows torch"),
+        ("solvers/apportion.py", "from lightning_hetero.balanced.decide import policy", "Layers import downwards"),
         ("callbacks/planted.py", "import lightning_hetero.cli", "Layers import downwards"),
-        ("glue/planted.py", "from lightning_hetero.balanced import run", "Layers import downwards"),
-        ("stale/planted.py", "from lightning_hetero.balanced import weighting", "Engines never import"),
-        ("stale/run.py", "from lightning_hetero import LoadBalancedStrategy", "Engines never import"),
-        ("balanced/run.py", "import lightning_hetero", "Engines never import"),
-        ("glue/setup.py", "from lightning_hetero.callbacks import BatchRebalancer", "Engines never import"),
-        ("stale/roster.py", "import torch", "P is pure"),
-        ("stale/policy/flexible.py", "import random", "P is pure"),
-        ("stale/report.py", "import time", "P is pure"),
-        ("stale/tickwork.py", "import lightning", "T knows torch"),
-        ("stale/ledger.py", "from lightning_hetero.stale import coordinator", "Layers import downwards"),
-        ("stale/update.py", "from lightning_hetero.stale import server", "Layers import downwards"),
-        ("stale/start.py", "from lightning_hetero.stale import run", "Layers import downwards"),
+        ("glue/planted.py", "from lightning_hetero.balanced.fit import run", "Layers import downwards"),
+        ("planted.py", "import math", "Layers import downwards"),  # a file without a layer
+        ("stale/decide/ledger.py", "from lightning_hetero.stale.runtime.work import worker", "Inside an engine"),
+        ("stale/runtime/serve/update.py", "from lightning_hetero.stale.fit import run", "Inside an engine"),
+        ("pipeline/fit/planted.py", "from lightning_hetero.pipeline import strategy", "Inside an engine"),
+        ("pipeline/planted.py", "import math", "Inside an engine"),  # a file without a layer
+        ("stale/planted.py", "from lightning_hetero.balanced.runtime import loss_weight", "Engines never import"),
+        ("stale/fit/run.py", "from lightning_hetero import LoadBalancedStrategy", "Engines never import"),
+        ("balanced/fit/run.py", "import lightning_hetero", "Engines never import"),
     ],
 )
 def test_a_planted_import_is_found_and_named(copy: Path, file: str, planted: str, contract: str) -> None:
@@ -86,24 +84,36 @@ def test_a_planted_import_is_found_and_named(copy: Path, file: str, planted: str
     assert ".".join(["lightning_hetero", *Path(file).with_suffix("").parts]) in result.stdout
 
 
-def test_every_file_of_an_engine_has_a_layer_and_a_tag() -> None:
-    """The linter passes over what no layer names."""
+@pytest.mark.parametrize(
+    ("file", "planted", "where"),
+    [
+        ("stale/decide/intervals.py", "from lightning_hetero.stale.decide import ledger", "stale.decide"),
+        (
+            "stale/decide/intervals.py",
+            "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from lightning_hetero.stale.decide import ledger",
+            "stale.decide",
+        ),
+        (  # between folders, though no file imports itself that way
+            "stale/runtime/memory/hyper_parameters.py",
+            "from lightning_hetero.stale.runtime.work import page_locked",
+            "stale.runtime",
+        ),
+    ],
+)
+def test_a_planted_circle_is_found(copy: Path, file: str, planted: str, where: str) -> None:
+    with (copy / "lightning_hetero" / file).open("a") as source:
+        source.write(f"\n{planted}\n")
+    result = lint(copy)
+    assert result.returncode == 1, result.stdout + result.stderr
+    assert f"No cycles are allowed in lightning_hetero.{where}." in result.stdout
+
+
+def test_every_file_of_the_one_folder_with_two_layers_is_named() -> None:
+    """``emulate/`` is pure but for what sleeps; everywhere else the folder is named, and its files with it."""
     options = read_configuration(str(ROOT / "pyproject.toml"))["contracts_options"]
-    contracts = {contract["id"]: contract for contract in options}
-    named = set(re.findall(r"[\w.]+", " ".join(contracts["layers"]["layers"])))
-    pure, torch = (contracts[tag]["source_modules"] for tag in ("pure", "torch"))
-    for engine in contracts["engines"]["modules"]:
-        folder = engine.removeprefix("lightning_hetero.")
-        names = {file.stem for file in (ROOT / "lightning_hetero" / folder).glob("*.py")} - {"__init__"}
-        names |= {file.parent.name for file in (ROOT / "lightning_hetero" / folder).glob("*/__init__.py")}
-        assert {name for name in names if f"{folder}.{name}" not in named} == set()
-        tags = {name: [tagged(f"{engine}.{name}", patterns) for patterns in (pure, torch)] for name in names}
-        assert {name for name, (is_pure, is_torch) in tags.items() if is_pure and is_torch} == set()
-        assert {name for name, tag in tags.items() if not any(tag)} <= LIGHTNING
-
-
-def tagged(module: str, patterns: list[str]) -> bool:
-    return any(fnmatchcase(module, pattern) and module.count(".") == pattern.count(".") for pattern in patterns)
+    named = {module for contract in options for module in contract.get("source_modules", ())}
+    files = (ROOT / "lightning_hetero" / "emulate").glob("[!_]*.py")
+    assert {f"lightning_hetero.emulate.{file.stem}" for file in files} <= named
 
 
 def test_the_hydra_plugin_imports_only_stdlib_and_hydra() -> None:

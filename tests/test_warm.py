@@ -14,11 +14,11 @@ import pytest
 from tests import warm
 
 SCRIPT = """
-import atexit, json, os, sys, threading, time
+import atexit, json, os, sys, threading
 print(json.dumps([__name__, __file__, sys.argv, sys.path, os.getcwd(), os.environ.get("MINE"), sys.stdin.read()]))
 print("error", file=sys.stderr)
 atexit.register(print, "exit hook")
-threading.Thread(target=lambda: (time.sleep(0.05), print("thread"))).start()
+threading.Thread(target=lambda: (threading.main_thread().join(), print("thread"))).start()
 class Mine: pass
 assert sys.modules["__main__"].Mine is Mine
 if sys.argv[1] == "raise": raise ValueError("broken")

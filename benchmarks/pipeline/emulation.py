@@ -1,8 +1,8 @@
 """Emulated time inside a part of a model, for engines that know of no emulation (layer T).
 
-Our strategy lets a rank sleep after each computation (`lightning_hetero.pipeline.pace`). A part that sleeps by itself,
-at the end of its forward and of its backward pass, takes the same time under any engine. Either way an emulated time
-includes the real work, and a sleep that took too long is made up for by the next ones.
+Our strategy lets a rank sleep after each computation (`lightning_hetero.pipeline.runtime.execute.emulated_pace`). A
+part that sleeps by itself, at the end of its forward and of its backward pass, takes the same time under any engine.
+Either way an emulated time includes the real work, and a sleep that took too long is made up for by the next ones.
 """
 
 from __future__ import annotations

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 from lightning_hetero.demo.text import VOCABULARY, Block, encode, topics_text
-from lightning_hetero.pipeline.footprint import state_bytes, tensor_bytes, trained_bytes
-from lightning_hetero.pipeline.profile import estimate_on_meta
+from lightning_hetero.pipeline.runtime.measure.layers import estimate_on_meta
+from lightning_hetero.pipeline.runtime.measure.memory import state_bytes, tensor_bytes, trained_bytes
 from lightning_hetero.types import AffineCost, LayerCost, ModelCost
 
 __all__ = ["MODELS", "Net", "costs_of", "dataset", "make"]

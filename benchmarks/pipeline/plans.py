@@ -17,12 +17,13 @@ import numpy as np
 
 from benchmarks.pipeline.scenarios import Case
 from benchmarks.planning.brute_force import BruteForce
-from lightning_hetero.pipeline.plan_times import times_of
-from lightning_hetero.pipeline.schedule import Policy, makespan_s, one_f_one_b
-from lightning_hetero.solvers.chain import chain_of, stage_bytes
-from lightning_hetero.solvers.pipes import Pipe, Problem
+from lightning_hetero.pipeline.decide.plan_times import times_of
+from lightning_hetero.pipeline.decide.schedule import SchedulePolicy, makespan_s, one_f_one_b
+from lightning_hetero.solvers.chain.chain import chain_of
+from lightning_hetero.solvers.chain.model import stage_bytes
 from lightning_hetero.solvers.placement import evaluate_plan, micro_batches_of, place
-from lightning_hetero.solvers.sync import sync_loads_s
+from lightning_hetero.solvers.placement.pipes import Pipe, Problem
+from lightning_hetero.solvers.placement.sync import sync_loads_s
 from lightning_hetero.types import Cluster, GroupPlan, ModelCost
 
 __all__ = [
@@ -71,9 +72,9 @@ class Entry:
     note: str = ""
 
 
-def policy_of(name: str, group: GroupPlan, times: Any) -> Policy:
+def policy_of(name: str, group: GroupPlan, times: Any) -> SchedulePolicy:
     """Returns the settings of a group's schedule."""
-    return one_f_one_b(times) if name == TEXTBOOK else Policy(depths=group.depths, priority="HFB")
+    return one_f_one_b(times) if name == TEXTBOOK else SchedulePolicy(depths=group.depths, priority="HFB")
 
 
 def our_entry(case: Case, model: ModelCost) -> Entry:

@@ -10,7 +10,7 @@ from typing import Any
 import yaml
 
 from lightning_hetero.cluster.spec import cluster_from_plain
-from lightning_hetero.solvers.chain import DepthRule
+from lightning_hetero.solvers.chain.chain import DepthRule
 from lightning_hetero.types import Cluster
 
 __all__ = ["Case", "cases", "read"]
@@ -31,7 +31,7 @@ class Case:
         sample_s: forward and backward of the whole model for one sample, on a device of speed 1 [s].
         fixed_s: of a micro-batch besides, whatever its size, likewise [s].
         cluster: devices and links.
-        depth: how our plans keep micro-batches in flight, see `lightning_hetero.solvers.placement.place`.
+        depth: how our plans keep micro-batches in flight, see `lightning_hetero.solvers.placement.place.place`.
         trained: whether it is also trained under Lightning, by stock DDP and the balanced engine where it fits.
         stock_pipeline: whether an even chain is also run by `torch.distributed.pipelining`, which knows no links.
         less_than_even: goal: so much less time than the best even pipeline [%]; None: no goal.

@@ -16,15 +16,15 @@ from benchmarks.pipeline.models import Net, dataset, make
 from benchmarks.pipeline.plans import Entry, policy_of
 from benchmarks.pipeline.scenarios import Case
 from lightning_hetero import Scenario
-from lightning_hetero.pipeline.cut import BackboneCut
-from lightning_hetero.pipeline.failures import FailureBoard
-from lightning_hetero.pipeline.gradients import GradientSync
-from lightning_hetero.pipeline.ownership import Ownership
-from lightning_hetero.pipeline.pace import ScenarioPace, parts_of
-from lightning_hetero.pipeline.plan_times import times_of
-from lightning_hetero.pipeline.runtime import MicroBatch, PipelineRuntime
-from lightning_hetero.pipeline.schedule import PipelineTimes
-from lightning_hetero.pipeline.sharing import OwnerGroups
+from lightning_hetero.pipeline.decide.plan_times import times_of
+from lightning_hetero.pipeline.decide.schedule import PipelineTimes
+from lightning_hetero.pipeline.runtime.execute.emulated_pace import ScenarioPace, parts_of
+from lightning_hetero.pipeline.runtime.execute.failures import FailureBoard
+from lightning_hetero.pipeline.runtime.execute.stage_runner import MicroBatch, StageRunner
+from lightning_hetero.pipeline.runtime.own.gradients import GradientSync
+from lightning_hetero.pipeline.runtime.own.owner_groups import OwnerGroups
+from lightning_hetero.pipeline.runtime.own.ownership import Ownership
+from lightning_hetero.pipeline.runtime.step.cut import BackboneCut
 from lightning_hetero.types import AffineCost, GroupPlan, LayerCost, ModelCost, PipelinePlan
 
 __all__ = ["Walk", "run_stock", "step_times_s"]
@@ -69,18 +69,18 @@ class Walk:
         self.leads = self.group is not None and self.group.ranks[0] == rank
         self.sync_s = entry.sync_s[rank] if emulated else 0.0
         self.batch = case.global_batch
-        self.runtime: PipelineRuntime | None = None
+        self.runner: StageRunner | None = None
         self.pace: ScenarioPace | None = None
         self.optimizer: torch.optim.Optimizer | None = None
         if self.group is not None:
             own = [p for name, p in net.named_parameters() if rank in ownership.owners(name)]
             self.optimizer = torch.optim.SGD(own, lr=1e-3)
-            self.runtime = self._runtime(case, model, self.group, wire, name, sleeps_inside, emulated)
+            self.runner = self._stage_runner(case, model, self.group, wire, name, sleeps_inside, emulated)
         inputs, targets = dataset(case.model, case.global_batch).tensors
         sizes = [size for group in entry.groups for size in group.micro_batches]
         self.parts = list(zip(inputs.split(sizes), targets.split(sizes), strict=True))
 
-    def _runtime(
+    def _stage_runner(
         self,
         case: Case,
         model: ModelCost,
@@ -89,7 +89,7 @@ class Walk:
         name: str,
         sleeps_inside: bool,
         emulated: bool,
-    ) -> PipelineRuntime:
+    ) -> StageRunner:
         net, rank, links = self.net, self.rank, case.cluster.links
 
         def times(samples: tuple[int, ...], calls: int) -> PipelineTimes:
@@ -107,7 +107,7 @@ class Walk:
                 parts=parts_of(model, group, rank, max(group.micro_batches)),
                 stages=len(group.ranks),
             )
-        return PipelineRuntime(
+        return StageRunner(
             list(net.layers),
             group=group,
             rank=rank,
@@ -116,7 +116,6 @@ class Walk:
             failures=FailureBoard(dist.PrefixStore(name, dist.distributed_c10d._get_default_store()), rank),
             times=times,
             seed=SEED,
-            loss_of=lambda loss: loss,
             policy=lambda times: policy_of(self.entry.policy, group, times),
             pace=self.pace,
             emulated_links={(a, b): links[a][b] for a in group.ranks for b in group.ranks if a != b}
@@ -131,11 +130,11 @@ class Walk:
         if self.pace is not None:
             self.pace.begin(step)
         groups = self.entry.groups
-        if self.runtime is not None and self.group is not None:
+        if self.runner is not None and self.group is not None:
             first = sum(len(group.micro_batches) for group in groups[: groups.index(self.group)])
             sizes = self.group.micro_batches
             if self.leads:
-                self.runtime.train(
+                self.runner.train(
                     step,
                     [
                         MicroBatch(
@@ -147,7 +146,7 @@ class Walk:
                 )
             else:
                 numbers = range(first, first + len(sizes))
-                self.runtime.serve(step, sizes, numbers, before_last_backward=self.sync.arm)
+                self.runner.serve(step, sizes, numbers, before_last_backward=self.sync.arm)
         if self.pace is not None:
             self.pace.end()
         self.sync.finish()
@@ -161,8 +160,8 @@ class Walk:
         return lambda: self.net.training_step(self.parts[number], 0)
 
     def close(self) -> None:
-        if self.runtime is not None:
-            self.runtime.close()
+        if self.runner is not None:
+            self.runner.close()
         self.owner_groups.close()
 
 

@@ -13,7 +13,9 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_hetero.solvers.chain import DepthRule, Layers, chain_of, fitting_periods, layers_of, times
+from lightning_hetero.solvers.chain.chain import DepthRule, chain_of
+from lightning_hetero.solvers.chain.layers import Layers, layers_of
+from lightning_hetero.solvers.chain.model import fitting_periods, times
 from lightning_hetero.types import Cluster, ModelCost
 
 __all__ = ["BruteForce"]

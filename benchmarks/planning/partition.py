@@ -12,9 +12,11 @@ from typing import Any
 
 import numpy as np
 
-from lightning_hetero.solvers.bounds import relaxed_bound
-from lightning_hetero.solvers.chain import Chain, ChainPlan, Layers, evaluate
-from lightning_hetero.solvers.partition import Objective, split
+from lightning_hetero.solvers.chain.bounds import relaxed_bound
+from lightning_hetero.solvers.chain.chain import Chain
+from lightning_hetero.solvers.chain.layers import Layers
+from lightning_hetero.solvers.chain.model import ChainPlan, evaluate
+from lightning_hetero.solvers.chain.split import Objective, split
 from lightning_hetero.types import Device, Link
 
 __all__ = ["NOTES", "figures", "measure", "run"]

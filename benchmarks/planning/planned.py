@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 
 from benchmarks.planning.cases import Case, large_case, small_case
-from lightning_hetero.pipeline.plan_times import times_of
-from lightning_hetero.pipeline.schedule import Policy, makespan_s
+from lightning_hetero.pipeline.decide.plan_times import times_of
+from lightning_hetero.pipeline.decide.schedule import SchedulePolicy, makespan_s
 from lightning_hetero.solvers.placement import place
 
 __all__ = ["NOTES", "figures", "measure", "run"]
@@ -57,7 +57,7 @@ def ratios(case: Case, **options: Any) -> list[float]:
     for group in plan.groups:
         if len(group.ranks) > 1:
             times = times_of(case.model, case.cluster, group)
-            policy = Policy(depths=group.depths)
+            policy = SchedulePolicy(depths=group.depths)
             found.append(makespan_s(times, policy, overlap=options.get("overlap", True)) / group.total_s)
     return found
 

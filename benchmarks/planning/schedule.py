@@ -14,9 +14,9 @@ from typing import Any
 
 import numpy as np
 
-from lightning_hetero.pipeline.schedule import (
+from lightning_hetero.pipeline.decide.schedule import (
     PipelineTimes,
-    Policy,
+    SchedulePolicy,
     blocking,
     check,
     generate,
@@ -40,7 +40,7 @@ LINKS = (0.0, 0.1, 0.3, 0.5, 1.0)
 OURS = "per-link depth, H > F > B"
 TEXTBOOK = "depth S-i, B > H > F"
 
-Draw = Callable[[PipelineTimes], Policy]
+Draw = Callable[[PipelineTimes], SchedulePolicy]
 Raw = dict[str, list[float]]
 
 
@@ -50,11 +50,11 @@ def _more(times: PipelineTimes, depths: Sequence[int], extra: int) -> tuple[int,
 
 POLICIES: dict[str, Draw] = {
     TEXTBOOK: one_f_one_b,
-    "per-link depth, B > H > F": lambda t: Policy(depths=per_link(t).depths, priority="BHF"),
+    "per-link depth, B > H > F": lambda t: SchedulePolicy(depths=per_link(t).depths, priority="BHF"),
     OURS: per_link,
-    "depth S+1-i, H > F > B": lambda t: Policy(depths=_more(t, one_f_one_b(t).depths, 1)),
+    "depth S+1-i, H > F > B": lambda t: SchedulePolicy(depths=_more(t, one_f_one_b(t).depths, 1)),
     "thrifty: cumulative depth + 1, H > F > B": thrifty,
-    "unlimited depth, H > B > F": lambda t: Policy(depths=(t.micro_batches,) * t.stages, priority="HBF"),
+    "unlimited depth, H > B > F": lambda t: SchedulePolicy(depths=(t.micro_batches,) * t.stages, priority="HBF"),
 }
 
 

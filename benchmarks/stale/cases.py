@@ -12,9 +12,9 @@ from typing import Any
 
 import numpy as np
 
-from lightning_hetero.stale import policy as policies
-from lightning_hetero.stale.simulated_speeds import SimulatedSpeeds
-from lightning_hetero.stale.simulator import Costs
+from lightning_hetero.stale.decide import policy as policies
+from lightning_hetero.stale.decide.simulate.simulator import Costs
+from lightning_hetero.stale.decide.simulate.speeds import SimulatedSpeeds
 
 __all__ = [
     "CASES",

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_hetero.stale.protocol import Accepted, Granted, Refused, Span, Updated
+from lightning_hetero.stale.decide.effects import Accepted, Granted, Refused, Span, Updated
 
 __all__ = ["BATCH", "RECIPES", "TRAINING_SAMPLES", "Learner", "Recipe", "Training", "synchronous"]
 
@@ -234,7 +234,7 @@ class Learner:
 
 
 class Training:
-    """`lightning_hetero.stale.simulator.Hooks` for several learners on one schedule."""
+    """`lightning_hetero.stale.decide.simulate.simulator.Hooks` for several learners on one schedule."""
 
     def __init__(self, learners: Sequence[Learner], seed: int) -> None:
         self.learners, self.seed = list(learners), seed

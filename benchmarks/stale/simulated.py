@@ -34,9 +34,10 @@ from benchmarks.stale.cases import (
     JitteredWork,
 )
 from benchmarks.stale.learning import BATCH, RECIPES, TRAINING_SAMPLES, Learner, Recipe, Training, synchronous
-from lightning_hetero.balanced.policy import BalancePolicy, ShareBounds, scale_shares
-from lightning_hetero.stale.coordinator import Coordinator
-from lightning_hetero.stale.simulator import Costs, Trace, WorkerTotals, simulate
+from lightning_hetero.balanced.decide.policy import BalancePolicy, ShareBounds
+from lightning_hetero.solvers.scale import scale_shares
+from lightning_hetero.stale.decide.coordinator import Coordinator
+from lightning_hetero.stale.decide.simulate.simulator import Costs, Trace, WorkerTotals, simulate
 from lightning_hetero.types import SpeedSample
 
 __all__ = ["balanced_barrier", "run", "run_one", "tune"]
@@ -156,7 +157,7 @@ def code_digest() -> int:
     package, here = Path(lightning_hetero.__file__).parent, Path(__file__).parent
     found: dict[Path, str] = {}
     todo = [here / "learning.py", here / "cases.py"]
-    todo += [package / "stale" / "simulator.py", package / "balanced" / "policy.py"]
+    todo += [package / "stale/decide/simulate/simulator.py", package / "balanced/decide/policy.py"]
     while todo:
         file = todo.pop()
         if file in found:

@@ -127,7 +127,7 @@ def train(run: Run) -> dict[str, Any]:
 
 
 class Keep(Callback):
-    """Keeps the server's meters from the last meeting."""
+    """Keeps what the server had counted at the last meeting."""
 
     def __init__(self, metrics: dict[str, Any]) -> None:
         self.metrics = metrics

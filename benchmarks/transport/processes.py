@@ -1,7 +1,8 @@
 """The processes of the benchmark: four workers that share a gloo group, and one server per transport.
 
 Every measured round begins with a barrier of the group; its time is the slowest worker's. Slots are summed as the
-parameter server does it (`Pool`, `Shards`), with the area that is published as the pool's memory: no optimizer steps.
+parameter server does it (`GradientSum`, `ThreadShards`), with the area that is published as the
+sum's memory: no optimizer steps.
 """
 
 from __future__ import annotations
@@ -16,13 +17,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from lightning_hetero.stale.layout import FlatLayout
-from lightning_hetero.stale.pool import Pool, Spares, runs
-from lightning_hetero.stale.shards import Shards
-from lightning_hetero.transport.areas import copy_bytes
-from lightning_hetero.transport.base import Arrived, Ask, Gone, Link, Listener, Reply, Request, Say
-from lightning_hetero.transport.pairs import PairLink, PairListener
-from lightning_hetero.transport.shared_memory import SharedMemoryLink, SharedMemoryListener
+from lightning_hetero.stale.runtime.memory.layout import FlatLayout
+from lightning_hetero.stale.runtime.serve.accumulator import GradientSum, Spares, runs
+from lightning_hetero.stale.runtime.serve.thread_shards import ThreadShards
+from lightning_hetero.transport.base import Arrived, Ask, Gone, Listener, Reply, Request, Say, WorkerLink
+from lightning_hetero.transport.pairs.listener import PairLink, PairListener
+from lightning_hetero.transport.seqlock import copy_bytes
+from lightning_hetero.transport.shared_memory.listener import SharedMemoryLink, SharedMemoryListener
 
 __all__ = ["TRANSPORTS", "Summer", "layout_of", "serve", "span", "work"]
 
@@ -86,7 +87,7 @@ class Summer:
     def __init__(self, layout: FlatLayout) -> None:
         self._layout, self._spares = layout, Spares(layout)
         self.area = torch.zeros(layout.bytes, dtype=torch.uint8)
-        self._shards = Shards([entry.numel for entry in layout.parameters])
+        self._shards = ThreadShards([entry.numel for entry in layout.parameters])
         self._runs = [runs(layout, part) for part in self._shards.parts]
         self._seen: dict[int, list[torch.Tensor]] = {}
         self.begin()
@@ -94,7 +95,7 @@ class Summer:
     def begin(self) -> None:
         """Begins the next sum, which overwrites the last."""
         self.taken = 0
-        self._pool = Pool(self._layout, self._spares)
+        self._pool = GradientSum(self._layout, self._spares)
         for i, view in enumerate(self._layout.views(self.area)):
             self._spares.give(i, view)
 
@@ -120,7 +121,7 @@ def work(rank: int, workers: int, group_file: str, talk: Connection) -> None:
     """Runs the jobs that come over ``talk``: (name, arguments) -> result; None ends it."""
     _prepare()
     dist.init_process_group("gloo", group_file, timedelta(seconds=300), workers, rank)
-    links: dict[str, Link] = {}
+    links: dict[str, WorkerLink] = {}
     while (job := talk.recv()) is not None:
         name, *args = job
         talk.send(_JOBS[name](links, rank, *args))
@@ -134,16 +135,16 @@ def _prepare() -> None:
     torch.set_num_threads(1)
 
 
-def _connect(links: dict[str, Link], rank: int, kind: str, address: str) -> None:
+def _connect(links: dict[str, WorkerLink], rank: int, kind: str, address: str) -> None:
     make: Any = PairLink if kind == "pairs" else SharedMemoryLink
     links[kind] = make(address, rank, **({"token": TOKEN} if kind == "pairs" else {}))
 
 
-def _disconnect(links: dict[str, Link], rank: int, kind: str) -> None:
+def _disconnect(links: dict[str, WorkerLink], rank: int, kind: str) -> None:
     links.pop(kind).close()
 
 
-def _rounds(links: dict[str, Link], rank: int, floats: int, rounds: int) -> dict[str, list[float]]:
+def _rounds(links: dict[str, WorkerLink], rank: int, floats: int, rounds: int) -> dict[str, list[float]]:
     """Times ``rounds`` of each way to get the sum of all gradients, interleaved; checks each sum."""
     gradient = torch.full((floats,), float(rank + 1))
     result = torch.empty_like(gradient)
@@ -165,14 +166,14 @@ def _rounds(links: dict[str, Link], rank: int, floats: int, rounds: int) -> dict
     return times_s
 
 
-def _push_and_pull(link: Link, gradient: torch.Tensor, result: torch.Tensor, gradients: slice) -> None:
+def _push_and_pull(link: WorkerLink, gradient: torch.Tensor, result: torch.Tensor, gradients: slice) -> None:
     link.open_slot()
     copy_bytes(link.gradient[gradients], gradient.view(torch.uint8), 1)
     link.call(Request(kind=Ask.PUSH, slot=link.close_slot()))
     link.read_parameters(result.view(torch.uint8))
 
 
-def _latency(links: dict[str, Link], rank: int, kind: str, calls: int) -> float:
+def _latency(links: dict[str, WorkerLink], rank: int, kind: str, calls: int) -> float:
     """Returns the median time [s] of a small request and its answer; rank 0 alone asks."""
     if rank != 0:
         return 0.0

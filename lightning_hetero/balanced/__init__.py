@@ -1,9 +1,7 @@
 """Engine 1, after LB-BSP: synchronous, with per-rank batches re-sized so that all ranks finish together.
 
-measure   ``cluster.clock``    own work per step, free of waiting
-exchange  ``transport.side_channel``  a few numbers per rank, never waited for
-predict   ``policy``     (P)   + ``predictors``
-decide    ``policy``     (P)   + ``solvers``; which record may decide which batch: ``controller`` (P)
-apply     ``loaders``    (L)   + ``data``: shares become parts; ``weighting`` (T): parts become exact gradients
-hooks     ``strategy``   (L)   , ``run``: one fit
+``strategy``  L  the class users name
+``fit``       L  one fit: loaders, the stopwatch around a step, the handle on the policy
+``runtime``   T  parts become exact gradients
+``decide``    P  which rank gets how many samples, and which measurement may decide which batch
 """

@@ -1,14 +1,14 @@
-"""Lightning callbacks (layer L).
+"""Lightning callbacks for any strategy (layer L).
 
-``BatchRebalancer``   holds the balanced engine's policy
-``StragglerMonitor``  logs who is slow and who waits, under any strategy
+``StragglerMonitor``  logs who is slow and who waits
 ``ThrottleCallback``  emulates unequal devices
 ``HeteroTrace``       writes one JSONL trace per rank
+
+What they ask of a strategy is declared in ``reporting``.
 """
 
-from lightning_hetero.callbacks.rebalancer import BatchRebalancer
 from lightning_hetero.callbacks.straggler import StragglerMonitor
 from lightning_hetero.callbacks.throttle import ThrottleCallback
 from lightning_hetero.callbacks.trace import HeteroTrace
 
-__all__ = ["BatchRebalancer", "HeteroTrace", "StragglerMonitor", "ThrottleCallback"]
+__all__ = ["HeteroTrace", "StragglerMonitor", "ThrottleCallback"]

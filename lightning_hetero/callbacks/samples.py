@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from lightning_hetero import lightning_compat as compat
+from lightning_hetero.callbacks.reporting import reporting_of
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
@@ -20,16 +21,16 @@ __all__ = ["count_samples"]
 def count_samples(trainer: Trainer, batch: Any, samples: Callable[[Any], int] | None = None) -> int:
     """Returns the number of samples of the training batch that is about to run, or has just run, on this rank.
 
-    In this order: a strategy that decides the shares says so itself (``current_samples() -> int | None``);
+    In this order: a strategy that decides the shares says so itself (`Reporting.current_samples`);
     ``samples(batch)`` if given; the train loader's ``batch_size``, less in its last batch, because a tensor found in a
     graph or another object may count nodes; the first tensor's first dimension, as Lightning itself counts.
 
     Raises:
         lightning.pytorch.utilities.exceptions.MisconfigurationException: nothing tells, and the batch has no tensor.
     """
-    current = getattr(trainer.strategy, "current_samples", None)
-    if callable(current) and (known := current()) is not None:
-        return int(known)  # pyright: ignore[reportArgumentType]
+    reporting = reporting_of(trainer)
+    if reporting is not None and (known := reporting.current_samples()) is not None:
+        return known
     if samples is not None:
         return int(samples(batch))
     loader = trainer.train_dataloader

@@ -11,10 +11,11 @@ from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor, nn
 
+from lightning_hetero.callbacks.reporting import EventSource, Reporting, reporting_of
 from lightning_hetero.callbacks.samples import count_samples
-from lightning_hetero.cluster.clock import StepProbe, when_backward_ends
 from lightning_hetero.cluster.score import imbalance, straggler_scores
 from lightning_hetero.lightning_compat import log_interval
+from lightning_hetero.measure.step_clock import StepProbe, when_backward_ends
 from lightning_hetero.types import Event, SpeedSample
 
 if TYPE_CHECKING:
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
 __all__ = ["StragglerMonitor"]
 
 
-class StragglerMonitor(Callback):
+class StragglerMonitor(Callback, EventSource):
     """Logs ``hetero/*`` and shows the imbalance on the progress bar.
 
     Per rank: ``share`` [samples], ``compute_s`` (own work), ``wait_s`` (in the gradient exchange), ``predicted_s``,
@@ -49,12 +50,12 @@ class StragglerMonitor(Callback):
         self.every_n_steps = every_n_steps
         self.prog_bar = prog_bar
         self.most_ranks = most_ranks
+        self._strategy: Reporting | None = None  # of the running fit
         self._own: _OwnTiming | None = None
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._own = None
-        if not hasattr(trainer.strategy, "step_report"):
-            self._own = _OwnTiming(trainer, pl_module)
+        self._strategy = reporting_of(trainer)
+        self._own = _OwnTiming(trainer, pl_module) if self._strategy is None else None
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         if self._own is not None:
@@ -73,16 +74,16 @@ class StragglerMonitor(Callback):
     ) -> None:
         if self._own is not None:
             self._own.close()
+        if self._strategy is None:
             return
         every = self.every_n_steps or log_interval(trainer)
         if not trainer.is_last_batch and (not every or trainer.global_step % every):
             return
-        report = trainer.strategy.step_report()  # type: ignore[attr-defined]
+        report = self._strategy.step_report()
         if report is not None:
             self._log(trainer, pl_module, report.records, report.predicted_s, on_step=True)
-        more = getattr(trainer.strategy, "engine_metrics", None)
-        if callable(more) and (values := more()):
-            named = {f"hetero/{name}": float(value) for name, value in values.items()}  # pyright: ignore
+        if values := self._strategy.engine_metrics():
+            named = {f"hetero/{name}": float(value) for name, value in values.items()}
             pl_module.log_dict(named, logger=bool(trainer.loggers), on_step=True, on_epoch=False, batch_size=1)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -99,7 +100,7 @@ class StragglerMonitor(Callback):
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self._own is not None:
             self._own.probe.detach()
-        elif summary := trainer.strategy.summary():  # type: ignore[attr-defined]
+        elif self._strategy is not None and (summary := self._strategy.summary()):
             rank_zero_info(summary)
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:

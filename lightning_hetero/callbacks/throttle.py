@@ -9,6 +9,7 @@ from typing import Any
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
 
+from lightning_hetero.callbacks.reporting import reporting_of
 from lightning_hetero.callbacks.samples import count_samples
 from lightning_hetero.emulate.scenario import Scenario
 from lightning_hetero.emulate.throttle import Throttle
@@ -74,9 +75,9 @@ class ThrottleCallback(Callback):
         self._taken_over = False
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """A strategy whose ranks do different parts of a step (``emulate(scenario) -> bool``) sleeps by itself."""
-        take_over = getattr(trainer.strategy, "emulate", None)
-        self._taken_over = stage == "fit" and callable(take_over) and bool(take_over(self.scenario))
+        """A strategy whose ranks do different parts of a step sleeps by itself, see `Reporting.emulate`."""
+        reporting = reporting_of(trainer) if stage == "fit" else None
+        self._taken_over = reporting is not None and reporting.emulate(self.scenario)
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._throttle = self._make_throttle(self.scenario, trainer.global_rank)

@@ -6,13 +6,13 @@ import contextlib
 import os
 import platform
 import time
-from collections.abc import Iterable
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 
+from lightning_hetero.callbacks.reporting import event_source
 from lightning_hetero.callbacks.samples import count_samples
-from lightning_hetero.cluster.record import EventWriter, trace_path
+from lightning_hetero.record import EventWriter, trace_path
 from lightning_hetero.types import Event
 
 __all__ = ["HeteroTrace"]
@@ -21,12 +21,11 @@ __all__ = ["HeteroTrace"]
 class HeteroTrace(Callback):
     """Records every rank's steps, and its strategy's decisions, under ``dirpath/rank{r}.jsonl``.
 
-    What is written comes from whatever has a method ``step_events() -> Sequence`` of things with ``kind,
-    epoch, step, data``: the strategy first, else a callback of this Trainer; each call returns what is new.
-    If nothing has one, e.g. under stock DDP, every batch gives a ``step`` event with ``samples`` and
-    ``step_s``, the wall time from the batch's start to its end, waiting for peers included. An exception that
-    ends the fit becomes a ``fault`` event. Read the files with `lightning_hetero.cluster.read_events`, which
-    also documents the events.
+    What is written comes from an `EventSource`: the strategy, else the first such callback of this Trainer.
+    If there is none, e.g. under stock DDP without a `StragglerMonitor`, every batch gives a ``step`` event with
+    ``samples`` and ``step_s``, the wall time from the batch's start to its end, waiting for peers included. An
+    exception that ends the fit becomes a ``fault`` event. Read the files with `lightning_hetero.cluster.read_events`,
+    which also documents the events.
 
     Args:
         dirpath: local folder; default ``hetero`` in the logger's folder, or in ``default_root_dir`` without
@@ -94,11 +93,10 @@ class HeteroTrace(Callback):
 
     def _drain(self, trainer: Trainer) -> bool:
         """Writes what is new; False if nothing here measures."""
-        source = _source(trainer)
+        source = event_source(trainer)
         if self._writer is None or source is None:
             return source is not None
-        events: Iterable[Any] = source.step_events()
-        for event in events:
+        for event in source.step_events():
             if event.kind != "step" or event.step % self.every_n_steps == 0:
                 self._write(event.kind, event.epoch, event.step, event.data)
         return True
@@ -112,12 +110,6 @@ class HeteroTrace(Callback):
         if self._writer is not None:
             self._writer.close()
             self._writer = None
-
-
-def _source(trainer: Trainer) -> Any:
-    """Returns the strategy or the first callback that has ``step_events()``, if any."""
-    candidates: list[Any] = [trainer.strategy, *getattr(trainer, "callbacks", ())]
-    return next((c for c in candidates if callable(getattr(c, "step_events", None))), None)
 
 
 def _local(dirpath: str) -> str:

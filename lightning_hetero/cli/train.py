@@ -37,7 +37,7 @@ from lightning_hetero.cli.summary import (
     ranks_from_json,
     summarise_ranks,
 )
-from lightning_hetero.cluster.record import read_events
+from lightning_hetero.record import read_events
 
 __all__ = ["ComparisonTable", "FitClock", "build", "main", "run_job"]
 

@@ -1,15 +1,17 @@
 """How a user's loader becomes rank-local parts of agreed global batches (layer T).
 
-``order``    which samples, in which order, make the global batches of an epoch: never depends on the shares
-``batches``  cuts each global batch into one contiguous part per rank
-``loader``   puts that into the user's own DataLoader, workers, collate function and all
-``stream``   the same for iterable datasets, by re-batching
+``order``          which samples, in which order, make the global batches of an epoch: never depends on the shares
+``samplers``       a user's own samplers: told the epoch, drawn under a seed
+``batches``        cuts each global batch into one contiguous part per rank
+``copies``         a user's DataLoader copied, with its batches from elsewhere
+``loader``         puts those parts into the user's own DataLoader, workers, collate function and all
+``stream``         the same for iterable datasets, by re-batching
 ``micro_batches``  a collated batch cut into micro-batches, and outputs joined again
-``ticks``    batches made of whatever positions of the order a server grants, for the engine without shares
+``granted``        batches of whatever positions of the order a server grants
 """
 
-from lightning_hetero.data.batches import GlobalBatchSampler, Part
-from lightning_hetero.data.loader import LoaderSpec, inspect_loader, rebatched_loader
+from lightning_hetero.data.batches import GlobalBatchSampler, Part, Split
+from lightning_hetero.data.loader import IndivisibleError, LoaderSpec, inspect_loader, rebatched_loader
 from lightning_hetero.data.order import (
     Channel,
     ContinuedOrder,
@@ -26,12 +28,14 @@ __all__ = [
     "ContinuedOrder",
     "EpochOrder",
     "GlobalBatchSampler",
+    "IndivisibleError",
     "LoaderSpec",
     "Part",
     "PooledBatches",
     "PooledRanks",
     "SamplerOrder",
     "ShuffledOrder",
+    "Split",
     "inspect_loader",
     "rebatched_loader",
     "rebatched_stream",

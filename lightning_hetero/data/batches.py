@@ -3,8 +3,8 @@
     global batch t:   [ rank 0 | rank 1      | rank 2 | r3 ]      shares may differ at every t
     with micro-batches (a batch that fits no device at once): the same, once per micro-batch
 
-The content of a global batch never depends on the shares; a rank with no share computes on a dummy sample of weight 0,
-because every rank must take part in the collectives of a step.
+The content of a global batch never depends on the shares; a rank with no share computes on a dummy of weight 0, one
+sample as a rule, because every rank must take part in the collectives of a step.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import cycle, islice
 from typing import Any
 
 from torch.utils.data import Sampler
@@ -37,6 +38,7 @@ class Part:
         weight_base: samples that count as one whole batch for the loss: the global batch, or with micro-batches
             the global batch divided by their number.
         fetch_s: seconds this rank spent getting the batch, without the time to decide the shares.
+        dummy: samples of the dummy that stands for none.
     """
 
     epoch: int
@@ -45,6 +47,12 @@ class Part:
     shares: tuple[int, ...]
     weight_base: float
     fetch_s: float = 0.0
+    dummy: int = 1
+
+    @property
+    def computed(self) -> int:
+        """Samples this rank computes on, whether they count or not."""
+        return self.samples or self.dummy
 
     @property
     def weight(self) -> float:
@@ -94,6 +102,7 @@ class GlobalBatchSampler(Sampler[list[Any]]):
         rank: this rank.
         micro_batches: Lightning batches per global batch (gradient accumulation); 1 = the global batch itself.
         quantum: full micro-batches are multiples of this many samples.
+        least: samples of a dummy; no micro-batch has fewer, as far as they can be moved from the one before.
         clock: seconds; to keep the decision out of the fetch time.
 
     Raises:
@@ -108,6 +117,7 @@ class GlobalBatchSampler(Sampler[list[Any]]):
         rank: int,
         micro_batches: int = 1,
         quantum: int = 1,
+        least: int = 1,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.order = order
@@ -117,12 +127,13 @@ class GlobalBatchSampler(Sampler[list[Any]]):
         self.epoch = 0
         self.decision_s = 0.0
         self._split = split
+        self._least, self._quantum = least, quantum
         self._clock = clock
         self._plan: tuple[int, Sequence[Any], list[tuple[int, int, float]]] | None = None
         self._next: tuple[int, deque[Part]] = (0, deque())
         # What Lightning and users look for on a batch sampler.
         self.batch_size = order.global_batch_size
-        self.drop_last = getattr(order, "drop_last", False)
+        self.drop_last = order.drop_last
         self.sampler = self
 
     def set_epoch(self, epoch: int) -> None:
@@ -133,7 +144,7 @@ class GlobalBatchSampler(Sampler[list[Any]]):
     def __len__(self) -> int:
         if self.micro_batches == 1:
             return len(self.order)
-        samples = getattr(self.order, "samples", None)
+        samples = self.order.num_samples
         if samples is None or self.drop_last:
             return len(self.order) * self.micro_batches
         full, rest = divmod(samples, self.order.global_batch_size)
@@ -161,9 +172,19 @@ class GlobalBatchSampler(Sampler[list[Any]]):
             self.decision_s += self._clock() - before
             offset = start + sum(shares[: self.rank])
             mine = shares[self.rank]
-            issued.append(Part(epoch=epoch, step=position + i, samples=mine, shares=shares, weight_base=base))
-            # The first sample of an epoch is as good a dummy as any for an empty micro-batch at its end.
-            yield list(indices[offset : offset + mine]) if mine else [indices[start if start < end else 0]]
+            issued.append(
+                Part(
+                    epoch=epoch,
+                    step=position + i,
+                    samples=mine,
+                    shares=shares,
+                    weight_base=base,
+                    dummy=self._least,
+                )
+            )
+            # The first samples of an epoch are as good a dummy as any for an empty micro-batch at its end.
+            near = indices[start:end] if start < end else indices
+            yield list(indices[offset : offset + mine]) if mine else list(islice(cycle(near), self._least))
 
     def _pieces(self) -> tuple[int, Sequence[Any], list[tuple[int, int, float]]]:
         """Returns epoch, indices and (start, end, weight_base) of each Lightning batch; drawn once per epoch."""
@@ -186,8 +207,14 @@ class GlobalBatchSampler(Sampler[list[Any]]):
         """
         if self.micro_batches == 1:
             return [(start, end)]
-        if getattr(self.order, "samples", None) is not None:
-            return [(low, min(end, low + self.micro_size)) for low in range(start, end, self.micro_size)]
-        size = max(self.micro_size, -(-(end - start) // self.micro_batches))
-        lows = [min(end, start + i * size) for i in range(self.micro_batches)]
+        size, number = self.micro_size, self.micro_batches
+        if self.order.num_samples is not None:
+            number = max(1, -(-(end - start) // size))
+        else:
+            size = max(size, -(-(end - start) // number))
+        lows = [min(end, start + i * size) for i in range(number)]
+        last = max((i for i, low in enumerate(lows) if low < end), default=0)
+        lacking = -(-(self._least - (end - lows[last])) // self._quantum) * self._quantum
+        if last and 0 < lacking <= size - self._least:
+            lows[last] -= lacking
         return list(zip(lows, [*lows[1:], end], strict=True))

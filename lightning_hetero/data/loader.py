@@ -1,18 +1,15 @@
 """Puts a re-batching sampler into the user's own DataLoader (layer T).
 
-The loader is copied, not rebuilt: a subclass with required arguments, a custom collate function, workers, pinning and
-batches of any type stay what they are. Only the batch sampler changes, and the class of the copy gains an ``__iter__``
-that notes which part each batch is.
+Only the batch sampler of the copy changes, and each batch comes with a note of which part it is.
 """
 
 from __future__ import annotations
 
-import copy
 import time
-from collections import deque
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
-from functools import cache
+from itertools import count
 from typing import Any, Literal
 
 from torch.utils.data import (
@@ -21,12 +18,19 @@ from torch.utils.data import (
     DistributedSampler,
     IterableDataset,
     RandomSampler,
+    Sampler,
     SequentialSampler,
 )
 
 from lightning_hetero.data.batches import GlobalBatchSampler, Part
+from lightning_hetero.data.copies import BatchFeed, altered_copy, fed_copy
+from lightning_hetero.data.samplers import undrawn, yields_batches
 
-__all__ = ["LoaderSpec", "inspect_loader", "rebatched_loader"]
+__all__ = ["IndivisibleError", "LoaderSpec", "inspect_loader", "rebatched_loader"]
+
+
+class IndivisibleError(TypeError):
+    """A train loader's batches cannot be divided by speed; the message says why, and what would be needed."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -52,22 +56,22 @@ class LoaderSpec:
 
 
 def inspect_loader(loader: object) -> LoaderSpec:
-    """Classifies a train loader.
+    """Classifies a train loader; draws at most one item of a sampler of the user's, which nobody has drawn after.
 
     Raises:
-        TypeError: not a `DataLoader`, or one whose batches cannot be divided; the message says what to use instead.
+        IndivisibleError: not a `DataLoader`, or one whose batches cannot be divided.
     """
     if not isinstance(loader, DataLoader):
-        raise TypeError(
-            f"train dataloader of type {type(loader).__name__} cannot be re-batched for unequal devices; pass a"
-            " torch.utils.data.DataLoader (or a subclass), or use strategy='ddp'"
+        raise IndivisibleError(
+            f"a train loader of type {type(loader).__name__} cannot be divided by speed: pass a"
+            " torch.utils.data.DataLoader or a subclass of it"
         )
     read_ahead = loader.num_workers * (loader.prefetch_factor or 0)
     if isinstance(loader.dataset, IterableDataset):
         if loader.batch_size is None:
-            raise TypeError(
-                "an IterableDataset that makes its own batches (DataLoader(batch_size=None)) cannot be divided among"
-                " unequal devices; yield samples and set batch_size, or use strategy='ddp'"
+            raise IndivisibleError(
+                "an IterableDataset that makes its own batches (DataLoader(batch_size=None)) cannot be divided by"
+                " speed: yield samples and set batch_size"
             )
         # The samples are re-batched after the loader, so its read-ahead delays no decision.
         return LoaderSpec(
@@ -78,13 +82,18 @@ def inspect_loader(loader: object) -> LoaderSpec:
             read_ahead=0,
             workers=loader.num_workers,
         )
+    if not _draws_from_sampler(loader):
+        raise IndivisibleError(
+            f"{type(loader).__name__}.__iter__ does not draw from its batch_sampler, so its batches cannot be divided"
+            " by speed: make them from super().__iter__()"
+        )
     samples = len(loader.dataset) if hasattr(loader.dataset, "__len__") else None  # type: ignore[arg-type]
     if loader.batch_size is None:
         source = batch_source(loader)
-        if loader.batch_sampler is None and not isinstance(source, BatchSampler):
-            raise TypeError(
-                "DataLoader(batch_size=None) hands single items to training_step, which cannot be divided among"
-                " unequal devices; set batch_size, or pass sampler=BatchSampler(...)"
+        if loader.batch_sampler is None and not isinstance(source, BatchSampler) and not yields_batches(source):
+            raise IndivisibleError(
+                "DataLoader(batch_size=None) hands single items to training_step, which cannot be divided by speed: set"
+                " batch_size, or pass sampler=BatchSampler(...)"
             )
         if type(source) is not BatchSampler:
             return LoaderSpec(
@@ -98,6 +107,12 @@ def inspect_loader(loader: object) -> LoaderSpec:
         sampler, batch_size, drop_last = source.sampler, source.batch_size, source.drop_last
     else:
         sampler, batch_size, drop_last = loader.sampler, loader.batch_size, loader.drop_last
+        if batch_size == 1 and _kind_of(sampler) in ("sampler", "distributed_subclass") and yields_batches(sampler):
+            raise IndivisibleError(
+                f"the sampler {type(sampler).__name__} yields lists, each of which is one item of"
+                " DataLoader(batch_size=1) and cannot be divided by speed: pass it as batch_sampler, or set"
+                " batch_size=None"
+            )
     return LoaderSpec(
         kind=_kind_of(sampler),
         samples=samples,
@@ -123,6 +138,31 @@ def batch_source(loader: DataLoader) -> Any:
     return loader.batch_sampler if loader.batch_sampler is not None else loader.sampler
 
 
+def _draws_from_sampler(loader: DataLoader) -> bool:
+    """Whether a subclass makes its batches from the batch sampler, where ours will stand: given an empty one."""
+    if type(loader) is DataLoader:
+        return True
+    place = "batch_sampler" if loader.batch_sampler is not None else "sampler"
+    asked = _Asked()
+    aside = {"num_workers": 0, "prefetch_factor": None, "persistent_workers": False, "pin_memory": False, place: asked}
+    with undrawn(loader), suppress(Exception):
+        next(iter(altered_copy(loader, **aside)), None)
+    return asked.was
+
+
+class _Asked(Sampler[Any]):
+    """An empty sampler that notes whether anybody drew from it."""
+
+    was = False
+
+    def __iter__(self) -> Iterator[Any]:
+        self.was = True
+        return iter(())
+
+    def __len__(self) -> int:
+        return 0
+
+
 def base_sampler(loader: DataLoader) -> Any:
     """Returns the sampler of single indices behind a loader without a batch sampler of its own."""
     source = batch_source(loader)
@@ -135,7 +175,6 @@ def rebatched_loader(
     *,
     position: Callable[[], int],
     on_fetch: Callable[[Part], None],
-    clock: Callable[[], float] = time.perf_counter,
 ) -> DataLoader:
     """Returns a copy of ``loader`` that draws this rank's parts from ``sampler``.
 
@@ -145,70 +184,41 @@ def rebatched_loader(
         position: batches of this epoch already trained on; asked when the first batch is drawn, not when the
             iterator is made, because Lightning makes it before a checkpoint has settled its counters.
         on_fetch: gets each part when its batch is handed out, in order.
-        clock: seconds.
     """
-    balanced = copy.copy(loader)
-    balanced.__class__ = _balanced_class(type(loader))
-    slots: dict[str, Any] = {"_hetero": _Feed(sampler, position, on_fetch, clock), "_iterator": None}
-    # DataLoader forbids changing these after construction; the copy is not yet in use by anyone.
-    if not getattr(loader, "in_order", True):
-        slots["in_order"] = True  # all ranks must train the parts of one global batch together
-    slots["batch_sampler" if loader.batch_sampler is not None else "sampler"] = sampler
+    place = "batch_sampler" if loader.batch_sampler is not None else "sampler"
+    attributes: dict[str, Any] = {place: sampler}
     # Batch t must be the same global batch on every rank, and parts are matched to batches in order.
-    slots["in_order"] = True
-    for name, value in slots.items():
-        object.__setattr__(balanced, name, value)
-    return balanced
+    return fed_copy(loader, _Parts(sampler, position, on_fetch), in_order=True, **attributes)
 
 
 @dataclass(frozen=True, slots=True)
-class _Feed:
+class _Parts(BatchFeed):
+    """The loader's own batches; of each, the part that it is gets reported."""
+
     sampler: GlobalBatchSampler
     position: Callable[[], int]
     on_fetch: Callable[[Part], None]
-    clock: Callable[[], float]
+
+    def iterate(self, own: Callable[[], Iterator[Any]]) -> Iterator[Any]:
+        sampler = self.sampler
+        issued = sampler.begin(self.position())
+        batches = own()
+        for number in count():
+            started_s, decided_s = time.perf_counter(), sampler.decision_s
+            batch = next(batches, _END)
+            if batch is _END:
+                return
+            if not issued:
+                raise TypeError(
+                    f"{type(sampler).__name__} was not asked for this batch: the loader's __iter__ does not draw from"
+                    " its batch_sampler, so its batches cannot be divided; make them from super().__iter__()"
+                )
+            spent_s = time.perf_counter() - started_s - (sampler.decision_s - decided_s)
+            part = issued.popleft()
+            # Of the first batch unknown: it has started workers and opened files, which does not grow with samples.
+            part.fetch_s = max(0.0, spent_s) if number else 0.0
+            self.on_fetch(part)
+            yield batch
 
 
-@cache
-def _balanced_class(cls: type[DataLoader]) -> type[DataLoader]:
-    """The user's DataLoader class, iterating as before and reporting each part handed out.
-
-    A class with one base only: with a mixin the copy could not change its class (object layout).
-    """
-
-    def iterate(self: Any) -> Iterator[Any]:
-        return _PartIterator(self._hetero, lambda: cls.__iter__(self))
-
-    return type(f"Balanced{cls.__name__}", (cls,), {"__module__": cls.__module__, "__iter__": iterate})
-
-
-class _PartIterator:
-    def __init__(self, feed: _Feed, make_iterator: Callable[[], Iterator[Any]]) -> None:
-        self._feed = feed
-        self._make = make_iterator
-        self._inner: Iterator[Any] | None = None
-        self._issued: deque[Part] = deque()
-
-    def __iter__(self) -> Iterator[Any]:
-        return self
-
-    def __next__(self) -> Any:
-        feed = self._feed
-        started_s, decided_s = feed.clock(), feed.sampler.decision_s
-        first = self._inner is None
-        if self._inner is None:
-            self._issued = feed.sampler.begin(feed.position())
-            self._inner = self._make()
-        batch = next(self._inner)
-        if not self._issued:
-            raise TypeError(
-                f"{type(self._feed.sampler).__name__} was not asked for this batch: the loader's __iter__ does not"
-                " draw from its batch_sampler, so its batches cannot be divided; use strategy='ddp'"
-            )
-        spent_s = feed.clock() - started_s - (feed.sampler.decision_s - decided_s)
-        if first:  # starting workers and opening files is no work that grows with samples
-            spent_s = 0.0
-        part = self._issued.popleft()
-        part.fetch_s = max(0.0, spent_s)
-        feed.on_fetch(part)
-        return batch
+_END = object()

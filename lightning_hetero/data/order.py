@@ -11,14 +11,13 @@
 
 from __future__ import annotations
 
-import random
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Sequence, Sized
 from typing import Any, Protocol
 
-import numpy as np
 import torch
+
+from lightning_hetero.data.samplers import announce_epoch, batch_size_of, draw
 
 __all__ = [
     "Channel",
@@ -48,9 +47,16 @@ class EpochOrder(ABC):
 
     Attributes:
         global_batch_size: samples of a full global batch.
+        drop_last: whether a last batch that is not full is left out.
     """
 
     global_batch_size: int
+    drop_last: bool = False
+
+    @property
+    def num_samples(self) -> int | None:
+        """Samples of an epoch, dropped ones included; None where only drawing tells."""
+        return None
 
     @abstractmethod
     def __len__(self) -> int:
@@ -81,6 +87,10 @@ class FixedSizeOrder(EpochOrder):
         self.samples = samples
         self.global_batch_size = global_batch_size
         self.drop_last = drop_last
+
+    @property
+    def num_samples(self) -> int:
+        return self.samples
 
     def __len__(self) -> int:
         full, rest = divmod(self.samples, self.global_batch_size)
@@ -287,8 +297,11 @@ class ContinuedOrder(EpochOrder):
         self.epoch, self.step = epoch, step
         self.spans = sorted((int(start), int(end)) for start, end in spans)
         self.global_batch_size = order.global_batch_size
-        self.samples = getattr(order, "samples", None)
-        self.drop_last = getattr(order, "drop_last", False)
+        self.drop_last = order.drop_last
+
+    @property
+    def num_samples(self) -> int | None:
+        return self.order.num_samples
 
     def __len__(self) -> int:
         return len(self.order)
@@ -340,51 +353,3 @@ def concatenate(pools: Iterable[Iterable[Sequence[Any]]]) -> tuple[list[Any], li
             flat.extend(batch)
         ends.append(len(flat))
     return flat, ends
-
-
-def announce_epoch(source: object, epoch: int) -> None:
-    """Calls ``set_epoch`` of a sampler and of the sampler inside a batch sampler.
-
-    Lightning does so only for samplers it finds on the loader, where ours now stands in their place.
-    """
-    for sampler in (source, getattr(source, "sampler", None)):
-        set_epoch = getattr(sampler, "set_epoch", None)
-        if callable(set_epoch):
-            set_epoch(epoch)
-
-
-def batch_size_of(batch_sampler: Iterable[Any], seed: int) -> int:
-    """Returns the batch size a batch sampler tells, or else the largest of one draw.
-
-    The draw leaves the global random streams and the sampler's own ``generator`` as they were.
-    """
-    size = getattr(batch_sampler, "batch_size", None)
-    if isinstance(size, int):
-        return size
-    owners = (batch_sampler, getattr(batch_sampler, "sampler", None))
-    generators = [g for g in (getattr(o, "generator", None) for o in owners) if isinstance(g, torch.Generator)]
-    states = [g.get_state() for g in generators]
-    largest = max((len(batch) for batch in draw(batch_sampler, seed)), default=1)
-    for generator, state in zip(generators, states, strict=True):
-        generator.set_state(state)
-    return largest
-
-
-def draw(sampler: Iterable[Any], seed: int) -> list[Any]:
-    """Returns ``list(sampler)`` drawn under ``seed``; the global random streams are left as they were."""
-    with _seeded(seed):
-        return list(sampler)
-
-
-@contextmanager
-def _seeded(seed: int) -> Iterator[None]:
-    state, np_state = random.getstate(), np.random.get_state()
-    with torch.random.fork_rng(devices=[]):
-        torch.default_generator.manual_seed(seed)
-        random.seed(seed)
-        np.random.seed(seed % 2**32)
-        try:
-            yield
-        finally:
-            random.setstate(state)
-            np.random.set_state(np_state)

@@ -14,13 +14,13 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import cache
-from itertools import count
+from itertools import count, cycle, islice
 from typing import Any, Literal
 
 from torch.utils.data import DataLoader
 
 from lightning_hetero.data.batches import Part, Split
+from lightning_hetero.data.copies import BatchFeed, altered_copy, fed_copy, keep_samples
 
 __all__ = ["StreamMode", "rebatched_stream"]
 
@@ -35,9 +35,9 @@ def rebatched_stream(
     world_size: int,
     global_batch_size: int,
     split: Split,
+    least: int = 1,
     position: Callable[[], tuple[int, int]],
     on_fetch: Callable[[Part], None],
-    clock: Callable[[], float] = time.perf_counter,
 ) -> DataLoader:
     """Returns a copy of an iterable-style ``loader`` whose batches have this rank's share of samples.
 
@@ -48,20 +48,15 @@ def rebatched_stream(
         world_size: number of ranks.
         global_batch_size: samples of all ranks together.
         split: decides the shares of a batch when it is drawn.
+        least: samples of a dummy, for a rank without a share.
         position: epoch, and batches of it already trained on, which a shared stream skips.
         on_fetch: gets each part when its batch is handed out.
-        clock: seconds.
     """
-    balanced = copy.copy(loader)
-    balanced.__class__ = _stream_class(type(loader))
-    source = copy.copy(loader)
     chunks = copy.copy(loader.batch_sampler)
     object.__setattr__(chunks, "drop_last", False)  # our own drop_last is about the global batch
-    slots: dict[str, Any] = {"collate_fn": _keep, "drop_last": False, "_iterator": None, "batch_sampler": chunks}
-    if mode == "shared":
-        slots["in_order"] = True  # the ranks must see the samples in the same order
-    for name, value in slots.items():
-        object.__setattr__(source, name, value)
+    # Of a shared stream the ranks must see the samples in the same order.
+    attributes: dict[str, Any] = {"in_order": True} if mode == "shared" else {}
+    source = altered_copy(loader, collate_fn=keep_samples, drop_last=False, batch_sampler=chunks, **attributes)
     stream = _Stream(
         source=source,
         collate=loader.collate_fn,
@@ -71,40 +66,15 @@ def rebatched_stream(
         total=global_batch_size,
         drop_last=loader.drop_last,
         split=split,
+        least=least,
         position=position,
         on_fetch=on_fetch,
-        clock=clock,
     )
-    object.__setattr__(balanced, "_hetero", stream)
-    return balanced
-
-
-def _keep(samples: list[Any]) -> list[Any]:
-    return samples
-
-
-@cache
-def _stream_class(cls: type[DataLoader]) -> type[DataLoader]:
-    def iterate(self: Any) -> Iterator[Any]:
-        return self._hetero.batches()
-
-    def length(self: Any) -> int:
-        return self._hetero.num_batches()
-
-    def get_iterator(self: Any) -> Any:
-        return self._hetero.source._iterator
-
-    def set_iterator(self: Any, value: Any) -> None:
-        self._hetero.source._iterator = value
-
-    # Lightning ends persistent workers through this attribute of the loader it knows; they belong to the source.
-    iterator = property(get_iterator, set_iterator)
-    members = {"__module__": cls.__module__, "__iter__": iterate, "__len__": length, "_iterator": iterator}
-    return type(f"Balanced{cls.__name__}", (cls,), members)
+    return fed_copy(loader, stream)
 
 
 @dataclass(kw_only=True, slots=True)
-class _Stream:
+class _Stream(BatchFeed):
     """State of one re-batched stream; a fresh pass over the source for every epoch."""
 
     source: DataLoader
@@ -115,12 +85,16 @@ class _Stream:
     total: int
     drop_last: bool
     split: Split
+    least: int
     position: Callable[[], tuple[int, int]]
     on_fetch: Callable[[Part], None]
-    clock: Callable[[], float]
     epoch: int = 0
 
-    def num_batches(self) -> int:
+    @property
+    def fetching(self) -> DataLoader:
+        return self.source
+
+    def length(self, own: Callable[[], int]) -> int:
         """Length of a sized stream in global batches; ``TypeError`` without one, as `DataLoader` does.
 
         Of an infinite stream the dataset's length is one rank's epoch, as under stock DDP; it is not where it ends.
@@ -130,13 +104,13 @@ class _Stream:
             samples *= self.world_size
         return samples // self.total if self.drop_last else -(-samples // self.total)
 
-    def batches(self) -> Iterator[Any]:
+    def iterate(self, own: Callable[[], Iterator[Any]]) -> Iterator[Any]:
         samples = _Buffer(self.source)
         self.epoch, first = self.position()
         if self.mode == "shared":
             samples.skip(first * self.total)
         for step in count(first):
-            started_s = self.clock()
+            started_s = time.perf_counter()
             part = self._shared(step, samples) if self.mode == "shared" else self._own(step, samples)
             if part is None:
                 return
@@ -149,15 +123,16 @@ class _Stream:
                     samples=shares[self.rank],
                     shares=shares,
                     weight_base=float(taken),
-                    fetch_s=max(0.0, self.clock() - started_s - decided_s),
+                    fetch_s=max(0.0, time.perf_counter() - started_s - decided_s),
+                    dummy=self.least,
                 )
             )
             yield batch
 
     def _decide(self, step: int, total: int) -> tuple[tuple[int, ...], float]:
-        before = self.clock()
+        before = time.perf_counter()
         shares = self.split(self.epoch, step, total)
-        return shares, self.clock() - before
+        return shares, time.perf_counter() - before
 
     def _shared(self, step: int, samples: _Buffer) -> tuple[tuple[int, ...], list[Any], int, float] | None:
         block = samples.take(self.total)
@@ -165,12 +140,12 @@ class _Stream:
             return None
         shares, decided_s = self._decide(step, len(block))
         offset = sum(shares[: self.rank])
-        mine = block[offset : offset + shares[self.rank]] or block[:1]
+        mine = block[offset : offset + shares[self.rank]] or list(islice(cycle(block), self.least))
         return shares, mine, len(block), decided_s
 
     def _own(self, step: int, samples: _Buffer) -> tuple[tuple[int, ...], list[Any], int, float]:
         shares, decided_s = self._decide(step, self.total)
-        wanted = max(1, shares[self.rank])
+        wanted = shares[self.rank] or self.least
         mine = samples.take(wanted)
         if len(mine) < wanted:
             raise RuntimeError(

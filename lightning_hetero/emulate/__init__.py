@@ -1,7 +1,7 @@
 """Unequal hardware on any machine: describe it, then let a process behave like it.
 
-``scenario``  P  `Scenario`: speeds, noise, spells, changes, faults and memory caps as a pure function of the
-step ``parts``     P  `SlowSpells`, `SpeedChange`, `Slowdown`, `Fault`: what a scenario is made of
+``scenario``  P  `Scenario`: speeds, noise, spells, changes, faults and memory caps as a pure function of the step
+``parts``     P  `SlowSpells`, `SpeedChange`, `Slowdown`, `Fault`: what a scenario is made of
 ``throttle``  T  `Throttle`: sleeps and fails as the scenario says
 """
 

@@ -1,7 +1,12 @@
 """What every strategy needs from Lightning, whatever its engine (layer L).
 
-``setup``    registering names, the checkpoint's key, a process's own memory, the monitor
-``checks``   refusals with a reason, and error messages that name the cause
-``orders``   from the user's train loader to the order of an epoch
-``metrics``  means of logged values over ranks with batches of different sizes
+``strategy``  `HeteroStrategy`: shared arguments, hooks, checkpoint key, what callbacks may ask
+``run``       `EngineRun`: what exists only between set-up and teardown
+``loaders``   copies of the train loaders, and their state in a checkpoint
+``orders``    from the user's train loader to the order of an epoch
+``refusals``  what an engine refuses on several devices, with its reasons
+``checks``    arguments out of range, and error messages that name the cause
+``setup``     registering names, the monitor
+``nodes``     nodes with different numbers of processes
+``metrics``   means of logged values over ranks with batches of different sizes
 """

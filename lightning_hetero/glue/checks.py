@@ -10,6 +10,7 @@ from typing import Any, NoReturn
 from torch.nn.parallel import DistributedDataParallel
 
 __all__ = [
+    "check_averaging",
     "check_choice",
     "check_counts",
     "check_ddp_arguments",
@@ -73,16 +74,34 @@ def check_choice(name: str, value: object, allowed: Sequence[object]) -> None:
         raise ValueError(f"{name}={value!r} must be one of {allowed}")
 
 
-def check_ddp_arguments(kwargs: Mapping[str, Any], ddp_comm_state: object | None, strategy_name: str) -> None:
-    """Refuses what cannot hold when ranks train on batches of different sizes.
+def check_ddp_arguments(kwargs: Mapping[str, Any], strategy_name: str) -> None:
+    """Refuses what neither a strategy nor DDP knows.
 
     Args:
-        kwargs: what the strategy would pass on to `DistributedDataParallel`.
-        ddp_comm_state: as in `DDPStrategy`.
+        kwargs: what the strategy would pass on to `DDPStrategy` and `DistributedDataParallel`.
         strategy_name: class of the strategy, for the message.
 
     Raises:
-        TypeError: an unknown argument (with the nearest known one), or one that lets ranks drift apart.
+        TypeError: an unknown argument; names the nearest known one.
+    """
+    known = set(inspect.signature(DistributedDataParallel.__init__).parameters) - {"self", "module"}
+    known.add("model_averaging_period")
+    for name in kwargs:
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=1)
+            hint = f"; did you mean {near[0]!r}?" if near else ""
+            raise TypeError(f"{strategy_name} and DistributedDataParallel have no argument {name!r}{hint}")
+
+
+def check_averaging(kwargs: Mapping[str, Any], ddp_comm_state: object | None) -> None:
+    """Refuses what cannot hold when ranks train on batches of different sizes.
+
+    Args:
+        kwargs: as in `check_ddp_arguments`.
+        ddp_comm_state: as in `DDPStrategy`.
+
+    Raises:
+        TypeError: post-localSGD, which lets ranks drift apart.
     """
     from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState
 
@@ -91,13 +110,6 @@ def check_ddp_arguments(kwargs: Mapping[str, Any], ddp_comm_state: object | None
             "post-localSGD lets the ranks' weights drift apart between averages, and an unweighted average of ranks"
             " with unequal batches is biased; drop model_averaging_period, or use strategy='ddp'"
         )
-    known = set(inspect.signature(DistributedDataParallel.__init__).parameters) - {"self", "module"}
-    known.add("model_averaging_period")
-    for name in kwargs:
-        if name not in known:
-            near = difflib.get_close_matches(name, known, n=1)
-            hint = f"; did you mean {near[0]!r}?" if near else ""
-            raise TypeError(f"{strategy_name} and DistributedDataParallel have no argument {name!r}{hint}")
 
 
 def check_same_settings(everyone: Sequence[Mapping[str, str]]) -> None:

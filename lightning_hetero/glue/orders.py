@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sized
 from typing import TYPE_CHECKING, Any, Literal
 
 from lightning.fabric.utilities.rank_zero import rank_zero_info
@@ -14,13 +14,16 @@ from lightning_hetero.data import (
     Channel,
     ContinuedOrder,
     EpochOrder,
+    IndivisibleError,
     LoaderSpec,
     PooledBatches,
     PooledRanks,
     SamplerOrder,
     ShuffledOrder,
+    inspect_loader,
 )
 from lightning_hetero.data.loader import base_sampler, batch_source
+from lightning_hetero.data.samplers import splits_by_rank
 from lightning_hetero.data.stream import StreamMode
 
 if TYPE_CHECKING:
@@ -62,18 +65,40 @@ class OrderFinder:
         self._batch_sampler = batch_sampler
         self._stream = stream
 
+    def inspect(self, loader: object) -> LoaderSpec:
+        """Returns what a train loader is. Whether the engine takes streams is not asked here.
+
+        Raises:
+            IndivisibleError: its batches cannot be divided by speed.
+        """
+        if compat.uses_dataloader_iter(self._trainer):
+            raise IndivisibleError(
+                "training_step(dataloader_iter) fetches batches by itself, so they cannot be divided by speed: take"
+                " `batch` instead"
+            )
+        spec = inspect_loader(loader)
+        assert isinstance(loader, DataLoader)
+        if spec.kind == "batch_sampler" and self._batch_sampler == "refuse":
+            raise IndivisibleError(
+                f"the train loader has a batch sampler of its own ({type(batch_source(loader)).__name__}), and dividing"
+                " its batches by speed could break what it promises about a batch (equal lengths, class balance). If it"
+                f" promises nothing that matters, pass {self._strategy_name}(batch_sampler='pool'): one batch per"
+                " device is drawn, the pool is divided"
+            )
+        drawn = batch_source(loader) if spec.kind == "batch_sampler" else base_sampler(loader)
+        if spec.kind != "stream" and not isinstance(drawn, Sized):
+            raise IndivisibleError(
+                f"the sampler {type(drawn).__name__} of the train loader has no length, so its epochs cannot be divided"
+                " by speed: give it a __len__"
+            )
+        return spec
+
     def agree(self, spec: LoaderSpec) -> int:
         """Compares the ranks' loaders; returns the furthest read-ahead.
 
         Raises:
-            TypeError: ``training_step`` draws batches by itself, in whatever order.
             ValueError: the ranks' loaders differ; names in what, and each rank's value.
         """
-        if compat.uses_dataloader_iter(self._trainer):
-            raise TypeError(
-                "training_step(dataloader_iter) fetches batches by itself, so they cannot be weighted by this rank's"
-                " share; take `batch` instead, or use strategy='ddp'"
-            )
         specs: list[LoaderSpec] = self._channel.all_gather_object(spec)
         names = ["kind", "samples", "batch_size", "drop_last"]
         if spec.kind == "stream" and self._stream == "shared":
@@ -116,7 +141,6 @@ class OrderFinder:
             index: number of the loader among the train loaders, for its state in a checkpoint.
 
         Raises:
-            TypeError: the loader has a batch sampler of its own, which was not asked to be pooled.
             ValueError: a ``global_batch_size`` where the user's samplers decide it.
         """
         trainer, channel = self._trainer, self._channel
@@ -167,27 +191,21 @@ class OrderFinder:
     @staticmethod
     def _at_an_end(order: EpochOrder, applied: Mapping[str, Any]) -> bool:
         """Whether exactly the first ``tick`` global batches were applied, so that the order is as always."""
-        samples = getattr(order, "samples", None)
+        samples = order.num_samples
         if samples is None:
             return False
         return applied["spans"][0][1] == min(applied["tick"] * order.global_batch_size, samples)
 
     def _pooled_batches(self, loader: DataLoader, seed: int) -> EpochOrder:
         source = batch_source(loader)
-        if self._batch_sampler == "refuse":
-            raise TypeError(
-                f"the train loader has a batch sampler of its own ({type(source).__name__}), and dividing its batches"
-                " by speed could break what it promises about a batch (equal lengths, class balance)."
-                f" If it promises nothing that matters, pass {self._strategy_name}(batch_sampler='pool'): one batch per"
-                " device is drawn, the pool is divided. Otherwise use strategy='ddp' with use_distributed_sampler=False"
-            )
         if self._global_batch_size is not None:
             raise ValueError(
                 f"global_batch_size={self._global_batch_size} cannot be combined with a batch sampler, which"
                 " decides the size itself"
             )
         assert source is not None
-        if not compat.uses_distributed_sampler(self._trainer):
+        by_rank = splits_by_rank(source, self._channel.world_size)
+        if by_rank or not compat.uses_distributed_sampler(self._trainer):
             return PooledRanks(source, batch_size=None, drop_last=False, seed=seed, channel=self._channel)
         return PooledBatches(source, seed=seed, channel=self._channel)
 

@@ -1,49 +1,42 @@
-"""What a strategy is to Lightning before and around a fit: names, checkpoint key, own memory, monitor (layer L)."""
+"""What a strategy is to Lightning before and around a fit: names, checkpoint key, monitor (layer L)."""
 
 from __future__ import annotations
 
 import sys
-from itertools import chain
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 from lightning.fabric.strategies import STRATEGY_REGISTRY
-from torch import nn
 
 from lightning_hetero import lightning_compat as compat
+from lightning_hetero.callbacks.straggler import StragglerMonitor
 from lightning_hetero.glue.checks import refuse_fabric, refuse_other_package
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
     from lightning.pytorch.strategies import DDPStrategy
-    from lightning.pytorch.strategies.strategy import _StrategyRegistry
 
-__all__ = ["CHECKPOINT_KEY", "add_monitor", "own_memory", "refuse_elsewhere", "register"]
+__all__ = ["CHECKPOINT_KEY", "add_monitor", "refuse_elsewhere", "register"]
 
 CHECKPOINT_KEY = "lightning_hetero"
 """The one top-level key added to a checkpoint; stock Lightning ignores it."""
 
 
-def add_monitor(trainer: Trainer) -> None:
-    """Adds a `StragglerMonitor` if the user has not given one."""
-    from lightning_hetero.callbacks.straggler import StragglerMonitor
-
+def add_monitor(trainer: Trainer) -> Callable[[], None]:
+    """Adds a `StragglerMonitor` if the user has not given one; returns what takes it away again."""
     callbacks = compat.trainer_callbacks(trainer)
-    if not any(isinstance(c, StragglerMonitor) for c in callbacks):
-        callbacks.append(StragglerMonitor())
+    if any(isinstance(c, StragglerMonitor) for c in callbacks):
+        return lambda: None
+    monitor = StragglerMonitor()
+    callbacks.append(monitor)
+
+    def remove() -> None:
+        callbacks[:] = [c for c in callbacks if c is not monitor]
+
+    return remove
 
 
-def own_memory(module: nn.Module) -> None:
-    """Gives this process its own copy of parameters and buffers that came to it through shared memory.
-
-    Lightning 2.6.6 does so under ``start_method="spawn"`` only. Under ``"forkserver"`` on CPU all ranks, stock DDP's
-    too, would update one copy together: wrong weights without an error.
-    """
-    for tensor in chain(module.parameters(), module.buffers()):
-        if tensor.device.type == "cpu" and tensor.is_shared():
-            tensor.data = tensor.data.clone()
-
-
-def register(cls: type[DDPStrategy], registry: _StrategyRegistry, name: str, description: str) -> None:
+def register(cls: type[DDPStrategy], registry: Any, name: str, description: str) -> None:
     """Registers ``name`` and its launchers, each also with DDP's ``find_unused_parameters`` spelt out.
 
     Launchers are ``_spawn``, ``_fork``, ``_forkserver`` and ``_notebook``; the names are built as DDP's are.

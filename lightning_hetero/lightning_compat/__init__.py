@@ -1,13 +1,17 @@
 """Every private name of Lightning and torchmetrics we need, in one place (layer L).
 
-``progress``  the loops' counters: where a fit stands, what counts as a batch or a step
-``loaders``   the loaders of a fit, and how Lightning would change them
-``results``   values logged and metrics updated: what counts in them
-``logs``      ``self.log`` diverted and made again, metrics combined over some of the ranks
-``batches``   what the loop does with one batch, and the callbacks it calls
+``progress``       the loops' counters: where a fit stands, what counts as a batch or a step
+``loaders``        the loaders of a fit, and how Lightning would change them
+``results``        values logged and metrics updated: what counts in them
+``logs``           ``self.log`` diverted and made again, metrics combined over some of the ranks
+``batches``        what the loop does with one batch, and the callbacks it calls
+``empty_batches``  batches that are None, and which hooks hear of them
+``launchers``      launchers that let a run go on without a process that was killed; import them from there
+``patches``        an attribute of an instance replaced for a while; likewise
+``transfer``       a batch's way to the device
 
 Each function says what it reads, why no public way exists, and which test pins it to the installed versions
-(`tests/ranks/test_lightning_compat.py`). Verified with Lightning 2.5 and 2.6.
+(`tests/ranks/lightning_compat`). Verified with Lightning 2.5 and 2.6.
 """
 
 from __future__ import annotations
@@ -19,20 +23,22 @@ from lightning_hetero.lightning_compat.batches import (
     collect_clipping,
     replace_sigterm_broadcast,
     run_again,
-    skip_empty_batches,
     stop_sigterm_broadcast,
     trainer_callbacks,
 )
+from lightning_hetero.lightning_compat.empty_batches import finds_learning_rate, skip_empty_batches
 from lightning_hetero.lightning_compat.loaders import (
     count_val_batches,
     is_train_iterator,
     keep_train_sampler,
     overfits,
+    stock_train_loader,
     train_loaders,
     train_source,
     uses_dataloader_iter,
     uses_distributed_sampler,
     val_loaders,
+    watch_train_source,
 )
 from lightning_hetero.lightning_compat.logs import (
     combine_metric_with,
@@ -50,7 +56,9 @@ from lightning_hetero.lightning_compat.progress import (
     count_started,
     count_step,
     epoch_running,
+    is_last_prediction,
     last_batch_done,
+    only_forward,
     resume_from,
     step_limit,
     steps_uncounted,
@@ -66,6 +74,7 @@ from lightning_hetero.lightning_compat.results import (
     reduced_names,
     unlogged,
 )
+from lightning_hetero.lightning_compat.transfer import batch_to_device
 
 __all__ = [
     "accumulates_now",
@@ -73,6 +82,7 @@ __all__ = [
     "averaged_weights",
     "averaging_callbacks",
     "batch_results_open",
+    "batch_to_device",
     "batches_of_all_epochs",
     "batches_trained",
     "call_training_step",
@@ -84,6 +94,8 @@ __all__ = [
     "divert_logs",
     "dummy_batch_unlogged",
     "epoch_running",
+    "finds_learning_rate",
+    "is_last_prediction",
     "is_train_iterator",
     "keep_train_sampler",
     "last_batch_done",
@@ -91,6 +103,7 @@ __all__ = [
     "log_interval",
     "logged_reduction",
     "metrics_frozen",
+    "only_forward",
     "overfits",
     "reduced_names",
     "replace_sigterm_broadcast",
@@ -102,6 +115,7 @@ __all__ = [
     "skip_empty_batches",
     "step_limit",
     "steps_uncounted",
+    "stock_train_loader",
     "stop_sigterm_broadcast",
     "train_loaders",
     "train_source",
@@ -111,5 +125,6 @@ __all__ = [
     "uses_dataloader_iter",
     "uses_distributed_sampler",
     "val_loaders",
+    "watch_train_source",
     "zeroes_now",
 ]

@@ -1,8 +1,7 @@
-"""What the training loop does with one batch, and whom it calls: passed over, run again, unclipped (layer L)."""
+"""What the training loop does with one batch, and whom it calls: run again, unclipped (layer L)."""
 
 from __future__ import annotations
 
-import dis
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -25,7 +24,6 @@ __all__ = [
     "collect_clipping",
     "replace_sigterm_broadcast",
     "run_again",
-    "skip_empty_batches",
     "stop_sigterm_broadcast",
     "trainer_callbacks",
 ]
@@ -34,61 +32,6 @@ __all__ = [
 def trainer_callbacks(trainer: Trainer) -> list[Callback]:
     """The Trainer's callbacks; public, but set by a connector where no type checker sees it."""
     return trainer.callbacks  # pyright: ignore[reportAttributeAccessIssue]
-
-
-def skip_empty_batches(trainer: Trainer) -> Callable[[], None]:
-    """Lets the loop pass over a batch that is None without a user's hook seeing it; returns the undo function.
-
-    The loop itself skips the training hooks for None, but transfers it and calls ``on_train_batch_end``. Lightning's
-    own callbacks count batches there and must be called on every rank alike; a user's hook may expect a batch. One
-    that looks at neither batch nor outputs is called, too: it counts, averages weights, or saves a checkpoint, for
-    which all ranks must come.
-    """
-    from lightning.pytorch.callbacks import Checkpoint, EarlyStopping, ThroughputMonitor, Timer
-
-    module = trainer.lightning_module
-    patched: list[tuple[Any, str]] = []
-
-    def without_none(owner: Any, name: str, position: int) -> None:
-        original = getattr(owner, name)
-
-        def hook(*args: Any, **kwargs: Any) -> Any:
-            return None if args[position] is None else original(*args, **kwargs)
-
-        object.__setattr__(owner, name, hook)
-        patched.append((owner, name))
-
-    without_none(module, "_on_before_batch_transfer", 0)
-    if _looks_at(module.on_train_batch_end, 0, 1):
-        without_none(module, "on_train_batch_end", 1)
-    for callback in trainer_callbacks(trainer):
-        hook = type(callback).on_train_batch_end
-        known = hook.__module__.split(".")[0] in ("lightning", "lightning_hetero")
-        known &= "on_train_batch_end" not in vars(callback)  # as in LambdaCallback
-        known &= hook is not ThroughputMonitor.on_train_batch_end  # measures the batch
-        known |= not _looks_at(callback.on_train_batch_end, 2, 3)
-        if not known and not isinstance(callback, Checkpoint | EarlyStopping | Timer):
-            without_none(callback, "on_train_batch_end", 3)
-    warned = trainer.fit_loop.epoch_loop._warning_cache
-    warned.add("train_dataloader yielded None. If this was on purpose, ignore this warning...")
-
-    def undo() -> None:
-        for owner, name in patched:
-            vars(owner).pop(name, None)
-
-    return undo
-
-
-def _looks_at(hook: Callable[..., Any], *positions: int) -> bool:
-    """Whether a method's code reads one of its arguments, counted without ``self``; True if that cannot be seen."""
-    code = getattr(getattr(hook, "__func__", None), "__code__", None)
-    if code is None or code.co_argcount <= 1 + max(positions) or hasattr(hook, "__wrapped__"):
-        return True
-    wanted = {code.co_varnames[1 + position] for position in positions}
-    if wanted & set(code.co_cellvars):
-        return True
-    reads = [i.argval for i in dis.get_instructions(code) if i.opname.startswith("LOAD_FAST")]
-    return any(wanted & set(names if isinstance(names, tuple) else (names,)) for names in reads)
 
 
 def stop_sigterm_broadcast(trainer: Trainer) -> Callable[[], None]:

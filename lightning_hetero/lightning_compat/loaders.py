@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from lightning.fabric.utilities.data import sized_len
 from lightning.pytorch.trainer.states import RunningStage
+from lightning.pytorch.utilities.combined_loader import CombinedLoader
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
@@ -18,11 +19,13 @@ __all__ = [
     "is_train_iterator",
     "keep_train_sampler",
     "overfits",
+    "stock_train_loader",
     "train_loaders",
     "train_source",
     "uses_dataloader_iter",
     "uses_distributed_sampler",
     "val_loaders",
+    "watch_train_source",
 ]
 
 
@@ -38,6 +41,28 @@ def train_source(trainer: Trainer) -> Any:
     ``trainer.train_dataloader`` is the loader in use, which there is none of before training starts.
     """
     return trainer.fit_loop._data_source.dataloader()
+
+
+def watch_train_source(trainer: Trainer, told: Callable[[list[Any]], None]) -> Callable[[], None]:
+    """Tells the user's train loaders, all that are trained on at once, before the first is set up; returns undo.
+
+    The hook for strategies, ``process_dataloader``, sees one at a time.
+    """
+    source = trainer.fit_loop._data_source
+    original = source.dataloader
+
+    def dataloader() -> Any:
+        given = original()
+        combined = given if isinstance(given, CombinedLoader) else CombinedLoader(given)
+        told(list(combined.flattened))
+        return given
+
+    vars(source)["dataloader"] = dataloader  # an instance attribute over a method
+
+    def undo() -> None:
+        vars(source).pop("dataloader", None)
+
+    return undo
 
 
 def val_loaders(trainer: Trainer) -> list[Any]:
@@ -92,6 +117,16 @@ def keep_train_sampler(trainer: Trainer) -> Callable[[], None]:
         vars(connector).pop("_prepare_dataloader", None)
 
     return undo
+
+
+def stock_train_loader(trainer: Trainer, loader: object) -> object:
+    """Returns the train loader as stock DDP reads it, whatever `keep_train_sampler` has put aside.
+
+    Raises:
+        TypeError, MisconfigurationException: Lightning's own, where it cannot give the loader a `DistributedSampler`.
+    """
+    connector = trainer._data_connector
+    return type(connector)._prepare_dataloader(connector, loader, True, RunningStage.TRAINING)
 
 
 def uses_distributed_sampler(trainer: Trainer) -> bool:

@@ -67,10 +67,11 @@ def logged_reduction(fx: str, name: str, options: Mapping[str, Any]) -> str:
     return "sum" if meta.is_sum_reduction else "min" if meta.is_min_reduction else "max"
 
 
-def size_of_batch(trainer: Trainer, *, required: bool) -> int:
-    """Returns the samples of the loop's batch, as Lightning counts them for a mean over an epoch.
+def size_of_batch(trainer: Trainer, *, required: bool, batch: Any = None) -> int:
+    """Returns the samples of a batch, as Lightning counts them for a mean over an epoch.
 
     Args:
+        batch: None: the loop's.
         required: raise where they cannot be counted, as Lightning does for such a mean; else 1.
 
     Raises:
@@ -80,16 +81,19 @@ def size_of_batch(trainer: Trainer, *, required: bool) -> int:
     from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
     results = trainer._results
-    if results is None or results.batch is None:
+    if results is None or (batch is None and results.batch is None):
         return 1
-    if results.batch_size is None:
-        try:
-            results.batch_size = extract_batch_size(results.batch)
-        except MisconfigurationException:
-            if required:
-                raise
-            return 1
-    return results.batch_size
+    if batch is None and results.batch_size is not None:
+        return results.batch_size
+    try:
+        size: int = extract_batch_size(results.batch if batch is None else batch)  # pyright: ignore[reportArgumentType]
+    except MisconfigurationException:
+        if required:
+            raise
+        return 1
+    if batch is None:
+        results.batch_size = size
+    return size
 
 
 def log_again(

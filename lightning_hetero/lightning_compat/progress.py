@@ -16,7 +16,9 @@ __all__ = [
     "count_started",
     "count_step",
     "epoch_running",
+    "is_last_prediction",
     "last_batch_done",
+    "only_forward",
     "resume_from",
     "step_limit",
     "steps_uncounted",
@@ -55,6 +57,11 @@ def last_batch_done(trainer: Trainer) -> bool:
     return trainer.fit_loop.epoch_loop.batch_progress.is_last_batch
 
 
+def is_last_prediction(trainer: Trainer) -> bool:
+    """Whether the batch that the prediction loop has fetched is its last."""
+    return getattr(trainer.predict_loop.batch_progress, "is_last_batch", False)  # set by the loop on each batch
+
+
 def step_limit(trainer: Trainer) -> int | None:
     """Optimizer steps still allowed by ``max_steps``; None without a limit."""
     limit = trainer.fit_loop.epoch_loop.max_steps
@@ -64,6 +71,11 @@ def step_limit(trainer: Trainer) -> int | None:
 def accumulates_now(trainer: Trainer) -> bool:
     """Whether the batch that is running only accumulates gradients."""
     return trainer.fit_loop._should_accumulate()
+
+
+def only_forward(trainer: Trainer) -> bool:
+    """Whether batches are not trained on: `StochasticWeightAveraging` renews statistics of BatchNorm."""
+    return trainer.fit_loop._skip_backward
 
 
 def zeroes_now(trainer: Trainer) -> bool:

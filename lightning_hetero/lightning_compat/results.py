@@ -51,7 +51,13 @@ def batch_results_open(trainer: Trainer) -> bool:
     if not trainer.training:
         return False
     results = trainer._results
-    return results is not None and results.batch is not None
+    # A hook that skips the rest of an epoch leaves its batch there; the connector knows that the epoch's end has come.
+    return results is not None and results.batch is not None and not _epoch_ends(trainer)
+
+
+def _epoch_ends(trainer: Trainer) -> bool:
+    """Whether values are reduced over the epoch now."""
+    return trainer._logger_connector._first_loop_iter is None
 
 
 @contextmanager
@@ -69,13 +75,23 @@ def as_batch(trainer: Trainer, batch: Any) -> Iterator[None]:
 
 @contextmanager
 def unlogged(module: LightningModule) -> Iterator[None]:
-    """Inside, ``self.log`` does nothing: outside of a loop it would raise. ``log_dict`` ends up there, too."""
+    """Inside, ``self.log`` does nothing: outside of a loop it would raise. ``log_dict`` ends up there, too.
+
+    What is written to a logger directly is lost as well; Lightning's stand-in for loggers is not exported.
+    """
+    from lightning.pytorch.loggers.logger import DummyLogger
 
     def nothing(*args: Any, **kwargs: Any) -> None:
         del args, kwargs
 
-    with patched(module, "log", nothing):
-        yield
+    trainer = module.trainer
+    loggers = trainer.loggers
+    trainer.loggers = [DummyLogger() for _ in loggers]
+    try:
+        with patched(module, "log", nothing):
+            yield
+    finally:
+        trainer.loggers = loggers
 
 
 @contextmanager

@@ -1,51 +1,59 @@
 """`HeteroPipelineStrategy`: pipelines of unequal stages, unequal data across them, an unchanged module (layer L).
 
-    set-up:   measure or read -> plan -> every rank keeps its layers     [planning, ownership, whole]
+    set-up:   measure or read -> plan -> every rank keeps its layers     [fit/plan, fit/place]
     a batch:  training_step on each group's leader, suspended at the backbone; layers on all ranks
-              [run -> runtime -> schedule, stages, links], gradients across groups [gradients]
-    anywhere: whole-model checkpoints with stock keys, streamed          [divided, whole]
+              [fit/training -> runtime/execute], gradients across groups [runtime/own]
+    anywhere: whole-model checkpoints with stock keys, streamed          [fit/checkpoints]
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from datetime import timedelta
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from lightning.fabric.utilities.rank_zero import rank_zero_info
-from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
 
 from lightning_hetero import lightning_compat as compat
-from lightning_hetero._version import __version__
 from lightning_hetero.emulate.scenario import Scenario
-from lightning_hetero.glue.checks import check_choice, check_counts, check_ddp_arguments, name_lost_peer
+from lightning_hetero.glue.checks import check_choice, check_counts
 from lightning_hetero.glue.metrics import integer_mean_, is_mean
-from lightning_hetero.glue.setup import add_monitor, register
-from lightning_hetero.pipeline.backbone import Backbone
-from lightning_hetero.pipeline.carriers import CarrierName
-from lightning_hetero.pipeline.divided import DividedDDPStrategy
-from lightning_hetero.pipeline.planning import Planned, PlanSettings, evaluation_plan, make_plan
-from lightning_hetero.pipeline.plans import describe_plan
-from lightning_hetero.pipeline.profiling import Rehearsal
-from lightning_hetero.pipeline.refusals import refuse_module, refuse_optimizers
-from lightning_hetero.pipeline.run import PipelineRun
-from lightning_hetero.pipeline.training import StepReport, TrainBatches, loss_of
-from lightning_hetero.types import Cluster, Event, ModelCost, PipelinePlan
+from lightning_hetero.lightning_compat.patches import patched
+from lightning_hetero.pipeline.decide.plans import describe_plan
+from lightning_hetero.pipeline.fit.checkpoints import WholeCheckpointsDDP
+from lightning_hetero.pipeline.fit.plan.planning import (
+    CannotDivideError,
+    PipelineSettings,
+    PlanResult,
+    PlanSettings,
+    evaluation_plan,
+    make_plan,
+)
+from lightning_hetero.pipeline.fit.plan.rehearsal import Rehearsal
+from lightning_hetero.pipeline.fit.refusals import (
+    REFUSALS,
+    refuse_module,
+    refuse_no_optimizer,
+    warn_undivided,
+)
+from lightning_hetero.pipeline.fit.run import PipelineRun
+from lightning_hetero.pipeline.fit.training import TrainBatches
+from lightning_hetero.pipeline.runtime.step.backbone import Backbone
+from lightning_hetero.pipeline.runtime.step.coroutines import CarrierName
+from lightning_hetero.pipeline.runtime.step.undivided import Undivided, find_layers, undivided
+from lightning_hetero.types import Cluster, ModelCost, PipelinePlan
 
 if TYPE_CHECKING:
-    from lightning.pytorch import Trainer
-    from lightning.pytorch.strategies.strategy import _StrategyRegistry
+    from lightning.pytorch import LightningModule, Trainer
 
 __all__ = ["HeteroPipelineStrategy"]
 
 
-class HeteroPipelineStrategy(DividedDDPStrategy):
+class HeteroPipelineStrategy(WholeCheckpointsDDP):
     """Pipelines of unequal devices, data parallel among each other, planned from measured speeds (joint DP + MP).
 
     A drop-in for `DDPStrategy`: the global batch stays what stock DDP would train on and the gradient is the mean
@@ -56,8 +64,7 @@ class HeteroPipelineStrategy(DividedDDPStrategy):
         backbone: attribute that holds the layers, e.g. ``"model"`` or ``"net.blocks"``: an ``nn.Sequential``, an
             ``nn.ModuleList`` walked in order, or a module whose forward is a chain of its children; or a list of such
             names, one after another. ``None``: the LightningModule's ``pipeline_layers()``, or else its only attribute
-            of a usual name.
-        global_batch_size: samples of all ranks per step; ``None``: the loader's ``batch_size`` x devices, as in DDP.
+            of a usual name. Where nothing can be divided, each device trains the whole model on its part of the batch.
         micro_batch_size: samples that go through a pipeline at a time; ``None``: the planner chooses for each group.
         cluster: devices and links: a description as in ``conf/cluster``, a `Cluster`, ``"probe"``, or the path of a
             trace that `HeteroTrace` wrote in an earlier run; ``None``: an emulation's devices where one is in force,
@@ -71,29 +78,28 @@ class HeteroPipelineStrategy(DividedDDPStrategy):
         checkpoint_layers: keep only each layer's input for the backward pass and compute the layer again there.
         emulate_links: let messages take the time they would on the links of ``cluster``.
         seed: of dropout and whatever else is drawn; ``None``: ``seed_everything``'s, or 0.
-        loss_reduction: whether ``training_step`` returns a ``"mean"`` or a ``"sum"`` over its batch; of sums the ranks'
-            mean is taken, as by DDP.
-        batch_weight: what the loss is a mean over if not samples, e.g. tokens: ``batch -> number``. A method of that
-        name
-            on the LightningModule serves too.
         stream: what an `IterableDataset` is: ``"shared"``, if all ranks read the same one.
-        batch_sampler: what to do with a custom batch sampler: ``"refuse"``, or ``"pool"`` one batch per device.
         carrier: what suspends a training step: ``"greenlet"``, ``"thread"``, or ``"auto"``.
-        monitor: add a `StragglerMonitor` if the Trainer has none.
         cache_folder: where measurements are kept between runs; ``None``: nowhere.
-        process_group_backend, timeout, start_method, **kwargs: as in `DDPStrategy`. ``kwargs`` of
-            `DistributedDataParallel` are accepted and have no effect: there is no wrapper.
+        **ddp: arguments shared by all engines, and `DDPStrategy`'s own; see `HeteroStrategy`. Those of
+            `DistributedDataParallel` have no effect: there is no wrapper.
 
     Raises:
         ValueError: an argument is out of range.
-        TypeError: an argument of `DDPStrategy` that cannot hold here, with the reason.
+        TypeError: an unknown argument; those that cannot hold on several devices are refused with the reason when the
+            Trainer is made.
     """
+
+    engine = "pipeline"
+    description = "Pipelines of unequal devices"
+    refusals = REFUSALS
+    evaluates = True
 
     def __init__(
         self,
+        accelerator: Any = None,
         *,
         backbone: str | Sequence[str] | None = None,
-        global_batch_size: int | None = None,
         micro_batch_size: int | None = None,
         cluster: Cluster | Mapping[str, Any] | str | None = None,
         profile: ModelCost | Mapping[str, Any] | None = None,
@@ -104,52 +110,17 @@ class HeteroPipelineStrategy(DividedDDPStrategy):
         checkpoint_layers: bool = False,
         emulate_links: bool = False,
         seed: int | None = None,
-        loss_reduction: Literal["mean", "sum"] = "mean",
-        batch_weight: Callable[[Any], float] | None = None,
         stream: Literal["shared"] | None = None,
-        batch_sampler: Literal["refuse", "pool"] = "refuse",
         carrier: Literal["auto", "greenlet", "thread"] = "auto",
-        monitor: bool = True,
         cache_folder: str | Path | None = None,
-        accelerator: Any = None,
-        parallel_devices: list[torch.device] | None = None,
-        cluster_environment: Any = None,
-        checkpoint_io: Any = None,
-        precision_plugin: Any = None,
-        ddp_comm_state: object | None = None,
-        ddp_comm_hook: Callable | None = None,
-        ddp_comm_wrapper: Callable | None = None,
-        process_group_backend: str | None = None,
-        timeout: timedelta | None = timedelta(seconds=1800),
-        start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
-        **kwargs: Any,
+        **ddp: Any,
     ) -> None:
-        check_ddp_arguments(kwargs, ddp_comm_state, type(self).__name__)
-        if ddp_comm_hook is not None or ddp_comm_wrapper is not None or ddp_comm_state is not None:
-            raise TypeError(
-                "communication hooks change DDP's all-reduce, and there is none here: gradients of a layer go to the"
-                " ranks that hold the same layer. Drop ddp_comm_hook, ddp_comm_wrapper and ddp_comm_state"
-            )
-        check_counts(global_batch_size=global_batch_size, micro_batch_size=micro_batch_size, max_groups=max_groups)
+        super().__init__(accelerator=accelerator, **ddp)
+        check_counts(micro_batch_size=micro_batch_size, max_groups=max_groups)
         check_choice("depth", depth, ("auto", "per_link", "low_memory"))
-        check_choice("loss_reduction", loss_reduction, ("mean", "sum"))
         check_choice("stream", stream, (None, "shared"))
-        check_choice("batch_sampler", batch_sampler, ("refuse", "pool"))
         check_choice("carrier", carrier, ("auto", "greenlet", "thread"))
-        super().__init__(
-            accelerator=accelerator,
-            parallel_devices=parallel_devices,
-            cluster_environment=cluster_environment,
-            checkpoint_io=checkpoint_io,
-            precision_plugin=precision_plugin,
-            process_group_backend=process_group_backend,
-            timeout=timeout,
-            start_method=start_method,
-            **kwargs,
-        )
         self.backbone = backbone
-        self.timeout = timeout
-        self.settings_global_batch_size = global_batch_size
         self.plan_settings = PlanSettings(
             cluster=cluster,
             profile=profile,
@@ -162,29 +133,32 @@ class HeteroPipelineStrategy(DividedDDPStrategy):
             cache_folder=None if cache_folder is None else str(cache_folder),
         )
         self.emulate_links = emulate_links
-        self.loss_reduction = loss_reduction
-        self.batch_weight = batch_weight
         self.stream: Literal["shared"] | None = stream
-        self.batch_sampler: Literal["refuse", "pool"] = batch_sampler
         self.carrier: CarrierName = carrier
-        self._monitor = monitor
         self._seed = seed
-        self._planned: tuple[object, int | None, Planned] | None = None  # model and batch it holds for, and the plan
+        self._planned: tuple[object, int | None, PlanResult] | None = None  # model and batch it holds for, and the plan
         self._accumulates = False
-
-    def __repr__(self) -> str:  # what Fabric prints when it refuses a strategy of the Trainer
-        return f"<{type(self).__name__} for lightning.pytorch.Trainer>"
 
     # ---- set-up and teardown ----------------------------------------------------------------------------------
 
-    def setup_environment(self) -> None:
-        super().setup_environment()
-        assert self.lightning_module is not None
-        trainer = self.lightning_module.trainer
-        if self._run is None:
-            if self._monitor and trainer.state.fn == TrainerFn.FITTING:
-                add_monitor(trainer)
-            self._run = PipelineRun(self, trainer)
+    def begin(self, trainer: Trainer) -> PipelineRun:
+        assert self.cluster_environment is not None
+        settings = PipelineSettings(
+            shared=self.shared,
+            planning=self.plan_settings,
+            backbone=self.backbone,
+            emulate_links=self.emulate_links,
+            seed=int(os.environ.get("PL_GLOBAL_SEED", 0)) if self._seed is None else self._seed,
+            stream=self.stream,
+            carrier=self.carrier,
+            device=self.root_device,
+            process_group_backend=self.process_group_backend,
+            timeout=self.timeout,
+            main_address=self.cluster_environment.main_address,
+        )
+        run = PipelineRun(trainer, settings)
+        run.undo.enter_context(patched(self.precision_plugin, "backward", self._backward_done))
+        return run
 
     def setup(self, trainer: Trainer) -> None:
         """Plans, and leaves on each rank what the plan gives it.
@@ -192,23 +166,39 @@ class HeteroPipelineStrategy(DividedDDPStrategy):
         The module stays on the CPU, whole, until then: optimizers are made over all its parameters, as under DDP.
         """
         run = self._run
-        assert self.accelerator is not None and run is not None
+        if run is None:
+            return super().setup(trainer)
+        assert self.accelerator is not None
         module = trainer.lightning_module
         self.accelerator.setup(trainer)
         if run.fitting:
-            refuse_module(module, syncs_batch_norm=self._layer_sync is not None)
+            refuse_module(module)
+            self.check_module(module)
         self.model = self.precision_plugin.convert_module(module)
-        backbone = run.find()
+        backbone = self._layers_of(module)
         if run.fitting:
             self.setup_optimizers(trainer)
-            refuse_optimizers(self.optimizers)
-        planned = self._plan(run, backbone)
-        run.install(planned)
+            refuse_no_optimizer(self.optimizers)
+        try:
+            planned = self._plan(run, backbone)
+        except CannotDivideError as error:
+            backbone = undivided(module, f"the layers that were found cannot be divided: {error}")
+            planned = self._plan(run, backbone)
+        if run.fitting and isinstance(backbone, Undivided):
+            warn_undivided(backbone)
+        self._install(run, planned, backbone)
         if any(len(group.ranks) > 1 for group in planned.plan.groups) or len(planned.plan.groups) < self.world_size:
             rank_zero_info(f"hetero_pipeline:\n{describe_plan(planned.plan, planned.cluster, backbone.names)}")
         self.setup_precision_plugin()
 
-    def _plan(self, run: PipelineRun, backbone: Backbone) -> Planned:
+    def _layers_of(self, module: LightningModule) -> Backbone:
+        given = self.plan_settings.plan is not None or self.plan_settings.profile is not None
+        return find_layers(module, self.backbone, needed=given)
+
+    def configure_ddp(self) -> None:
+        """No wrapper, also on one device: parameters that a loss does not use need no flag there either."""
+
+    def _plan(self, run: PipelineRun, backbone: Backbone) -> PlanResult:
         """Returns the plan of an earlier run if it holds, else a new one."""
         loader: Any = compat.train_source(run.trainer) if run.fitting else None
         total = run.binder.global_batch_of(loader) if run.fitting else None
@@ -223,9 +213,9 @@ class HeteroPipelineStrategy(DividedDDPStrategy):
             step = Rehearsal(
                 module=run.module,
                 backbone=backbone,
+                found=self.backbone is None,
                 device=self.root_device,
                 loader=loader,
-                loss_of=loss_of,
                 optimizers=self.optimizers,
                 to_device=super().batch_to_device,
                 context=self.precision_plugin.train_step_context,
@@ -237,22 +227,25 @@ class HeteroPipelineStrategy(DividedDDPStrategy):
         self._planned = (model, total, planned)
         return planned
 
+    @contextmanager
+    def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
+        """What `configure_model` builds is built on the CPU: the whole model need not fit this rank's device."""
+        with super().tensor_init_context(empty_init), torch.device("cpu") if self.world_size > 1 else nullcontext():
+            yield
+
     def model_to_device(self) -> None:
-        """Nothing: what a rank holds is moved when the plan is known."""
+        """What a rank holds is moved when the plan is known."""
+        if self._run is None:
+            super().model_to_device()
 
-    def process_dataloader(self, dataloader: object) -> object:
-        run = self._run
-        if run is None or not run.trainer.training:
-            return dataloader
-        return run.binder.process(dataloader)
-
-    @property
-    def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        """Validation, test and prediction data are divided among the groups: members see their leader's."""
-        run = self._run
-        if run is None or run.planned is None:
-            return super().distributed_sampler_kwargs
-        return {"num_replicas": len(run.planned.plan.groups), "rank": run.group_index or 0}
+    def idle_on_one_device(self) -> dict[str, Any]:
+        settings = self.plan_settings
+        idle: dict[str, Any] = {}
+        if settings.micro_batch_size is not None:
+            idle["micro_batch_size"] = settings.micro_batch_size
+        if settings.checkpoint_layers:
+            idle["checkpoint_layers"] = True
+        return idle
 
     def emulate(self, scenario: Scenario) -> bool:
         """Called by a `ThrottleCallback` when set-up begins: stages sleep for their own part of the emulated work."""
@@ -260,12 +253,6 @@ class HeteroPipelineStrategy(DividedDDPStrategy):
             return False
         self._run.scenario = scenario
         return True
-
-    def on_exception(self, exception: BaseException) -> None:
-        super().on_exception(exception)
-        if self._run is not None:
-            self._run.fail(exception)
-        name_lost_peer(exception, self.global_rank)
 
     # ---- one step ---------------------------------------------------------------------------------------------
 
@@ -276,41 +263,51 @@ class HeteroPipelineStrategy(DividedDDPStrategy):
         return super().batch_to_device(batch, device, dataloader_idx)
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        if self._run is None:
+            return super().training_step(*args, **kwargs)
+        batch, *rest = args
         with self.precision_plugin.train_step_context():
-            return self._batches.train(args[0], args[1:], accumulates=self._accumulates)
+            return self._batches.train(batch, rest, kwargs, accumulates=self._accumulates)
 
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:
         """Lightning wraps a batch that only accumulates in this: its gradients stay where they are."""
+        if self._run is None:
+            with super().block_backward_sync():
+                yield
+            return
         self._accumulates = True
         try:
             yield
         finally:
             self._accumulates = False
 
-    def backward(self, closure_loss: Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> Tensor:
-        """The gradients are there already, see `TrainBatches`; users' hooks around the backward pass run as ever."""
-        module = self.lightning_module
-        assert module is not None
-        self.precision_plugin.pre_backward(closure_loss, module)
+    def _backward_done(self, *_: Any, **__: Any) -> None:
+        """In the place of the precision plugin's ``backward`` during a run: the gradients are there, `TrainBatches`."""
         self._batches.place_gradients()
-        closure_loss = self.precision_plugin.post_backward(closure_loss, module)
-        return closure_loss
 
     def optimizer_step(self, optimizer: Any, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
+        if self._run is None:
+            return super().optimizer_step(optimizer, closure, model, **kwargs)
         batches = self._batches
         with batches.clipping(), batches.scaling(optimizer, closure) as closure:
             return super().optimizer_step(optimizer, closure, model, **kwargs)
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        if self._run is None:
+            return super().validation_step(*args, **kwargs)
         with self.precision_plugin.val_step_context():
             return self._evaluate("validation_step", args, kwargs)
 
     def test_step(self, *args: Any, **kwargs: Any) -> Any:
+        if self._run is None:
+            return super().test_step(*args, **kwargs)
         with self.precision_plugin.test_step_context():
             return self._evaluate("test_step", args, kwargs)
 
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        if self._run is None:
+            return super().predict_step(*args, **kwargs)
         with self.precision_plugin.predict_step_context():
             return self._evaluate("predict_step", args, kwargs)
 
@@ -320,13 +317,30 @@ class HeteroPipelineStrategy(DividedDDPStrategy):
         return self._run.batches
 
     def _evaluate(self, name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        assert self._run is not None
-        return self._run.evaluate(name, args, kwargs)
+        assert self._place is not None and self._run is not None
+        last = name == "predict_step" and compat.is_last_prediction(self._run.trainer)
+        return self._place.evaluation.run(name, args, kwargs, last=last)
+
+    def _finish_evaluation(self) -> None:
+        if self._place is not None:
+            self._place.evaluation.finish()
+
+    def on_validation_end(self) -> None:
+        self._finish_evaluation()
+        super().on_validation_end()
+
+    def on_test_end(self) -> None:
+        self._finish_evaluation()
+        super().on_test_end()
+
+    def on_predict_end(self) -> None:
+        self._finish_evaluation()
+        super().on_predict_end()
 
     def on_validation_start(self) -> None:
         super().on_validation_start()
-        if self._run is not None:
-            self._run.share_buffers()
+        if self._place is not None:
+            self._place.share_buffers()
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
         """Means of integers are exact. (What steps log is the same on all ranks already.)"""
@@ -339,70 +353,6 @@ class HeteroPipelineStrategy(DividedDDPStrategy):
     # ---- what others may ask ----------------------------------------------------------------------------------
 
     @property
-    def global_batch_size(self) -> int | None:
-        """Samples of all ranks per batch of the train loader; ``None`` before the loader is known."""
-        known = self._run.binder.global_batch_size if self._run is not None else None
-        return known if known is not None else self.settings_global_batch_size
-
-    @property
-    def planned(self) -> Planned | None:
+    def planned(self) -> PlanResult | None:
         """The plan in force or the last one, with what it was made from; ``None`` before the first set-up."""
         return self._planned[2] if self._planned is not None else None
-
-    @property
-    def seed(self) -> int:
-        """Of what stages and steps draw."""
-        return int(os.environ.get("PL_GLOBAL_SEED", 0)) if self._seed is None else self._seed
-
-    @property
-    def keeps_gradients(self) -> bool:
-        """Whether the module zeroes gradients in a way of its own."""
-        return is_overridden("optimizer_zero_grad", self.lightning_module)
-
-    def fingerprint(self) -> dict[str, str]:
-        """Returns what must be the same on all ranks, as words."""
-        settings = {name: repr(getattr(self.plan_settings, name)) for name in PlanSettings.__slots__}
-        return {
-            "lightning_hetero": __version__,
-            "torch": torch.__version__,
-            **settings,
-            "backbone": repr(self.backbone),
-            "global_batch_size": str(self.settings_global_batch_size),
-            "loss_reduction": self.loss_reduction,
-            "seed": str(self.seed),
-        }
-
-    def current_samples(self) -> int | None:
-        """Samples of the batch this rank is training on; 0 means a dummy: a member's, or a rank at rest."""
-        batches = self._run.batches if self._run is not None else None
-        return None if batches is None or batches.part is None else batches.part.samples
-
-    def step_report(self) -> StepReport | None:
-        """Per rank samples, own work and the rest of the last step; ``None`` before the first one."""
-        batches = self._run.batches if self._run is not None else None
-        return None if batches is None else batches.report
-
-    def summary(self) -> str | None:
-        """One line on what the last step took, against the plan; ``None`` before the first one."""
-        report, planned = self.step_report(), self.planned
-        if report is None or planned is None:
-            return None
-        step_s = max(record.compute_s + record.wait_s for record in report.records)
-        busiest = max(report.records, key=lambda record: record.compute_s)
-        modelled = f" (modelled: {planned.plan.total_s * 1e3:.1f} ms)" if planned.plan.total_s > 0 else ""
-        share = 100.0 * busiest.compute_s / max(step_s, 1e-9)
-        return (
-            f"hetero_pipeline: {len(planned.plan.groups)} groups, {step_s * 1e3:.1f} ms per batch{modelled}; the"
-            f" busiest rank, {busiest.rank}, works {share:.0f} % of it"
-        )
-
-    def step_events(self) -> list[Event]:
-        """Returns and forgets the events of this rank since the last call, for `HeteroTrace`."""
-        return self._run.take_events() if self._run is not None else []
-
-    # ---- names ------------------------------------------------------------------------------------------------
-
-    @classmethod
-    def register_strategies(cls, strategy_registry: _StrategyRegistry) -> None:
-        """Registers ``hetero_pipeline`` and its launchers: ``_spawn``, ``_fork``, ``_forkserver``, ``_notebook``."""
-        register(cls, strategy_registry, "hetero_pipeline", "Pipelines of unequal devices")

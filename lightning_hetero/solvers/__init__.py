@@ -2,6 +2,7 @@
 
 - `apportion`: shares in proportion to weights (largest remainder), inside bounds.
 - `minimax`: the split whose slowest rank is fastest, for any non-decreasing cost per rank.
+- `minimax_none_or_least`: the same where a rank gets none or at least so many samples.
 
 An impossible problem is an `Allocation` with status INFEASIBLE and a reason; malformed arguments raise.
 """
@@ -10,5 +11,6 @@ from __future__ import annotations
 
 from lightning_hetero.solvers.apportion import apportion
 from lightning_hetero.solvers.minimax import minimax
+from lightning_hetero.solvers.none_or_least import minimax_none_or_least
 
-__all__ = ["apportion", "minimax"]
+__all__ = ["apportion", "minimax", "minimax_none_or_least"]

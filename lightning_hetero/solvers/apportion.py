@@ -14,7 +14,7 @@ from typing import cast
 
 from lightning_hetero.types import Allocation, Status
 
-__all__ = ["apportion", "scale_shares"]
+__all__ = ["apportion"]
 
 # Below 2**53 every whole number is a float, so modelled times of two different shares are never confused.
 MOST_SAMPLES = 2**53
@@ -73,19 +73,6 @@ def apportion(
     if reason:
         return infeasible(reason)
     return Allocation(shares=tuple(_shares(exact, total, low, high)))
-
-
-def scale_shares(shares: Sequence[int], total: int, *, lower: int = 0) -> tuple[int, ...]:
-    """Returns ``shares`` scaled to sum to ``total``: for an epoch's last, partial batch and for further loaders.
-
-    Args:
-        shares: of a full batch [samples].
-        total: samples of this one.
-        lower: least share of each, where the total allows it [samples].
-    """
-    if sum(shares) == total:
-        return tuple(shares)
-    return apportion([float(s) for s in shares], total, lower=lower if lower * len(shares) <= total else 0).shares
 
 
 def as_count(name: str, value: int, least: int = 0) -> int:

@@ -1,13 +1,7 @@
 """Engine 2, after SaPS: DDP's recipe on a parameter server that bounds staleness and waits for nobody.
 
-words   ``protocol``, ``flags``  (P)   what workers, server and coordinator say to one another
-decide  ``coordinator``  (P)   who gets which samples, who is held, when a batch is complete: ``policy/``,
-                         ``dispatch``, ``sizing``, ``speeds``, ``roster``; books: ``epoch``, ``ledger``, ``spans``
-serve   ``server``       (T)   ``intake``, ``effects``, ``outbox``, ``substeps``, ``agreement``; gradients:
-                         ``tickwork``, ``pool``, ``update``, ``shards``; its process: ``start``, ``process``, ``codec``
-work    ``worker``       (T)   ``replica``, ``slot``, ``work``; what both ends share: ``layout``, ``compress``,
-                         ``hyper``, ``norms``, ``amp``, ``pinned``
-hooks   ``strategy``     (L)   ``elastic``, ``refusals``; one fit: ``run``, ``session``, ``loaders``, ``meetings``,
-                         ``join``, ``regroup``; one batch: ``loop``, ``claims``, ``takeover``; ``launcher``
-see     ``meters``, ``report``   (P)   and without hardware: ``simulator``, ``simulated_speeds``, ``trace``
+``strategy``  (L) what users name; ``policy`` and ``compress`` are what they may pass to it
+``fit``       (L) one fit inside Lightning: the run, its session with a server, loaders, the ticks of an epoch
+``runtime``   (T) server, workers, flat memory and processes: carries out what was decided
+``decide``    (P) who gets which samples, who is held, when a batch is an update; policies, simulator, reports
 """

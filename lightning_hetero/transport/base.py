@@ -1,12 +1,12 @@
 """Worker <-> server: fixed-size control messages, a gradient slot per worker, published parameters (layer T).
 
-    worker r                                        server
-    Link.gradient  --(bytes of slot r)----------->  Listener.gradient(r)
-    Link.call(Request) --(doorbell)-------------->  Listener.events() -> Arrived(r, request)
-                       <--(may come much later)---  Listener.reply(r, Reply)
-    Link.read_parameters()  <---------------------  Listener.publish(version)
+    worker r                                      server
+    WorkerLink.gradient --(bytes of slot r)---->  Listener.gradient(r)
+    WorkerLink.call(Request) --(doorbell)------>  Listener.events() -> Arrived(r, request)
+                     <--(may come much later)---  Listener.reply(r, Reply)
+    WorkerLink.read_parameters() <--------------  Listener.publish(version)
 
-Rules every implementation keeps: each byte has one writer; nothing is ever unpickled; a worker has at most one request
+Rules every implementation keeps: each byte has one writer; no message is unpickled; a worker has at most one request
 under way; the death of one worker is told as `Gone` and disturbs no other; a late or returning worker is told as
 `Joined`, with its rank, at any time.
 """
@@ -16,7 +16,7 @@ from __future__ import annotations
 import struct
 from abc import ABC, abstractmethod
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 
@@ -28,13 +28,15 @@ __all__ = [
     "Gone",
     "Happened",
     "Joined",
-    "Link",
     "Listener",
+    "QueuedListener",
+    "RemoteFailureError",
     "Reply",
     "Request",
     "Say",
     "ServerLostError",
     "TornSlotError",
+    "WorkerLink",
 ]
 
 
@@ -44,7 +46,6 @@ class Ask(IntEnum):
     EPOCH = 1  # begin an epoch; payload: ends of its ticks in samples
     CLAIM = 2  # work for `tick`
     PUSH = 3  # the slot holds the gradients of `lease`; if FINAL also a claim for the same tick
-    RETURN = 4  # a grant that will not be computed
     MEET = 5  # answered when every live worker has asked for it with the same `tick` (a meeting number)
     STATE = 6  # state of the optimizers and of the epoch; answered through Listener.share_state
     ABORT = 7  # this worker failed; text says why: everybody is told
@@ -56,7 +57,7 @@ class Say(IntEnum):
     """What the server answers."""
 
     GRANT = 1  # payload: spans, flat
-    PASSED = 2  # `tick` is the server's; payload: one word per tick gone by, see stale.server
+    PASSED = 2  # `tick` is the server's; payload: one `Word` per tick gone by
     APPLIED = 3  # a sub-step was applied (or not: version tells); go on
     MET = 4  # payload: ranks alive
     DONE = 5
@@ -87,7 +88,7 @@ class Request:
         samples: samples the slot's gradients are the mean of.
         weight: what they count in the mean over the update; usually ``samples``.
         compute_s: own time since the grant [s].
-        flags: bits, see `stale.server`.
+        flags: bits, see `PushFlag`.
         steps, zeroes: bit i: optimizer i steps after this push / was zeroed before it.
         slot: sequence number of the slot's content.
         numbers: 64-bit integers, e.g. the ends of ticks.
@@ -153,10 +154,10 @@ class Reply:
         kind: what it is.
         epoch, tick: where the server is.
         version: of the parameters; with a grant, the one to compute with.
-        lease, micro, numbers: of a grant, see `stale.protocol.Granted`; ``numbers`` are its spans, flat.
+        lease, micro, numbers: of a grant, see `Granted` in `stale.decide.effects`; ``numbers`` are its spans, flat.
         hint_start, hint_end: positions worth fetching ahead.
         generation: number of membership changes so far.
-        flags: bits, see `stale.server`.
+        flags: bits, see `ReplyFlag`; with a grant, see `Worker.wants_return`.
     """
 
     kind: Say
@@ -210,6 +211,10 @@ class ServerLostError(ConnectionError):
     """The server does not answer any more; the message says what is known of the reason."""
 
 
+class RemoteFailureError(RuntimeError):
+    """The run cannot go on; the message is the server's reason, and names the worker it came from."""
+
+
 class TornSlotError(RuntimeError):
     """A slot was being written when it was read, or not written at all: its worker died or is confused."""
 
@@ -240,7 +245,7 @@ class Arrived:
 Happened = Joined | Gone | Arrived
 
 
-class Link(ABC):
+class WorkerLink(ABC):
     """A worker's end.
 
     Attributes:
@@ -341,7 +346,7 @@ class Listener(ABC):
 
     @abstractmethod
     def share_state(self, data: bytes) -> None:
-        """Puts ``data`` where a worker on this node can read it with `Link.read_state`."""
+        """Puts ``data`` where a worker on this node can read it with `WorkerLink.read_state`."""
 
     @abstractmethod
     def disconnect(self, rank: int) -> None:
@@ -350,3 +355,11 @@ class Listener(ABC):
     @abstractmethod
     def close(self) -> None:
         """Ends all connections and removes what lies on disk; idempotent."""
+
+
+class QueuedListener(Listener):
+    """A listener that threads fill, so that one may wait for it somewhere else."""
+
+    @abstractmethod
+    def subscribe(self, notify: Callable[[], None]) -> None:
+        """Has ``notify`` called, by any thread, when `events` has something to return."""

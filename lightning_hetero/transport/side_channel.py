@@ -35,7 +35,7 @@ class SideChannel:
         self.world_size = dist.get_world_size(group)
 
     def close(self, *, destroy: bool = True) -> None:
-        """Destroys the group (not after a failure, when peers may be gone), and lets go of it in any case.
+        """Destroys the group (not while an exchange may be under way with peers that are gone); lets go of it anyway.
 
         What a Trainer keeps after a fit (its loaders) may still hold this channel. Collected as garbage in a forked
         DataLoader worker, the group's destructor would wait for threads that were not forked.

@@ -23,6 +23,7 @@ __all__ = [
     "PAYLOAD_LIMIT_BYTES",
     "Hello",
     "WireError",
+    "first_line",
     "has_ended",
     "open_pidfd",
     "peer_credentials",
@@ -160,3 +161,9 @@ def lost(pid: int, doing: str) -> ServerLostError:
     else:
         cause = f"the parameter server (process {pid or 'unknown'}) has closed the connection"
     return ServerLostError(f"{cause} ({doing})")
+
+
+def first_line(error: BaseException) -> str:
+    """Returns gloo's or the store's message without its place in the source and its advice."""
+    text = str(error).partition("\n")[0].partition(". This is typically")[0]
+    return text.partition("] ")[2] or text if text.startswith("[") else text

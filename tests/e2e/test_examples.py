@@ -60,7 +60,8 @@ def test_pipelines_of_small_devices_reach_the_perplexity_of_one_large_device() -
     expected = re.search("DDPStrategy" + pattern, alone)
     found = re.search("HeteroPipelineStrategy" + pattern, hetero)
     assert expected and found
-    assert float(found[1]) == pytest.approx(float(expected[1]), rel=2e-4)  # float32 and the order of summation
+    # float32 and the order of summation; and a validation sample that DDP's sampler repeats counts twice
+    assert float(found[1]) == pytest.approx(float(expected[1]), rel=1e-3)
 
 
 def test_a_hydra_app_of_somebody_else() -> None:

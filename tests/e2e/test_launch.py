@@ -109,7 +109,7 @@ from script import Data, Model, Report
 
 if __name__ == "__main__":
     cli = LightningCLI(Model, Data, trainer_defaults={"callbacks": [Report()], "enable_progress_bar": False})
-    policy, settings = cli.trainer.strategy.policy, cli.trainer.strategy._settings
+    policy, settings = cli.trainer.strategy.policy, cli.trainer.strategy.settings.batches
     said = {"dead_band": policy.dead_band, "predictor": type(policy.prototype).__name__}
     said["bounds"] = settings.bounds.upper
     Path("cli.json").write_text(json.dumps(said))
@@ -185,6 +185,7 @@ def expected() -> list[list[float]]:
     return [p.detach().flatten().tolist() for p in net.parameters()]
 
 
+@pytest.mark.stock_ddp("launching: popen, spawn, fork, torchrun", "balanced")
 @pytest.mark.parametrize("way", WAYS)
 def test_every_launcher_trains_to_the_same_weights(runs: Runs, way: str) -> None:
     folder, done = outcome(runs, way)

@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from lightning_hetero import BoundedStalenessStrategy, HeteroPipelineStrategy
 from lightning_hetero.cli.train import build
 from lightning_hetero.cluster import cluster_from_plain
-from lightning_hetero.stale.policy import Asp, Backup, Buffered, Drop, Flexible, Policy
+from lightning_hetero.stale.decide.policy import Asp, Backup, Buffered, Drop, Flexible, Policy
 
 CONF = Path(__file__).resolve().parents[2] / "conf"
 FILES = sorted(CONF.rglob("*.yaml"))
@@ -46,7 +46,8 @@ def parameters(target: type) -> tuple[dict[str, inspect.Parameter], set[str]]:
     named = dict(inspect.signature(target).parameters)
     further: set[str] = set()
     if any(p.kind is p.VAR_KEYWORD for p in named.values()) and issubclass(target, DDPStrategy):
-        further |= set(inspect.signature(DDPStrategy).parameters)
+        for base in target.__mro__[: target.__mro__.index(DDPStrategy) + 1]:
+            further |= set(inspect.signature(base).parameters)
         further |= set(inspect.signature(DistributedDataParallel).parameters)
     return named, further
 
@@ -127,7 +128,7 @@ def test_debug_runs_two_ranks_at_full_speed_unless_told_otherwise() -> None:
     assert composed("debug=fast", "emulation=two_fast_two_slow").emulation.scenario is not None
 
 
-POLICY = "strategy.policy._target_=lightning_hetero.stale.policy"
+POLICY = "strategy.policy._target_=lightning_hetero.stale.decide.policy"
 
 
 @pytest.mark.parametrize(
@@ -140,7 +141,7 @@ POLICY = "strategy.policy._target_=lightning_hetero.stale.policy"
         (["strategy.policy=drop", "strategy.bound=4"], Drop(bound=4)),
         ([f"+{POLICY}.Asp", "+strategy.policy.damping=dynsgd"], Asp(damping="dynsgd")),
         ([f"+{POLICY}.Buffered", "+strategy.policy.k=2"], Buffered(k=2)),
-        (["strategy.policy={_target_:lightning_hetero.stale.policy.Backup,spares:2}"], Backup(spares=2)),
+        (["strategy.policy={_target_:lightning_hetero.stale.decide.policy.Backup,spares:2}"], Backup(spares=2)),
     ],
     ids=str,
 )

@@ -8,7 +8,12 @@ import pkgutil
 
 import pytest
 
-PACKAGES = ("lightning_hetero.solvers", "lightning_hetero.predictors", "lightning_hetero.pipeline.schedule")
+PACKAGES = (
+    "lightning_hetero.cluster",
+    "lightning_hetero.solvers",
+    "lightning_hetero.predictors",
+    "lightning_hetero.pipeline.decide.schedule",
+)
 
 
 def _modules() -> list[str]:

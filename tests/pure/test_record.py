@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_hetero.cluster.record import (
+from lightning_hetero.record import (
     SCHEMA_VERSION,
     EventWriter,
     TornTraceWarning,

@@ -16,30 +16,21 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import faulthandler
-import math
 import multiprocessing as mp
 import os
 import pickle
-import random
 import sys
 import tempfile
-import threading
 import time
-import traceback
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from datetime import timedelta
+from collections.abc import Callable
 from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any, TypeVar
 
-import numpy as np
-import torch
-import torch.distributed as dist
 from lightning.fabric.plugins.environments.cluster_environment import ClusterEnvironment
-from lightning.fabric.utilities.rank_zero import rank_zero_only
+
+from tests.ranks.rank_process import Job, Outcome, serve
 
 __all__ = [
     "RankEnvironment",
@@ -57,10 +48,6 @@ ROOT = Path(__file__).resolve().parents[2]
 START_S = 180.0  # one cold import of torch and Lightning on a busy machine
 AFTERMATH_S = 2.0  # how long the other ranks may go on after the first one failed; then they are killed
 LEAVE_S = 10.0  # how long leaving the group may take
-
-# What launchers set; inherited from outside, it would tell Lightning a rank that is not ours.
-_LAUNCHER_PREFIXES = ("SLURM_", "TORCHELASTIC_", "OMPI_", "PMI_", "LSB_", "PL_", "MASTER_")
-_LAUNCHER_NAMES = ("RANK", "LOCAL_RANK", "NODE_RANK", "GROUP_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
 
 
 class RankTimeoutError(TimeoutError):
@@ -123,31 +110,6 @@ class RankEnvironment(ClusterEnvironment):
         return 0
 
 
-# ---------------------------------------------------------------------------------------------- parent's side
-
-
-@dataclass
-class _Outcome:
-    """What one rank answers: its value, or its exception with the traceback as text.
-
-    ``failed_at_s`` orders the failures of one job, so that the cause is reported and not a peer's "connection
-    closed"; the clock is the node's. A rank that died cannot say when, and comes first.
-    """
-
-    value: Any = None
-    error: BaseException | None = None
-    trace: str = ""
-    failed_at_s: float = -math.inf
-
-
-@dataclass
-class _Job:
-    call: bytes  # pickled (fn, args): unpickled under the guard that reports errors
-    sys_path: list[str]
-    folder: str
-    timeout_s: float
-
-
 class _Pool:
     """``world_size`` worker processes, one pair of pipes each: control, and a lifeline nobody writes to."""
 
@@ -160,7 +122,7 @@ class _Pool:
             control, worker_control = context.Pipe()
             worker_lifeline, lifeline = context.Pipe(duplex=False)
             process = context.Process(
-                target=_serve, args=(rank, world_size, worker_control, worker_lifeline), name=f"rank-{rank}"
+                target=serve, args=(rank, world_size, worker_control, worker_lifeline), name=f"rank-{rank}"
             )
             process.start()
             worker_control.close()
@@ -177,7 +139,7 @@ class _Pool:
         call = pickle.dumps((fn, args))
         ranks = range(len(self.controls))
         with tempfile.TemporaryDirectory(prefix="ranks-", ignore_cleanup_errors=True) as folder:
-            outcomes = self._exchange(_Job(call, list(sys.path), folder, timeout_s))
+            outcomes = self._exchange(Job(call, list(sys.path), folder, timeout_s))
             if (rank := _first_failed(outcomes)) is not None:
                 error = outcomes[rank].error
                 assert error is not None
@@ -187,7 +149,7 @@ class _Pool:
                 raise RankTimeoutError(f"ranks {late} did not finish within {timeout_s} s, killed\n{stacks}")
         return [outcomes[rank].value for rank in ranks]
 
-    def _exchange(self, job: _Job) -> dict[int, _Outcome]:
+    def _exchange(self, job: Job) -> dict[int, Outcome]:
         """Sends the job, collects what comes in time; kills the pool unless all are ready for the next."""
         ready = False
         try:
@@ -207,9 +169,9 @@ class _Pool:
             with contextlib.suppress(OSError):  # a dead rank is noticed when its answer is read
                 control.send_bytes(message)
 
-    def _collect(self, timeout_s: float) -> dict[int, _Outcome]:
+    def _collect(self, timeout_s: float) -> dict[int, Outcome]:
         """Waits for one message per rank; not much longer once a rank has failed."""
-        outcomes: dict[int, _Outcome] = {}
+        outcomes: dict[int, Outcome] = {}
         pending = dict(enumerate(self.controls))
         deadline = time.monotonic() + timeout_s
         while pending and (remaining := deadline - time.monotonic()) > 0:
@@ -221,13 +183,13 @@ class _Pool:
                     deadline = min(deadline, time.monotonic() + AFTERMATH_S)
         return outcomes
 
-    def _receive(self, rank: int) -> _Outcome:
+    def _receive(self, rank: int) -> Outcome:
         try:
             return pickle.loads(self.controls[rank].recv_bytes())
         except (EOFError, OSError):
             self.processes[rank].join(LEAVE_S)
             died = f"rank {rank} died with exit code {self.processes[rank].exitcode}"
-            return _Outcome(error=RuntimeError(died), trace=f"{died}, without a traceback")
+            return Outcome(error=RuntimeError(died), trace=f"{died}, without a traceback")
 
     def alive(self) -> bool:
         return bool(self.processes) and all(process.is_alive() for process in self.processes)
@@ -243,7 +205,7 @@ class _Pool:
         self.controls, self.lifelines, self.processes = [], [], []
 
 
-def _first_failed(outcomes: dict[int, _Outcome]) -> int | None:
+def _first_failed(outcomes: dict[int, Outcome]) -> int | None:
     failed = [rank for rank, outcome in outcomes.items() if outcome.error is not None]
     return min(failed, key=lambda rank: outcomes[rank].failed_at_s, default=None)
 
@@ -330,102 +292,3 @@ def _stacks(folder: str, ranks: list[int]) -> str:
     """Returns what faulthandler wrote on the late ranks shortly before the deadline."""
     files = {rank: Path(folder, f"stack-{rank}") for rank in ranks}
     return "\n".join(f"rank {rank}:\n{file.read_text()}" for rank, file in files.items() if file.exists())
-
-
-# ---------------------------------------------------------------------------------------------- worker's side
-
-
-def _serve(rank: int, world_size: int, control: Connection, lifeline: Connection) -> None:
-    threading.Thread(target=_die_with_parent, args=(lifeline,), daemon=True).start()
-    for name in list(os.environ):
-        if name in _LAUNCHER_NAMES or name.startswith(_LAUNCHER_PREFIXES):
-            del os.environ[name]
-    if sys.platform == "linux":
-        os.environ["GLOO_SOCKET_IFNAME"] = "lo"  # the host's name need not resolve
-    torch.set_num_threads(1)
-    environment = dict(os.environ)
-    control.send_bytes(pickle.dumps(_Outcome()))
-    while True:
-        try:
-            job: _Job = pickle.loads(control.recv_bytes())
-        except EOFError:
-            return
-        outcome = _do(rank, world_size, job)
-        control.send_bytes(_pickled(outcome))
-        if outcome.error is not None:
-            _leave_group()  # now: the peers may be waiting for this rank
-        control.recv_bytes()
-        _leave_group()
-        os.chdir(tempfile.gettempdir())  # the parent deletes the job's folder
-        os.environ.clear()
-        os.environ.update(environment)
-        control.send_bytes(pickle.dumps(_Outcome()))
-
-
-def _die_with_parent(lifeline: Connection) -> None:
-    """Ends the process when the parent is gone, even while the main thread hangs in a collective."""
-    with contextlib.suppress(EOFError, OSError):
-        lifeline.recv_bytes()
-    os._exit(1)
-
-
-def _do(rank: int, world_size: int, job: _Job) -> _Outcome:
-    try:
-        sys.path[:] = job.sys_path
-        with _joined_group(rank, world_size, job), _no_threads_left(rank):
-            fn, args = pickle.loads(job.call)
-            outcome = _Outcome(value=fn(rank, world_size, *args))
-            pickle.loads(pickle.dumps(outcome))  # what cannot be read back must fail here, with a traceback
-            return outcome
-    except BaseException as error:
-        return _Outcome(error=error, trace=traceback.format_exc(), failed_at_s=time.monotonic())
-
-
-def _pickled(outcome: _Outcome) -> bytes:
-    try:
-        answer = pickle.dumps(outcome)
-        pickle.loads(answer)  # some exceptions pickle but cannot be built again
-        return answer
-    except Exception:
-        outcome.error = RuntimeError(f"{type(outcome.error).__name__}: {outcome.error}")
-        return pickle.dumps(outcome)
-
-
-@contextlib.contextmanager
-def _joined_group(rank: int, world_size: int, job: _Job) -> Iterator[None]:
-    work = Path(job.folder, "work")
-    work.mkdir(exist_ok=True)
-    os.chdir(work)
-    random.seed(0)
-    np.random.seed(0)
-    torch.manual_seed(0)
-    torch.set_default_dtype(torch.float32)
-    rank_zero_only.rank = rank  # pyright: ignore[reportFunctionMemberAccess]
-    with Path(job.folder, f"stack-{rank}").open("w") as stack:
-        faulthandler.dump_traceback_later(0.9 * job.timeout_s, file=stack)
-        try:
-            meeting = Path(job.folder, "store").as_uri()
-            timeout = timedelta(seconds=job.timeout_s)
-            dist.init_process_group("gloo", meeting, timeout, world_size, rank)
-            # None may fail and leave before all have come: where joining fails torch counts a group that it never
-            # forgets, names the next one differently than the others do, and the next job waits in vain.
-            dist.barrier()
-            yield
-        finally:
-            faulthandler.cancel_dump_traceback_later()
-
-
-@contextlib.contextmanager
-def _no_threads_left(rank: int) -> Iterator[None]:
-    before = set(threading.enumerate())
-    yield
-    left = [t for t in threading.enumerate() if t not in before and not t.daemon]
-    for thread in left:
-        thread.join(0.5)
-    if names := [thread.name for thread in left if thread.is_alive()]:
-        raise RuntimeError(f"rank {rank} left threads behind: {names}; stop them in teardown")
-
-
-def _leave_group() -> None:
-    if dist.is_initialized():
-        dist.destroy_process_group()

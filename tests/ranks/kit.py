@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, TensorDataset
 
 from lightning_hetero import BalancePolicy, BoundedStalenessStrategy, LoadBalancedStrategy
-from lightning_hetero.balanced.policy import Decision
+from lightning_hetero.balanced.decide.policy import Decision
 from lightning_hetero.types import SpeedSample
 from tests.ranks.harness import RankEnvironment
 

@@ -1,0 +1,1 @@
+"""Lightning's own tests with a strategy of ours in the place of `DDPStrategy`."""

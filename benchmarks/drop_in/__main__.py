@@ -1,0 +1,115 @@
+"""``python -m benchmarks.drop_in --lightning CHECKOUT [--engine balanced ...] [--ranks 1 2] [--tests FILE ...]``
+
+Lightning's own tests with our class in the place of `DDPStrategy`. ``CHECKOUT`` is a checkout of Lightning's repository
+at the tag of the installed version (its ``tests`` and ``pyproject.toml`` are read, its sources are not); what its tests
+import must be installed, see its ``requirements/pytorch/test.txt``.
+
+- *one rank*: a ``Trainer()`` on the CPU takes our class, where it would take ``SingleDeviceStrategy``. Tests that start
+  processes by themselves (``ddp_spawn``, ``ddp_fork``) do so: they have two ranks.
+- *two ranks*: each test runs in two processes, and ``Trainer()`` or ``Trainer(devices=1)`` means both of them.
+
+Only tests that stock DDP passes in the same way count; what it passes is kept in ``.cache/`` beside this file, to be
+removed when other tests are named.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from benchmarks.drop_in.cases import CLASSES, EXCLUDED, QUICK, TESTS
+from benchmarks.report import write_results
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parents[1]
+GOALS = {("balanced", "all"): 655, ("stale", "all"): 640}  # of the 664 tests that were counted first
+Lines = dict[str, dict[str, Any]]
+
+
+def run(
+    engine: str, ranks: int, checkout: Path, tests: tuple[str, ...], only: list[str] | None, limit_s: float
+) -> Lines:
+    """Runs tests with one class; returns a line for each, see ``plugin``."""
+    with tempfile.TemporaryDirectory() as folder:
+        results, chosen = Path(folder) / "results.json", Path(folder) / "only.json"
+        chosen.write_text(json.dumps(only))
+        paths = os.pathsep.join([str(ROOT), str(checkout / "tests"), os.environ.get("PYTHONPATH", "")])
+        environment = {
+            **os.environ, "PYTHONPATH": paths, "PYTHONDONTWRITEBYTECODE": "1", "DROP_IN_CLASS": CLASSES[engine],
+            "DROP_IN_RANKS": str(ranks), "DROP_IN_RESULTS": str(results), "DROP_IN_ONLY": str(chosen),
+            "DROP_IN_LIMIT_S": str(limit_s),
+        }  # fmt: skip
+        command = [
+            sys.executable, "-m", "pytest", "-c", str(checkout / "pyproject.toml"), "--rootdir", str(checkout),
+            "-p", "benchmarks.drop_in.plugin", "-p", "no:cacheprovider", "-p", "no:rerunfailures", "-s", "-q",
+            "--color=no", "--tb=short", "--continue-on-collection-errors",
+            *(str(checkout / "tests/tests_pytorch" / test) for test in tests),
+        ]  # fmt: skip
+        print(f"{engine}, {ranks} rank(s)", flush=True)
+        with open(HERE / ".cache" / f"{engine}-{ranks}.log", "w") as log:
+            subprocess.run(command, cwd=folder, env=environment, stdout=log, stderr=log, check=False)
+        return json.loads(results.read_text())
+
+
+def stock_passes(lines: Lines, ranks: int) -> list[str]:
+    """Returns the tests that count: the strategy ran, on that many ranks, and stock DDP passed."""
+    passed = [test for test, line in lines.items() if line["outcome"] == "passed" and line["ranks"] >= ranks]
+    return [test for test in passed if not any(part in test for part in EXCLUDED)]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--lightning", type=Path, required=True, metavar="CHECKOUT")
+    parser.add_argument("--engine", nargs="+", choices=[e for e in CLASSES if e != "stock"], default=["balanced"])
+    parser.add_argument("--ranks", nargs="+", type=int, choices=(1, 2), default=[1, 2])
+    parser.add_argument("--limit-s", type=float, default=60.0, help="longest a test may take [s]")
+    parser.add_argument("--tests", nargs="+", metavar="FILE", help="below tests/tests_pytorch; else those in cases.py")
+    parser.add_argument("--quick", action="store_true", help="one file of tests")
+    given = parser.parse_args()
+    checkout, tests = given.lightning.resolve(), QUICK if given.quick else tuple(given.tests or TESTS)
+    (HERE / ".cache").mkdir(exist_ok=True)
+    figures: list[dict[str, Any]] = []
+    raw: dict[str, Any] = {"not passed": {}}
+    left_out = "; ".join(f"{part}: {why}" for part, why in EXCLUDED.items())
+    notes = [f"Tests: {', '.join(tests)}.", f"Not counted: {left_out or 'none'}."]
+    totals = {engine: [0, 0] for engine in given.engine}
+    for ranks in given.ranks:
+        kept = HERE / ".cache" / f"stock-{ranks}{'-quick' if given.quick else ''}.json"
+        if not kept.exists():
+            kept.write_text(json.dumps(run("stock", ranks, checkout, tests, None, given.limit_s), indent=1))
+        counted = stock_passes(json.loads(kept.read_text()), ranks)
+        raw[f"stock, {ranks} rank(s)"] = counted
+        for engine in given.engine:
+            lines = run(engine, ranks, checkout, tests, counted, given.limit_s)
+            outcomes = {test: lines.get(test, {"outcome": "failed", "cause": "was not run"}) for test in counted}
+            name = f"{engine}, {ranks} rank(s)"
+            for outcome in ("passed", "refused", "failed"):
+                number = sum(line["outcome"] == outcome for line in outcomes.values())
+                figures.append(_figure(f"{name}: {outcome}", number))
+            totals[engine][0] += sum(line["outcome"] == "passed" for line in outcomes.values())
+            totals[engine][1] += len(counted)
+            bad = {t: f"{o['outcome']}: {o.get('cause', '')}" for t, o in outcomes.items() if o["outcome"] != "passed"}
+            raw["not passed"][name] = bad
+            notes += [f"## {name}: not passed\n\n" + "\n".join(f"- `{t}`: {why}" for t, why in sorted(bad.items()))]
+    for engine, (passed, counted_all) in totals.items():
+        goal = GOALS.get((engine, "all")) if given.ranks == [1, 2] and not given.quick else None
+        goal = None if goal is None else round(goal / 664 * counted_all)  # the same share of what was counted here
+        figures.append(_figure(f"{engine}: passed of {counted_all}", passed, goal))
+    title = "Lightning's own tests with our class in the place of DDPStrategy"
+    write_results(HERE, title=title, figures=figures, raw=raw, notes="\n\n".join(notes))
+
+
+def _figure(name: str, value: float, goal: int | None = None) -> dict[str, Any]:
+    limit = None if goal is None else f">= {goal}"
+    holds = None if goal is None else value >= goal
+    return {"name": name, "value": value, "unit": "tests", "goal": limit, "holds": holds}
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,21 @@
+"""Which of Lightning's tests are run, and which of them cannot say anything about another class."""
+
+from __future__ import annotations
+
+TESTS = (  # below tests/tests_pytorch: loops, optimization, logging, hooks, checkpoints, tuning, launching
+    "callbacks/test_early_stopping.py", "callbacks/test_lr_monitor.py", "callbacks/test_stochastic_weight_avg.py",
+    "checkpointing/test_model_checkpoint.py", "checkpointing/test_trainer_checkpoint.py", "core", "loops",
+    "models/test_hooks.py", "models/test_restore.py", "overrides", "strategies/test_common.py",
+    "strategies/test_ddp.py", "strategies/test_ddp_integration.py", "trainer/flags", "trainer/logging_",
+    "trainer/optimization", "trainer/test_trainer.py", "tuner",
+)  # fmt: skip
+QUICK = ("loops/test_evaluation_loop.py",)
+
+CLASSES = {
+    "stock": "lightning.pytorch.strategies.DDPStrategy",
+    "balanced": "lightning_hetero.LoadBalancedStrategy",
+    "stale": "lightning_hetero.BoundedStalenessStrategy",
+    "pipeline": "lightning_hetero.HeteroPipelineStrategy",
+}
+
+EXCLUDED: dict[str, str] = {}  # part of a test's name -> why it says nothing about another class

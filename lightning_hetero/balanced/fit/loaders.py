@@ -1,0 +1,304 @@
+"""Binds the user's train loaders to one controller: sizes, lag, units, and each step's parts (layer L).
+
+Loaders whose batches cannot be divided are left to Lightning, all of a fit's: their batches meet in one loss, whose
+weight must be one. Ranks then train in equal parts, on stock DDP's batches with stock DDP's gradients.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+from lightning.fabric.utilities.rank_zero import rank_zero_info, rank_zero_warn
+from torch.utils.data import DataLoader
+
+from lightning_hetero import lightning_compat as compat
+from lightning_hetero.balanced.decide.controller import Controller, ExchangeClock
+from lightning_hetero.balanced.decide.policy import BalancePolicy, ShareBounds
+from lightning_hetero.balanced.runtime.batch_norm import least_samples
+from lightning_hetero.data import IndivisibleError, LoaderSpec, Part
+from lightning_hetero.data.batches import micro_batch_size
+from lightning_hetero.data.copies import users_own
+from lightning_hetero.data.stream import StreamMode
+from lightning_hetero.glue.loaders import BoundLoader, PartBinder, SharedSettings
+from lightning_hetero.solvers.scale import scale_shares
+from lightning_hetero.transport.side_channel import SideChannel
+
+if TYPE_CHECKING:
+    from lightning.pytorch import Trainer
+
+__all__ = ["BalancedBinder", "BatchSettings"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BatchSettings:
+    """The strategy's own arguments that concern batches; see `LoadBalancedStrategy`."""
+
+    bounds: ShareBounds = field(default_factory=ShareBounds)
+    quantum: int = 1
+    stream: StreamMode | None = None
+    exchange_every: int | None = None
+
+
+@dataclass(eq=False, kw_only=True, slots=True)
+class _Balanced(BoundLoader):
+    """Besides what every engine knows of a loader.
+
+    Attributes:
+        read_ahead: the ranks' furthest.
+        unsized: whether it is a stream without a length.
+        micro_batches: per batch of the user's.
+        least: samples of a rank that has any.
+    """
+
+    read_ahead: int = 0
+    unsized: bool = False
+    micro_batches: int = 1
+    least: int = 1
+
+
+class BalancedBinder(PartBinder[_Balanced]):
+    """Replaces train loaders by re-batched copies and opens their parts step by step.
+
+    Args:
+        trainer: the running trainer.
+        channel: blocking exchanges at set-up and epoch starts.
+        policy: decides shares; started here once the batch sizes are known.
+        shared, settings: the strategy's arguments.
+
+    Attributes:
+        controller: decides with the loaders in use; None before a pass over them has begun.
+        equal: why the loaders in use are trained on in equal parts, as by stock DDP; None: they are divided by speed.
+        user_accumulation: the user's own ``accumulate_grad_batches``.
+    """
+
+    def __init__(
+        self,
+        trainer: Trainer,
+        channel: SideChannel,
+        policy: BalancePolicy,
+        shared: SharedSettings,
+        settings: BatchSettings,
+    ) -> None:
+        super().__init__(
+            trainer,
+            channel,
+            strategy_name="LoadBalancedStrategy",
+            shared=shared,
+            stream=settings.stream,
+        )
+        self.settings = settings
+        self.policy = policy
+        self.controller: Controller | None = None
+        self.equal: str | None = None
+        self.user_accumulation = trainer.accumulate_grad_batches
+        self._asked_batch = shared.global_batch_size
+        self._layout: tuple[int, int, int, int] | None = None  # of the running controller: size, quantum, lag, least
+        self._upper: list[int] = []  # most samples per rank of a full batch of the primary loader
+        self._announced: Sequence[object] = ()
+        self._least = 1
+
+    # ---- set-up -----------------------------------------------------------------------------------------------
+
+    def announce(self, loaders: Sequence[object]) -> None:
+        """Takes the train loaders that will be processed next, all that are trained on at once."""
+        self._announced = [users_own(loader) for loader in loaders]
+
+    def process(self, loader: object) -> Any:
+        """Returns what the Trainer reads in the place of a train loader.
+
+        Raises:
+            TypeError, ValueError: the ranks' loaders differ, or an argument does not suit them.
+        """
+        if self._announced:
+            self._settle(self._announced)
+            self._announced = ()
+        if self.equal is not None:
+            return compat.stock_train_loader(self._trainer, users_own(loader))
+        loader, spec, read_ahead = self._inspect(loader)
+        if spec.kind == "stream":
+            return self._stream(loader, spec)
+        order = self.orders.order(loader, spec, len(self._bound))
+        if not self._bound:
+            order = self.orders.continued(order)
+        micro = self._micro_batches(order.global_batch_size)
+        quantum = self.settings.quantum
+        full = micro_batch_size(order.global_batch_size, micro, quantum)
+        least = self._least_of(spec, order.global_batch_size)
+        bound = _Balanced(
+            spec=spec, full=full, order=order, read_ahead=read_ahead, micro_batches=micro, least=least
+        )
+        replace(self.settings.bounds, least=least).resolve(self._channel.world_size, full, quantum)
+        self.orders.check_position(order.global_batch_size)
+        return self._read_parts(bound, loader, micro_batches=micro, quantum=quantum, least=least)
+
+    def _settle(self, loaders: Sequence[object]) -> None:
+        """Finds out, for all ranks alike, whether these loaders are divided by speed, and what BatchNorm needs."""
+        mine = self._objection(loaders), least_samples(self._trainer.lightning_module)
+        everyone: list[tuple[str | None, int]] = self._channel.all_gather_object(mine)
+        self._least = max(least for _, least in everyone)
+        said, self.equal = self.equal, next((objection for objection, _ in everyone if objection), None)
+        if self.equal is None:
+            return
+        self._bound = []
+        if self._asked_batch is not None:
+            raise ValueError(
+                f"global_batch_size={self._asked_batch} needs a train loader whose batches can be divided. {self.equal}"
+            )
+        if self.equal != said:
+            bounds = self.settings.bounds
+            bound = bounds.lower is not None or bounds.upper is not None or self.settings.quantum > 1
+            without = " min_samples, max_samples and quantum have no effect." if bound else ""
+            rank_zero_warn(
+                f"{self._strategy_name} trains in equal parts, as stock DDP does, and cannot make up for slow ranks:"
+                f" {self.equal}.{without}"
+            )
+
+    def _objection(self, loaders: Sequence[object]) -> str | None:
+        """Returns why one of these loaders' batches cannot be divided, and what would be needed; None: all can be."""
+        for loader in loaders:
+            try:
+                spec = self.orders.inspect(loader)
+            except IndivisibleError as error:
+                return str(error)
+            if spec.kind == "stream" and self.settings.stream is None:
+                return (
+                    "the train dataset is an IterableDataset, and of finite streams of their own per rank the fast"
+                    " ranks' would only run dry first. Say LoadBalancedStrategy(stream='infinite') if every rank's"
+                    " stream is endless, or stream='shared' if all ranks read the same stream (each keeps its part of"
+                    " every global batch)"
+                )
+        return None
+
+    def _least_of(self, spec: LoaderSpec, total: int) -> int:
+        """Least samples of a rank that has any; where stock DDP's ranks have one each, the model can do with one."""
+        one_each = spec.batch_size in (None, 1) and total <= self._channel.world_size
+        return 1 if one_each else self._least
+
+    def _stream(self, loader: DataLoader, spec: LoaderSpec) -> DataLoader:
+        assert self.settings.stream is not None
+        total = self.orders.batch_of_all(spec)
+        least = self._least_of(spec, total)
+        replace(self.settings.bounds, least=least).resolve(self._channel.world_size, total, self.settings.quantum)
+        sized = hasattr(loader.dataset, "__len__")
+        if self.settings.stream == "infinite" and compat.batches_trained(self._trainer):
+            rank_zero_warn("an infinite stream cannot be repositioned: the resumed run reads it from its start")
+        bound = _Balanced(spec=spec, full=total, order=None, unsized=not sized, least=least)
+        return self._read_stream(bound, loader, self.settings.stream, least=least)
+
+    def _micro_batches(self, total: int) -> int:
+        """Number of accumulated micro-batches if the ranks' ``max_samples`` do not hold the global batch at once."""
+        upper = self.settings.bounds.upper
+        if upper is None:
+            return 1
+        world = self._channel.world_size
+        caps = [upper] * world if isinstance(upper, int) else list(upper)
+        room = sum(cap // self.settings.quantum * self.settings.quantum for cap in caps)
+        if room >= total:
+            return 1
+        if room <= 0:
+            raise ValueError(f"max_samples={upper!r} leaves no room for any sample; raise it")
+        micro = -(-total // room)
+        if not self._trainer.lightning_module.automatic_optimization:
+            raise ValueError(
+                f"the global batch of {total} samples exceeds max_samples={upper!r} on {world} ranks ({room} together)"
+                " and manual optimization cannot accumulate it for you; lower the batch or accumulate in training_step"
+            )
+        self._trainer.accumulate_grad_batches = self.user_accumulation * micro
+        size = micro_batch_size(total, micro, self.settings.quantum)
+        rank_zero_info(
+            f"global batch of {total} samples does not fit max_samples={upper!r} on {world} ranks at once:"
+            f" accumulating it over {micro} batches of {size} (accumulate_grad_batches ="
+            f" {self._trainer.accumulate_grad_batches}); the update still sees {total} samples"
+        )
+        return micro
+
+    # ---- running ----------------------------------------------------------------------------------------------
+
+    def bind(self) -> None:
+        """Starts the controller for the loaders in use: their sizes in common units and the furthest read-ahead."""
+        if len(self._bound) > 1 and self._asked_batch is not None:
+            raise ValueError(
+                f"global_batch_size={self._asked_batch} is ambiguous with {len(self._bound)} train"
+                " loaders; set each loader's batch_size instead"
+            )
+        if len(self._bound) > 1 and any(b.micro_batches > 1 for b in self._bound):
+            raise ValueError("max_samples below the global batch cannot be combined with several train loaders")
+        primary = self._largest()
+        unit = math.gcd(*(b.full for b in self._bound))
+        quantum = math.lcm(primary.full // unit, self.settings.quantum)
+        # Without a length Lightning fetches one batch of each loader ahead, to know which is the last.
+        lag = max(b.read_ahead for b in self._bound) + any(b.unsized for b in self._bound)
+        # In units, so that every loader's part of a batch has its least.
+        least = max(-(-b.least * unit // b.full) for b in self._bound) * (primary.full // unit)
+        layout = (primary.full, quantum, lag, least)
+        if self.controller is not None and layout == self._layout:
+            return
+        if primary.full % quantum:
+            raise ValueError(
+                f"quantum={quantum} does not divide the batch of {primary.full} samples; choose a divisor, or a"
+                " global batch that is a multiple of it"
+            )
+        world = self._channel.world_size
+        bounds = replace(self.settings.bounds, least=least)
+        self.policy.start(world_size=world, total=primary.full, bounds=bounds, quantum=quantum)
+        self._upper = bounds.resolve(world, primary.full, quantum)[1]
+        self.controller = Controller(
+            self.policy,
+            rank=self._channel.rank,
+            world_size=world,
+            lag=lag,
+            exchange=ExchangeClock(every=self.settings.exchange_every),
+        )
+        self._layout = layout
+
+    def _largest(self) -> _Balanced:
+        """The loader the shares are decided for: the largest global batch."""
+        return max(self._bound, key=lambda b: b.full)
+
+    @property
+    def primary(self) -> _Balanced | None:
+        return self._largest() if self._bound else None
+
+    def split(self, bound: _Balanced, epoch: int, step: int, total: int) -> tuple[int, ...]:
+        controller = self.controller
+        assert controller is not None
+        if step > compat.batches_trained(self._trainer) + controller.lag:
+            shares = self.policy.shares  # a user's look further ahead than there are records: decides nothing
+        else:
+            shares = controller.full_shares(epoch, step)
+        assert self._layout is not None
+        full, unit, _, least = self._layout
+        if least > unit:  # a policy of the user's may know nothing of it
+            units = scale_shares([s // unit for s in shares], full // unit, least=-(-least // unit))
+            shares = tuple(s * unit for s in units)
+        if total == bound.full:  # the same fraction of every loader: exact, because shares are whole units
+            return tuple(s * bound.full // full for s in shares)
+        upper = [u * bound.full // full for u in self._upper]
+        return scale_shares(shares, total, upper=upper, least=bound.least)
+
+    def open(self, step: int) -> Part:
+        """Returns this rank's part of batch ``step``; of several loaders the primary's, fetch times added up."""
+        if len(self._bound) == 1:
+            return super().open(step)
+        taken = [(bound, bound.handed.take(step)) for bound in self._bound]
+        parts = {id(bound): part for bound, part in taken if part is not None}
+        if not parts:
+            return super().open(step)  # raises
+        chosen = parts.get(id(self._largest()), next(iter(parts.values())))
+        if len({p.samples / p.weight_base for p in parts.values()}) > 1:
+            rank_zero_warn(
+                "the last batches of the train loaders do not divide among the ranks alike, so their common loss is"
+                " weighted by the largest loader's share; use drop_last=True to stay exact"
+            )
+        return replace(chosen, fetch_s=math.fsum(p.fetch_s for p in parts.values()))
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns what a resumed run needs, as plain types; nothing of equal parts, for which stock DDP keeps all."""
+        return {} if self.equal is not None else {**super().state_dict(), "policy": self.policy.state_dict()}
+
+    def restore_trainer(self) -> None:
+        """Gives the Trainer back its own accumulation setting."""
+        self._trainer.accumulate_grad_batches = self.user_accumulation

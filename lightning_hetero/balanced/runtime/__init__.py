@@ -1,0 +1,1 @@
+"""Unequal parts made exact gradients (layer T)."""

@@ -1,0 +1,63 @@
+"""What callbacks may ask of whoever measures a run: a strategy of ours, or a callback (layer L)."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from lightning_hetero.emulate.scenario import Scenario
+from lightning_hetero.lightning_compat import trainer_callbacks
+from lightning_hetero.types import Event, StepReport
+
+if TYPE_CHECKING:
+    from lightning.pytorch import Trainer
+
+__all__ = ["EventSource", "Reporting", "event_source", "reporting_of"]
+
+
+class EventSource:
+    """Notes events of this rank; a callback of the user's may be one, too."""
+
+    def step_events(self) -> list[Event]:
+        """Returns and forgets this rank's events since the last call, for `HeteroTrace`."""
+        return []
+
+
+class Reporting(EventSource):
+    """A strategy that measures its ranks; every answer has a default, which says that nothing is known."""
+
+    @property
+    def measures(self) -> bool:
+        """Whether it does so now: on one device there is nothing to compare."""
+        return True
+
+    def current_samples(self) -> int | None:
+        """Samples of the batch this rank is training on; 0: a dummy that counts nothing; ``None``: not known."""
+        return None
+
+    def step_report(self) -> StepReport | None:
+        """Samples, own work and waiting of all ranks; ``None`` if nothing (new) is known."""
+        return None
+
+    def engine_metrics(self) -> dict[str, float]:
+        """The engine's own numbers, logged as ``hetero/<name>``."""
+        return {}
+
+    def summary(self) -> str | None:
+        """One line on the fit so far; ``None`` before anything was measured."""
+        return None
+
+    def emulate(self, scenario: Scenario) -> bool:
+        """Asked by a `ThrottleCallback` when set-up begins: whether the strategy sleeps for the scenario by itself."""
+        return False
+
+
+def reporting_of(trainer: Trainer) -> Reporting | None:
+    """Returns the trainer's strategy if it measures its ranks; stock strategies do not, nor do ours on one device."""
+    strategy = trainer.strategy
+    return strategy if isinstance(strategy, Reporting) and strategy.measures else None
+
+
+def event_source(trainer: Trainer) -> EventSource | None:
+    """Returns who notes events: the strategy, else the first callback that does, if any."""
+    candidates = (reporting_of(trainer), *trainer_callbacks(trainer))
+    return next((c for c in candidates if isinstance(c, EventSource)), None)

@@ -1,0 +1,92 @@
+"""A user's own samplers: told the epoch, asked for their size, drawn under a seed (layer T)."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+
+__all__ = ["announce_epoch", "batch_size_of", "draw", "splits_by_rank", "undrawn", "yields_batches"]
+
+
+def announce_epoch(source: object, epoch: int) -> None:
+    """Calls ``set_epoch`` of a sampler and of the sampler inside a batch sampler.
+
+    Lightning does so only for samplers it finds on the loader, where ours now stands in their place.
+    """
+    for sampler in (source, getattr(source, "sampler", None)):
+        set_epoch = getattr(sampler, "set_epoch", None)
+        if callable(set_epoch):
+            set_epoch(epoch)
+
+
+def batch_size_of(batch_sampler: Iterable[Any], seed: int) -> int:
+    """Returns the batch size a batch sampler tells, or else the largest of one draw, which nobody has drawn after."""
+    size = getattr(batch_sampler, "batch_size", None)
+    if isinstance(size, int):
+        return size
+    with undrawn(batch_sampler, seed):
+        return max((len(batch) for batch in batch_sampler), default=1)
+
+
+def yields_batches(sampler: Iterable[Any]) -> bool:
+    """Whether a sampler yields lists of indices, as a batch sampler does; one draw tells, which nobody has drawn."""
+    with undrawn(sampler):
+        return isinstance(next(iter(sampler), None), list)
+
+
+def splits_by_rank(sampler: object, world_size: int) -> bool:
+    """Whether a (batch) sampler draws one rank's part of the data, as torch's `DistributedSampler` does."""
+    return world_size > 1 and any(
+        getattr(s, "num_replicas", None) == world_size and hasattr(s, "rank")
+        for s in (sampler, getattr(sampler, "sampler", None))
+    )
+
+
+def draw(sampler: Iterable[Any], seed: int) -> list[Any]:
+    """Returns ``list(sampler)`` drawn under ``seed``; the global random streams are left as they were."""
+    with _seeded(seed):
+        return list(sampler)
+
+
+@contextmanager
+def undrawn(sampler: object, seed: int = 0) -> Iterator[None]:
+    """Inside, what is drawn leaves the global random streams, and generators the sampler holds, as they were."""
+    owners = (sampler, getattr(sampler, "sampler", None))
+    held = [value for owner in owners for value in getattr(owner, "__dict__", {}).values()]
+    undo: list[Callable[[], Any]] = []
+    for generator in held:
+        if isinstance(generator, torch.Generator):
+            undo.append(partial(generator.set_state, generator.get_state()))
+        elif isinstance(generator, random.Random):
+            undo.append(partial(generator.setstate, generator.getstate()))
+        elif isinstance(generator, np.random.RandomState):
+            undo.append(partial(generator.set_state, generator.get_state()))
+        elif isinstance(generator, np.random.Generator):
+            bits = generator.bit_generator
+            undo.append(partial(setattr, bits, "state", bits.state))
+    try:
+        with _seeded(seed):
+            yield
+    finally:
+        for step in undo:
+            step()
+
+
+@contextmanager
+def _seeded(seed: int) -> Iterator[None]:
+    state, np_state = random.getstate(), np.random.get_state()
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(seed)
+        random.seed(seed)
+        np.random.seed(seed % 2**32)
+        try:
+            yield
+        finally:
+            random.setstate(state)
+            np.random.set_state(np_state)

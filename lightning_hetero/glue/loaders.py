@@ -1,0 +1,251 @@
+"""Copies of a fit's train loaders that read what the engine says, and their state in a checkpoint (layer L).
+
+    the user's loader -> what is it, do the ranks agree? -> its order [orders] -> a copy, which the Trainer reads
+    of engines that divide batches: a pass begins -> bind -> split, once per batch -> parts handed out -> open
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
+
+from torch import nn
+from torch.utils.data import DataLoader
+
+from lightning_hetero import lightning_compat as compat
+from lightning_hetero.data import (
+    Channel,
+    EpochOrder,
+    GlobalBatchSampler,
+    IndivisibleError,
+    LoaderSpec,
+    Part,
+    Split,
+    rebatched_loader,
+    rebatched_stream,
+)
+from lightning_hetero.data.batches import HandedParts
+from lightning_hetero.data.copies import users_own
+from lightning_hetero.data.stream import StreamMode
+from lightning_hetero.glue.orders import OrderFinder
+from lightning_hetero.types import LossReduction
+
+if TYPE_CHECKING:
+    from lightning.pytorch import Trainer
+
+__all__ = ["BoundLoader", "LoaderBinder", "PartBinder", "SharedSettings"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SharedSettings:
+    """The arguments on batches that mean the same to every engine; see `HeteroStrategy`."""
+
+    global_batch_size: int | None = None
+    batch_sampler: Literal["refuse", "pool"] = "refuse"
+    loss_reduction: LossReduction = "mean"
+    batch_weight: Callable[[Any], float] | None = None
+
+    def weight_in(self, module: nn.Module) -> Callable[[Any], float] | None:
+        """Returns what counts a batch, as given or the module's own method; None: samples count."""
+        return self.batch_weight or getattr(module, "batch_weight", None)
+
+
+@dataclass(eq=False, kw_only=True, slots=True)
+class BoundLoader:
+    """One train loader and its copy.
+
+    Attributes:
+        spec: what the user's loader is.
+        full: samples of all ranks in a full batch of the copy.
+        order: of its samples; None: a stream, which has none.
+        handed: parts that the copy has handed out and nobody has opened yet.
+        loader: the copy, once there is one.
+    """
+
+    spec: LoaderSpec
+    full: int
+    order: EpochOrder | None
+    handed: HandedParts = field(default_factory=HandedParts)
+    loader: Any = None
+
+
+Bound = TypeVar("Bound", bound=BoundLoader)
+
+
+class LoaderBinder(ABC, Generic[Bound]):
+    """Replaces train loaders by copies.
+
+    Args:
+        trainer: the running trainer.
+        channel: blocking exchanges at set-up and epoch starts.
+        strategy_name: class of the strategy, for messages.
+        shared: the strategy's arguments on batches.
+        stream: what an `IterableDataset` is; ``None``: the strategy takes none, or was not told.
+
+    Attributes:
+        orders: finds each loader's order; its ``resume`` is set before the loaders are processed.
+    """
+
+    def __init__(
+        self,
+        trainer: Trainer,
+        channel: Channel,
+        *,
+        strategy_name: str,
+        shared: SharedSettings,
+        stream: StreamMode | None,
+    ) -> None:
+        self.orders = OrderFinder(
+            trainer,
+            channel,
+            strategy_name=strategy_name,
+            global_batch_size=shared.global_batch_size,
+            batch_sampler=shared.batch_sampler,
+            stream=stream,
+        )
+        self._trainer = trainer
+        self._channel = channel
+        self._strategy_name = strategy_name
+        self._bound: list[Bound] = []
+
+    @abstractmethod
+    def process(self, loader: object) -> DataLoader:
+        """Returns the copy of one train loader.
+
+        Raises:
+            TypeError, ValueError: the loader does not suit the engine, or the ranks' loaders differ.
+        """
+
+    def inspect(self, loader: object) -> LoaderSpec:
+        """Returns what a train loader is, of which the engine needs to divide the batches.
+
+        Raises:
+            TypeError: they cannot be divided; with the reason, what would be needed and who takes them as they are.
+        """
+        try:
+            return self.orders.inspect(loader)
+        except IndivisibleError as error:
+            raise TypeError(
+                f"{error}. Or use strategy='hetero_balanced', which trains such loaders in equal parts, as stock DDP"
+                " does"
+            ) from None
+
+    def resume(self, state: Mapping[str, Any]) -> None:
+        """Takes a checkpoint's state, of this engine or another; before `process`."""
+        self.orders.resume = state
+
+    @property
+    def primary(self) -> Bound | None:
+        """The loader that counts; None before one was processed."""
+        return self._bound[-1] if self._bound else None
+
+    @property
+    def global_batch_size(self) -> int | None:
+        """Samples of all ranks per batch of the user's loader; None before it is known."""
+        primary = self.primary
+        if primary is None:
+            return None
+        return primary.order.global_batch_size if primary.order is not None else primary.full
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns what a resumed run needs, as plain types."""
+        primary = self.primary
+        return {
+            "world_size": self._channel.world_size,
+            "global_batch_size": self.global_batch_size,
+            "batch_size": None if primary is None else primary.spec.batch_size,
+            "orders": [bound.order.state_dict() if bound.order is not None else {} for bound in self._bound],
+            "applied": self.orders.applied(self._bound[0].order if self._bound else None),
+        }
+
+
+class PartBinder(LoaderBinder[Bound]):
+    """Copies whose batches are this rank's parts of global batches; where the Trainer stands says which come next."""
+
+    _stale = True  # loaders were (re)loaded since `bind`
+
+    @abstractmethod
+    def bind(self) -> None:
+        """Called when a pass over a copy begins and the loaders in use may be others than before."""
+
+    @abstractmethod
+    def split(self, bound: Bound, epoch: int, step: int, total: int) -> tuple[int, ...]:
+        """Returns samples per rank of a batch of ``total`` samples, the same on all ranks; called in order."""
+
+    def open(self, step: int) -> Part:
+        """Returns this rank's part of batch ``step``, once the loader has handed it out."""
+        part = self._bound[0].handed.take(step)
+        if part is None:
+            raise RuntimeError(f"no part is known for training batch {step}; this is a bug of lightning_hetero")
+        return part
+
+    def _inspect(self, loader: object) -> tuple[DataLoader, LoaderSpec, int]:
+        """Returns the loader, what it is, and the ranks' furthest read-ahead; a collective."""
+        loader = users_own(loader)
+        spec = self.inspect(loader)
+        assert isinstance(loader, DataLoader)
+        return loader, spec, self.orders.agree(spec)
+
+    def _read_parts(
+        self, bound: Bound, loader: DataLoader, *, micro_batches: int = 1, quantum: int = 1, least: int = 1
+    ) -> DataLoader:
+        """Makes the copy of a map-style dataset's loader, see `GlobalBatchSampler`."""
+        assert bound.order is not None
+        sampler = GlobalBatchSampler(
+            bound.order,
+            split=self._split_of(bound),
+            rank=self._channel.rank,
+            micro_batches=micro_batches,
+            quantum=quantum,
+            least=least,
+        )
+        # Agreed now, by all ranks: one of them alone may look at a batch before the epoch starts.
+        sampler.set_epoch(compat.epoch_running(self._trainer))
+        bound.loader = rebatched_loader(
+            loader, sampler, position=lambda: self._begin()[1], on_fetch=bound.handed.append
+        )
+        return self._add(bound)
+
+    def _read_stream(
+        self, bound: Bound, loader: DataLoader, mode: StreamMode, *, least: int = 1
+    ) -> DataLoader:
+        """Makes the copy of a loader of an iterable dataset, see `rebatched_stream`."""
+        bound.loader = rebatched_stream(
+            loader,
+            mode=mode,
+            rank=self._channel.rank,
+            world_size=self._channel.world_size,
+            global_batch_size=bound.full,
+            split=self._split_of(bound),
+            least=least,
+            position=self._begin_stream,
+            on_fetch=bound.handed.append,
+        )
+        return self._add(bound)
+
+    def _add(self, bound: Bound) -> DataLoader:
+        self._bound.append(bound)
+        self._stale = True
+        return bound.loader
+
+    def _split_of(self, bound: Bound) -> Split:
+        return lambda epoch, step, total: self.split(bound, epoch, step, total)
+
+    def _begin(self) -> tuple[int, int]:
+        """A pass over a copy begins: returns the epoch, and the number of the next batch in it."""
+        if self._stale:
+            self._bound = self._in_use()
+            self.bind()
+            self._stale = False
+        return compat.epoch_running(self._trainer), compat.upcoming_batch(self._trainer)
+
+    def _begin_stream(self) -> tuple[int, int]:
+        epoch, _ = self._begin()
+        return epoch, 0 if compat.last_batch_done(self._trainer) else compat.batches_trained(self._trainer)
+
+    def _in_use(self) -> list[Bound]:
+        """Returns those whose copy the Trainer reads; others were replaced by reloading. All, before it has any."""
+        current = compat.train_loaders(self._trainer)
+        return [bound for bound in self._bound if any(bound.loader is c for c in current)] or list(self._bound)

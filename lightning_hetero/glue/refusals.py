@@ -1,0 +1,83 @@
+"""What an engine refuses on several devices, with its own reasons (layer L)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from lightning.pytorch.callbacks import StochasticWeightAveraging
+from torch import nn
+from torch.optim import Optimizer
+
+from lightning_hetero.lightning_compat import trainer_callbacks
+
+if TYPE_CHECKING:
+    from lightning.pytorch import LightningModule
+
+__all__ = ["Refusals"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Refusals:
+    """An engine's reasons, each a whole message; ``None``: it takes that.
+
+    Attributes:
+        comm_hooks: against DDP's communication hooks.
+        lbfgs: against `torch.optim.LBFGS`.
+        sync_batch_norm: against synchronised BatchNorm.
+        averaged_batch_norm: against StochasticWeightAveraging of a module with BatchNorm.
+        zero: against `torch.distributed.optim.ZeroRedundancyOptimizer`.
+    """
+
+    comm_hooks: str | None = None
+    lbfgs: str | None = None
+    sync_batch_norm: str | None = None
+    averaged_batch_norm: str | None = None
+    zero: str | None = None
+
+    def check_comm_hooks(self, *given: object | None) -> None:
+        """Refuses what was given.
+
+        Raises:
+            TypeError: with the reason.
+        """
+        if self.comm_hooks is not None and any(argument is not None for argument in given):
+            raise TypeError(self.comm_hooks)
+
+    def check_optimizers(self, optimizers: Iterable[Optimizer]) -> None:
+        """Refuses an optimizer.
+
+        Raises:
+            TypeError: with the reason.
+        """
+        optimizers = list(optimizers)
+        if self.lbfgs is not None and any(isinstance(o, torch.optim.LBFGS) for o in optimizers):
+            raise TypeError(self.lbfgs)
+        if self.zero is not None and any(_is_zero(o) for o in optimizers):
+            raise TypeError(self.zero)
+
+    def check_module(self, module: LightningModule, *, syncs_batch_norm: bool) -> None:
+        """Refuses a module.
+
+        Args:
+            module: attached to its trainer.
+            syncs_batch_norm: whether the Trainer was told ``sync_batchnorm=True``.
+
+        Raises:
+            TypeError: with the reason.
+        """
+        synchronised = syncs_batch_norm or any(isinstance(m, nn.SyncBatchNorm) for m in module.modules())
+        if self.sync_batch_norm is not None and synchronised:
+            raise TypeError(self.sync_batch_norm)
+        averaging = any(isinstance(c, StochasticWeightAveraging) for c in trainer_callbacks(module.trainer))
+        contains = StochasticWeightAveraging.pl_module_contains_batch_norm
+        if self.averaged_batch_norm is not None and averaging and contains(module):
+            raise TypeError(self.averaged_batch_norm)
+
+
+def _is_zero(optimizer: Optimizer) -> bool:
+    """By name: its module is there only where torch was built with torch.distributed, and takes long to import."""
+    kinds = type(optimizer).__mro__
+    return any((k.__module__.split(".")[0], k.__name__) == ("torch", "ZeroRedundancyOptimizer") for k in kinds)

@@ -1,0 +1,146 @@
+"""What exists only between a strategy's set-up and its teardown, whatever the engine (layer L)."""
+
+from __future__ import annotations
+
+import time
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Mapping
+from contextlib import ExitStack
+from datetime import timedelta
+from itertools import chain
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch.trainer.states import TrainerFn
+from torch import nn
+
+from lightning_hetero import lightning_compat as compat
+from lightning_hetero._version import __version__
+from lightning_hetero.callbacks.reporting import Reporting
+from lightning_hetero.glue.checks import check_same_settings
+from lightning_hetero.glue.loaders import LoaderBinder
+from lightning_hetero.transport.side_channel import SideChannel
+from lightning_hetero.types import Event
+
+if TYPE_CHECKING:
+    from lightning.pytorch import Trainer
+
+__all__ = ["EngineRun", "EventLog", "gloo_group"]
+
+_MOST_EVENTS = 4096  # kept for a trace that nobody may write
+
+
+def gloo_group(timeout: timedelta | None) -> dist.ProcessGroup:
+    """Returns a new gloo group of the default group's members; a collective."""
+    group = dist.new_group(backend="gloo", timeout=timeout)
+    assert isinstance(group, dist.ProcessGroup)
+    return group
+
+
+def own_memory(module: nn.Module) -> None:
+    """Gives this process its own copy of parameters and buffers that came to it through shared memory.
+
+    Lightning 2.6.6 does so under ``start_method="spawn"`` only. Under ``"forkserver"`` on CPU all ranks, stock DDP's
+    too, would update one copy together: wrong weights without an error.
+    """
+    for tensor in chain(module.parameters(), module.buffers()):
+        if tensor.device.type == "cpu" and tensor.is_shared():
+            tensor.data = tensor.data.clone()
+
+
+class EventLog:
+    """This rank's events until somebody takes them; the oldest are dropped."""
+
+    def __init__(self) -> None:
+        self._opened_s = time.perf_counter()
+        self._events: deque[tuple[str, int, int, float, Mapping[str, Any]]] = deque(maxlen=_MOST_EVENTS)
+
+    def note(self, kind: str, epoch: int, step: int, data: Mapping[str, Any]) -> None:
+        """Keeps one event; cheap, because it is called in every step."""
+        self._events.append((kind, epoch, step, time.perf_counter() - self._opened_s, data))
+
+    def take(self, rank: int) -> list[Event]:
+        """Returns and forgets the events."""
+        events = [
+            Event(kind=kind, rank=rank, epoch=epoch, step=step, t_s=t_s, data=data)
+            for kind, epoch, step, t_s, data in self._events
+        ]
+        self._events.clear()
+        return events
+
+
+Binder = TypeVar("Binder", bound=LoaderBinder[Any])
+
+
+class EngineRun(Reporting, ABC, Generic[Binder]):
+    """One fit on one rank, or one evaluation where an engine takes part in these: side channel, events, undo list.
+
+    Args:
+        trainer: the running trainer; the default process group exists.
+        timeout: of collectives.
+        settings: what must be the same on all ranks, as words; ``None``: nobody is asked.
+
+    Attributes:
+        trainer: the running trainer.
+        module: its module.
+        fitting: whether this is a fit.
+        channel: small collectives beside training.
+        events: of this rank.
+        undo: what is undone at the end, last first.
+        binder: the train loaders; set by the subclass.
+        channel_is_idle: no exchange is under way in the channel while a rank trains; it can be ended after a failure.
+
+    Raises:
+        ValueError: the ranks are configured differently; names the setting and each rank's value.
+    """
+
+    binder: Binder
+    channel_is_idle: ClassVar[bool] = False
+
+    def __init__(self, trainer: Trainer, *, timeout: timedelta | None, settings: Mapping[str, str] | None) -> None:
+        self.trainer = trainer
+        self.module = trainer.lightning_module
+        self.fitting = trainer.state.fn == TrainerFn.FITTING
+        self._failed = False
+        self.events = EventLog()
+        self.undo = ExitStack()
+        if dist.get_world_size() > 1:
+            own_memory(self.module)
+        self.channel = SideChannel(gloo_group(timeout))
+        if settings is not None:
+            common = {
+                "lightning_hetero": __version__,
+                "torch": torch.__version__,
+                "accumulate_grad_batches": str(trainer.accumulate_grad_batches),
+            }
+            check_same_settings(self.channel.all_gather_object({**common, **settings}))
+        if self.fitting:
+            self.undo.callback(compat.keep_train_sampler(trainer))
+
+    @abstractmethod
+    def state_dict(self) -> dict[str, Any]:
+        """Returns what a resumed run needs, as plain types; empty if there is nothing to resume."""
+
+    @abstractmethod
+    def resume(self, state: Mapping[str, Any]) -> None:
+        """Takes a checkpoint's state, of this engine or another, before the loaders are set up; empty: stock DDP's."""
+
+    def step_events(self) -> list[Event]:
+        return self.events.take(self.channel.rank)
+
+    @property
+    def failed(self) -> bool:
+        """Whether this rank has failed."""
+        return self._failed
+
+    def fail(self, error: BaseException) -> None:
+        """Notes that this rank has failed; nobody is waited for from here on."""
+        del error
+        self._failed = True
+
+    def close(self) -> None:
+        """Ends the run; after a failure without waiting for anybody."""
+        self.undo.close()
+        self.channel.close(destroy=self.channel_is_idle or not self.failed)

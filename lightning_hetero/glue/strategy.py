@@ -1,0 +1,297 @@
+"""`HeteroStrategy`: what the strategies of all engines are to Lightning (layer L)."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable
+from contextlib import suppress
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal, TypeVar
+
+import torch
+from lightning.fabric.utilities.rank_zero import rank_zero_warn
+from lightning.pytorch.trainer.states import TrainerFn
+
+from lightning_hetero.callbacks.reporting import Reporting
+from lightning_hetero.glue.checks import (
+    check_averaging,
+    check_choice,
+    check_counts,
+    check_ddp_arguments,
+    name_lost_peer,
+)
+from lightning_hetero.glue.loaders import SharedSettings
+from lightning_hetero.glue.nodes import UnevenNodesStrategy
+from lightning_hetero.glue.one_device import OneDeviceFit
+from lightning_hetero.glue.refusals import Refusals
+from lightning_hetero.glue.run import EngineRun
+from lightning_hetero.glue.setup import CHECKPOINT_KEY, add_monitor, register
+from lightning_hetero.lightning_compat.strategies import syncs_batch_norm
+from lightning_hetero.types import Event, LossReduction, StepReport
+
+if TYPE_CHECKING:
+    from lightning.pytorch import LightningModule, Trainer
+
+__all__ = ["HeteroStrategy"]
+
+Run = TypeVar("Run", bound=EngineRun[Any])
+
+
+class HeteroStrategy(UnevenNodesStrategy, Reporting, Generic[Run]):
+    """The arguments, hooks and answers that the strategies of all engines share; not a strategy by itself.
+
+    On one device every engine is stock DDP: nothing begins, and hooks do what the base class does. Batches are the
+    loader's unless `OneDeviceFit` says otherwise.
+
+    Args:
+        global_batch_size: samples of all ranks per step; ``None``: the loader's ``batch_size`` x devices, as in DDP.
+        batch_sampler: what to do with a custom batch sampler: ``"refuse"``, or ``"pool"`` one batch per device.
+        loss_reduction: whether ``training_step`` returns a ``"mean"`` or a ``"sum"`` over its batch; of sums the ranks'
+            mean is taken, as by DDP: the sum over the global batch divided by the number of devices.
+        batch_weight: what the loss is a mean over if not samples, e.g. tokens: ``batch -> number``. A method of that
+            name on the LightningModule serves too.
+        monitor: add a `StragglerMonitor` if the Trainer has none.
+        accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin: as in `DDPStrategy`.
+        ddp_comm_state, ddp_comm_hook, ddp_comm_wrapper: as in `DDPStrategy`; refused on several devices by an engine
+            without DDP's all-reduce.
+        process_group_backend, timeout, start_method: as in `DDPStrategy`.
+        **kwargs: of `DistributedDataParallel`; without effect in an engine that has no such wrapper.
+
+    Attributes:
+        engine: the engine's word, in checkpoints and in the alias ``hetero_<engine>``.
+        description: a few words, for Lightning's registry.
+        refusals: what the engine refuses on several devices.
+        evaluates: whether the engine takes part in evaluations outside of a fit.
+
+    Raises:
+        ValueError: an argument is out of range.
+        TypeError: an unknown argument.
+    """
+
+    engine: ClassVar[str]
+    description: ClassVar[str]
+    refusals: ClassVar[Refusals] = Refusals()
+    evaluates: ClassVar[bool] = False
+
+    def __init__(
+        self,
+        accelerator: Any = None,
+        *,
+        global_batch_size: int | None = None,
+        batch_sampler: Literal["refuse", "pool"] = "refuse",
+        loss_reduction: LossReduction = "mean",
+        batch_weight: Callable[[Any], float] | None = None,
+        monitor: bool = True,
+        parallel_devices: list[torch.device] | None = None,
+        cluster_environment: Any = None,
+        checkpoint_io: Any = None,
+        precision_plugin: Any = None,
+        ddp_comm_state: object | None = None,
+        ddp_comm_hook: Callable | None = None,
+        ddp_comm_wrapper: Callable | None = None,
+        process_group_backend: str | None = None,
+        timeout: timedelta | None = timedelta(seconds=1800),
+        start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
+        **kwargs: Any,
+    ) -> None:
+        check_ddp_arguments(kwargs, type(self).__name__)
+        check_counts(global_batch_size=global_batch_size)
+        check_choice("batch_sampler", batch_sampler, ("refuse", "pool"))
+        check_choice("loss_reduction", loss_reduction, ("mean", "sum"))
+        super().__init__(
+            accelerator=accelerator,
+            parallel_devices=parallel_devices,
+            cluster_environment=cluster_environment,
+            checkpoint_io=checkpoint_io,
+            precision_plugin=precision_plugin,
+            ddp_comm_state=ddp_comm_state,
+            ddp_comm_hook=ddp_comm_hook,
+            ddp_comm_wrapper=ddp_comm_wrapper,
+            process_group_backend=process_group_backend,
+            timeout=timeout,
+            start_method=start_method,
+            **kwargs,
+        )
+        self.timeout = timeout
+        self.ddp_arguments = kwargs
+        self._comm_arguments = ddp_comm_state, ddp_comm_hook, ddp_comm_wrapper
+        self.shared = SharedSettings(
+            global_batch_size=global_batch_size,
+            batch_sampler=batch_sampler,
+            loss_reduction=loss_reduction,
+            batch_weight=batch_weight,
+        )
+        self._monitor = monitor
+        self._run: Run | None = None
+        self._one_device: OneDeviceFit | None = None  # while it fits on one device
+        self._finished: dict[str, Any] = {}  # what the last fit would write into a checkpoint
+
+    def __repr__(self) -> str:  # what Fabric prints when it refuses a strategy of the Trainer
+        return f"<{type(self).__name__} for lightning.pytorch.Trainer>"
+
+    def __getstate__(self) -> dict:
+        return {**super().__getstate__(), "_run": None, "_one_device": None}
+
+    # ---- set-up and teardown ----------------------------------------------------------------------------------
+
+    @abstractmethod
+    def begin(self, trainer: Trainer) -> Run:
+        """Returns the state of the run that begins; the process group exists, the module is not yet set up."""
+
+    def set_world_ranks(self) -> None:
+        """Called as soon as the Trainer knows its devices: refuses what cannot be done on several.
+
+        Raises:
+            TypeError: with the reason.
+        """
+        super().set_world_ranks()
+        if self.world_size > 1:
+            check_averaging(self.ddp_arguments, self._comm_arguments[0])
+            self.refusals.check_comm_hooks(*self._comm_arguments)
+
+    def setup_environment(self) -> None:
+        super().setup_environment()
+        trainer = self._attached_trainer()
+        if trainer is None or self._run is not None or self._one_device is not None:
+            return
+        fitting = trainer.state.fn == TrainerFn.FITTING
+        if self.world_size == 1:
+            if fitting:
+                self._begin_on_one_device(trainer)
+        elif fitting or self.evaluates:
+            remove_monitor = add_monitor(trainer) if fitting and self._monitor else None
+            self._run = self.begin(trainer)
+            if remove_monitor is not None:  # the callbacks are the user's again after the fit
+                self._run.undo.callback(remove_monitor)
+
+    def _attached_trainer(self) -> Trainer | None:
+        """The trainer of the module, as soon as there are both."""
+        with suppress(RuntimeError):  # the module says so if it has no trainer yet
+            return None if self.lightning_module is None else self.lightning_module.trainer
+        return None
+
+    def _begin_on_one_device(self, trainer: Trainer) -> None:
+        self._one_device = OneDeviceFit(trainer, self.shared, type(self).__name__)
+        if idle := self.idle_on_one_device():
+            given = ", ".join(f"{name}={value!r}" for name, value in idle.items())
+            rank_zero_warn(f"on one device {type(self).__name__} trains as DDPStrategy does: {given} has no effect")
+
+    def idle_on_one_device(self) -> dict[str, Any]:
+        """Returns arguments that were given and would change what is trained, if there were several devices."""
+        return {}
+
+    def process_dataloader(self, dataloader: object) -> object:
+        if self._one_device is not None and self._trainer_trains():
+            return self._one_device.process(dataloader)
+        run = self._run
+        if run is None or not run.trainer.training:
+            return dataloader
+        return run.binder.process(dataloader)
+
+    def _trainer_trains(self) -> bool:
+        trainer = self._attached_trainer()
+        return trainer is not None and trainer.training
+
+    def setup_optimizers(self, trainer: Trainer) -> None:
+        super().setup_optimizers(trainer)
+        if self.world_size > 1:
+            self.refusals.check_optimizers(self.optimizers)
+
+    def on_exception(self, exception: BaseException) -> None:
+        super().on_exception(exception)
+        if self._run is not None:
+            self._run.fail(exception)
+        name_lost_peer(exception, self.global_rank)
+
+    def teardown(self) -> None:
+        alone, self._one_device = self._one_device, None
+        if alone is not None:
+            self._finished = alone.state_dict()
+            alone.close()
+        run, self._run = self._run, None
+        if run is not None:
+            if run.fitting:
+                self._finished = {} if run.failed else run.state_dict()
+            run.close()
+        super().teardown()
+
+    def check_module(self, module: LightningModule) -> None:
+        """Refuses a module that the engine cannot train on several devices.
+
+        Raises:
+            TypeError: with the reason.
+        """
+        if self.world_size == 1:
+            return
+        self.refusals.check_module(module, syncs_batch_norm=syncs_batch_norm(self))
+
+    # ---- checkpoints ------------------------------------------------------------------------------------------
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+        super().save_checkpoint(self.with_state(checkpoint), filepath, storage_options)
+
+    def with_state(self, checkpoint: dict[str, Any]) -> dict[str, Any]:
+        """Returns the checkpoint with the engine's state under our one key: of the fit that runs, or of the last one.
+
+        A copy: what hooks have been given stays what stock DDP gives them.
+        """
+        run = self._run
+        if self._one_device is not None:
+            state = self._one_device.state_dict()
+        else:
+            state = run.state_dict() if run is not None and run.fitting else self._finished
+        if not state:
+            return checkpoint
+        return {**checkpoint, CHECKPOINT_KEY: {"format": 1, "engine": self.engine, **state}}
+
+    def load_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        checkpoint = super().load_checkpoint(checkpoint_path, *args, **kwargs)
+        self.take_state(checkpoint)
+        return checkpoint
+
+    def take_state(self, checkpoint: dict[str, Any]) -> None:
+        """Hands the fit what is under our one key, written by any engine; nothing, for a checkpoint of stock DDP.
+
+        It is taken out: hooks see what stock DDP has saved.
+        """
+        state = checkpoint.pop(CHECKPOINT_KEY, {})
+        if self._one_device is not None:
+            self._one_device.resume(state)
+        elif self._run is not None and self._run.fitting:
+            self._run.resume(state)
+
+    # ---- what others may ask ----------------------------------------------------------------------------------
+
+    @property
+    def global_batch_size(self) -> int | None:
+        """Samples of all ranks per step; ``None`` before the loaders are known, unless it was given."""
+        known = self._run.binder.global_batch_size if self._run is not None else None
+        if self._one_device is not None:
+            known = self._one_device.global_batch_size
+        return known if known is not None else self.shared.global_batch_size
+
+    @property
+    def measures(self) -> bool:
+        return self._run is not None
+
+    def current_samples(self) -> int | None:
+        return None if self._run is None else self._run.current_samples()
+
+    def step_report(self) -> StepReport | None:
+        return None if self._run is None else self._run.step_report()
+
+    def step_events(self) -> list[Event]:
+        return [] if self._run is None else self._run.step_events()
+
+    def engine_metrics(self) -> dict[str, float]:
+        return {} if self._run is None else self._run.engine_metrics()
+
+    def summary(self) -> str | None:
+        return None if self._run is None else self._run.summary()
+
+    # ---- names ------------------------------------------------------------------------------------------------
+
+    @classmethod
+    def register_strategies(cls, strategy_registry: Any) -> None:
+        """Registers ``hetero_<engine>`` and its launchers: ``_spawn``, ``_fork``, ``_forkserver``, ``_notebook``."""
+        register(cls, strategy_registry, f"hetero_{cls.engine}", cls.description)

@@ -1,0 +1,86 @@
+"""What is private of `DDPStrategy` (layer L)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from lightning.fabric.plugins import ClusterEnvironment
+from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
+
+from lightning_hetero.lightning_compat.launchers import TolerantProcessLauncher, TolerantScriptLauncher
+
+__all__ = ["CheckedSettingsStrategy", "TolerantDDPStrategy", "syncs_batch_norm"]
+
+
+def syncs_batch_norm(strategy: DDPStrategy) -> bool:
+    """Whether the Trainer was told ``sync_batchnorm=True``.
+
+    Private: ``_layer_sync``; the Trainer keeps the argument nowhere else, and converts the module after set-up began.
+    """
+    return strategy._layer_sync is not None
+
+
+class _Checked:
+    """A cluster environment for a launcher, with another check of the Trainer's settings."""
+
+    def __init__(self, environment: ClusterEnvironment, check: Callable[[int, int], None]) -> None:
+        self._environment, self._check = environment, check
+
+    def validate_settings(self, num_devices: int, num_nodes: int) -> None:
+        self._check(num_devices, num_nodes)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):  # asked of a copy that is not complete yet
+            raise AttributeError(name)
+        return getattr(self._environment, name)
+
+
+class CheckedSettingsStrategy(DDPStrategy):
+    """DDP that checks ``devices`` and ``num_nodes`` by itself when processes are launched, not its environment.
+
+    Private: ``_configure_launcher``, ``_launcher``: a launcher asks the environment it was made with, and replacing
+    that in the strategy would hide the user's from the Trainer.
+    """
+
+    def check_settings(self, num_devices: int, num_nodes: int) -> None:
+        """Raises what is wrong with the Trainer's settings; as Lightning does, by default."""
+        assert self.cluster_environment is not None
+        self.cluster_environment.validate_settings(num_devices=num_devices, num_nodes=num_nodes)
+
+    def _configure_launcher(self) -> None:
+        super()._configure_launcher()
+        if isinstance(self._launcher, _SubprocessScriptLauncher):  # the other one asks nobody
+            assert self.cluster_environment is not None
+            checked: Any = _Checked(self.cluster_environment, self.check_settings)
+            self._launcher.cluster_environment = checked
+
+
+class TolerantDDPStrategy(DDPStrategy):
+    """DDP whose launcher lets the other ranks go on without one that was killed.
+
+    Private: ``_configure_launcher``, ``_launcher``, ``_start_method``, which are where a strategy chooses its launcher;
+    ``_process_group_backend`` and ``_get_process_group_backend``, which `setup_distributed` uses.
+    """
+
+    def _configure_launcher(self) -> None:
+        environment, tolerates = self.cluster_environment, self.goes_on_without_a_rank
+        assert environment is not None
+        if self._start_method == "popen":
+            self._launcher = TolerantScriptLauncher(
+                environment, self.num_processes, self.num_nodes, tolerates=tolerates
+            )
+        else:
+            self._launcher = TolerantProcessLauncher(
+                self, start_method=self._start_method, tolerates=tolerates
+            )
+
+    def goes_on_without_a_rank(self) -> bool:
+        """Whether the death of a rank (not rank 0) would be survived now; another thread asks."""
+        return False
+
+    def choose_backend(self) -> str:
+        """Settles and returns `process_group_backend`, for a rank that makes its process group by itself."""
+        self._process_group_backend = self._get_process_group_backend()
+        return self._process_group_backend

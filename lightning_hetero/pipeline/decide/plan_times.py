@@ -1,0 +1,120 @@
+"""From a plan to the times that its schedules are generated from."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import replace
+from itertools import pairwise
+
+from lightning_hetero.pipeline.decide.schedule.times import PipelineTimes, Row
+from lightning_hetero.solvers.chain.chain import check_cuts, check_ranks
+from lightning_hetero.types import AffineCost, Cluster, GroupPlan, ModelCost, PipelinePlan
+
+__all__ = ["called", "times_of", "work_s"]
+
+
+def times_of(model: ModelCost, cluster: Cluster, group: GroupPlan) -> PipelineTimes:
+    """Returns what each part of a pipeline takes by the costs it was planned from, micro-batch by micro-batch.
+
+    Its bottleneck and its fill are those of `solvers.chain`: one model, spelled for splits there, for operations here.
+    Where memory makes a plan keep fewer micro-batches in flight than links ask for, generate with the plan's depths:
+    ``generate(times, SchedulePolicy(depths=group.depths))``.
+
+    Args:
+        model: costs by layer, on a device of speed 1.
+        cluster: devices and links.
+        group: the pipeline; its ranks, cuts and micro-batches count.
+
+    Raises:
+        ValueError: ranks that are not of the cluster, cuts that do not divide the layers among them, or no micro-batch,
+            or one of less than a sample.
+
+    >>> from lightning_hetero.types import Device, LayerCost, Link
+    >>> one, free = AffineCost(fixed_s=0.0, per_sample_s=1.0), AffineCost(fixed_s=0.0, per_sample_s=0.0)
+    >>> layer = LayerCost(name="layer", forward=one, backward=one, output_bytes=4.0)
+    >>> ends = LayerCost(name="ends", forward=free, backward=free)
+    >>> devices = (Device(name="a", speed=2.0), Device(name="b"))
+    >>> cluster = Cluster(devices=devices, links=((Link(bandwidth_bytes_per_s=8.0),) * 2,) * 2)
+    >>> group = GroupPlan(ranks=(0, 1), cuts=(0, 2, 3), samples=3, micro_batches=(2, 1), depths=(2, 2))
+    >>> times = times_of(ModelCost(layers=(layer,) * 3, before=ends, head=ends), cluster, group)
+    >>> times.forward_s, times.link_forward_s, times.loop_forward_s
+    (((2.0, 1.0), (2.0, 1.0)), ((1.0, 0.5),), (1.0, 0.5))
+    """
+    ranks, cuts, sizes = group.ranks, group.cuts, group.micro_batches
+    check_ranks(ranks, cluster)
+    check_cuts(cuts, len(ranks), len(model.layers))
+    if min(sizes, default=0) < 1:
+        raise ValueError(f"micro_batches={sizes} must be one or more numbers >= 1 (samples)")
+    stages = [(rank, model.layers[a:b]) for rank, (a, b) in zip(ranks, pairwise(cuts), strict=True)]
+    first, last = ranks[0], ranks[-1]
+
+    def compute(rank: int, costs: Iterable[AffineCost]) -> Row:
+        parts, speed = list(costs), cluster.devices[rank].speed
+        return tuple(sum(cost.seconds(size) for cost in parts) / speed for size in sizes)
+
+    def message(source: int, target: int, cut: int) -> Row:
+        per_sample_bytes = model.layers[cut - 1].output_bytes
+        return tuple(cluster.links[source][target].seconds(size * per_sample_bytes) for size in sizes)
+
+    hops = [(a, b, cut) for (a, b), cut in zip(pairwise(ranks), cuts[1:-1], strict=True)]
+    loop = (message(last, first, cuts[-1]), message(first, last, cuts[-1])) if len(ranks) > 1 else ((), ())
+    return PipelineTimes(
+        forward_s=tuple(compute(rank, [layer.forward for layer in layers]) for rank, layers in stages),
+        backward_s=tuple(compute(rank, [layer.backward for layer in layers]) for rank, layers in stages),
+        before_forward_s=compute(first, [model.before.forward]),
+        before_backward_s=compute(first, [model.before.backward]),
+        head_forward_s=compute(first, [model.head.forward]),
+        head_backward_s=compute(first, [model.head.backward]),
+        link_forward_s=tuple(message(a, b, cut) for a, b, cut in hops),
+        link_backward_s=tuple(message(b, a, cut) for a, b, cut in hops),
+        loop_forward_s=loop[0],
+        loop_backward_s=loop[1],
+    )
+
+
+def called(times: PipelineTimes, calls: int) -> PipelineTimes:
+    """Returns the times of steps that call the backbone several times, each call on the stages of all.
+
+    Stage s of call k is stage k * S + s, on the same device; the way from one call to the next leads over the leader,
+    as the way to the head does. What `times` says of the stages is taken as one call's.
+
+    Args:
+        times: of a step with one call.
+        calls: at least 1.
+    """
+    if calls == 1:
+        return times
+    stages = times.stages
+    loop = stages > 1  # else the stages of all calls are on one device, and nothing travels
+
+    def linked(inner: tuple[Row, ...], between: Row) -> tuple[Row, ...]:
+        rows: list[Row] = []
+        for call in range(calls):
+            rows += inner
+            if call + 1 < calls:
+                rows.append(between if loop else tuple(0.0 for _ in between))
+        return tuple(rows)
+
+    return replace(
+        times,
+        forward_s=times.forward_s * calls,
+        backward_s=times.backward_s * calls,
+        link_forward_s=linked(times.link_forward_s, times.loop_forward_s),
+        link_backward_s=linked(times.link_backward_s, times.loop_backward_s),
+        devices=times.devices * calls,
+    )
+
+
+def work_s(plan: PipelinePlan, model: ModelCost | None, cluster: Cluster, *, ranks: int) -> tuple[float, ...]:
+    """Returns what each rank's own work for a full batch should take [s]; NaN where nothing was measured."""
+    if model is None:
+        return (math.nan,) * ranks
+    seconds = [0.0] * ranks
+    for group in plan.groups:
+        times = times_of(model, cluster, group)
+        for stage, rank in enumerate(group.ranks):
+            seconds[rank] = sum(times.forward_s[stage]) + sum(times.backward_s[stage])
+        ends = (times.before_forward_s, times.before_backward_s, times.head_forward_s, times.head_backward_s)
+        seconds[group.ranks[0]] += sum(map(sum, ends))
+    return tuple(seconds)

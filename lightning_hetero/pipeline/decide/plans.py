@@ -1,0 +1,333 @@
+"""The best `PipelinePlan`, and those that need no search; plans as plain values and as text for people (layer P)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from itertools import chain, pairwise, repeat
+from typing import Any, Literal, cast
+
+from lightning_hetero.emulate.scenario import Scenario
+from lightning_hetero.pipeline.decide.tied_layers import Span, join_layers, split_again
+from lightning_hetero.solvers.chain.chain import DepthRule
+from lightning_hetero.solvers.placement import evaluate_plan, micro_batches_of, place
+from lightning_hetero.types import AffineCost, Cluster, GroupPlan, LayerCost, ModelCost, PipelinePlan
+
+__all__ = [
+    "best_plan",
+    "check_plan",
+    "describe_plan",
+    "emulated",
+    "evened",
+    "in_one_piece",
+    "micro_sizes",
+    "plan_from_plain",
+    "plan_to_plain",
+    "replicas",
+    "resting",
+    "unit_costs",
+]
+
+_GROUP = ("ranks", "cuts", "samples", "micro_batches", "depths", "total_s")
+_PLAN = ("groups", "total_s", "sync_s", "lower_bound_s")
+
+
+def best_plan(
+    model: ModelCost,
+    cluster: Cluster,
+    global_batch: int,
+    *,
+    spans: Sequence[Span] = (),
+    micro_batch_size: int | None = None,
+    max_groups: int | None = None,
+    overlap: bool = True,
+    depth: Literal["auto"] | DepthRule = "auto",
+) -> PipelinePlan:
+    """Searches for the fastest plan; failure is its status.
+
+    Args:
+        model: costs by layer.
+        cluster: devices and links.
+        global_batch: samples per step.
+        spans: layers that must stay on one device, see `Span`.
+        micro_batch_size: samples; None: whichever is fastest.
+        max_groups: most pipelines side by side; None: as many as devices.
+        overlap: transfers run beside computation.
+        depth: rule for the micro-batches in flight; ``"auto"``: where memory is short, fewer of them may make the
+            faster plan, so both rules are tried.
+    """
+    rules: tuple[DepthRule, ...] = ("per_link",) if depth == "auto" else (depth,)
+    if depth == "auto" and any(math.isfinite(device.mem_bytes) for device in cluster.devices):
+        rules = ("per_link", "low_memory")
+    joined, bounds = join_layers(model, spans)
+    sizes = None if micro_batch_size is None else [micro_batch_size]
+    plan = min(
+        (
+            place(
+                joined,
+                cluster,
+                global_batch,
+                micro_samples=sizes,
+                max_groups=max_groups,
+                overlap=overlap,
+                depth=rule,
+            )
+            for rule in rules
+        ),
+        key=lambda plan: plan.total_s,
+    )
+    groups = tuple(replace(g, micro_batches=evened(g.micro_batches)) for g in split_again(plan, bounds).groups)
+    return replace(plan, groups=groups)
+
+
+def plan_to_plain(plan: PipelinePlan) -> dict[str, Any]:
+    """Returns JSON values which `plan_from_plain` reads back; times that are not finite become None."""
+
+    def plain(value: tuple[int, ...] | float) -> list[int] | float | None:
+        return list(value) if isinstance(value, tuple) else _finite(value)
+
+    groups = [{name: plain(getattr(group, name)) for name in _GROUP} for group in plan.groups]
+    return {"groups": groups, **{name: _finite(getattr(plan, name)) for name in _PLAN[1:]}}
+
+
+def plan_from_plain(plain: Mapping[str, Any] | PipelinePlan) -> PipelinePlan:
+    """Reads a plan written by hand, by `plan_to_plain`, or handed over by Hydra; a plan is returned as it is.
+
+    Args:
+        plain: ``groups``: a list of mappings with
+
+            - ``ranks``: leader first, and ``cuts``, see `GroupPlan`;
+            - ``micro_batches``: their sizes; or ``samples``, the group's part of the global batch, and
+              ``micro_samples``, the size that it is cut into (the last one may be smaller);
+            - ``depths``: most micro-batches in flight by stage; left out: as many as there are.
+
+            Times are optional.
+
+    Raises:
+        TypeError: a mapping or a list is expected and something else was given.
+        ValueError: an unknown or missing key, or numbers that make no plan.
+
+    >>> plan = plan_from_plain({"groups": [{"ranks": [1, 0], "cuts": [0, 2, 6], "samples": 10, "micro_samples": 4}]})
+    >>> plan.groups[0].micro_batches, plan.groups[0].depths
+    ((4, 4, 2), (3, 3))
+    """
+    if isinstance(plain, PipelinePlan):
+        return plain
+    given = _mapping("plan", plain, _PLAN, needed=("groups",))
+    groups: Any = given["groups"]
+    if not isinstance(groups, Sequence) or not groups:
+        raise ValueError(f"plan.groups={groups!r} must be a list of one or more groups")
+    times = {name: float(given[name]) for name in _PLAN[1:] if given.get(name) is not None}
+    return PipelinePlan(
+        groups=tuple(_group(f"plan.groups[{i}]", group) for i, group in enumerate(cast("Sequence[Any]", groups))),
+        total_s=times.get("total_s", math.nan),
+        sync_s=times.get("sync_s", 0.0),
+        lower_bound_s=times.get("lower_bound_s", 0.0),
+    )
+
+
+def _mapping(at: str, value: Any, known: Sequence[str], *, needed: Sequence[str]) -> dict[str, Any]:
+    if not isinstance(value, Mapping):
+        raise TypeError(f"{at}={value!r} must be a mapping with the keys {', '.join(needed)}, or a PipelinePlan")
+    given = dict(cast("Mapping[str, Any]", value))
+    if unknown := set(given) - set(known):
+        raise ValueError(f"{at} has the unknown keys {sorted(unknown)}; known: {', '.join(known)}")
+    if missing := set(needed) - set(given):
+        raise ValueError(f"{at} lacks {sorted(missing)}")
+    return given
+
+
+def _group(at: str, plain: Any) -> GroupPlan:
+    given = _mapping(at, plain, (*_GROUP, "micro_samples"), needed=("ranks", "cuts"))
+    ranks, cuts = (tuple(int(n) for n in given[name]) for name in ("ranks", "cuts"))
+    if given.get("micro_batches"):
+        sizes = tuple(int(n) for n in given["micro_batches"])
+    elif given.get("samples") is not None:
+        samples = int(given["samples"])
+        size = int(given.get("micro_samples") or samples)
+        if samples < 1 or size < 1:
+            raise ValueError(f"{at}: samples={samples} and micro_samples={size} must be >= 1")
+        sizes = micro_batches_of(samples, size)
+    else:
+        raise ValueError(f"{at} lacks micro_batches, or samples and micro_samples")
+    depths = given.get("depths") or (len(sizes) if len(ranks) > 1 else 1,) * len(ranks)
+    total_s = given.get("total_s")
+    return GroupPlan(
+        ranks=ranks,
+        cuts=cuts,
+        samples=sum(sizes),
+        micro_batches=sizes,
+        depths=tuple(int(n) for n in depths),
+        total_s=math.nan if total_s is None else float(total_s),
+    )
+
+
+def check_plan(plan: PipelinePlan, *, layers: int, ranks: int, global_batch: int | None = None) -> None:
+    """Checks that a plan is one for this model, these ranks and this batch.
+
+    Raises:
+        ValueError: it is not; says what does not fit.
+    """
+    if not plan.ok or not plan.groups:
+        raise ValueError(f"there is no plan: {plan.reason or 'it has no groups'}")
+    everyone = [rank for group in plan.groups for rank in group.ranks]
+    if len(set(everyone)) != len(everyone) or not set(everyone) <= set(range(ranks)):
+        raise ValueError(f"the plan's ranks {everyone} must be different ones of 0..{ranks - 1}")
+    for i, group in enumerate(plan.groups):
+        cuts, sizes = group.cuts, group.micro_batches
+        rising = all(a < b for a, b in pairwise(cuts))
+        if len(cuts) != len(group.ranks) + 1 or not rising or (cuts[0], cuts[-1]) != (0, layers):
+            raise ValueError(
+                f"group {i}: cuts={cuts} must be {len(group.ranks) + 1} rising numbers from 0 to {layers}, the"
+                " number of layers: one or more layers per rank"
+            )
+        if not sizes or min(sizes) < 1 or sum(sizes) != group.samples:
+            raise ValueError(f"group {i}: micro_batches={sizes} must be numbers >= 1 that add up to {group.samples}")
+        if len(group.depths) != len(group.ranks) or min(group.depths) < 1:
+            raise ValueError(f"group {i}: depths={group.depths} must be {len(group.ranks)} numbers >= 1, one per rank")
+    total = sum(group.samples for group in plan.groups)
+    if global_batch is not None and total != global_batch:
+        raise ValueError(f"the plan divides {total} samples, but the global batch has {global_batch}")
+
+
+def replicas(layers: int, samples: Sequence[int]) -> PipelinePlan:
+    """Returns plain data parallelism: every rank a group of its own, with all layers; ranks without samples rest.
+
+    >>> [group.ranks for group in replicas(3, [4, 0, 2]).groups]
+    [(0,), (2,)]
+    """
+    groups = tuple(
+        GroupPlan(ranks=(rank,), cuts=(0, layers), samples=n, micro_batches=(n,), depths=(1,))
+        for rank, n in enumerate(samples)
+        if n
+    )
+    return PipelinePlan(groups=groups, total_s=math.nan)
+
+
+def evened(sizes: Sequence[int]) -> tuple[int, ...]:
+    """Returns micro-batches of which the last has more than one sample, if the one before can spare some.
+
+    BatchNorm refuses to train on a single sample, and its statistics of few are poor.
+
+    >>> evened([4, 4, 1]), evened([4, 4]), evened([2, 1])
+    ((4, 3, 2), (4, 4), (2, 1))
+    """
+    if len(sizes) < 2 or sizes[-1] != 1 or sizes[-2] < 3:
+        return tuple(sizes)
+    pair = sizes[-2] + 1
+    return (*sizes[:-2], pair - pair // 2, pair // 2)
+
+
+def micro_sizes(planned: Sequence[int], samples: int) -> tuple[int, ...]:
+    """Returns the micro-batches of a part of a batch: as planned as far as there are samples, the rest as one.
+
+    Of a part larger than planned (global batches of a user's batch sampler may be), the rest is cut into micro-batches
+    of at most the largest that was planned for, since that is known to fit; and no single sample is left, see `evened`.
+
+    >>> micro_sizes((4, 4, 4, 3), 15), micro_sizes((4, 4, 4, 3), 9), micro_sizes((4, 4), 14)
+    ((4, 4, 4, 3), (4, 3, 2), (4, 4, 4, 2))
+    """
+    sizes: list[int] = []
+    for size in chain(planned, repeat(max(planned))):
+        if samples <= 0:
+            break
+        sizes.append(min(size, samples))
+        samples -= size
+    return tuple(sizes) if len(sizes) == len(planned) and sum(sizes) == sum(planned) else evened(sizes)
+
+
+
+def in_one_piece(plan: PipelinePlan, model: ModelCost, cluster: Cluster) -> PipelinePlan:
+    """Returns the plan with a single micro-batch in each group of one device whose memory has room for it.
+
+    Nothing is gained by several where no other device works meanwhile; and a batch need not be cut.
+    """
+    groups = list(plan.groups)
+    for i, group in enumerate(groups):
+        whole = replace(group, micro_batches=(group.samples,), depths=(1,))
+        if len(group.ranks) == 1 and evaluate_plan(model, cluster, [whole]).ok:
+            groups[i] = whole
+    return replace(evaluate_plan(model, cluster, groups), lower_bound_s=plan.lower_bound_s)
+
+
+def resting(plan: PipelinePlan, ranks: int) -> tuple[int, ...]:
+    """Returns the ranks that are in no group."""
+    return tuple(sorted(set(range(ranks)) - {rank for group in plan.groups for rank in group.ranks}))
+
+
+def describe_plan(plan: PipelinePlan, cluster: Cluster | None = None, names: Sequence[str] = ()) -> str:
+    """Returns the plan as a few lines: each group's stages, samples and micro-batches, and what the model predicts.
+
+    Args:
+        plan: to describe.
+        cluster: for the devices' names, and to say which are at rest.
+        names: of the layers; without them stages show numbers.
+    """
+    lines: list[str] = []
+    for i, group in enumerate(plan.groups):
+        stages: list[str] = []
+        for stage, rank in enumerate(group.ranks):
+            first, last = group.cuts[stage], group.cuts[stage + 1] - 1
+            span = [names[k] if k < len(names) else str(k) for k in (first, last)]
+            device = f" ({cluster.devices[rank].name})" if cluster is not None else ""
+            stages.append(f"rank {rank}{device}: {span[0]}" + (f"..{span[1]}" if last > first else ""))
+        sizes = sorted(set(group.micro_batches), reverse=True)
+        batches = f"{len(group.micro_batches)} x {sizes[0]}" + ("" if len(sizes) == 1 else f" (last {sizes[-1]})")
+        lines.append(f"group {i}: {group.samples} samples in {batches}; " + " -> ".join(stages))
+    if cluster is not None and (idle := resting(plan, len(cluster.devices))):
+        lines.append("at rest: " + ", ".join(f"rank {rank} ({cluster.devices[rank].name})" for rank in idle))
+    if math.isfinite(plan.total_s):
+        more = f", {plan.sync_s * 1e3:.1f} ms of it to synchronise" if plan.sync_s else ""
+        bound = f"; no plan below {plan.lower_bound_s * 1e3:.1f} ms" if plan.lower_bound_s else ""
+        lines.append(f"modelled: {plan.total_s * 1e3:.1f} ms per global batch{more}{bound}")
+    return "\n".join(lines)
+
+
+def unit_costs(names: Sequence[str], sizes_bytes: Sequence[float] = ()) -> ModelCost:
+    """Returns costs for a model of which nothing was measured: a backward pass takes two forward passes.
+
+    Args:
+        names: of the layers.
+        sizes_bytes: of their parameters; a layer's work is in proportion to it. Left out: all alike.
+    """
+    free = AffineCost(fixed_s=0.0, per_sample_s=0.0)
+    sizes = sizes_bytes or (1.0,) * len(names)
+    layers = tuple(
+        LayerCost(
+            name=name,
+            forward=AffineCost(fixed_s=0.0, per_sample_s=max(size, 1.0)),
+            backward=AffineCost(fixed_s=0.0, per_sample_s=2.0 * max(size, 1.0)),
+            param_bytes=size,
+            state_bytes=size,
+        )
+        for name, size in zip(names, sizes, strict=True)
+    )
+    ends = LayerCost(name="", forward=free, backward=free)
+    return ModelCost(layers=layers, before=ends, head=ends)
+
+
+def emulated(model: ModelCost, scenario: Scenario) -> ModelCost:
+    """Returns the costs with the emulated times in place of the measured ones, in the measured proportions.
+
+    The whole model takes ``step_s + sample_s * samples`` on a device of speed 1, as a step does in the scenario. What a
+    micro-batch costs whatever its size stays as measured: a real processor starts every computation.
+    """
+    costs = (model.before, *model.layers, model.head)
+    weights = [(cost.forward.seconds(1e6), cost.backward.seconds(1e6)) for cost in costs]
+    total_s = sum(map(sum, weights)) or 1.0
+
+    def part(seconds: float, measured: AffineCost) -> AffineCost:
+        share = seconds / total_s
+        fixed_s = scenario.step_s * share + measured.fixed_s
+        return AffineCost(fixed_s=fixed_s, per_sample_s=(scenario.sample_s or 0.0) * share)
+
+    new = [
+        replace(cost, forward=part(forward_s, cost.forward), backward=part(backward_s, cost.backward))
+        for cost, (forward_s, backward_s) in zip(costs, weights, strict=True)
+    ]
+    return ModelCost(before=new[0], layers=tuple(new[1:-1]), head=new[-1])
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None

@@ -1,0 +1,1 @@
+"""One fit of the pipeline engine inside Lightning: planning, a batch, logs, checkpoints (layer L)."""

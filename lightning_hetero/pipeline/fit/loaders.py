@@ -1,0 +1,157 @@
+"""Binds the user's train loader to the plan: the leader of each group reads the group's part (layer L).
+
+    global batch t:   [ group 0          | group 1    ]     samples as planned, scaled where a batch is shorter
+                      [ 0 | 1 | 2 | 3    | 4 | 5 | 6  ]     micro-batches, numbered across the groups
+
+Ranks that lead no group read one sample, a dummy, so that Lightning's loop has a batch on every rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Literal
+
+from lightning.pytorch.utilities import CombinedLoader
+from torch.utils.data import DataLoader
+
+from lightning_hetero.data import Channel, LoaderSpec, Part
+from lightning_hetero.glue.loaders import BoundLoader, PartBinder, SharedSettings
+from lightning_hetero.pipeline.decide.plans import micro_sizes
+from lightning_hetero.solvers.scale import scale_shares
+from lightning_hetero.types import PipelinePlan
+
+if TYPE_CHECKING:
+    from lightning.pytorch import Trainer
+
+__all__ = ["PipelineBinder"]
+
+_SEVERAL = (
+    "A pipeline cuts one batch into micro-batches, and batches of several loaders have several sizes: pass one"
+    " DataLoader. Combine the datasets (torch.utils.data.StackDataset or ConcatDataset), or use"
+    " strategy='hetero_balanced'"
+)
+
+
+class PipelineBinder(PartBinder[BoundLoader]):
+    """Replaces the train loader by a re-batched copy, and knows the parts of each batch on all ranks.
+
+    Args:
+        trainer: the running trainer.
+        channel: blocking exchanges at set-up and epoch starts; over all ranks, those that rest too.
+        shared: the strategy's arguments on batches.
+        stream: ``"shared"``: all ranks read the same `IterableDataset`; None: one is refused.
+        strategy_name: class of the strategy, for messages.
+    """
+
+    def __init__(
+        self,
+        trainer: Trainer,
+        channel: Channel,
+        *,
+        shared: SharedSettings,
+        stream: Literal["shared"] | None = None,
+        strategy_name: str = "HeteroPipelineStrategy",
+    ) -> None:
+        super().__init__(trainer, channel, strategy_name=strategy_name, shared=shared, stream=stream)
+        self._stream_mode = stream
+        self._plan: PipelinePlan | None = None
+
+    # ---- set-up ----------------------------------------------------------------------------------------------------
+
+    def global_batch_of(self, loader: DataLoader | LoaderSpec) -> int:
+        """Returns the samples of a full global batch of a train loader, before it is processed; a collective.
+
+        Args:
+            loader: the user's, or what `inspect_loader` says of it; a loader with a batch sampler must be given itself.
+
+        Raises:
+            TypeError, ValueError: as `process`.
+        """
+        if isinstance(loader, Mapping | Sequence | CombinedLoader):
+            raise TypeError(f"the train loader is a {type(loader).__name__} of loaders. {_SEVERAL}")
+        spec = loader if isinstance(loader, LoaderSpec) else self.inspect(loader)
+        self.orders.agree(spec)
+        if spec.kind == "stream":
+            self._require_stream()
+        if spec.batch_size is not None:
+            return self.orders.batch_of_all(spec)
+        if isinstance(loader, LoaderSpec):
+            raise TypeError("a batch sampler decides the size of its batches: pass the loader, not its LoaderSpec")
+        return self.orders.order(loader, spec, 0).global_batch_size
+
+    def settle(self, plan: PipelinePlan) -> None:
+        """Takes the plan that holds for all batches drawn from now on; the same on all ranks.
+
+        Raises:
+            ValueError: a plan without groups.
+        """
+        if not plan.groups:
+            raise ValueError(f"a plan without groups trains nothing: {plan.reason or 'it is empty'}")
+        self._plan = plan
+
+    @property
+    def plan(self) -> PipelinePlan:
+        """The plan in force."""
+        if self._plan is None:
+            raise RuntimeError("a train batch was drawn before there was a plan; this is a bug of lightning_hetero")
+        return self._plan
+
+    def process(self, loader: object) -> DataLoader:
+        loader, spec, _ = self._inspect(loader)
+        if spec.kind == "stream":
+            self._require_stream()
+            bound = BoundLoader(spec=spec, full=self.orders.batch_of_all(spec), order=None)
+            return self._read_stream(bound, loader, "shared")
+        order = self.orders.continued(self.orders.order(loader, spec, 0))
+        self.orders.check_position(order.global_batch_size)
+        return self._read_parts(BoundLoader(spec=spec, full=order.global_batch_size, order=order), loader)
+
+    def _require_stream(self) -> None:
+        if self._stream_mode is None:
+            raise TypeError(
+                "the train dataset is an IterableDataset, and every rank of a pipeline would read a stream of its own."
+                f" Say {self._strategy_name}(stream='shared') if all ranks read the same stream (each group keeps its"
+                " part of every global batch); otherwise use a map-style dataset, or strategy='ddp'"
+            )
+
+    # ---- running ---------------------------------------------------------------------------------------------------
+
+    def bind(self) -> None:
+        """Checks that there is one train loader.
+
+        Raises:
+            TypeError: there are several.
+        """
+        if len(self._bound) > 1:
+            raise TypeError(f"several train loaders. {_SEVERAL}")
+
+    def split(self, bound: BoundLoader, epoch: int, step: int, total: int) -> tuple[int, ...]:
+        del epoch, step  # the plan is static
+        groups = self.plan.groups
+        planned = [group.samples for group in groups]
+        if sum(planned) != bound.full:
+            raise ValueError(
+                f"the plan divides {sum(planned)} samples, but the train loader's global batch has {bound.full}:"
+                " plan for that, or set global_batch_size"
+            )
+        shares = [0] * self._channel.world_size
+        # No group gets a single sample, of which BatchNorm can make no statistics, if that can be helped.
+        for group, share in zip(groups, scale_shares(planned, total, lower=1, least=2), strict=True):
+            shares[group.ranks[0]] = share
+        return tuple(shares)
+
+    def micro_batches(self, part: Part, group: int | None) -> tuple[tuple[int, ...], int]:
+        """Returns the samples of each micro-batch of a group, and the number of the first in the global batch.
+
+        Numbers follow the samples: the groups in the order of their leaders' ranks. The same on all ranks.
+
+        Args:
+            part: any rank's part of the batch.
+            group: index of the group in the plan; None for a rank at rest, which has none.
+        """
+        if group is None:
+            return (), 0
+        groups = self.plan.groups
+        sizes = [micro_sizes(g.micro_batches, part.shares[g.ranks[0]]) for g in groups]
+        before = [s for g, s in zip(groups, sizes, strict=True) if g.ranks[0] < groups[group].ranks[0]]
+        return sizes[group], sum(map(len, before))

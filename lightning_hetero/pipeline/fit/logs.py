@@ -1,0 +1,333 @@
+"""What a step logs: collected from its micro-batches on the leaders, logged once, alike on all ranks (layer L).
+
+    leader of group 0:   loss 0.9 (8 samples), loss 0.7 (4 samples) \\
+    leader of group 1:   loss 0.4 (6 samples)                        >  all ranks: self.log("loss", 0.66, batch_size=18)
+    all other ranks:     nothing                                    /
+
+Lightning's loggers, callbacks and progress bar then behave as under one process with the whole global batch, on any
+rank, and the end of an epoch has nothing left to reduce. Step by step all ranks exchange a few numbers per logged name;
+names and arguments only when a rank has logged something that not all ranks know of.
+
+| logged                          | shown on the step                          | shown of the epoch                  |
+|---------------------------------|--------------------------------------------|-------------------------------------|
+| a number, ``reduce_fx="mean"``  | mean over micro-batches, by their weight   | mean over steps, by sums of weights |
+| ``"sum"``, ``"min"``, ``"max"`` | that of the micro-batches of all groups    | that of the steps                   |
+| a torchmetrics Metric           | mean of what it returned for micro-batches | its own, from all leaders' states   |
+
+The weight is the ``batch_size`` given to ``self.log``, or the samples of the micro-batch.
+"""
+
+from __future__ import annotations
+
+import contextvars
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torchmetrics import Metric
+
+from lightning_hetero import lightning_compat as compat
+
+if TYPE_CHECKING:
+    from lightning.pytorch import LightningModule
+
+    from lightning_hetero.transport.side_channel import SideChannel
+
+__all__ = ["StepLogs"]
+
+_SAME = ("prog_bar", "logger", "on_step", "on_epoch", "add_dataloader_idx", "metric_attribute", "rank_zero_only")
+"""Arguments of a log call that are agreed by all ranks as they were given; the others are settled here."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Key:
+    """One of the log calls of a step, told from the others.
+
+    Attributes:
+        name: as logged.
+        call: how often the same was logged in this step before.
+        reduction: ``"mean"``, ``"sum"``, ``"min"``, ``"max"``; or ``"metric"``.
+        options: of `_SAME`, in that order.
+        dtype: of the value, e.g. ``"float32"``; the first one counts.
+    """
+
+    name: str
+    call: int
+    reduction: str
+    options: tuple[Any, ...]
+    dtype: str = field(compare=False)
+
+
+@dataclass(slots=True)
+class _Sums:
+    """Of the values logged under one key.
+
+    Attributes:
+        weighted, weight: sums of weight times value, and of the weights.
+        plain, times: sum of the values, and how many there were.
+        extreme: the largest value, or with its sign changed the smallest.
+    """
+
+    weighted: float = 0.0
+    weight: float = 0.0
+    plain: float = 0.0
+    times: float = 0.0
+    extreme: float = -math.inf
+
+    def add(self, value: float | None, weight: float, reduction: str) -> None:
+        self.times += 1
+        if value is None:
+            return
+        self.plain += value
+        if weight > 0:  # 0 * NaN is NaN
+            self.weighted += weight * value
+            self.weight += weight
+        sign = -1.0 if reduction == "min" else 1.0
+        self.extreme = sign * value if math.isnan(value) else max(self.extreme, sign * value)
+
+
+@dataclass(slots=True)
+class _Record:
+    """What one micro-batch has logged."""
+
+    logs: StepLogs
+    samples: int | None
+    batch: Any
+    entries: list[tuple[_Key, Tensor | None, float]] = field(default_factory=list)
+
+
+_CURRENT: contextvars.ContextVar[_Record | None] = contextvars.ContextVar("logging_micro_batch", default=None)
+
+
+class StepLogs:
+    """Stands between ``self.log`` in a step and Lightning, for one module on one rank.
+
+    Args:
+        module: with a trainer; its metrics are known by then.
+        channel: over all ranks of the run, those that log nothing, too.
+        wait: waits for a collective, e.g. with a look at what became of the others.
+    """
+
+    def __init__(
+        self, module: LightningModule, channel: SideChannel, *, wait: Callable[[dist.Work], object] = dist.Work.wait
+    ) -> None:
+        self._module = module
+        self._channel = channel
+        self._alone = channel.world_size == 1
+        self._wait = wait
+        self._tables: dict[str, dict[_Key, None]] = {}  # by hook: the keys that all ranks know, in order
+        self._records: list[_Record] = []
+        self._open = 0
+        self._undo: Callable[[], None] | None = None
+        self._watched: dict[int, tuple[Metric, Callable[[], None]]] = {}
+        for metric in module.modules():
+            if isinstance(metric, Metric):
+                self._watch(metric)
+
+    # ---- collecting ------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def collecting(self, samples: int | None, batch: Any = None) -> Iterator[None]:
+        """Inside, ``self.log`` and ``self.log_dict`` are noted for this micro-batch instead of executed.
+
+        To be entered by the body of the step, which may be suspended meanwhile and others begun: what is logged belongs
+        to the body that logs. Errors of ``self.log`` are Lightning's own.
+
+        Args:
+            samples: of the micro-batch; 0: a dummy, of which nothing counts; None: a whole batch, of which Lightning
+                finds the size.
+            batch: this batch; None: the loop's.
+        """
+        record = _Record(self, samples, batch)
+        results = compat.results_of(self._module.trainer)
+        if results is None:  # a prediction: Lightning's own error says that it logs nothing
+            yield
+            return
+        if not self._open:
+            self._undo = compat.divert_logs(self._module.trainer, self._take)
+        self._open += 1
+        self._records.append(record)
+        token = _CURRENT.set(record)
+        try:
+            yield
+        finally:
+            _CURRENT.reset(token)
+            self._open -= 1
+            if not self._open:
+                self._stop()
+
+    def _take(self, log: Callable[..., None], fx: str, name: str, value: Tensor | Metric, **options: Any) -> None:
+        record = _CURRENT.get()
+        if record is None or record.logs is not self:
+            log(fx, name, value, **options)
+            return
+        reduction = compat.logged_reduction(fx, name, options)
+        shown: Tensor | None
+        if isinstance(value, Metric):
+            last = getattr(value, "_forward_cache", None)  # what self.log would show
+            scalar = isinstance(last, Tensor) and last.numel() == 1 and options["on_step"]
+            reduction, shown = "metric", last.detach() if scalar else None  # type: ignore[union-attr]
+        else:
+            shown = value.detach()
+        dtype = torch.get_default_dtype() if shown is None or not shown.is_floating_point() else shown.dtype
+        dtype = torch.promote_types(dtype, torch.float32)
+        same = tuple(options.get(option) for option in _SAME)
+        call = sum((k.name, k.reduction, k.options) == (name, reduction, same) for k, _, _ in record.entries)
+        key = _Key(name, call, reduction, same, str(dtype).removeprefix("torch."))
+        weight = options.get("batch_size")
+        if weight is None:
+            weight = record.samples
+        if weight is None:
+            needed = reduction == "mean" and options["on_epoch"]
+            weight = compat.size_of_batch(self._module.trainer, required=needed, batch=record.batch)
+        record.entries.append((key, shown, float(weight)))
+
+    def _stop(self) -> None:
+        undo, self._undo = self._undo, None
+        if undo is not None:
+            undo()
+
+    def discard(self) -> None:
+        """Forgets what was collected, after an error."""
+        self._records = []
+
+    # ---- publishing ------------------------------------------------------------------------------------------------
+
+    def publish(self, beside: Sequence[float] = ()) -> list[float]:
+        """Logs what was collected on any rank since the last call; a collective, in the same hook on all ranks.
+
+        Args:
+            beside: other numbers, to be summed over the ranks by the same message; as many on every rank.
+
+        Returns:
+            Their sums, in float64.
+
+        Raises:
+            MisconfigurationException: Lightning's, e.g. for one name logged with different arguments; on all ranks.
+            RuntimeError: not called within a hook of the module; or a metric was logged that other ranks do not have.
+        """
+        records, self._records = self._records, []
+        trainer = self._module.trainer
+        if compat.results_of(trainer) is None or getattr(trainer, "barebones", False):
+            return self._reduced(beside, dist.ReduceOp.SUM) if beside else []
+        fx = compat.running_hook(trainer)
+        if fx is None:
+            raise RuntimeError("StepLogs.publish() is for the hook that logs, e.g. within the strategy's training_step")
+        table = self._tables.setdefault(fx, {})
+        sums, totals = self._exchanged(table, _summed(records), list(beside))
+        for key, total in totals.items():
+            if total.times > 0:
+                self._log(fx, key, total)
+        return sums
+
+    def _log(self, fx: str, key: _Key, total: _Sums) -> None:
+        options: dict[str, Any] = dict(zip(_SAME, key.options, strict=True))
+        mean = total.weighted / total.weight if total.weight > 0 else total.plain / total.times
+        number = {"sum": total.plain, "max": total.extreme, "min": -total.extreme}.get(key.reduction, mean)
+        value = torch.tensor(number, dtype=getattr(torch, key.dtype), device=self._module.device)
+        if key.reduction == "metric":
+            shown = value if total.weight > 0 else None
+            metric = self._metric(key.name, options["metric_attribute"])
+            compat.log_again(self._module.trainer, fx, key.name, metric, batch_size=1, step_value=shown, **options)
+            return
+        weight = int(total.weight) if total.weight.is_integer() else total.weight
+        options["reduce_fx"] = key.reduction
+        compat.log_again(self._module.trainer, fx, key.name, value, batch_size=weight, **options)  # type: ignore[arg-type]
+
+    def _metric(self, name: str, attribute: str) -> Metric:
+        try:
+            metric = self._module.get_submodule(attribute)
+        except AttributeError:
+            metric = None
+        if not isinstance(metric, Metric):
+            raise RuntimeError(
+                f"self.log({name!r}, ...) logs the metric {attribute!r}, which this rank's module does not have: make"
+                " it an attribute of the LightningModule in the constructor or in setup()"
+            )
+        self._watch(metric)
+        return metric
+
+    # ---- between ranks ---------------------------------------------------------------------------------------------
+
+    def _exchanged(
+        self, table: dict[_Key, None], mine: dict[_Key, _Sums], beside: list[float]
+    ) -> tuple[list[float], dict[_Key, _Sums]]:
+        """Returns sums over all ranks: of the other numbers; and by key, in the order of the table.
+
+        The table is extended where a rank needs it, and the message repeated.
+        """
+        if self._alone:
+            return beside, mine
+        while True:
+            own = [mine.get(key) or _Sums() for key in table]
+            unknown = [key for key in mine if key not in table]
+            numbers = [x for s in own for x in (s.weighted, s.weight, s.plain, s.times)]
+            found, *packed = self._reduced([float(bool(unknown)), *beside, *numbers], dist.ReduceOp.SUM)
+            if not found:
+                break
+            for keys in self._channel.all_gather_object(unknown):
+                table.update((key, None) for key in keys)
+        sums, packed = packed[: len(beside)], packed[len(beside) :]
+        totals = {key: _Sums(*packed[4 * i : 4 * i + 4]) for i, key in enumerate(table)}
+        ends = [i for i, key in enumerate(table) if key.reduction in ("min", "max")]
+        if ends:
+            keys = list(table)
+            extremes = self._reduced([own[i].extreme for i in ends], dist.ReduceOp.MAX)
+            for i, extreme in zip(ends, extremes, strict=True):
+                totals[keys[i]].extreme = math.nan if math.isnan(totals[keys[i]].plain) else extreme
+        return sums, totals
+
+    def _reduced(self, numbers: Sequence[float], op: Any) -> list[float]:
+        if self._alone:
+            return list(numbers)
+        packed = torch.tensor(numbers, dtype=torch.float64)
+        work = dist.all_reduce(packed, op=op, group=self._channel.group, async_op=True)
+        assert work is not None
+        self._wait(work)
+        return packed.tolist()
+
+    # ---- metrics ---------------------------------------------------------------------------------------------------
+
+    def _watch(self, metric: Metric) -> None:
+        """Lets a metric's ``compute`` combine the states of the ranks that have updated it, wherever it is called."""
+        if not self._alone and id(metric) not in self._watched:
+            gather = self._channel.all_gather_object
+            undo = compat.combine_metric_with(metric, gather, inside=lambda: _CURRENT.get() is not None)
+            self._watched[id(metric)] = (metric, undo)
+
+    def close(self) -> None:
+        """Gives ``self.log`` and the metrics back."""
+        self._stop()
+        self._records = []
+        for _, undo in self._watched.values():
+            undo()
+        self._watched = {}
+
+
+def _summed(records: Sequence[_Record]) -> dict[_Key, _Sums]:
+    """Returns the sums by key, in the order of the first micro-batch that logged it."""
+    entries = [(record.samples, *entry) for record in records for entry in record.entries]
+    values = _numbers([value for _, _, value, _ in entries])
+    sums: dict[_Key, _Sums] = {}
+    for (samples, key, _, weight), value in zip(entries, values, strict=True):
+        total = sums.setdefault(key, _Sums())
+        if samples != 0:
+            total.add(value, weight, key.reduction)
+    return sums
+
+
+def _numbers(values: Sequence[Tensor | None]) -> list[float | None]:
+    """Returns the values, with one wait per device."""
+    numbers: list[float | None] = [None] * len(values)
+    for device in {value.device for value in values if value is not None}:
+        wide = torch.float32 if device.type == "mps" else torch.float64
+        where = [i for i, value in enumerate(values) if value is not None and value.device == device]
+        stacked = torch.stack([values[i].reshape(()).to(wide) for i in where])  # type: ignore[union-attr]
+        for i, number in zip(where, stacked.tolist(), strict=True):
+            numbers[i] = number
+    return numbers

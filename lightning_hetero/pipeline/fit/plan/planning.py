@@ -1,0 +1,281 @@
+"""From a module, its data and the devices to a plan, before training starts (layer L).
+
+    the cluster: given, or known from an emulation, or probed        all ranks
+    the costs:   given, or measured on the first rank's device       rank 0: the user's step on a few samples
+    the plan:    given, or the best one found (`solvers.placement`)  rank 0, told to all
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from lightning_hetero.cluster.spec import cluster_from_plain, equal_cluster, override_cluster
+from lightning_hetero.emulate.scenario import Scenario
+from lightning_hetero.glue.loaders import SharedSettings
+from lightning_hetero.measure.probe import probe_cluster
+from lightning_hetero.pipeline.decide.plans import (
+    best_plan,
+    check_plan,
+    emulated,
+    in_one_piece,
+    plan_from_plain,
+    replicas,
+    unit_costs,
+)
+from lightning_hetero.pipeline.decide.recorded_costs import model_from_plain, recorded
+from lightning_hetero.pipeline.fit.plan.rehearsal import Rehearsal, measure_model
+from lightning_hetero.pipeline.runtime.measure.around_backbone import NeverCalledError
+from lightning_hetero.pipeline.runtime.measure.memory import tensor_bytes
+from lightning_hetero.pipeline.runtime.own.ownership import tied
+from lightning_hetero.pipeline.runtime.step.backbone import Backbone
+from lightning_hetero.pipeline.runtime.step.coroutines import CarrierName
+from lightning_hetero.pipeline.runtime.step.layer_calls.chain import NotAChainError
+from lightning_hetero.pipeline.runtime.step.undivided import Undivided
+from lightning_hetero.record import read_events
+from lightning_hetero.solvers.chain.chain import DepthRule
+from lightning_hetero.solvers.placement import place
+from lightning_hetero.types import Cluster, ModelCost, PipelinePlan
+
+if TYPE_CHECKING:
+    from lightning_hetero.transport.side_channel import SideChannel
+
+__all__ = ["CannotDivideError", "PipelineSettings", "PlanResult", "PlanSettings", "evaluation_plan", "make_plan"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PlanSettings:
+    """The strategy's arguments that concern the plan; see `HeteroPipelineStrategy`."""
+
+    cluster: Cluster | Mapping[str, Any] | str | None = None
+    profile: ModelCost | Mapping[str, Any] | None = None
+    plan: PipelinePlan | Mapping[str, Any] | None = None
+    micro_batch_size: int | None = None
+    max_groups: int | None = None
+    depth: Literal["auto"] | DepthRule = "auto"
+    overlap: bool = True
+    checkpoint_layers: bool = False
+    cache_folder: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PipelineSettings:
+    """What a run follows: the strategy's own arguments, see `HeteroPipelineStrategy`, and where it runs.
+
+    Attributes:
+        device: of this rank's layers.
+        process_group_backend: of the groups that sum gradients.
+        main_address: of the host that rank 0 is on.
+    """
+
+    shared: SharedSettings
+    planning: PlanSettings
+    backbone: str | Sequence[str] | None
+    emulate_links: bool
+    seed: int
+    stream: Literal["shared"] | None
+    carrier: CarrierName
+    device: torch.device
+    process_group_backend: str | None
+    timeout: timedelta | None
+    main_address: str
+
+    def fingerprint(self) -> dict[str, str]:
+        """Returns what must be the same on all ranks, as words."""
+        return {
+            **{name: repr(getattr(self.planning, name)) for name in PlanSettings.__slots__},
+            "global_batch_size": str(self.shared.global_batch_size),
+            "loss_reduction": self.shared.loss_reduction,
+            "backbone": repr(self.backbone),
+            "seed": str(self.seed),
+        }
+
+
+class CannotDivideError(RuntimeError):
+    """The layers that were found cannot be divided, as the first try showed; says why."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PlanResult:
+    """What was decided before training, the same on all ranks.
+
+    Attributes:
+        plan: who computes what.
+        cluster: the devices it was made for.
+        model: the costs it was made from; None if a plan was given and nothing had to be measured.
+        calls: of the backbone in one training step.
+        seconds: how long it took to measure and to plan.
+    """
+
+    plan: PipelinePlan
+    cluster: Cluster
+    model: ModelCost | None
+    calls: int
+    seconds: float
+
+
+def make_plan(
+    step: Rehearsal,
+    settings: PlanSettings,
+    *,
+    channel: SideChannel,
+    global_batch: int,
+    scenario: Scenario | None,
+) -> PlanResult:
+    """Measures what is not given and plans. Collective.
+
+    Args:
+        step: the user's training step; only rank 0 runs it.
+        settings: what the user says.
+        channel: of all ranks.
+        global_batch: samples of all ranks per step.
+        scenario: emulation in force; its speeds are the devices', its times the model's.
+
+    Raises:
+        CannotDivideError: the step does with the layers what a pipeline cannot do; on all ranks.
+        ValueError: no plan is possible (with the reason), or the one given does not fit.
+        RuntimeError: the step fails on the example; ranks other than 0 name rank 0's reason.
+    """
+    started_s = time.monotonic()
+    cluster = _cluster(settings, channel, step.device, scenario)
+    answer: tuple[str, Any] = ("", None)
+    cannot = (NotAChainError, NeverCalledError) if step.found else NotAChainError
+    error: Exception | None = None
+    if channel.rank == 0:
+        try:
+            answer = ("", _decide(step, settings, cluster, global_batch, scenario))
+        except cannot as caught:
+            answer = ("", str(caught))
+        except Exception as caught:  # told to all ranks, or they would wait
+            error, answer = caught, (f"{type(caught).__name__}: {caught}", None)
+    told: list[Any] = [answer]
+    dist.broadcast_object_list(told, src=0, group=channel.group)
+    if error is not None:
+        raise error
+    reason, decided = told[0]
+    if reason:
+        raise RuntimeError(f"rank 0 could not plan the pipeline: {reason}")
+    if isinstance(decided, str):
+        raise CannotDivideError(decided)
+    plan, model, calls = decided
+    check_plan(plan, layers=len(step.backbone.layers), ranks=channel.world_size, global_batch=global_batch)
+    return PlanResult(plan=plan, cluster=cluster, model=model, calls=calls, seconds=time.monotonic() - started_s)
+
+
+def _cluster(
+    settings: PlanSettings, channel: SideChannel, device: torch.device, scenario: Scenario | None
+) -> Cluster:
+    given = settings.cluster
+    world = channel.world_size
+    if isinstance(given, str) and given != "probe":
+        given = _recorded_cluster(given)
+    if given is None and scenario is not None:
+        speeds = [scenario.speed(rank, 0) for rank in range(world)]
+        return override_cluster(equal_cluster(world), speeds=speeds)
+    if given is None and settings.plan is not None:
+        return equal_cluster(world)  # nothing is decided by it
+    known = None if given is None or isinstance(given, str) else cluster_from_plain(given)
+    return probe_cluster(
+        channel.group, device, given=known, cache_folder=settings.cache_folder, now_s=time.time()
+    )
+
+
+def _recorded_cluster(path: str) -> Cluster:
+    """Reads the cluster that an earlier run wrote into its trace."""
+    try:
+        found = recorded(read_events(path))
+    except FileNotFoundError as error:
+        raise ValueError(
+            f"cluster={path!r} must be 'probe', a description (see conf/cluster), a Cluster, None, or a trace"
+            f" written by HeteroTrace ({error})"
+        ) from error
+    if found is None:
+        raise ValueError(f"the trace {path!r} is of no pipeline: it holds no description of a cluster")
+    return found[0]
+
+
+def _decide(
+    step: Rehearsal, settings: PlanSettings, cluster: Cluster, global_batch: int, scenario: Scenario | None
+) -> tuple[PipelinePlan, ModelCost | None, int]:
+    module, backbone = step.module, step.backbone
+    model = settings.profile
+    if model is not None and not isinstance(model, ModelCost):
+        model = model_from_plain(model)
+    needs_times = scenario is not None and scenario.emulated
+    if model is not None and len(model.layers) != len(backbone.layers):
+        raise ValueError(f"profile has {len(model.layers)} layers, but the backbone has {len(backbone.layers)}")
+    if model is None and (settings.plan is None or needs_times):
+        model, calls = measure_model(
+            step,
+            micro_batch_size=settings.micro_batch_size,
+            checkpoint_layers=settings.checkpoint_layers,
+            cache_folder=settings.cache_folder,
+        )
+    else:
+        calls = _calls(module)
+    if needs_times and model is not None:
+        assert scenario is not None
+        model = emulated(model, scenario)
+    if settings.plan is not None:
+        return plan_from_plain(settings.plan), model, calls
+    assert model is not None
+    ties = tied(module, backbone.layers)
+    spans = [(0 if tie.outside else min(tie.layers), max(tie.layers)) for tie in ties if tie.layers]
+    plan = best_plan(
+        model,
+        cluster,
+        global_batch,
+        spans=spans,
+        micro_batch_size=settings.micro_batch_size,
+        max_groups=settings.max_groups,
+        overlap=settings.overlap,
+        depth=settings.depth,
+    )
+    if not plan.ok:
+        raise ValueError(f"no plan fits these devices: {plan.reason}{_undivided(backbone)}")
+    if isinstance(backbone, Undivided) and settings.micro_batch_size is None:
+        plan = in_one_piece(plan, model, cluster)
+    return plan, model, calls
+
+
+def _undivided(backbone: Backbone) -> str:
+    return f"; and {backbone.reason}" if isinstance(backbone, Undivided) else ""
+
+
+def evaluation_plan(
+    module: nn.Module, backbone: Backbone, settings: PlanSettings, channel: SideChannel, device: torch.device
+) -> PlanResult:
+    """Plans validation, test or prediction without a fit before it: as in a fit, if a plan was given. Collective.
+
+    Otherwise whole replicas where the model fits every device, which is fastest: no stage waits for another. Where it
+    does not fit, one pipeline by parameters.
+    """
+    started_s = time.monotonic()
+    cluster = _cluster(settings, channel, device, None)
+    layers, world = len(backbone.layers), channel.world_size
+    sizes = [float(tensor_bytes([*layer.parameters(), *layer.buffers()])) for layer in backbone.layers]
+    if settings.plan is not None:
+        plan = plan_from_plain(settings.plan)
+    elif tensor_bytes([*module.parameters(), *module.buffers()]) <= min(d.mem_bytes for d in cluster.devices):
+        plan = replicas(layers, [1] * world)
+    else:
+        plan = place(unit_costs(backbone.names, sizes), cluster, 1, max_groups=1)
+        if not plan.ok:
+            raise ValueError(f"no plan fits these devices: {plan.reason}{_undivided(backbone)}")
+    check_plan(plan, layers=layers, ranks=world)
+    return PlanResult(plan=plan, cluster=cluster, model=None, calls=1, seconds=time.monotonic() - started_s)
+
+
+def _calls(module: nn.Module) -> int:
+    """Calls of the backbone per step where nothing is measured: the module's ``backbone_calls``, or 1."""
+    calls = getattr(module, "backbone_calls", 1)
+    if type(calls) is not int or calls < 1:
+        raise ValueError(f"backbone_calls={calls!r} of {type(module).__name__} must be a whole number >= 1")
+    return calls

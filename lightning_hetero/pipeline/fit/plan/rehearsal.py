@@ -1,0 +1,220 @@
+"""What a module costs, measured on the first rank before training starts: its own step, on a few samples (layer L)."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import partial
+from itertools import islice
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import torch
+from lightning.fabric.utilities.rank_zero import rank_zero_warn
+from lightning.pytorch import Trainer
+from lightning.pytorch.loggers import Logger
+from lightning.pytorch.strategies import Strategy
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+from torch.utils.data import DataLoader, IterableDataset
+
+from lightning_hetero import lightning_compat as compat
+from lightning_hetero.pipeline.runtime.measure.around_backbone import measure_outside
+from lightning_hetero.pipeline.runtime.measure.layers import Example, profile_on_device
+from lightning_hetero.pipeline.runtime.measure.memory import OptimizerSpec, optimizer_bytes
+from lightning_hetero.pipeline.runtime.measure.residence import move_but
+from lightning_hetero.pipeline.runtime.measure.snapshot import Snapshot
+from lightning_hetero.pipeline.runtime.measure.whole_step import measure_whole
+from lightning_hetero.pipeline.runtime.step.backbone import Backbone
+from lightning_hetero.pipeline.runtime.step.coroutines import CarrierName
+from lightning_hetero.pipeline.runtime.step.layer_calls.route import RoutedCall
+from lightning_hetero.pipeline.runtime.step.torch_state import nothing_drawn
+from lightning_hetero.pipeline.runtime.step.undivided import Undivided
+from lightning_hetero.types import ModelCost
+
+if TYPE_CHECKING:
+    from lightning.pytorch import LightningModule
+
+__all__ = ["Rehearsal", "measure_model"]
+
+_MOST_SAMPLES = 64  # that a profile is made with
+_FEWEST = 2  # with one size alone a fixed time cannot be told from a time per sample
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Rehearsal:
+    """What a training step needs when there is no training yet.
+
+    Attributes:
+        module: whole, on this rank.
+        backbone: its layers.
+        found: whether they were found, not named.
+        device: this rank's.
+        loader: the user's train loader, for a few samples.
+        optimizers: for the size of their state.
+        to_device: moves a batch, with all hooks of the user.
+        context: of a training step, e.g. autocast.
+        carrier: see `make_carrier`.
+    """
+
+    module: LightningModule
+    backbone: Backbone
+    found: bool
+    device: torch.device
+    loader: object
+    optimizers: Sequence[torch.optim.Optimizer]
+    to_device: Callable[[Any], Any]
+    context: Callable[[], AbstractContextManager[Any]]
+    carrier: CarrierName
+
+
+def measure_model(
+    step: Rehearsal, *, micro_batch_size: int | None, checkpoint_layers: bool, cache_folder: str | None
+) -> tuple[ModelCost, int]:
+    """Returns the costs of a module, and how often a step calls the backbone. Nothing of the module changes.
+
+    The layers stay where they are; one at a time is copied to the device. Where that does not fit with so many samples,
+    fewer are tried.
+
+    Args:
+        step: the user's.
+        micro_batch_size: largest number of samples to measure with; None: the loader's batch, at most 64.
+        checkpoint_layers: whether layers are computed again in the backward pass.
+        cache_folder: see `profile_on_device`.
+
+    Raises:
+        TypeError, ValueError: the loader yields no example.
+        RuntimeError: the step fails, or never calls the backbone.
+        torch.OutOfMemoryError: not even a single layer beside what is outside of the layers fits the device.
+    """
+    with _nobody_notices(step):
+        samples = _drawn(step.loader, micro_batch_size)
+        while True:
+            try:
+                return _measured(step, samples, checkpoint_layers=checkpoint_layers, cache_folder=cache_folder)
+            except torch.OutOfMemoryError as error:
+                if micro_batch_size is not None or len(samples) < 2 * _FEWEST:
+                    _refuse_size(step, len(samples), error)
+            gc.collect()  # the failed step's frames hold what they computed
+            samples = samples[: len(samples) // 2]
+
+
+def _measured(
+    step: Rehearsal, samples: list[Any], *, checkpoint_layers: bool, cache_folder: str | None
+) -> tuple[ModelCost, int]:
+    """Measures with at most these samples."""
+    module, layers, device = step.module, step.backbone.layers, step.device
+    if any(not t.is_meta and t.device != device for t in (*module.parameters(), *module.buffers())):
+        left = () if isinstance(step.backbone, Undivided) else layers
+        move_but(module, [t for layer in left for t in (*layer.parameters(), *layer.buffers())], device)
+    optimizer = _known(list(module.parameters()), step.optimizers)
+    assert isinstance(step.loader, DataLoader)
+    sizes = sorted({max(1, len(samples) // 4), len(samples)})
+    with step.context():
+        bodies = [
+            (n, partial(compat.call_training_step, module, step.to_device(step.loader.collate_fn(samples[:n])), 0))
+            for n in sizes
+        ]
+        if isinstance(step.backbone, Undivided):
+            name = step.backbone.names[0]
+            return measure_whole(bodies, module=module, name=name, optimizer=optimizer, device=device), 1
+        inside = {id(t) for layer in layers for t in (*layer.parameters(), *layer.buffers())}
+        outside = measure_outside(
+            bodies,
+            cut=step.backbone.cut(),
+            layers=layers,
+            parameters=[p for p in module.parameters() if id(p) not in inside],
+            buffers=[b for b in module.buffers() if id(b) not in inside],
+            optimizer=optimizer,
+            device=device,
+            carrier=step.carrier,
+        )
+        again = _computed_again if checkpoint_layers else None
+        model = profile_on_device(
+            layers,
+            {
+                n: Example(value, RoutedCall(route, layers, again), f"{route.text}{checkpoint_layers}")
+                for n, (route, value) in outside.first.items()
+            },
+            names=step.backbone.names,
+            optimizer=optimizer,
+            before=outside.before,
+            head=outside.head,
+            cache_folder=cache_folder,
+        )
+    return model, outside.calls
+
+
+def _refuse_size(step: Rehearsal, samples: int, error: Exception) -> NoReturn:
+    """Says what does not fit and what helps."""
+    if isinstance(step.backbone, Undivided):
+        raise torch.OutOfMemoryError(
+            f"the whole model with {samples} samples does not fit {step.device}, where it would be measured ({error});"
+            f" and {step.backbone.reason}"
+        ) from error
+    raise torch.OutOfMemoryError(
+        f"what is outside of the layers, with one layer at a time and {samples} samples, does not fit {step.device}:"
+        " name more of the model in backbone=, take a smaller micro_batch_size=, or pass profile= with costs measured"
+        f" elsewhere, e.g. estimated with lightning_hetero.pipeline.runtime.measure.layers.estimate_on_meta ({error})"
+    ) from error
+
+
+def _computed_again(layer: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
+    """As stages call layers with ``checkpoint_layers=True``: kept is the input only, backward begins with a forward."""
+    return checkpoint(layer, *args, use_reentrant=False, **kwargs)
+
+
+def _drawn(loader: object, micro_batch_size: int | None) -> list[Any]:
+    """Returns a few samples, as the loader would read them."""
+    if not isinstance(loader, DataLoader):
+        raise TypeError(
+            f"the train loader is a {type(loader).__name__}; to measure the model a torch DataLoader is needed: give"
+            " one, or pass profile= or plan="
+        )
+    most = micro_batch_size or min(loader.batch_size or _MOST_SAMPLES, _MOST_SAMPLES)
+    if isinstance(loader.dataset, IterableDataset):
+        samples = list(islice(iter(loader.dataset), most))
+    else:
+        samples = [loader.dataset[i] for i in range(min(most, len(loader.dataset)))]  # type: ignore[arg-type]
+    if not samples:
+        raise ValueError("the train dataset is empty: there is nothing to measure the model with, or to train on")
+    return samples * 2 if len(samples) == 1 else samples
+
+
+def _known(parameters: Sequence[nn.Parameter], optimizers: Sequence[torch.optim.Optimizer]) -> OptimizerSpec:
+    """Returns the optimizer if it is known how much state it keeps, else a guess: twice the parameters, as Adam."""
+    if not optimizers:
+        return None
+    optimizer = getattr(optimizers[0], "_optimizer", optimizers[0])
+    try:
+        optimizer_bytes([p for p in parameters if p.requires_grad], optimizer)
+    except ValueError:
+        rank_zero_warn(
+            f"how much state {type(optimizer).__name__} keeps is not known: the plan counts twice the parameters'"
+            " size, as for Adam. Give memory with room to spare if it keeps more"
+        )
+        return lambda trained: 2.0 * sum(p.numel() * p.element_size() for p in trained)
+    return optimizer
+
+
+@contextmanager
+def _nobody_notices(step: Rehearsal) -> Iterator[None]:
+    """Inside, steps log nothing; what they leave behind is put back, and what is drawn nobody has drawn afterwards."""
+    module, trainer = step.module, step.module.trainer
+    data = [step.loader, getattr(trainer, "datamodule", None)]
+    with ExitStack() as stack:
+        snapshot = Snapshot(
+            [module, *compat.trainer_callbacks(trainer)], data=data, leave=(Trainer, Strategy, Logger)
+        )
+        stack.callback(_give_back, step.device)
+        stack.callback(snapshot.put_back)
+        stack.enter_context(nothing_drawn(step.device))
+        stack.enter_context(compat.unlogged(module))
+        yield
+
+
+def _give_back(device: torch.device) -> None:
+    """Lets other processes on the same device have the memory that measuring took."""
+    if device.type == "cuda":
+        torch.cuda.empty_cache()

@@ -1,0 +1,75 @@
+"""What a pipeline cannot do with a module or an optimizer, said before training starts (layer L)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from lightning.fabric.utilities.rank_zero import rank_zero_warn
+from lightning.pytorch.utilities.model_helpers import is_overridden
+
+from lightning_hetero.glue.refusals import Refusals
+from lightning_hetero.pipeline.runtime.step.undivided import Undivided
+
+if TYPE_CHECKING:
+    from lightning.pytorch import LightningModule
+
+__all__ = ["REFUSALS", "refuse_module", "refuse_no_optimizer", "warn_undivided"]
+
+
+REFUSALS = Refusals(
+    comm_hooks="communication hooks change DDP's all-reduce, and there is none here: gradients of a layer go to the"
+    " ranks that hold the same layer. Drop ddp_comm_hook, ddp_comm_wrapper and ddp_comm_state",
+    lbfgs="LBFGS needs inner products over all parameters, and each rank of a pipeline holds some of them only;"
+    " use another optimizer, or one device",
+    sync_batch_norm="sync_batchnorm=True makes all ranks meet inside of each BatchNorm, but in a pipeline they are"
+    " never in the same layer at the same time. Set it to False: statistics are then of one micro-batch, so choose"
+    " micro_batch_size= large enough; or use strategy='hetero_balanced'",
+    averaged_batch_norm="StochasticWeightAveraging with BatchNorm replaces the running statistics of all layers and"
+    " renews them in one more epoch, but in a pipeline each rank has those of its own layers, and they would be of"
+    " micro-batches. Use WeightAveraging, which averages the statistics, too, or GroupNorm, or"
+    " strategy='hetero_balanced'",
+)
+
+
+def refuse_module(module: LightningModule) -> None:
+    """Checks who runs the backward pass.
+
+    Raises:
+        TypeError: manual optimization, or a backward pass of the user's own.
+    """
+    name = type(module).__name__
+    if not module.automatic_optimization:
+        raise TypeError(
+            f"{name} optimizes manually: it decides inside of training_step when gradients are there and a step is"
+            " due, but in a pipeline several micro-batches are inside of it at a time. Use automatic optimization, or"
+            " strategy='hetero_balanced', which supports manual optimization"
+        )
+    if is_overridden("backward", module):
+        raise TypeError(
+            f"{name} overrides backward(); in a pipeline each stage runs a backward pass of its own and there is no"
+            " single one to replace. Remove it (scaling the loss in training_step does the same), or use"
+            " strategy='hetero_balanced'"
+        )
+
+
+def warn_undivided(backbone: Undivided) -> None:
+    """Says what the user gets where no layers are known, and what to name."""
+    rank_zero_warn(
+        "hetero_pipeline divides the batch only, by speed: each device trains the whole model, as in data parallelism,"
+        f" because {backbone.reason}"
+    )
+
+
+def refuse_no_optimizer(optimizers: Sequence[torch.optim.Optimizer]) -> None:
+    """Checks that there is something to step.
+
+    Raises:
+        TypeError: there is not.
+    """
+    if not any(group.get("params") for optimizer in optimizers for group in optimizer.param_groups):
+        raise TypeError(
+            "configure_optimizers returned none; a pipeline trains in automatic optimization, which needs one. To run a"
+            " model without training it, use trainer.validate, test or predict"
+        )

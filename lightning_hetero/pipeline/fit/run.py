@@ -1,0 +1,175 @@
+"""State of one run of the pipeline engine: everything that exists only between set-up and teardown (layer L)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from lightning_hetero import lightning_compat as compat
+from lightning_hetero.cluster.spec import cluster_to_plain
+from lightning_hetero.emulate.scenario import Scenario
+from lightning_hetero.glue.run import EngineRun
+from lightning_hetero.pipeline.decide.plans import plan_to_plain
+from lightning_hetero.pipeline.decide.recorded_costs import model_to_plain
+from lightning_hetero.pipeline.fit.loaders import PipelineBinder
+from lightning_hetero.pipeline.fit.place import Place
+from lightning_hetero.pipeline.fit.plan.planning import PipelineSettings, PlanResult
+from lightning_hetero.pipeline.fit.training import TrainBatches
+from lightning_hetero.pipeline.runtime.execute.failures import FailureBoard
+from lightning_hetero.pipeline.runtime.step.backbone import Backbone
+from lightning_hetero.types import PipelinePlan, StepReport
+
+if TYPE_CHECKING:
+    from lightning.pytorch import Trainer
+
+__all__ = ["PipelineRun"]
+
+
+class PipelineRun(EngineRun[PipelineBinder]):
+    """One fit, validation, test or prediction on one rank. The default process group exists.
+
+    Args:
+        trainer: the running trainer.
+        settings: the same on all ranks, but for the device.
+
+    Attributes:
+        place: in the plan, once there is one.
+        batches: of training, from then on.
+        scenario: set where a `ThrottleCallback` emulates: stages sleep for their part.
+    """
+
+    def __init__(self, trainer: Trainer, settings: PipelineSettings) -> None:
+        super().__init__(trainer, timeout=settings.timeout, settings=settings.fingerprint())
+        self.settings = settings
+        self.failures = FailureBoard(self._store(), self.channel.rank)
+        self.binder = PipelineBinder(trainer, self.channel, shared=settings.shared, stream=settings.stream)
+        self.scenario: Scenario | None = None
+        self.place: Place | None = None
+        self.batches: TrainBatches | None = None
+        if self.fitting and self.channel.world_size > 1:
+            self.undo.callback(compat.replace_sigterm_broadcast(trainer, self._any_told))
+
+    def _any_told(self, told: bool) -> bool:
+        """Whether rank 0 has received SIGTERM; a rank that has failed is noticed while this waits for it."""
+        flag = torch.tensor([told], dtype=torch.uint8)
+        work = dist.broadcast(flag, src=0, group=self.channel.group, async_op=True)
+        assert work is not None
+        self.failures.wait(work)
+        return bool(flag.item())
+
+    def _store(self) -> dist.Store:
+        """A store of our own, hosted by rank 0, where a failing rank leaves the cause."""
+        if self.channel.world_size == 1:
+            return dist.HashStore()
+        host, first = self.settings.main_address, self.channel.rank == 0
+        options: dict[str, Any] = {"wait_for_workers": False}
+        if self.settings.timeout is not None:
+            options["timeout"] = self.settings.timeout
+        store = dist.TCPStore(host, 0, is_master=True, **options) if first else None
+        port = self.channel.all_gather_object(store.port if store is not None else None)[0]
+        return store or dist.TCPStore(host, port, is_master=False, **options)
+
+    # ---- set-up -----------------------------------------------------------------------------------------------
+
+    def install(
+        self, planned: PlanResult, backbone: Backbone, optimizers: Sequence[torch.optim.Optimizer]
+    ) -> Place:
+        """Takes this rank's place in the plan: others' layers leave its memory, links and groups are made.
+
+        Args:
+            planned: the same on all ranks.
+            backbone: the layers; the module is whole.
+            optimizers: of this fit; unused, if this is none.
+        """
+        self.binder.settle(planned.plan)
+        self.place = place = Place(
+            self.trainer,
+            planned,
+            backbone,
+            optimizers if self.fitting else (),
+            settings=self.settings,
+            channel=self.channel,
+            failures=self.failures,
+            scenario=self.scenario if self.fitting else None,
+        )
+        self._hide_example(planned.plan)
+        if self.channel.rank == 0 and self.fitting:
+            self.events.note("plan", 0, 0, _plan_data(planned))
+        self.batches = TrainBatches(self.trainer, place, self.binder, self.events)
+        return place
+
+    def _hide_example(self, plan: PipelinePlan) -> None:
+        """A forward pass of the whole module, as summaries and graphs make with this, has no layers to run on."""
+        example = getattr(self.module, "example_input_array", None)
+        if example is not None and any(len(group.ranks) > 1 for group in plan.groups):
+            self.module.example_input_array = None
+            self.undo.callback(setattr, self.module, "example_input_array", example)
+
+    # ---- checkpoints ------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns what a resumed run needs, as plain types; the plan as a hint."""
+        plan = plan_to_plain(self.place.planned.plan) if self.place is not None else {}
+        return {**self.binder.state_dict(), "plan": plan}
+
+    def resume(self, state: Mapping[str, Any]) -> None:
+        self.binder.resume(state)
+
+    # ---- what others may ask ----------------------------------------------------------------------------------
+
+    def current_samples(self) -> int | None:
+        """Samples of the batch this rank is training on; 0 means a dummy: a member's, or a rank at rest."""
+        return None if self.batches is None or self.batches.part is None else self.batches.part.samples
+
+    def step_report(self) -> StepReport | None:
+        """Per rank samples, own work and the rest of the last step; ``None`` before the first one."""
+        return None if self.batches is None else self.batches.report
+
+    def summary(self) -> str | None:
+        """One line on what the last step took, against the plan; ``None`` before the first one."""
+        report = self.step_report()
+        if report is None or self.place is None:
+            return None
+        plan = self.place.planned.plan
+        step_s = max(record.compute_s + record.wait_s for record in report.records)
+        busiest = max(report.records, key=lambda record: record.compute_s)
+        modelled = f" (modelled: {plan.total_s * 1e3:.1f} ms)" if plan.total_s > 0 else ""
+        share = 100.0 * busiest.compute_s / max(step_s, 1e-9)
+        return (
+            f"hetero_pipeline: {len(plan.groups)} groups, {step_s * 1e3:.1f} ms per batch{modelled}; the"
+            f" busiest rank, {busiest.rank}, works {share:.0f} % of it"
+        )
+
+    # ---- end --------------------------------------------------------------------------------------------------
+
+    @property
+    def failed(self) -> bool:
+        """Whether this rank has told the others that it stops."""
+        return self.failures.reported
+
+    def fail(self, error: BaseException) -> None:
+        """Tells all ranks why this one stops."""
+        self.failures.report(error)
+
+    def close(self) -> None:
+        """Ends the run: the module is whole again on every rank, on the CPU; if it failed, only what needs no peer."""
+        try:
+            self.undo.close()
+            if self.place is not None:
+                self.place.close()
+        finally:
+            if self.failed:
+                self.failures.leave(self.channel.world_size, hosts=self.channel.rank == 0)
+            super().close()
+
+
+def _plan_data(planned: PlanResult) -> dict[str, Any]:
+    return {
+        "plan": plan_to_plain(planned.plan),
+        "cluster": cluster_to_plain(planned.cluster),
+        "profile": None if planned.model is None else model_to_plain(planned.model),
+        "seconds": planned.seconds,
+    }

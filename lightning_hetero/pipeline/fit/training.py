@@ -1,0 +1,240 @@
+"""One training batch through the pipelines, between Lightning's hooks (layer L).
+
+    the leader of a group                                   its members             ranks at rest
+    ──────────────────────────────────────────────────────────────────────────────────────────────
+    fetch its part of the global batch [loaders]            a dummy                 a dummy
+    cut it into micro-batches [data.micro_batches]
+    training_step, suspended and resumed [runtime]   <--->  stages [runtime]
+    gradients of the same layers in other groups [gradients], while the last backward passes run
+    what was logged: once, the mean over everything [logs]  the same                the same
+    zero_grad, backward (puts the gradients in place), clip, step: Lightning's, on what a rank holds
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from torch import Tensor, nn
+
+from lightning_hetero import lightning_compat as compat
+from lightning_hetero.data import Part
+from lightning_hetero.data.micro_batches import join_outputs, split_batch
+from lightning_hetero.glue.run import EventLog
+from lightning_hetero.lightning_compat.patches import patched
+from lightning_hetero.pipeline.fit.loaders import PipelineBinder
+from lightning_hetero.pipeline.fit.place import Place
+from lightning_hetero.pipeline.runtime.execute.stage_runner import MicroBatch
+from lightning_hetero.pipeline.runtime.step.tensor_trees import loss_of
+from lightning_hetero.types import SpeedSample, StepReport
+
+if TYPE_CHECKING:
+    from lightning.pytorch import Trainer
+
+__all__ = ["TrainBatches"]
+
+
+class TrainBatches:
+    """Runs the training batches of one run on one rank.
+
+    Args:
+        trainer: the running trainer.
+        place: of this rank in the plan.
+        binder: knows which part of the global batch the loader has handed out.
+        events: of this rank.
+
+    Attributes:
+        part: this rank's part of the batch that runs, or ran last.
+        report: on the last batch, the same on all ranks.
+    """
+
+    def __init__(
+        self,
+        trainer: Trainer,
+        place: Place,
+        binder: PipelineBinder,
+        events: EventLog,
+    ) -> None:
+        self._trainer, self._module, self._precision = trainer, trainer.lightning_module, trainer.precision_plugin
+        self._place, self._binder, self._events = place, binder, events
+        self._keeps_gradients = is_overridden("optimizer_zero_grad", self._module)
+        self.part: Part | None = None
+        self.report: StepReport | None = None
+        self._pending: dict[nn.Parameter, Tensor] = {}
+        self._skips = False  # whether some rank's gradients overflowed, for a gradient scaler
+
+    def open(self) -> None:
+        """The next train batch is on the device: which part of the global batch is it."""
+        self.part = self._binder.open(compat.upcoming_batch(self._trainer))
+
+    def train(self, batch: Any, args: Sequence[Any], kwargs: Mapping[str, Any], *, accumulates: bool) -> Any:
+        """Runs one training batch through all pipelines; returns what ``training_step`` returned, joined.
+
+        Args:
+            batch: this rank's part, or a dummy.
+            args, kwargs: further arguments of ``training_step``.
+            accumulates: gradients stay on the ranks; a later batch synchronises them.
+        """
+        place, part = self._place, self.part
+        assert part is not None
+        started_s = time.perf_counter()
+        step = compat.batches_of_all_epochs(self._trainer)
+        sizes, first = self._binder.micro_batches(part, place.group_index)
+        batches = split_batch(batch, sizes, samples=part.samples, owner=self._module) if place.leads and sizes else []
+        weights = self._weights(batches, sizes, part)
+        place.busy.begin(step)
+        old = self._take_gradients()
+        arm = None if accumulates else place.sync.arm
+        outputs: list[Any] = []
+        if place.runner is not None and sizes:
+            if place.leads:
+                micro_batches = [
+                    MicroBatch(
+                        body=self._body(batch, size, args, kwargs), samples=size, weight=weight, number=first + i
+                    )
+                    for i, (batch, size, weight) in enumerate(zip(batches, sizes, weights, strict=True))
+                ]
+                outputs = place.runner.train(step, micro_batches, scale=self._scale, before_last_backward=arm)
+            else:
+                numbers = range(first, first + len(sizes))
+                place.runner.serve(step, sizes, numbers, before_last_backward=arm)
+        place.busy.end()
+        if not accumulates:
+            place.sync.finish()
+            if self._scale is not None:
+                self._skips = place.sync.agree_nonfinite()
+        self._put_aside(old)
+        busy_s = place.busy.busy_s
+        loss = self._exchanged(outputs, weights, part, sum(sizes), busy_s, time.perf_counter() - started_s - busy_s)
+        if not outputs:
+            return {"loss": loss}
+        joined = join_outputs(outputs, sizes)
+        return {**joined, "loss": loss} if isinstance(joined, dict) else loss
+
+    def _body(
+        self, batch: Any, samples: int, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> Callable[[], Any]:
+        def body() -> Any:
+            with self._place.logs.collecting(samples):
+                return self._module.training_step(batch, *args, **kwargs)
+
+        return body
+
+    def _weights(self, batches: Sequence[Any], sizes: Sequence[int], part: Part) -> list[float]:
+        """Returns each micro-batch's weight in the gradient; with token weights collective."""
+        each = 1.0 / self._trainer.accumulate_grad_batches
+        if self._place.settings.shared.loss_reduction == "sum":
+            return [each / self._place.channel.world_size] * len(sizes)
+        weigh = self._place.settings.shared.weight_in(self._module)
+        if weigh is None:
+            return [each * size / sum(part.shares) for size in sizes]
+        own = [float(weigh(batch)) for batch in batches]
+        total = self._place.channel.sum_async(sum(own))()
+        return [each * weight / total if total > 0 else 0.0 for weight in own] or [0.0] * len(sizes)
+
+    @property
+    def _scale(self) -> Callable[[Tensor], Tensor] | None:
+        scaler = getattr(self._precision, "scaler", None)
+        return None if scaler is None else scaler.scale
+
+    def _exchanged(
+        self,
+        outputs: Sequence[Any],
+        weights: Sequence[float],
+        part: Part,
+        samples: int,
+        busy_s: float,
+        wait_s: float,
+    ) -> Tensor:
+        """Returns the loss of the global batch, the same on all ranks, and tells all what everybody's step took.
+
+        What the step has logged travels in the same message, and is logged here.
+        """
+        rank, world = self._place.channel.rank, self._place.channel.world_size
+        pairs = zip(outputs, weights, strict=True) if outputs else ()
+        own = sum(float(loss_of(output)) * weight for output, weight in pairs)
+        row = [0.0] * (3 * world)
+        row[rank::world] = [samples, busy_s, wait_s]
+        loss, *columns = self._place.logs.publish([own * self._trainer.accumulate_grad_batches, *row])
+        rows = zip(columns[:world], columns[world : 2 * world], columns[2 * world :], strict=True)
+        records = tuple(
+            SpeedSample(rank=r, step=part.step, samples=round(n), compute_s=compute_s, wait_s=wait_s)
+            for r, (n, compute_s, wait_s) in enumerate(rows)
+        )
+        self.report = StepReport(epoch=part.epoch, step=part.step, records=records, predicted_s=self._place.predicted_s)
+        data = {"samples": part.samples, "compute_s": busy_s, "wait_s": wait_s}
+        self._events.note("step", part.epoch, part.step, data)
+        return torch.tensor(loss, device=self._place.settings.device, dtype=torch.float32)
+
+    # ---- gradients: computed within Lightning's training_step hook, wanted in its backward hook -----------------
+
+    def _take_gradients(self) -> dict[nn.Parameter, Tensor]:
+        """Clears the gradients that the loop is going to zero anyway, before new ones need their memory.
+
+        It zeroes them between the hooks, on the first batch of a window. If a user's own ``optimizer_zero_grad``
+        might do something else, they are kept aside meanwhile.
+        """
+        kept: dict[nn.Parameter, Tensor] = {}
+        if compat.zeroes_now(self._trainer):
+            for p in self._place.own:
+                if p.grad is not None and self._keeps_gradients:
+                    kept[p] = p.grad
+                p.grad = None
+        return kept
+
+    def _put_aside(self, old: dict[nn.Parameter, Tensor]) -> None:
+        self._pending = {p: p.grad for p in self._place.own if p.grad is not None}
+        for p in self._place.own:
+            p.grad = old.get(p)
+
+    def place_gradients(self) -> None:
+        """Puts the last batch's gradients where the optimizer looks for them."""
+        pending, self._pending = self._pending, {}
+        for p, grad in pending.items():
+            p.grad = grad if p.grad is None else p.grad.add_(grad)
+
+    @contextmanager
+    def clipping(self) -> Iterator[None]:
+        """Inside, clipping by norm means the norm of the whole model's gradients."""
+
+        def clip(optimizer: Any, clip_val: float) -> None:
+            own = set(map(id, self._place.own))
+            parameters = [p for p in self._precision.main_params(optimizer) if id(p) in own]
+            self._place.sync.clip_by_norm(parameters, clip_val)
+
+        with patched(self._precision, "clip_grad_by_norm", clip):
+            yield
+
+    @contextmanager
+    def scaling(self, optimizer: torch.optim.Optimizer, closure: Callable[[], Any]) -> Iterator[Callable[[], Any]]:
+        """Inside, a gradient scaler finds a gradient on every rank, or it would fail where there is none.
+
+        A rank that holds no parameters of the optimizer gets a stand-in, whose gradient is NaN where the ranks have
+        agreed to skip the step.
+
+        Yields:
+            The closure to step with.
+        """
+        if self._scale is None:
+            yield closure
+            return
+        params = optimizer.param_groups[0]["params"]
+        stand_in = nn.Parameter(torch.zeros(1, device=self._place.settings.device))
+
+        def close() -> Any:
+            result = closure()
+            if all(p.grad is None for group in optimizer.param_groups for p in group["params"]):
+                stand_in.grad = torch.full_like(stand_in, math.nan if self._skips else 0.0)
+                params.append(stand_in)
+            return result
+
+        try:
+            yield close
+        finally:
+            params[:] = [p for p in params if p is not stand_in]
+            optimizer.state.pop(stand_in, None)

@@ -1,0 +1,1 @@
+"""Walks a schedule: stages, messages between neighbours, failures known to all ranks (layer T)."""

@@ -1,0 +1,142 @@
+"""Lets a stage of a pipeline take the time of an emulated device (layer T).
+
+    forward of a stage of rank r:   sleep until  work_s(r, step, samples) x (the forward part of its layers)  has passed
+
+The scenario says what a rank needs for the whole model; the profile says which part of that each layer is. With
+scenarios that stretch real work, the work done is stretched. A sleep takes no processor time, so that many emulated
+devices run truthfully on few cores.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from lightning_hetero.emulate.scenario import Scenario
+from lightning_hetero.pipeline.decide.schedule import Kind
+from lightning_hetero.types import GroupPlan, LayerCost, ModelCost
+
+__all__ = ["BusyTime", "ScenarioPace", "parts_of"]
+
+
+def parts_of(model: ModelCost, group: GroupPlan, rank: int, samples: int) -> dict[tuple[Kind, int], float]:
+    """Returns which part of the whole model's time each computation of a rank is, by kind and stage.
+
+    Args:
+        model: costs by layer.
+        group: the rank's.
+        rank: global rank.
+        samples: at which the costs are compared.
+    """
+
+    def forward_s(cost: LayerCost) -> float:
+        return cost.forward.seconds(samples)
+
+    def backward_s(cost: LayerCost) -> float:
+        return cost.backward.seconds(samples)
+
+    everything = (model.before, *model.layers, model.head)
+    whole_s = sum(forward_s(cost) + backward_s(cost) for cost in everything) or 1.0
+    stage = group.ranks.index(rank)
+    own = model.layers[group.cuts[stage] : group.cuts[stage + 1]]
+    first = (model.before,) if stage == 0 else ()
+    parts = {
+        (Kind.FORWARD, stage): sum(map(forward_s, (*first, *own))) / whole_s,
+        (Kind.BACKWARD, stage): sum(map(backward_s, (*first, *own))) / whole_s,
+    }
+    if stage == 0:
+        parts[Kind.HEAD, len(group.ranks)] = (forward_s(model.head) + backward_s(model.head)) / whole_s
+    return parts
+
+
+class BusyTime:
+    """Adds up what a rank's computations took, emulated time included; the stage runner's `Pace`.
+
+    Args:
+        pace: of an emulated device; None: the real one's.
+        clock: seconds; injectable for tests.
+    """
+
+    def __init__(self, pace: ScenarioPace | None = None, *, clock: Callable[[], float] = time.perf_counter) -> None:
+        self.pace = pace
+        self.busy_s = 0.0
+        self._clock = clock
+
+    def begin(self, step: int) -> None:
+        """Starts a training step, at 0."""
+        self.busy_s = 0.0
+        if self.pace is not None:
+            self.pace.begin(step)
+
+    def end(self) -> None:
+        """Ends the training step."""
+        if self.pace is not None:
+            self.pace.end()
+
+    def computed(self, kind: Kind, stage: int, samples: int, elapsed_s: float) -> None:
+        """Takes note of a computation."""
+        self.busy_s += elapsed_s
+        if self.pace is not None:
+            before_s = self._clock()
+            self.pace.computed(kind, stage, samples, elapsed_s)
+            self.busy_s += self._clock() - before_s
+
+
+class ScenarioPace:
+    """One rank's pace in a `Scenario`; told of each computation, it sleeps for what is missing.
+
+    The time of a computation includes the real work: an emulated device cannot be faster than that. A sleep that took
+    too long is made up for by the next ones.
+
+    Args:
+        scenario: what to emulate.
+        rank: global rank.
+        parts: see `parts_of`; not needed where real work is stretched.
+        stages: of the pipeline, for several calls of the backbone: stage s of call k is number k * stages + s.
+        clock, sleep: seconds; injectable for tests.
+    """
+
+    def __init__(
+        self,
+        scenario: Scenario,
+        rank: int,
+        *,
+        parts: dict[tuple[Kind, int], float],
+        stages: int,
+        calls: int = 1,
+        clock: Callable[[], float] = time.perf_counter,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
+        self._scenario, self._rank = scenario, rank
+        self._parts, self._stages, self._calls = parts, stages, calls
+        self._clock, self._sleep = clock, sleep
+        self._step: int | None = None
+        self._overslept_s = 0.0
+
+    def begin(self, step: int) -> None:
+        """From here on, until `end`, computations belong to this training step."""
+        self._step = step
+
+    def end(self) -> None:
+        """What follows, e.g. validation, runs at full speed."""
+        self._step = None
+
+    def computed(self, kind: Kind, stage: int, samples: int, elapsed_s: float) -> None:
+        """Sleeps for what the emulated device still needs for a computation that took ``elapsed_s`` here."""
+        if self._step is None:
+            return
+        if self._scenario.emulated:
+            own = self._stages if kind is Kind.HEAD else stage % self._stages
+            part = self._parts.get((kind, own), 0.0)
+            calls = 1 if kind is Kind.HEAD else self._calls
+            wanted_s = self._scenario.work_s(self._rank, self._step, samples) * part / calls - elapsed_s
+        else:
+            wanted_s = elapsed_s * (self._scenario.stretch(self._rank, self._step) - 1.0)
+        pause_s = wanted_s - self._overslept_s
+        if pause_s <= 0.0:
+            # What the real work took longer than the emulated device would is owed by what follows, up to one sleep.
+            self._overslept_s = min(-pause_s, max(wanted_s, 0.0) + 0.01)
+            return
+        before_s = self._clock()
+        self._sleep(pause_s)
+        self._overslept_s = max(0.0, self._clock() - before_s - pause_s)

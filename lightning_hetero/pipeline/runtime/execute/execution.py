@@ -1,0 +1,393 @@
+"""Executes one rank's part of a schedule: computations, and what is handed over between them (layer T).
+
+`Execution` is the part of any stage; `LeaderExecution` adds the training steps, which are suspended at the backbone.
+Several calls of the backbone are several passes through the stages: with S of them, stage s of call k has the number
+k * S + s.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from lightning_hetero.pipeline.decide.schedule import Kind, Operation, Schedule, What
+from lightning_hetero.pipeline.runtime.execute.links import Links
+from lightning_hetero.pipeline.runtime.execute.messages import Message
+from lightning_hetero.pipeline.runtime.execute.stages import Flight, Pass, Stage
+from lightning_hetero.pipeline.runtime.step.coroutines import Carrier
+from lightning_hetero.pipeline.runtime.step.cut import BackboneCall, graphs_to_retain
+from lightning_hetero.pipeline.runtime.step.layer_calls.route import route_of
+from lightning_hetero.pipeline.runtime.step.resumable import Done, ResumableStep, Suspended
+from lightning_hetero.pipeline.runtime.step.tensor_trees import detached, weighted_loss
+from lightning_hetero.pipeline.runtime.step.torch_state import stream_seed
+
+__all__ = ["Execution", "LeaderExecution", "LocalStage", "MicroBatch", "Pace", "pass_of"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MicroBatch:
+    """One part of a global batch, on the leader.
+
+    Attributes:
+        body: runs the training step on it and returns what that returns; called without arguments.
+        samples: in it.
+        weight: of its loss: its part of the global batch.
+        number: of the micro-batch in the global batch, over all groups: of its random streams.
+    """
+
+    body: Callable[[], Any]
+    samples: int
+    weight: float
+    number: int
+
+
+class Pace(Protocol):
+    """Lets this rank take an emulated device's time."""
+
+    def computed(self, kind: Kind, stage: int, samples: int, elapsed_s: float) -> None:
+        """Called after each computation; sleeps what is missing.
+
+        Args:
+            kind: forward, head or backward.
+            stage: of the schedule.
+            samples: in the micro-batch.
+            elapsed_s: what it really took.
+        """
+        ...
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LocalStage:
+    """A stage as its own rank sees it: the layers, and the ways to the other stages.
+
+    Attributes:
+        ranks: of the group, in the order of stages.
+        position: this rank's.
+        stage: its layers.
+        links: to its neighbours; None in a group of one.
+        pace: see `Pace`.
+    """
+
+    ranks: tuple[int, ...]
+    position: int
+    stage: Stage
+    links: Links | None
+    pace: Pace | None
+
+    def send(self, position: int, message: Message, *, wait: bool = False) -> None:
+        """Posts a message to another stage's rank."""
+        assert self.links is not None
+        self.links.send(self.ranks[position], message)
+        if wait:
+            self.links.flush(self.ranks[position])
+
+    def receive(self, position: int, due: Message) -> Message:
+        """Waits for a message with the place of ``due``.
+
+        Raises:
+            RuntimeError: another one came; or as `Links.receive`.
+        """
+        assert self.links is not None
+        message = self.links.receive(self.ranks[position])
+        if message.place != due.place:
+            raise RuntimeError(
+                f"rank {self.ranks[position]} sent {message} where {due} is due: the ranks of the group do not follow"
+                " the same schedule; they must be given the same steps, micro-batches and times"
+            )
+        return message
+
+    def receive_evaluation(self, position: int, step: int) -> Message:
+        """Waits for the next activation, or the end, of an evaluation step.
+
+        Raises:
+            RuntimeError: as `receive`.
+        """
+        assert self.links is not None
+        message = self.links.receive(self.ranks[position])
+        if message.micro_batches or message.step != step:
+            raise RuntimeError(
+                f"rank {self.ranks[position]} sent {message} where evaluation step {step} is due: the ranks of the"
+                " group have taken different ways through the program"
+            )
+        return message
+
+    def paced(self, kind: Kind, stage: int, samples: int, start_s: float) -> None:
+        """Tells the pace of a computation that began at ``start_s`` [s, time.perf_counter]."""
+        if self.pace is not None:
+            self.pace.computed(kind, stage, samples, time.perf_counter() - start_s)
+
+
+class Execution:
+    """One rank's part of one training step.
+
+    Args:
+        local: of this rank.
+        schedule: of the group.
+        step: global step, of the random streams.
+        samples, numbers: of the micro-batches.
+        before_last_backward: called before the last backward through this rank's layers.
+    """
+
+    def __init__(
+        self,
+        local: LocalStage,
+        schedule: Schedule,
+        *,
+        step: int,
+        samples: Sequence[int],
+        numbers: Sequence[int],
+        before_last_backward: Callable[[], None] | None,
+    ) -> None:
+        self._local = local
+        self._schedule = schedule
+        self._step = step
+        self._samples = samples
+        self._numbers = numbers
+        self._before_last_backward = before_last_backward
+        self._devices = (*schedule.devices, schedule.head)
+        self._flights: dict[tuple[int, int], Flight] = {}  # by stage and micro-batch, as all below
+        self._inbox: dict[tuple[What, int, int], Message | None] = {}  # by the stage that uses it
+        self._outbox: dict[tuple[What, int, int], Message | None] = {}  # by the stage whose result it is
+
+    def run(self) -> None:
+        """Executes this rank's operations in order."""
+        operations = self._schedule.operations[self._local.position]
+        last = max((i for i, op in enumerate(operations) if op.kind is Kind.BACKWARD), default=-1)
+        compute = {Kind.FORWARD: self._forward, Kind.HEAD: self._head, Kind.BACKWARD: self._backward}
+        for i, op in enumerate(operations):
+            if i == last and self._before_last_backward is not None:
+                self._before_last_backward()
+            if op.kind is Kind.SEND:
+                self._send(op)
+            elif op.kind is Kind.RECEIVE:
+                self._receive(op)
+            else:
+                start_s = time.perf_counter()
+                compute[op.kind](op.stage, op.micro_batch)
+                self._local.paced(op.kind, op.stage, self._samples[op.micro_batch], start_s)
+
+    # ---- messages --------------------------------------------------------------------------------------------------
+
+    def _send(self, op: Operation) -> None:
+        assert op.what is not None and op.peer is not None
+        message = self._outbox.pop((op.what, op.stage, op.micro_batch))
+        if message is not None:
+            self._local.send(op.peer, message, wait=not self._schedule.overlapped)
+
+    def _receive(self, op: Operation) -> None:
+        assert op.what is not None and op.peer is not None
+        message = None
+        if op.what is What.ACTIVATION or self._wants_gradient(op.stage, op.micro_batch):
+            message = self._local.receive(op.peer, self._message(op.what, op.stage, op.micro_batch))
+        self._inbox[op.what, op.stage, op.micro_batch] = message
+
+    def _message(self, what: What, stage: int, m: int, **fields: Any) -> Message:
+        return Message(
+            what=what,
+            stage=stage,
+            micro_batch=m,
+            micro_batches=len(self._samples),
+            step=self._step,
+            samples=self._samples[m],
+            **fields,
+        )
+
+    def _wants_gradient(self, stage: int, m: int) -> bool:
+        return any(self._flights[stage, m].output_flags)
+
+    def _hand_over(self, what: What, stage: int, to_stage: int, m: int, message: Message | None) -> None:
+        if self._devices[stage] == self._devices[to_stage]:
+            self._inbox[what, to_stage, m] = message
+        else:
+            self._outbox[what, stage, m] = message
+
+    def _hand_gradients_back(self, stage: int, m: int, flags: Sequence[bool], grads: Sequence[Tensor | None]) -> None:
+        """Leaves gradients for the stage before; none where it does not wait for any."""
+        message = None
+        if any(flags):
+            message = self._message(What.GRADIENT, stage - 1, m, value=tuple(grads))
+        self._hand_over(What.GRADIENT, stage, stage - 1, m, message)
+
+    # ---- computations ----------------------------------------------------------------------------------------------
+
+    def _forward(self, stage: int, m: int) -> None:
+        message = self._inbox.pop((What.ACTIVATION, stage, m))
+        assert message is not None
+        way = pass_of(message, step=self._step, number=self._numbers[m])
+        self._through(stage, m, message.value, message.requires_grad, way)
+
+    def _through(self, stage: int, m: int, value: Any, flags: Sequence[bool], way: Pass) -> None:
+        """Takes a micro-batch through this rank's layers, and leaves the outputs for the next stage."""
+        outputs, flight = self._local.stage.forward(value, flags, way)
+        self._flights[stage, m] = flight
+        message = self._message(
+            What.ACTIVATION,
+            stage + 1,
+            m,
+            value=outputs,
+            requires_grad=flight.output_flags,
+            grad_enabled=way.grad_enabled,
+            autocast=way.autocast,
+            call=way.call,
+            route=way.route.text,
+        )
+        self._hand_over(What.ACTIVATION, stage, stage + 1, m, message)
+
+    def _head(self, stage: int, m: int) -> None:
+        raise AssertionError("the head stands on the leader")
+
+    def _backward(self, stage: int, m: int) -> None:
+        flags, grads = self._back_through(stage, m)
+        self._hand_gradients_back(stage, m, flags, grads)
+
+    def _back_through(self, stage: int, m: int) -> tuple[Sequence[bool], list[Tensor | None]]:
+        """Takes gradients back through this rank's layers; returns those of the input, and which are wanted."""
+        message = self._inbox.pop((What.GRADIENT, stage, m))
+        flight = self._flights.pop((stage, m))
+        grads = message.value if message is not None else None
+        del message
+        return flight.input_flags, flight.backward(grads)
+
+
+@dataclass(slots=True)
+class _Body:
+    """One micro-batch's training step.
+
+    Attributes:
+        step: suspended or ended.
+        calls: of the backbone, so far.
+        flags: by call, which tensors of its outputs require a gradient.
+        retain: by call, whether its backward must keep the graph.
+    """
+
+    step: ResumableStep
+    calls: list[BackboneCall] = field(default_factory=list)
+    flags: list[tuple[bool, ...]] = field(default_factory=list)
+    retain: list[bool] = field(default_factory=list)
+
+
+class LeaderExecution(Execution):
+    """The leader's part: stage 0 of every call, and the head.
+
+    Args:
+        carrier: of the training steps' stacks.
+        seed: of the run.
+        calls: of the backbone in every training step.
+        scale: applied to the weighted loss, e.g. a gradient scaler's.
+
+    Attributes:
+        results: what the bodies returned, detached, by micro-batch.
+    """
+
+    def __init__(
+        self,
+        local: LocalStage,
+        schedule: Schedule,
+        micro_batches: Sequence[MicroBatch],
+        *,
+        step: int,
+        carrier: Carrier,
+        seed: int,
+        calls: int,
+        scale: Callable[[Tensor], Tensor] | None,
+        before_last_backward: Callable[[], None] | None,
+    ) -> None:
+        super().__init__(
+            local,
+            schedule,
+            step=step,
+            samples=[micro_batch.samples for micro_batch in micro_batches],
+            numbers=[micro_batch.number for micro_batch in micro_batches],
+            before_last_backward=before_last_backward,
+        )
+        self._micro_batches = micro_batches
+        self._carrier = carrier
+        self._seed = seed
+        self._calls = calls
+        self._scale = scale
+        self._bodies: dict[int, _Body] = {}
+        self.results: list[Any] = [None] * len(micro_batches)
+
+    def _forward(self, stage: int, m: int) -> None:
+        outcome = self._advance(stage, m)
+        k = stage // len(self._local.ranks)
+        if not isinstance(outcome, Suspended):
+            raise RuntimeError(self._miscount(m, str(k)))
+        call: BackboneCall = outcome.value
+        self._bodies[m].calls.append(call)
+        way = Pass(
+            step=self._step,
+            number=self._numbers[m],
+            call=k,
+            grad_enabled=call.grad_enabled,
+            autocast=call.autocast,
+            route=call.route,
+        )
+        self._through(stage, m, call.value, [tensor.requires_grad for tensor in call.inputs], way)
+
+    def _advance(self, stage: int, m: int) -> Suspended | Done:
+        """Starts the training step, or resumes it with what the stage before this one left."""
+        if stage == 0:
+            seed = stream_seed(self._seed, self._step, self._numbers[m])
+            body = ResumableStep(self._micro_batches[m].body, carrier=self._carrier, seed=seed)
+            self._bodies[m] = _Body(body)
+            return body.start()
+        message = self._inbox.pop((What.ACTIVATION, stage, m))
+        assert message is not None
+        body, flags = self._bodies[m], message.requires_grad
+        body.flags.append(flags)
+        return body.step.resume(body.calls[-1].reply(message.value, flags))
+
+    def _head(self, stage: int, m: int) -> None:
+        outcome = self._advance(stage, m)
+        if not isinstance(outcome, Done):
+            raise RuntimeError(self._miscount(m, f"at least {self._calls + 1}"))
+        body = self._bodies[m]
+        loss = weighted_loss(outcome.value, self._micro_batches[m].weight, self._scale)
+        retain, *body.retain = graphs_to_retain(loss, body.calls)
+        body.retain.reverse()  # they go back from the last call to the first
+        self.results[m] = detached(outcome.value)
+        del outcome
+        torch.autograd.backward([loss], retain_graph=retain)
+        del loss
+        self._hand_call_back(stage, m, body)
+
+    def _backward(self, stage: int, m: int) -> None:
+        _, grads = self._back_through(stage, m)
+        body = self._bodies[m]
+        call = body.calls.pop()
+        if call.grad_enabled:
+            call.backward(grads, retain_graph=body.retain[len(body.calls)])
+        if stage:
+            self._hand_call_back(stage, m, body)
+        else:
+            del self._bodies[m]
+
+    def _hand_call_back(self, stage: int, m: int, body: _Body) -> None:
+        """Leaves the gradients of the last call's outputs for the stage that they came from."""
+        call, flags = body.calls[-1], body.flags[len(body.calls) - 1]
+        grads = call.output_grads() if call.grad_enabled and any(flags) else ()
+        self._hand_gradients_back(stage, m, flags, grads)
+
+    def _miscount(self, m: int, found: str) -> str:
+        return (
+            f"the training step of micro-batch {self._numbers[m]} called the backbone {found} times, expected"
+            f" {self._calls}: every training step must call it equally often, and at least once"
+        )
+
+
+def pass_of(message: Message, *, step: int, number: int) -> Pass:
+    """Returns under which circumstances an activation goes through the layers."""
+    return Pass(
+        step=step,
+        number=number,
+        call=message.call,
+        grad_enabled=message.grad_enabled,
+        autocast=message.autocast,
+        route=route_of(message.route),
+    )

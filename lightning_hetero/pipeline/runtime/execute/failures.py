@@ -1,0 +1,174 @@
+"""Why a run ends: the first rank that fails says so to all others, before they notice by themselves (layer T).
+
+Whoever waits for another rank looks here at least once a second, and here first when a connection breaks. So everybody
+ends with the cause, e.g. "rank 2 failed: OutOfMemoryError: ...", and not with its consequences.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+import traceback
+from datetime import timedelta
+from typing import Any
+
+from torch import distributed as dist
+
+from lightning_hetero.transport.sockets import first_line
+
+__all__ = ["FailureBoard", "RemoteTraceback"]
+
+_COUNT, _FIRST, _MET = "failures/count", "failures/first", "failures/met-"
+_LEFT = "failures/left"
+_POLL_S = 0.05
+_CHECK_S = 1.0  # how often a wait looks for failures elsewhere
+_ASK_S = 2e-4  # how often a wait that asks does so
+
+
+class RemoteTraceback(Exception):
+    """Carries another rank's traceback, as text, as the ``__cause__`` of the error raised here."""
+
+
+class FailureBoard:
+    """What failed first, known to all ranks of a run, of whatever group. One thread per rank uses it.
+
+    Args:
+        store: shared by all ranks of the run; a prefix of its own for every run (`dist.PrefixStore`).
+        rank: this process.
+        patience_s: how long a rank that lost a peer waits for somebody to say why.
+
+    Attributes:
+        reported: whether this rank has said that it fails.
+    """
+
+    def __init__(self, store: dist.Store, rank: int, *, patience_s: float = 3.0) -> None:
+        self._store: Any = store  # torch's stubs do not know that values may be bytes
+        self._rank = rank
+        self._patience_s = patience_s
+        self.reported = False
+
+    def report(self, error: BaseException) -> None:
+        """Says that this rank fails; only the first report of the run counts. Never raises because of the store."""
+        if self.reported:
+            return
+        self.reported = True
+        report = {
+            "rank": self._rank,
+            "cause": f"{type(error).__name__}: {error}",
+            "trace": "".join(traceback.format_exception(error)),
+        }
+        try:
+            if self._store.add(_COUNT, 1) == 1:
+                self._store.set(_FIRST, json.dumps(report))
+        except RuntimeError:  # the store's process is gone; so are the others' hopes
+            pass
+
+    def check(self) -> None:
+        """Raises RuntimeError if a rank has failed: names it and the cause, its traceback as ``__cause__``."""
+        if (error := self._reported()) is not None:
+            raise error
+
+    def wait(self, work: dist.Work, *, polled: bool = False) -> None:
+        """Waits for a collective, with a look here once a second.
+
+        Args:
+            work: of gloo; of any backend if it is ``polled``.
+            polled: ask whether it is done, again and again. NCCL would end its communicator when a wait times out.
+
+        Raises:
+            RuntimeError: as `check`; or the collective failed and nobody says why.
+        """
+        if polled:
+            self._ask(work)
+            return
+        while True:
+            try:
+                work.wait(timedelta(seconds=_CHECK_S))
+                return
+            except RuntimeError:
+                self.check()  # whoever made it fail may have said why
+                if work.is_completed():
+                    work.wait()  # returns, if it was done just now, or raises what went wrong
+                    return
+
+    def _ask(self, work: dist.Work) -> None:
+        look_s = time.monotonic() + _CHECK_S
+        while not work.is_completed():
+            time.sleep(_ASK_S)
+            if time.monotonic() >= look_s:
+                self.check()
+                look_s += _CHECK_S
+        try:
+            work.wait()  # of NCCL: for the stream, and raises what went wrong
+        except RuntimeError:
+            self.check()
+            raise
+
+    def lost(self, peer: int, how: str) -> RuntimeError:
+        """Returns the error to raise when ``peer`` does not answer any more: its report, if one comes in time.
+
+        Args:
+            peer: global rank.
+            how: it was noticed, e.g. "its connection is closed".
+        """
+        deadline_s = time.monotonic() + self._patience_s
+        while (error := self._reported()) is None:
+            if time.monotonic() >= deadline_s:
+                return RuntimeError(
+                    f"rank {peer} is gone without a word ({how}): killed, out of memory, or cut off from the network;"
+                    " look into its log"
+                )
+            time.sleep(_POLL_S)
+        return error
+
+    def meet(self, note: str, world_size: int, patience_s: float) -> list[str]:
+        """Waits for all ranks to come here, once in a run, after a failure; each leaves a note.
+
+        Returns:
+            The notes by rank; empty ones of ranks that have not come in time.
+        """
+        notes = [""] * world_size
+        deadline_s = time.monotonic() + patience_s
+        try:
+            self._store.set(f"{_MET}{self._rank}", note)
+            while not all(notes):
+                for rank in range(world_size):
+                    if not notes[rank] and self._store.check([f"{_MET}{rank}"]):
+                        notes[rank] = self._store.get(f"{_MET}{rank}").decode()
+                if time.monotonic() >= deadline_s:
+                    break
+                if not all(notes):
+                    time.sleep(_POLL_S)
+        except RuntimeError:  # the store is gone, and with it the rank that held it
+            pass
+        return notes
+
+    def leave(self, ranks: int, *, hosts: bool, patience_s: float = 5.0) -> None:
+        """Called last by every rank that fails; its process may end then. Never raises because of the store.
+
+        Who hosts the store waits for the others: the cause would go with it before they have read it.
+
+        Args:
+            ranks: of the run.
+            hosts: whether the store lives in this process.
+            patience_s: how long to wait for them at most; ranks that were killed never come.
+        """
+        deadline_s = time.monotonic() + patience_s
+        try:
+            left = self._store.add(_LEFT, 1)
+            while hosts and left < ranks and time.monotonic() < deadline_s:
+                time.sleep(_POLL_S)
+                left = self._store.add(_LEFT, 0)
+        except RuntimeError:
+            pass
+
+    def _reported(self) -> RuntimeError | None:
+        try:
+            if not self._store.check([_FIRST]):
+                return None
+            report = json.loads(self._store.get(_FIRST))
+        except RuntimeError as error:
+            return RuntimeError(f"the run's store is gone, and with it the process that held it: {first_line(error)}")
+        failed = RuntimeError(f"rank {report['rank']} failed: {report['cause']}")
+        failed.__cause__ = RemoteTraceback(f"rank {report['rank']}:\n{report['trace']}")
+        return failed

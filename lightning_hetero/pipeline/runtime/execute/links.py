@@ -1,0 +1,451 @@
+"""The links of one rank to its neighbours in a pipeline: first in, first out, beside computation (layer T).
+
+    main thread      send ──► gloo ──► sender thread, waits until it is out and frees it
+                  receive ◄── queue ◄── receiver thread ◄── gloo
+
+Each neighbour has a sender and a receiver thread, which wait without holding the interpreter. The receiver takes in
+what comes at once, so a transfer overlaps computation on both sides.
+
+A message goes as one block: a head of fixed size, with the header in it as a rule, and behind it the payload. What is
+larger than the receiver has made room for goes as two, head and payload; both sides know the room, because they know
+what went before. Gloo lets less come than there is room for. So a message wakes the receiver once, as a rule, and the
+sender, who only has to free it, once in a while.
+
+Between devices that have a `DirectWay` the head alone goes over gloo, and the payload never leaves the devices.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import struct
+import threading
+import time
+from collections import deque
+from collections.abc import Iterable, Mapping
+from datetime import timedelta
+from queue import Empty, SimpleQueue
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch import distributed as dist
+
+from lightning_hetero.pipeline.runtime.execute.direct_ways import DirectWay
+from lightning_hetero.pipeline.runtime.execute.failures import FailureBoard
+from lightning_hetero.pipeline.runtime.execute.messages import Message, pack, unpack
+from lightning_hetero.transport.pairs.frames import FOREVER
+from lightning_hetero.transport.sockets import first_line
+from lightning_hetero.types import Link
+
+__all__ = ["Links"]
+
+LOOK_S = 1.0  # at the failure board, while waiting
+_ABORT_S = 1.0  # how long threads may take to notice that a connection is closed
+_HEAD_BYTES = 1024
+_SIZES = struct.Struct("<QQd")  # bytes of header and payload, when it was sent [s, time.monotonic]
+_INLINE_BYTES = _HEAD_BYTES - _SIZES.size
+_ROOM_BYTES = 4 * 2**20  # at most; the larger a message, the less an extra block matters
+_REMEMBERED = 8  # messages, whose largest determines the room
+_HELD, _HELD_BYTES = 8, 2**20  # messages, and their bytes, that may wait together to be freed
+# Header, payload, from when on they may be used [s, time.monotonic], what brings the payload over a direct way.
+_Come = tuple[bytes, Tensor, float, Any]
+# Parts, gloo's works that send them, event after which they or the payload can be sent, payload for the direct way.
+_Job = tuple[list[Tensor], list[Any], Any, Tensor | None]
+_TAG, _TAG_OF_THE_END, _TAG_CLEAR = 0x9A55, 0x9A56, 0x9A57
+_POLL_S = 5e-5
+
+
+class Links:
+    """All links of one rank.
+
+    Args:
+        wire: gloo process group with this rank and its neighbours in it; only carries these links' messages from one
+            to the other, so several `Links`, of different neighbours or one after the other, may share it.
+        rank: this process, global.
+        peers: its neighbours, global ranks.
+        device: where received tensors are put; payloads from elsewhere than the CPU go through pinned memory, but on
+            direct ways [CUDA, untested].
+        failures: looked at while waiting.
+        timeout_s: how long `receive` waits at most.
+        emulated: by (source, target): a message can be received no earlier than over such a link. Ranks share a clock,
+            so they must be on one machine.
+        ways: by peer, for those to which payloads go directly.
+    """
+
+    def __init__(
+        self,
+        wire: dist.ProcessGroup,
+        rank: int,
+        peers: Iterable[int],
+        *,
+        device: torch.device,
+        failures: FailureBoard,
+        timeout_s: float,
+        emulated: Mapping[tuple[int, int], Link] | None = None,
+        ways: Mapping[int, DirectWay] | None = None,
+    ) -> None:
+        self._wire = wire
+        peers = sorted(set(peers))
+        self._ways = {peer: way for peer, way in (ways or {}).items() if peer in peers}
+        self._device = device
+        self._failures = failures
+        self._timeout_s = timeout_s
+        self._broken = False
+        emulated = emulated or {}
+        self._senders: dict[int, _Sender] = {}
+        self._receivers: dict[int, _Receiver] = {}
+        for peer in peers:
+            at = dist.get_group_rank(wire, peer)
+            way = self._ways.get(peer)
+            self._senders[peer] = _Sender(wire, at, f"pipeline-send-{rank}-{peer}", device, way)
+            self._receivers[peer] = _Receiver(
+                wire, at, f"pipeline-receive-{peer}-{rank}", device, way, emulated.get((peer, rank))
+            )
+
+    def send(self, peer: int, message: Message) -> None:
+        """Posts a message, does not wait for it to be out.
+
+        Raises:
+            RuntimeError: the peer is gone; names the cause.
+            TypeError: a value that cannot travel.
+        """
+        sender = self._senders[peer]
+        sender.post(message)
+        if sender.broken is not None:
+            raise self._failures.lost(peer, sender.broken)
+
+    def flush(self, peer: int) -> None:
+        """Waits until everything posted is out."""
+        sender, deadline_s = self._senders[peer], time.monotonic() + self._timeout_s
+        while not sender.wait_out(LOOK_S):
+            if sender.broken is not None:
+                raise self._failures.lost(peer, sender.broken)
+            self._look(peer, deadline_s, "took nothing")
+
+    def receive(self, peer: int) -> Message:
+        """Waits for the next message.
+
+        Raises:
+            RuntimeError: a rank has failed, the peer is gone, or nothing came in time; names rank and cause.
+        """
+        receiver, deadline_s = self._receivers[peer], time.monotonic() + self._timeout_s
+        while (came := receiver.take(LOOK_S)) is None:
+            self._look(peer, deadline_s, "sent nothing")
+        if isinstance(came, str):
+            raise self._failures.lost(peer, came)
+        header, payload, usable_s, work = came
+        while (early_s := usable_s - time.monotonic()) > 0.0:  # over an emulated link it would still be on its way
+            time.sleep(min(early_s, LOOK_S))
+            if early_s > LOOK_S:
+                self._failures.check()
+        if peer in self._ways:
+            self._wait_for(peer, work, deadline_s)
+            return unpack(header, self._ways[peer].take_over(payload))
+        return unpack(header, payload.to(self._device, non_blocking=True))
+
+    def _wait_for(self, peer: int, work: Any, deadline_s: float) -> None:
+        """Waits on the host for a payload that is on its way between devices; None: for none."""
+        look_s = time.monotonic() + LOOK_S
+        while not self._arrived(peer, work):
+            if (why := self._receivers[peer].broken) is not None:  # what is under way on the device would never end
+                raise self._failures.lost(peer, why)
+            time.sleep(_POLL_S)
+            if time.monotonic() >= look_s:
+                self._look(peer, deadline_s, "announced a message and did not send it")
+                look_s += LOOK_S
+
+    def _arrived(self, peer: int, work: Any) -> bool:
+        try:
+            return work is None or self._ways[peer].arrived(work)
+        except RuntimeError as error:
+            raise self._failures.lost(peer, first_line(error)) from error
+
+    def close(self) -> None:
+        """Ends the links when all has been sent and the neighbours do the same; they can be waited for. Idempotent.
+
+        Raises:
+            RuntimeError: a neighbour is gone, or does not close its links in time.
+        """
+        if self._broken:
+            return
+        for sender in self._senders.values():
+            sender.post(None)
+        deadline_s = time.monotonic() + self._timeout_s
+        try:
+            for peer, receiver in self._receivers.items():
+                while not (receiver.join(LOOK_S) and self._senders[peer].join(LOOK_S)):
+                    self._look(peer, deadline_s, "did not close its links")
+        except BaseException:
+            self.abort()
+            raise
+        self._broken = True
+
+    def abort(self) -> None:
+        """Ends the links at once, and with them all others that share the wire: neighbours that wait are told."""
+        if self._broken:
+            return
+        self._broken = True
+        for sender in self._senders.values():
+            sender.give_up()
+        for way in self._ways.values():
+            way.abort()
+        # Gloo offers no abort for a receive under way, but closes its connections when any of its waits times out.
+        for receiver in self._receivers.values():
+            with contextlib.suppress(RuntimeError):  # always; and some are closed already
+                end = torch.empty(1, dtype=torch.uint8)
+                work: Any = self._wire.recv([end], receiver.peer, _TAG_OF_THE_END)
+                work.wait(timedelta(milliseconds=1))
+        # A send that was posted while the connection broke, gloo may never end: that thread (a daemon) is left alone.
+        deadline_s = time.monotonic() + _ABORT_S
+        for worker in (*self._receivers.values(), *self._senders.values()):
+            worker.join(max(0.0, deadline_s - time.monotonic()))
+
+    def _look(self, peer: int, deadline_s: float, what: str) -> None:
+        self._failures.check()
+        if time.monotonic() >= deadline_s:
+            raise self._failures.lost(peer, f"it {what} for {self._timeout_s:g} s, the timeout")
+
+
+class _Room:
+    """How many bytes of the next message the receiver takes as one block; the same on both sides."""
+
+    def __init__(self) -> None:
+        self.size_bytes = _HEAD_BYTES
+        self._sizes: deque[int] = deque(maxlen=_REMEMBERED)
+
+    def went(self, payload_bytes: int) -> None:
+        """Takes note of a message."""
+        self._sizes.append(_HEAD_BYTES + payload_bytes)
+        self.size_bytes = max([size for size in self._sizes if size <= _ROOM_BYTES], default=_HEAD_BYTES)
+
+
+class _LinkThread:
+    """A thread for one direction of one link. A daemon: what it waits for may never come."""
+
+    def __init__(
+        self, wire: dist.ProcessGroup, peer: int, name: str, device: torch.device, way: DirectWay | None
+    ) -> None:
+        self._wire: Any = wire  # torch's stubs do not know of send and recv
+        self.peer = peer
+        self._device = device
+        self._way = way
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+
+    def _run(self) -> None:
+        if self._device.type == "cuda":  # else pinned memory would belong to the first one [CUDA, untested]
+            torch.cuda.set_device(self._device)
+        self._work()
+
+    def _work(self) -> None:
+        raise NotImplementedError
+
+    def join(self, timeout_s: float) -> bool:
+        """Returns whether the thread has ended, after at most ``timeout_s``."""
+        self._thread.join(timeout_s)
+        return not self._thread.is_alive()
+
+
+class _Sender(_LinkThread):
+    """Sends what is posted.
+
+    Attributes:
+        broken: why nothing can be sent any more; None as long as it can.
+    """
+
+    def __init__(
+        self, wire: dist.ProcessGroup, peer: int, name: str, device: torch.device, way: DirectWay | None
+    ) -> None:
+        super().__init__(wire, peer, name, device, way)
+        self.broken: str | None = None
+        self._room = _Room()
+        self._posted: SimpleQueue[list[_Job] | None] = SimpleQueue()
+        self._held: list[_Job] = []  # on their way, not yet given to the thread
+        self._held_bytes = 0
+        self._sent = 0  # posted; counted by the thread that posts
+        self._gone = 0  # of these, out; counted by the other
+        self._out = threading.Condition()
+        self._thread.start()
+
+    def post(self, message: Message | None) -> None:
+        """Posts a message; None: the last, without a header."""
+        at_once = self._device.type == "cpu" or self._way is not None  # else when it has been copied to the host
+        header, direct, ready = b"", None, None
+        block = torch.empty(_HEAD_BYTES, dtype=torch.uint8)
+        if message is not None and self._way is not None:
+            header, payload = pack(message)
+            if payload.numel():
+                direct = payload.to(self._device)
+                ready = _event_on(self._device)
+        elif message is not None:
+            header, block = pack(message, front_bytes=_HEAD_BYTES)
+        if block.device.type != "cpu":  # [CUDA, untested]
+            on_host = torch.empty(block.shape, dtype=block.dtype, pin_memory=True)
+            on_host[_HEAD_BYTES:].copy_(block[_HEAD_BYTES:], non_blocking=True)
+            ready = _event_on(block.device)
+            block = on_host
+        payload_bytes = block.numel() - _HEAD_BYTES
+        announced_bytes = payload_bytes if direct is None else direct.numel()
+        inline = len(header) <= _INLINE_BYTES
+        head = block[:_HEAD_BYTES].numpy().data
+        _SIZES.pack_into(head, 0, len(header), announced_bytes, time.monotonic())
+        if inline:
+            head[_SIZES.size : _SIZES.size + len(header)] = header
+        parts = [block]
+        if block.numel() > self._room.size_bytes:
+            parts = [block[:_HEAD_BYTES], block[_HEAD_BYTES:]]
+        self._room.went(payload_bytes)
+        if not inline:
+            parts.append(torch.frombuffer(bytearray(header), dtype=torch.uint8))
+        self._sent += 1
+        works: list[Any] = []
+        if at_once:
+            try:
+                works = self._send(parts)
+            except RuntimeError as error:
+                self.broken = first_line(error)
+        self._held.append((parts, works, ready, direct))
+        self._held_bytes += block.numel()
+        thread_sends = direct is not None or not at_once
+        if thread_sends or len(self._held) >= _HELD or self._held_bytes >= _HELD_BYTES:
+            self._hand_over()
+        if message is None:
+            self.give_up()
+
+    def _hand_over(self) -> None:
+        """Lets the thread wait for all that is held: each time it wakes costs as much as a small message."""
+        if self._held:
+            self._posted.put(self._held)
+            self._held, self._held_bytes = [], 0
+
+    def give_up(self) -> None:
+        """Lets the thread end after what it is at."""
+        self._hand_over()
+        self._posted.put(None)
+
+    def wait_out(self, timeout_s: float) -> bool:
+        """Returns whether all is out, after at most ``timeout_s``."""
+        self._hand_over()
+        with self._out:
+            return self._out.wait_for(lambda: self._gone == self._sent, timeout_s)
+
+    def _work(self) -> None:
+        try:
+            while (jobs := self._posted.get()) is not None:
+                while jobs:
+                    parts, works, ready, direct = jobs.pop(0)
+                    if ready is not None and direct is None:
+                        ready.synchronize()
+                    works = works or self._send(parts)
+                    while works:
+                        works.pop(0).wait(FOREVER)
+                    if direct is not None and self._way is not None:
+                        self._wire.recv([torch.empty(1, dtype=torch.uint8)], self.peer, _TAG_CLEAR).wait(FOREVER)
+                        self._way.send(direct, ready)
+                    del parts, direct  # their memory must not live until the next one comes
+                    self._gone += 1
+                with self._out:
+                    self._out.notify_all()
+        except RuntimeError as error:
+            self.broken = first_line(error)
+
+    def _send(self, parts: list[Tensor]) -> list[Any]:
+        return [self._wire.send([part], self.peer, _TAG) for part in parts]
+
+
+def _event_on(device: torch.device) -> Any:
+    """Returns an event after what the current stream does now; None where nothing is waited for."""
+    if device.type != "cuda":
+        return None
+    event = torch.cuda.Event()
+    event.record(torch.cuda.current_stream(device))
+    return event
+
+
+class _Receiver(_LinkThread):
+    """Takes in what comes.
+
+    Attributes:
+        broken: why nothing can come any more; None as long as it can.
+    """
+
+    def __init__(
+        self,
+        wire: dist.ProcessGroup,
+        peer: int,
+        name: str,
+        device: torch.device,
+        way: DirectWay | None,
+        emulated: Link | None,
+    ) -> None:
+        super().__init__(wire, peer, name, device, way)
+        self.broken: str | None = None
+        self._emulated = emulated
+        self._room = _Room()
+        self._free_s = 0.0  # when the emulated link is
+        self._come: SimpleQueue[_Come | str] = SimpleQueue()
+        self._thread.start()
+
+    def take(self, timeout_s: float) -> _Come | str | None:
+        """Returns what comes next, why none will come, or None after the timeout."""
+        try:
+            return self._come.get(timeout=timeout_s)
+        except Empty:
+            return None
+
+    def _work(self) -> None:
+        try:
+            while (came := self._next()) is not None:
+                self._come.put(came)
+                del came  # its memory must not live until the next one comes
+            self._come.put("it has closed its links")
+        except RuntimeError as error:
+            self.broken = f"its connection is closed: {first_line(error)}"
+            self._come.put(self.broken)
+
+    def _next(self) -> _Come | None:
+        """Returns the next message; None after the last."""
+        pinned = self._device.type == "cuda"
+        block = self._receive(self._room.size_bytes, pinned=pinned)
+        head = block[:_HEAD_BYTES].numpy().tobytes()
+        header_bytes, payload_bytes, sent_s = _SIZES.unpack_from(head)
+        if not header_bytes:
+            return None
+        size_bytes = _HEAD_BYTES + payload_bytes
+        if self._way is not None:
+            header = self._header(head, header_bytes)
+            payload, work = self._directly(self._way, payload_bytes)
+            return header, payload, self._usable_s(sent_s, payload_bytes), work
+        if size_bytes > block.numel():
+            payload = self._receive(payload_bytes, pinned=pinned)
+        elif 2 * size_bytes > block.numel():
+            payload = block[_HEAD_BYTES:size_bytes]
+        else:  # it would keep more memory than it has
+            payload = block[_HEAD_BYTES:size_bytes].clone()
+        self._room.went(payload_bytes)
+        return self._header(head, header_bytes), payload, self._usable_s(sent_s, payload_bytes), None
+
+    def _header(self, head: bytes, size_bytes: int) -> bytes:
+        if size_bytes <= _INLINE_BYTES:
+            return head[_SIZES.size : _SIZES.size + size_bytes]
+        return self._receive(size_bytes).numpy().tobytes()
+
+    def _directly(self, way: DirectWay, size_bytes: int) -> tuple[Tensor, Any]:
+        """Returns room for a payload, cleared for the sender, and what brings it; None: it has come."""
+        if not size_bytes:
+            return torch.empty(0, dtype=torch.uint8, device=self._device), None
+        payload, work = way.post_receive(size_bytes)
+        self._wire.send([torch.empty(1, dtype=torch.uint8)], self.peer, _TAG_CLEAR).wait(FOREVER)
+        return payload, way.settled(work)
+
+    def _receive(self, size_bytes: int, *, pinned: bool = False) -> Tensor:
+        target = torch.empty(size_bytes, dtype=torch.uint8, pin_memory=pinned)
+        if size_bytes:
+            self._wire.recv([target], self.peer, _TAG).wait(FOREVER)
+        return target
+
+    def _usable_s(self, sent_s: float, size_bytes: int) -> float:
+        """Returns when the message arrives over the emulated link, which carries one after the other."""
+        if self._emulated is None:
+            return 0.0
+        self._free_s = max(sent_s, self._free_s) + size_bytes / self._emulated.bandwidth_bytes_per_s
+        return self._free_s + self._emulated.latency_s

@@ -1,0 +1,352 @@
+"""The pipeline at work: one rank of one group, step by step (layer T).
+
+    leader                                               the other ranks of the group
+    outputs = runner.train(step, micro_batches)          runner.serve(step, samples, numbers)
+    outputs = runner.evaluate(step, bodies, samples=n)   runner.serve_evaluation(step)
+    runner.close()                                       runner.close()
+
+The group's schedule is generated, the same on all of its ranks, from times that the caller models. What a run computes
+depends on it and on the plan in the order of sums only: random streams are seeded by step, micro-batch and layer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext, suppress
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch import distributed as dist
+
+from lightning_hetero.pipeline.decide.schedule import (
+    PipelineTimes,
+    Schedule,
+    SchedulePolicy,
+    generate,
+)
+from lightning_hetero.pipeline.runtime.execute.direct_ways import DirectWay
+from lightning_hetero.pipeline.runtime.execute.evaluation import Evaluation
+from lightning_hetero.pipeline.runtime.execute.execution import (
+    Execution,
+    LeaderExecution,
+    LocalStage,
+    MicroBatch,
+    Pace,
+)
+from lightning_hetero.pipeline.runtime.execute.failures import FailureBoard
+from lightning_hetero.pipeline.runtime.execute.links import Links
+from lightning_hetero.pipeline.runtime.execute.stages import Stage, streams_kept
+from lightning_hetero.pipeline.runtime.step.coroutines import CarrierName
+from lightning_hetero.pipeline.runtime.step.cut import BackboneCut
+from lightning_hetero.pipeline.runtime.step.resumable import make_carrier
+from lightning_hetero.types import GroupPlan, Link
+
+__all__ = ["MicroBatch", "Pace", "StageRunner", "TimesOf"]
+
+TimesOf = Callable[[tuple[int, ...], int], PipelineTimes]
+"""From the samples of each micro-batch and the backbone's calls per step to the times of a pipeline."""
+
+_SCHEDULES = 64  # kept; batches of other sizes are rare
+
+
+class StageRunner:
+    """One rank of one group. Used by one thread.
+
+    Args:
+        layers: of the backbone, all of them, in order; used are those of this rank.
+        group: the plan of its group; ranks and cuts count.
+        rank: this process, global.
+        cut: of the backbone; the leader's, None on the other ranks.
+        wire: gloo process group with the group's ranks in it, see `Links`; all groups of a run may share one.
+        failures: of the run.
+        times: see `TimesOf`; with c calls, of c passes through the S stages, one after another: tables of c * S stages,
+            ``devices = (0, ..., S - 1) * c``. The same on all ranks of the group; asked once per batch shape.
+        seed: of the run's random streams.
+        calls: of the backbone in a training step.
+        carrier: of suspended training steps, see `make_carrier`.
+        checkpoint_layers: compute each layer once more in backward instead of keeping its activations.
+        policy: of the schedule; None: the generator's default.
+        overlap: whether transfers run beside computation.
+        pace: emulates a device.
+        emulated_links: by (source, target), global ranks.
+        timeout_s: how long a rank waits for another at most.
+        device: of this rank's layers.
+        ways: see `Links`.
+
+    Raises:
+        ValueError: a rank that is not of the group, cuts that do not fit the layers, a cut on another rank than the
+            leader or none on it, or a number out of its range.
+    """
+
+    def __init__(
+        self,
+        layers: Sequence[nn.Module],
+        *,
+        group: GroupPlan,
+        rank: int,
+        cut: BackboneCut | None,
+        wire: dist.ProcessGroup | None,
+        failures: FailureBoard,
+        times: TimesOf,
+        seed: int,
+        calls: int = 1,
+        carrier: CarrierName = "auto",
+        checkpoint_layers: bool = False,
+        policy: Callable[[PipelineTimes], SchedulePolicy] | None = None,
+        overlap: bool = True,
+        pace: Pace | None = None,
+        emulated_links: Mapping[tuple[int, int], Link] | None = None,
+        timeout_s: float = 1800.0,
+        device: torch.device,
+        ways: Mapping[int, DirectWay] | None = None,
+    ) -> None:
+        _check(group, rank, len(layers), cut)
+        if calls < 1:
+            raise ValueError(f"calls={calls!r} must be >= 1 (calls of the backbone per training step)")
+        if not timeout_s > 0.0:
+            raise ValueError(f"timeout_s={timeout_s!r} must be > 0 (seconds)")
+        if wire is None and len(group.ranks) > 1:
+            raise ValueError(f"wire=None, but the group {group.ranks} has several ranks: give it a process group")
+        self._group = group
+        self._position = group.ranks.index(rank)
+        self._cut = cut
+        self._failures = failures
+        self._times = times
+        self._seed = seed
+        self._calls = calls
+        self._policy = policy
+        self._overlap = overlap
+        self._schedules: dict[tuple[int, ...], Schedule] = {}
+        self._closed = False
+        self._failed = False
+        first, end = group.cuts[self._position : self._position + 2]
+        stage = Stage(
+            {i: layers[i] for i in range(first, end)},
+            last=end == len(layers),
+            seed=seed,
+            checkpoint_layers=checkpoint_layers,
+            device=device,
+        )
+        self._carrier = make_carrier(carrier) if self._position == 0 else None
+        links = None
+        if len(group.ranks) > 1:
+            assert wire is not None
+            links = Links(
+                wire,
+                rank,
+                {group.ranks[self._before], group.ranks[self._behind]},
+                device=device,
+                failures=failures,
+                timeout_s=timeout_s,
+                emulated=emulated_links,
+                ways=ways,
+            )
+        self._local = LocalStage(ranks=group.ranks, position=self._position, stage=stage, links=links, pace=pace)
+
+    @property
+    def _before(self) -> int:
+        return (self._position - 1) % len(self._group.ranks)
+
+    @property
+    def _behind(self) -> int:
+        return (self._position + 1) % len(self._group.ranks)
+
+    def schedule(self, samples: Sequence[int]) -> Schedule:
+        """Returns what the ranks of the group execute for micro-batches of so many samples.
+
+        Raises:
+            ValueError: the given times are not those of such a pipeline.
+        """
+        samples = tuple(samples)
+        if samples not in self._schedules:
+            while len(self._schedules) >= _SCHEDULES:
+                del self._schedules[next(iter(self._schedules))]
+            times = self._times(samples, self._calls)
+            devices = tuple(range(len(self._group.ranks))) * self._calls
+            found = times.devices, times.micro_batches, times.loop_back, times.backward
+            if found != (devices, len(samples), True, True):
+                raise ValueError(
+                    f"the times of micro-batches {samples} are of devices {found[0]}, {found[1]} micro-batches,"
+                    f" loop_back={found[2]}, backward={found[3]}; need devices {devices}, {len(samples)}, True, True"
+                )
+            policy = self._policy(times) if self._policy is not None else None
+            self._schedules[samples] = generate(times, policy, overlap=self._overlap)
+        return self._schedules[samples]
+
+    # ---- training --------------------------------------------------------------------------------------------------
+
+    def train(
+        self,
+        step: int,
+        micro_batches: Sequence[MicroBatch],
+        *,
+        scale: Callable[[Tensor], Tensor] | None = None,
+        before_last_backward: Callable[[], None] | None = None,
+    ) -> list[Any]:
+        """Runs forward and backward of this group's part of a global batch; on the leader.
+
+        To the parameters' ``.grad`` is added the sum over micro-batches of weight * gradient.
+
+        Args:
+            step: number of the training step, of the random streams.
+            micro_batches: in order; none: the group has no part in this batch.
+            scale: applied to each weighted loss before its backward, e.g. ``GradScaler.scale``.
+            before_last_backward: called immediately before the last backward through this rank's layers, when the
+                gradients of all else that this rank computes are complete but for what lies before the backbone.
+
+        Returns:
+            What the bodies returned, detached.
+
+        Raises:
+            RuntimeError: another rank has failed; a body called the backbone another number of times than expected.
+            BaseException: what a body raises.
+        """
+        with self._at_work(leader=True), self._entered():
+            assert self._carrier is not None
+            if not micro_batches:
+                _call(before_last_backward)
+                return []
+            execution = LeaderExecution(
+                self._local,
+                self.schedule([micro_batch.samples for micro_batch in micro_batches]),
+                micro_batches,
+                step=step,
+                carrier=self._carrier,
+                seed=self._seed,
+                calls=self._calls,
+                scale=scale,
+                before_last_backward=before_last_backward,
+            )
+            execution.run()
+            return execution.results
+
+    def serve(
+        self,
+        step: int,
+        samples: Sequence[int],
+        numbers: Sequence[int],
+        *,
+        before_last_backward: Callable[[], None] | None = None,
+    ) -> None:
+        """Does this rank's part of `train`; on the other ranks of the group, with what the leader's micro-batches have.
+
+        Raises:
+            ValueError: another number of samples than of numbers.
+            RuntimeError: another rank has failed.
+        """
+        with self._at_work(leader=False):
+            if len(samples) != len(numbers):
+                raise ValueError(f"{len(samples)} samples for {len(numbers)} numbers: one each per micro-batch")
+            if not samples:
+                _call(before_last_backward)
+                return
+            Execution(
+                self._local,
+                self.schedule(samples),
+                step=step,
+                samples=samples,
+                numbers=numbers,
+                before_last_backward=before_last_backward,
+            ).run()
+
+    # ---- evaluation ------------------------------------------------------------------------------------------------
+
+    def evaluate(self, step: int, bodies: Iterable[tuple[int, Callable[[], Any]]], *, samples: int) -> list[Any]:
+        """Runs validation, test or prediction steps, in flight behind one another; on the leader.
+
+        Each may call the backbone any number of times.
+
+        Args:
+            step: of the random streams.
+            bodies: number and step; called without arguments, under the caller's ``no_grad`` or ``inference_mode``. The
+                number tells random streams apart. Drawn one by one, while those before are on their way.
+            samples: of each.
+
+        Returns:
+            What the bodies returned, in order.
+
+        Raises:
+            RuntimeError: another rank has failed; or the backbone was called with gradients enabled.
+            BaseException: what a body raises.
+        """
+        with self._at_work(leader=True):
+            assert self._carrier is not None
+            evaluation = Evaluation(self._local, step=step, samples=samples)
+            if len(self._group.ranks) == 1:  # nothing to cut at
+                return evaluation.alone(bodies, carrier=self._carrier, seed=self._seed)
+            with self._entered():
+                return evaluation.lead(bodies, carrier=self._carrier, seed=self._seed)
+
+    def serve_evaluation(self, step: int) -> None:
+        """Does this rank's part of `evaluate`; on the other ranks of the group.
+
+        Raises:
+            RuntimeError: another rank has failed.
+        """
+        with self._at_work(leader=False), torch.no_grad():
+            Evaluation(self._local, step=step).serve()
+
+    # ---- life ------------------------------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """Ends links, threads and suspended steps; on all ranks of the group, which wait for one another. Idempotent.
+
+        Raises:
+            RuntimeError: another rank has failed.
+        """
+        if self._closed:
+            return
+        self._closed = True
+        try:
+            if self._carrier is not None:
+                self._carrier.close()
+        finally:
+            if self._local.links is not None:
+                self._local.links.close()
+
+    @contextmanager
+    def _at_work(self, *, leader: bool) -> Iterator[None]:
+        """Keeps the caller's random streams; a failure is told to all ranks, and ends this stage runner."""
+        if self._closed or self._failed:
+            raise RuntimeError(f"this stage runner {'is closed' if self._closed else 'has failed'}: make a new one")
+        if leader != (self._position == 0):
+            raise RuntimeError(
+                f"rank {self._group.ranks[self._position]} is stage {self._position} of its group: the leader trains"
+                " and evaluates, the others serve"
+            )
+        try:
+            with streams_kept(), self._carrier.streams_left() if self._carrier is not None else nullcontext():
+                yield
+        except BaseException as error:
+            self._failed = True
+            self._failures.report(error)  # before anybody notices a closed connection
+            if self._carrier is not None:
+                with suppress(Exception):  # the first error counts
+                    self._carrier.close_steps()
+            if self._local.links is not None:
+                self._local.links.abort()
+            raise
+
+    @contextmanager
+    def _entered(self) -> Iterator[None]:
+        assert self._cut is not None
+        with self._cut:
+            yield
+
+
+def _call(function: Callable[[], None] | None) -> None:
+    if function is not None:
+        function()
+
+
+def _check(group: GroupPlan, rank: int, layers: int, cut: BackboneCut | None) -> None:
+    if rank not in group.ranks:
+        raise ValueError(f"rank={rank} is not of the group {group.ranks}")
+    cuts = group.cuts
+    if len(cuts) != len(group.ranks) + 1 or cuts[0] != 0 or cuts[-1] != layers or list(cuts) != sorted(set(cuts)):
+        raise ValueError(
+            f"cuts={cuts} must be {len(group.ranks) + 1} increasing numbers from 0 to {layers}, the number of layers"
+        )
+    if (cut is None) == (rank == group.ranks[0]):
+        raise ValueError(f"cut={cut!r} on rank {rank}: the leader, rank {group.ranks[0]}, needs one, and no other")

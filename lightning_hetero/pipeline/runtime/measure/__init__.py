@@ -1,0 +1,1 @@
+"""What each layer costs: time, bytes kept, bytes sent (layer T)."""

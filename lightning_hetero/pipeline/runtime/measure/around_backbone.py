@@ -1,0 +1,257 @@
+"""What a training step costs around its backbone: before it, behind it; and what it calls the backbone with (layer T).
+
+    start ──before──► call 0 ──(layers)──► reply ──behind──► call 1 ... ──behind──► loss ──backward──► ... ──► inputs
+
+The step itself runs, unchanged, as it will run in the pipeline. What it computes is thrown away.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from statistics import median
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_hetero.measure.timer import Timer
+from lightning_hetero.pipeline.runtime.measure.memory import (
+    Kept,
+    OptimizerSpec,
+    optimizer_bytes,
+    tensor_bytes,
+)
+from lightning_hetero.pipeline.runtime.measure.one_layer import detached, tensors_of
+from lightning_hetero.pipeline.runtime.measure.residence import resident
+from lightning_hetero.pipeline.runtime.step.coroutines import Carrier, CarrierName
+from lightning_hetero.pipeline.runtime.step.cut import BackboneCall, BackboneCut, graphs_to_retain
+from lightning_hetero.pipeline.runtime.step.layer_calls.route import Route, RoutedCall
+from lightning_hetero.pipeline.runtime.step.resumable import (
+    Done,
+    ResumableStep,
+    Suspended,
+    make_carrier,
+    stream_seed,
+)
+from lightning_hetero.pipeline.runtime.step.tensor_trees import loss_of
+from lightning_hetero.pipeline.runtime.step.torch_state import nothing_drawn
+from lightning_hetero.solvers.fit import fit_affine
+from lightning_hetero.types import AffineCost, LayerCost
+
+__all__ = ["NeverCalledError", "Outside", "measure_outside"]
+
+
+class NeverCalledError(RuntimeError):
+    """The step does not call the backbone."""
+
+
+_REPEATS = 3  # runs per size, whose median counts, after one that does not
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Outside:
+    """What stands around the backbone.
+
+    Attributes:
+        before: the step up to its first call of the backbone; holds all parameters outside of the layers.
+        head: all the rest, loss included; several calls: what lies between them, too.
+        calls: of the backbone in one step.
+        first: by samples, how the layers are called in the first call, and what the first of them is handed, see
+            `Route.pack`.
+    """
+
+    before: LayerCost
+    head: LayerCost
+    calls: int
+    first: Mapping[int, tuple[Route, Any]]
+
+
+@dataclass(frozen=True, slots=True)
+class _Seen:
+    """One size."""
+
+    samples: int
+    before_s: tuple[float, float]  # forward, backward
+    head_s: tuple[float, float]
+    before_bytes: int
+    head_bytes: int
+    route: Route
+    message: Any
+    calls: int
+
+
+def measure_outside(
+    bodies: Sequence[tuple[int, Callable[[], Any]]],
+    *,
+    cut: BackboneCut,
+    layers: Sequence[nn.Module],
+    parameters: Sequence[nn.Parameter],
+    buffers: Sequence[Tensor],
+    optimizer: OptimizerSpec,
+    device: torch.device,
+    carrier: CarrierName,
+) -> Outside:
+    """Measures the step outside of the backbone.
+
+    Gradients of all parameters, the buffers named, and torch's random streams are afterwards as before.
+
+    Args:
+        bodies: samples and step, e.g. ``(8, lambda: module.training_step(batch_of_8, 0))``; two sizes or more.
+        cut: at the backbone.
+        layers: of the backbone, in order.
+        parameters: outside of the layers.
+        buffers: outside of the layers, e.g. statistics of a BatchNorm that stands there.
+        optimizer: for the size of its state, see `footprint.optimizer_bytes`.
+        device: where the step runs; layers that are elsewhere go there one at a time, in copies.
+        carrier: see `make_carrier`.
+
+    Raises:
+        RuntimeError: the step never calls the backbone, or not as often with every size.
+        ValueError: fewer than two sizes.
+    """
+    if len({samples for samples, _ in bodies}) < 2:
+        raise ValueError("bodies must be of two or more sizes: one cannot tell a fixed time from a time per sample")
+    inside = [p for layer in layers for p in layer.parameters()]
+    with _unchanged([*parameters, *inside], [*buffers, *(b for layer in layers for b in layer.buffers())], device):
+        owner = make_carrier(carrier)
+        try:
+            bench = _Bench(cut, layers, [*parameters, *inside], owner, Timer(device))
+            seen = [bench.measure(samples, body) for samples, body in bodies]
+        finally:
+            owner.close()
+    if len({s.calls for s in seen}) > 1:
+        counts = {s.samples: s.calls for s in seen}
+        raise RuntimeError(
+            f"training_step calls the backbone {counts} times (by samples): that must not depend on the batch"
+        )
+    last = max(seen, key=lambda s: s.samples)
+    trained = [p for p in parameters if p.requires_grad]
+    held = tensor_bytes([*parameters, *buffers]) + tensor_bytes(trained)
+    before = LayerCost(
+        name="before",
+        forward=_fit(seen, lambda s: s.before_s[0]),
+        backward=_fit(seen, lambda s: s.before_s[1]),
+        param_bytes=tensor_bytes(trained),
+        state_bytes=held + optimizer_bytes(trained, optimizer),
+        activation_bytes=last.before_bytes / last.samples,
+        output_bytes=tensor_bytes(tensors_of(last.message)) / last.samples,
+    )
+    head = LayerCost(
+        name="head",
+        forward=_fit(seen, lambda s: s.head_s[0]),
+        backward=_fit(seen, lambda s: s.head_s[1]),
+        activation_bytes=last.head_bytes / last.samples,
+    )
+    first = {s.samples: (s.route, s.message) for s in seen}
+    return Outside(before=before, head=head, calls=last.calls, first=first)
+
+
+def _fit(seen: Sequence[_Seen], value: Callable[[_Seen], float]) -> AffineCost:
+    return fit_affine([s.samples for s in seen], [value(s) for s in seen])
+
+
+@dataclass(frozen=True, slots=True)
+class _Bench:
+    """Runs steps and takes the time."""
+
+    cut: BackboneCut
+    layers: Sequence[nn.Module]
+    parameters: Sequence[nn.Parameter]
+    carrier: Carrier
+    timer: Timer
+
+    def measure(self, samples: int, body: Callable[[], Any]) -> _Seen:
+        """Returns the medians over the runs but the first."""
+        runs = [_run(self, samples, body) for _ in range(1 + _REPEATS)][1:]
+
+        def typical(name: str) -> tuple[float, float]:
+            return median(getattr(r, name)[0] for r in runs), median(getattr(r, name)[1] for r in runs)
+
+        return replace(runs[-1], before_s=typical("before_s"), head_s=typical("head_s"))
+
+
+def _run(bench: _Bench, samples: int, body: Callable[[], Any]) -> _Seen:
+    cut, layers, timer, carrier = bench.cut, bench.layers, bench.timer, bench.carrier
+    step = ResumableStep(body, carrier=carrier, seed=stream_seed(0, samples))
+    calls: list[BackboneCall] = []
+    spans: list[tuple[Any, Any]] = []  # of the forward: before, then behind each call
+    kept = Kept(bench.parameters)
+    before_bytes = 0
+    try:
+        with cut, kept:
+            start = timer.mark()
+            outcome = step.start()
+            spans.append((start, timer.mark()))
+            before_bytes = kept.size_bytes()
+            while isinstance(outcome, Suspended):
+                call = outcome.value
+                calls.append(call)
+                reply = call.reply(_through(layers, call, timer.device))
+                start = timer.mark()
+                outcome = step.resume(reply)
+                spans.append((start, timer.mark()))
+    finally:
+        step.close()
+    assert isinstance(outcome, Done)
+    if not calls:
+        raise NeverCalledError(
+            "training_step ended without calling the backbone: is `backbone=` the attribute whose layers it runs?"
+        )
+    route, message = calls[0].route, calls[0].value
+    loss = loss_of(outcome.value)
+    head_bytes = kept.size_bytes() - before_bytes
+    retain = graphs_to_retain(loss, calls)
+    start = timer.mark()
+    if loss.requires_grad:
+        loss.backward(retain_graph=retain[0])
+    back = [(start, timer.mark())]
+    for call, keep in zip(reversed(calls), retain[1:], strict=True):
+        if not call.grad_enabled:
+            continue
+        call.output_grads()
+        grads = [torch.zeros_like(t) if t.requires_grad else None for t in call.inputs]
+        start = timer.mark()
+        call.backward(grads, retain_graph=keep)
+        back.append((start, timer.mark()))
+    seconds = [timer.seconds(*span) for span in spans]
+    back_s = [timer.seconds(*span) for span in back]
+    return _Seen(
+        samples,
+        (seconds[0], back_s[-1] if len(back_s) > 1 else 0.0),
+        (sum(seconds[1:]), back_s[0] + sum(back_s[1:-1])),
+        before_bytes,
+        head_bytes,
+        route,
+        detached(message),
+        len(calls),
+    )
+
+
+def _through(layers: Sequence[nn.Module], call: BackboneCall, device: torch.device) -> Any:
+    """Returns the backbone's output; nothing is kept for a backward pass."""
+    with torch.no_grad():
+        value, through = call.value, RoutedCall(call.route, layers)
+        for layer in layers:
+            with resident(layer, device):
+                value = through(layer, value)
+        return value
+
+
+@contextmanager
+def _unchanged(parameters: Iterable[nn.Parameter], buffers: Iterable[Tensor], device: torch.device) -> Any:
+    """Gradients on; gradients, buffers and random streams are put back afterwards."""
+    grads = [(p, p.grad) for p in parameters]
+    values = [(b, b.clone()) for b in buffers]
+    for p, _ in grads:
+        p.grad = None
+    try:
+        with nothing_drawn(device), torch.enable_grad():
+            yield
+    finally:
+        for p, grad in grads:
+            p.grad = grad
+        with torch.no_grad():
+            for buffer, value in values:
+                buffer.copy_(value)

@@ -1,0 +1,247 @@
+"""One gradient on all owners of a layer, and norms over the whole model (layer T).
+
+    backward of the last micro-batch   layer 3 ──► layer 2 ──► layer 1 ──► layer 0 ──► before
+    owners (2, 3) and (0, 3)           [ bucket 0 ]──────► summed, not waited for
+    owners (2, 1)                                            [ bucket 0 ]─► [ bucket 1, outside ]
+    finish()                           what is left; wait; write back into .grad
+
+Losses are weighted before backward, so gradients are *summed* over the owners. As in DDP, all owners of a layer reduce
+its buckets in one order that is fixed beforehand, whatever order the gradients come in. A bucket carries one more
+number per parameter: whether this rank had a gradient. So a parameter that was used in some group gets the sum in all
+of them, and one that was used nowhere keeps ``None``, without a further exchange.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lightning_hetero.pipeline.runtime.own.buckets import Arrived, Lane, fill_buckets
+from lightning_hetero.pipeline.runtime.own.owner_groups import OwnerGroups
+from lightning_hetero.pipeline.runtime.own.ownership import Ownership
+
+__all__ = ["GradientSync"]
+
+_MIB = 2**20
+
+
+class GradientSync:
+    """Sums gradients over the owners of each layer, overlapped with the last backward.
+
+    ::
+
+        sync = GradientSync(module, ownership, groups=groups)      # on all ranks, after `prune`
+        ...                                                        # backward passes
+        sync.arm()                                                 # before the last one of this rank's layers
+        ...                                                        # the last one
+        sync.finish()                                              # on all ranks
+
+    `arm` may be left out: then nothing overlaps. Without `finish`, as under gradient accumulation, gradients stay
+    local.
+
+    Args:
+        module: the whole model, pruned.
+        ownership: who holds what.
+        groups: of processes; those that are needed here are made now, so the constructor is collective.
+        bucket_bytes: of gradients per all-reduce, as DDP's ``bucket_cap_mb``.
+        wait: waits for a collective, e.g. with a look at what became of the others, `FailureBoard.wait`.
+
+    Raises:
+        ValueError: ``bucket_bytes`` is not positive, or the module is not the ownership's.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        ownership: Ownership,
+        *,
+        groups: OwnerGroups,
+        bucket_bytes: int = 25 * _MIB,
+        wait: Callable[[dist.Work], object] = dist.Work.wait,
+    ) -> None:
+        if bucket_bytes < 1:
+            raise ValueError(f"bucket_bytes={bucket_bytes} must be at least 1, e.g. {25 * _MIB}")
+        self._groups = groups
+        self._bucket_bytes = bucket_bytes
+        self._wait = wait
+        tensors = ownership.tensors(module)
+        names = ownership.parameters
+        groups.prepare(ownership.holders(name) for name in tensors)
+        self._known = {id(tensors[name]): tensors[name] for name in names}  # kept: an id is not given again
+        self._counted = {id(tensors[n]) for n in names if ownership.owners(n)[0] == ownership.rank}
+        floating = (tensor.dtype for tensor in self._known.values() if tensor.is_floating_point())
+        self._dtype = next(floating, torch.get_default_dtype())
+
+        def late(name: str) -> bool:
+            """Whether it has gradients in front of the layers as well as behind them, or in several."""
+            return ownership.layer_of[name] is None or ownership.is_shared(name)
+
+        self._synced: dict[tuple[int, ...], list[tuple[nn.Parameter, bool]]] = {}
+        for name in sorted(reversed(names), key=lambda n: (late(n), -(ownership.layer_of[n] or 0))):
+            owners, parameter = ownership.owners(name), tensors[name]
+            if len(owners) > 1 and ownership.rank in owners:
+                assert isinstance(parameter, nn.Parameter)
+                self._synced.setdefault(owners, []).append((parameter, late(name)))
+        self._layouts: dict[tuple[bool, ...], list[Lane]] = {}
+        self._lanes: list[Lane] | None = None  # while armed
+        self._hooks: list[Any] = []
+
+    # ---- sums over the owners ----------------------------------------------------------------------------------
+
+    def arm(self) -> None:
+        """From now on, a bucket is reduced as soon as this rank's gradients in it are complete.
+
+        Each parameter is taken to get its last gradient in one backward pass that has not begun yet; what is outside
+        the layers, and tied weights, wait for `finish`.
+
+        Raises:
+            RuntimeError: it is armed already.
+        """
+        if self._lanes is not None:
+            raise RuntimeError("gradients are being synchronised: call finish() before the next arm()")
+        self._lanes = self._layout()
+        for lane in self._lanes:
+            for bucket in lane.buckets:
+                bucket.awaited = set() if bucket.late else set(map(id, bucket.parameters))
+                if not bucket.late:
+                    arrived = Arrived(lane, bucket)
+                    self._hooks += [p.register_post_accumulate_grad_hook(arrived) for p in bucket.parameters]
+
+    def disarm(self) -> None:
+        """Removes the hooks of `arm`; for a step that failed. What is under way is forgotten."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+        for lane in self._lanes or ():
+            lane.forget()
+        self._lanes = None
+
+    def finish(self) -> None:
+        """Reduces what has not been yet, waits for all, and writes the sums into ``.grad``.
+
+        All ranks call it, once for each update; a gradient that no owner has stays None.
+
+        Raises:
+            TypeError: a sparse gradient.
+            RuntimeError: a peer is lost, or what ``wait`` raises.
+        """
+        lanes = self._layout() if self._lanes is None else self._lanes
+        try:
+            for lane in lanes:
+                lane.launch(all_of_them=True)
+            for lane in lanes:
+                for bucket in lane.buckets:
+                    bucket.collect(self._wait)
+        finally:
+            self._lanes = lanes
+            self.disarm()
+
+    def _layout(self) -> list[Lane]:
+        """The buckets for the parameters that are trained at present: some are frozen or thawed meanwhile."""
+        trained = tuple(p.requires_grad for entries in self._synced.values() for p, _ in entries)
+        if trained not in self._layouts:
+            self._layouts[trained] = [
+                Lane(
+                    group,
+                    fill_buckets([e for e in self._synced[owners] if e[0].requires_grad], self._bucket_bytes),
+                )
+                for owners in sorted(self._synced)
+                if (group := self._groups.get(owners)) is not None
+            ]
+        return self._layouts[trained]
+
+    # ---- over the whole model ----------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def norm(self, parameters: Iterable[Tensor] | None = None) -> Tensor:
+        """Returns the 2-norm of the whole model's gradients, as if they were one vector on one device.
+
+        After `finish`; all ranks call it. Each parameter counts once, on the owner in the lowest group.
+
+        Args:
+            parameters: of this module, this rank's or all; None: all.
+
+        Returns:
+            A number (0-dimensional tensor), the same on all ranks, of the module's dtype.
+
+        Raises:
+            ValueError: a parameter that is not the module's.
+        """
+        gradients = [
+            p.grad for p in self._chosen(parameters) if id(p) in self._counted and p.grad is not None
+        ]
+        norms = torch.zeros(1, dtype=torch.float64)
+        if gradients:
+            norms = torch.stack([n.to(torch.float64) for n in torch._foreach_norm(gradients)]).to("cpu")
+        total = norms.pow(2).sum()
+        self._all_reduce(total, dist.ReduceOp.SUM)
+        return total.sqrt().to(self._dtype)
+
+    @torch.no_grad()
+    def clip_by_norm(self, parameters: Iterable[Tensor] | None, max_norm: float) -> Tensor:
+        """Scales gradients so that their norm over the whole model is at most ``max_norm``.
+
+        `torch.nn.utils.clip_grad_norm_` for a model that no rank has as a whole; after `finish`, all ranks call it.
+
+        Args:
+            parameters: of this module, this rank's or all; None: all.
+            max_norm: the greatest norm allowed, >= 0.
+
+        Returns:
+            The norm before, the same on all ranks.
+
+        Raises:
+            ValueError: ``max_norm`` is negative or NaN, or a parameter is not the module's.
+        """
+        if not float(max_norm) >= 0.0:
+            raise ValueError(f"max_norm={max_norm!r} must be >= 0")
+        chosen = self._chosen(parameters)
+        total = self.norm(chosen)
+        gradients = [g for p in chosen if (g := _gradient(p)) is not None]
+        if gradients:
+            factor = (float(max_norm) / (total + 1e-6)).clamp(max=1.0)
+            torch._foreach_mul_(gradients, factor.to(gradients[0].device))
+        return total
+
+    @torch.no_grad()
+    def agree_nonfinite(self) -> bool:
+        """Puts NaN into a gradient on every rank if some rank has an infinite or NaN one; returns whether.
+
+        For a `torch.amp.GradScaler`, which looks at its own rank only, between `finish` and ``unscale_`` or ``step``:
+        all ranks then skip the update together. All ranks call it.
+        """
+        gradients = [g for p in self._known.values() if (g := _gradient(p)) is not None]
+        flag = torch.zeros(1)
+        if gradients:
+            # A norm in the gradients' own dtype could overflow although all are finite; the greatest value cannot.
+            each = torch.stack([n.to(torch.float32) for n in torch._foreach_norm(gradients, math.inf)])
+            flag[0] = (~each.isfinite()).any()
+        self._all_reduce(flag, dist.ReduceOp.MAX)
+        found = bool(flag)
+        if found and gradients:
+            gradients[0].fill_(math.nan)
+        return found
+
+    def _chosen(self, parameters: Iterable[Tensor] | None) -> list[Tensor]:
+        if parameters is None:
+            return list(self._known.values())
+        chosen = list({id(p): p for p in parameters}.values())
+        if foreign := sum(id(p) not in self._known for p in chosen):
+            raise ValueError(
+                f"{foreign} of {len(chosen)} parameters are not the module's: who else holds them is not known"
+            )
+        return chosen
+
+    def _all_reduce(self, tensor: Tensor, op: Any) -> None:
+        work = dist.all_reduce(tensor, op, group=self._groups.world, async_op=True)
+        assert work is not None
+        self._wait(work)
+
+
+def _gradient(parameter: Tensor) -> Tensor | None:
+    return parameter.grad if parameter.numel() else None  # of no elements, an infinity norm is an error

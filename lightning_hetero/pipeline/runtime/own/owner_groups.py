@@ -1,0 +1,146 @@
+"""The same values on all owners: at the start from rank 0, and buffers during training (layer T)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lightning_hetero.pipeline.runtime.own.ownership import Ownership
+
+__all__ = ["OwnerGroups", "as_bytes", "raise_together", "share_buffers", "share_initial"]
+
+
+class OwnerGroups:
+    """Process groups by set of ranks, each made once.
+
+    Making one is collective over *all* ranks, members or not, and all must make them in the same order: hence
+    `prepare`, which every rank calls with the same sets.
+
+    Args:
+        world: over all ranks, one that takes CPU tensors (gloo); scalars travel over it.
+        backend, timeout: of the groups to be made, as in `torch.distributed.new_group`; None: as the default group.
+    """
+
+    def __init__(
+        self,
+        world: dist.ProcessGroup,
+        *,
+        backend: str | None = None,
+        timeout: timedelta | None = None,
+    ) -> None:
+        self.world = world
+        self._backend = backend
+        self._timeout = timeout
+        self._groups: dict[tuple[int, ...], Any] = {}  # where this rank is no member, torch's marker of that
+
+    def prepare(self, members: Iterable[Sequence[int]]) -> None:
+        """Makes the groups that are missing; collective, the same on all ranks. One rank alone needs none."""
+        wanted = {tuple(sorted(set(ranks))) for ranks in members}
+        for ranks in sorted(wanted - self._groups.keys()):
+            if len(ranks) > 1:
+                self._groups[ranks] = dist.new_group(list(ranks), self._timeout, self._backend)
+
+    def get(self, members: Sequence[int]) -> dist.ProcessGroup | None:
+        """Returns the group of these ranks, None for one rank alone.
+
+        Raises:
+            KeyError: it has not been prepared.
+        """
+        ranks = tuple(sorted(set(members)))
+        return self._groups[ranks] if len(ranks) > 1 else None
+
+    def close(self) -> None:
+        """Destroys the groups; not after a failure, when peers may be gone."""
+        for group in self._groups.values():
+            if isinstance(group, dist.ProcessGroup):
+                dist.destroy_process_group(group)
+        self._groups.clear()
+
+
+def raise_together(problem: Exception | None, group: dist.ProcessGroup) -> None:
+    """Raises on all ranks if there is a ``problem`` on some rank; collective.
+
+    Raises:
+        RuntimeError: names the ranks and what each said; where the problem is, it is the cause.
+    """
+    own = "" if problem is None else f"{type(problem).__name__}: {problem}"
+    problems: list[str] = [""] * dist.get_world_size(group)
+    dist.all_gather_object(problems, own, group=group)
+    if said := [f"rank {rank}: {text}" for rank, text in enumerate(problems) if text]:
+        raise RuntimeError("; ".join(said)) from problem
+
+
+def as_bytes(tensor: Tensor) -> Tensor:
+    """Returns the elements as a 1-D tensor of uint8 on the CPU: a view, if they lie there in order."""
+    return tensor.detach().to("cpu").contiguous().view(-1).view(torch.uint8)
+
+
+@torch.no_grad()
+def share_initial(module: nn.Module, ownership: Ownership, group: dist.ProcessGroup) -> None:
+    """Gives rank 0's parameters and buffers, also those that are not saved, to all that hold them, as DDP does.
+
+    Collective. Layer by layer, to the holders only. Call it before `prune`: on rank 0 the model is whole.
+
+    Args:
+        module: the whole model; on any device.
+        group: over all ranks, one that takes CPU tensors (gloo).
+
+    Raises:
+        RuntimeError: the model or the plan is not the same on all ranks, or rank 0 lacks a tensor.
+    """
+    tensors = ownership.tensors(module)
+    digests: list[str] = [""] * dist.get_world_size(group)
+    dist.all_gather_object(digests, ownership.digest, group=group)
+    others = [rank for rank, digest in enumerate(digests) if digest != digests[0]]
+    if others:
+        raise RuntimeError(
+            f"ranks {others} have another model or another plan than rank 0: names, shapes, dtypes, ties of the"
+            " parameters or which are frozen differ; build the model from the same configuration on all ranks"
+        )
+    missing = [n for n, t in tensors.items() if t.is_meta] if ownership.rank == 0 else []
+    raise_together(ValueError(f"{missing[:5]} are on the meta device") if missing else None, group)
+    bundles: dict[tuple[int | None, tuple[int, ...]], list[Tensor]] = {}
+    for name, tensor in tensors.items():
+        if tensor.numel():
+            bundles.setdefault((ownership.layer_of[name], ownership.holders(name)), []).append(tensor)
+    for (_, holders), bundle in bundles.items():
+        if ownership.rank == 0 and set(holders) != {0}:
+            data = torch.cat([as_bytes(tensor) for tensor in bundle])
+            works = [dist.isend(data, to, group=group) for to in holders if to != 0]
+            for work in works:
+                assert work is not None
+                work.wait()
+        elif ownership.rank != 0 and ownership.rank in holders:
+            data = torch.empty(sum(t.nbytes for t in bundle), dtype=torch.uint8)
+            dist.recv(data, 0, group=group)
+            for tensor, piece in zip(bundle, data.split([t.nbytes for t in bundle]), strict=True):
+                come = torch.empty(tensor.shape, dtype=tensor.dtype)
+                as_bytes(come).copy_(piece)  # the piece need not begin where its dtype may
+                tensor.copy_(come)
+
+
+@torch.no_grad()
+def share_buffers(module: nn.Module, ownership: Ownership, groups: OwnerGroups) -> None:
+    """Gives the buffers of the lowest group to their other holders: BatchNorm's statistics, counters, ...
+
+    As DDP does before each forward with ``broadcast_buffers=True``; all ranks call it. One broadcast per set of holders
+    and dtype.
+    """
+    tensors = ownership.tensors(module)
+    bundles: dict[tuple[tuple[int, ...], torch.dtype], list[Tensor]] = {}
+    for name in ownership.buffers:
+        holders, tensor = ownership.holders(name), tensors[name]
+        if len(holders) > 1 and ownership.rank in holders and tensor.numel():
+            bundles.setdefault((holders, tensor.dtype), []).append(tensor)
+    for holders, dtype in sorted(bundles, key=lambda key: (key[0], str(key[1]))):
+        bundle = bundles[holders, dtype]
+        flat = torch.cat([tensor.detach().reshape(-1) for tensor in bundle])
+        dist.broadcast(flat.view(torch.uint8), holders[0], group=groups.get(holders))  # any dtype, as bytes
+        if ownership.rank != holders[0]:
+            for tensor, piece in zip(bundle, flat.split([t.numel() for t in bundle]), strict=True):
+                tensor.copy_(piece.view(tensor.shape))

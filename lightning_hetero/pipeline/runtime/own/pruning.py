@@ -1,0 +1,139 @@
+"""Each rank keeps what it owns: the rest of the model loses its memory, not its shape (layer T).
+
+    rank 1 of a 1x2 plan    embed.weight   layers.0.weight   layers.1.weight   head.weight
+    before                  real           real              real              real
+    after `prune`           meta           meta              real              meta
+
+Meta tensors have names, shapes and dtypes. So `named_parameters`, ``state_dict``'s keys and the positions in
+``optimizer.param_groups`` stay those of the whole model, and an optimizer skips them: they never have a gradient.
+"""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils import _pytree as pytree
+
+from lightning_hetero.pipeline.runtime.own.owner_groups import as_bytes
+from lightning_hetero.pipeline.runtime.own.ownership import Ownership
+
+__all__ = ["movable", "prune", "restore", "to_device"]
+
+
+@torch.no_grad()
+def prune(module: nn.Module, optimizers: Iterable[Optimizer], ownership: Ownership) -> None:
+    """Replaces what other ranks hold by meta tensors, in the module and in its optimizers, and frees the memory.
+
+    Attributes of the parameters and ``requires_grad`` are kept, gradients and optimizer state are dropped. Whoever
+    still refers to a replaced parameter finds it without elements. What this rank holds stays the very object.
+
+    Args:
+        module: the whole model.
+        optimizers: all that were made from its parameters; made *before*, because fused ones refuse meta tensors.
+        ownership: who holds what.
+
+    Raises:
+        ValueError: the module is another one than the ownership was made from.
+    """
+    replaced: dict[int, tuple[Tensor, Tensor]] = {}
+    for name, tensor in ownership.tensors(module).items():
+        if not ownership.holds(name) and not tensor.is_meta:
+            replaced[id(tensor)] = tensor, _like(tensor, torch.empty_like(tensor.detach(), device="meta"))
+    _put(module, replaced)
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            group["params"][:] = [replaced[id(p)][1] if id(p) in replaced else p for p in group["params"]]
+        for tensor, _ in replaced.values():
+            optimizer.state.pop(tensor, None)
+    for tensor, _ in replaced.values():  # frees it even where somebody keeps a reference, and harms no view
+        tensor.grad = None
+        tensor.data = tensor.data.new_empty(0)
+
+
+def _like(tensor: Tensor, data: Tensor) -> Tensor:
+    """Returns ``data`` as a parameter or buffer with the attributes of ``tensor``."""
+    if isinstance(tensor, nn.Parameter):
+        data = torch.Tensor._make_subclass(type(tensor), data, tensor.requires_grad)
+    vars(data).update(vars(tensor))
+    return data
+
+
+def _put(module: nn.Module, replaced: Mapping[int, tuple[Tensor, Tensor]]) -> None:
+    """Puts new tensors under all names of the old ones; ``replaced`` is by the id of the old one: old, new."""
+    for part in module.modules():
+        parameters = list(part.named_parameters(recurse=False, remove_duplicate=False))
+        buffers = list(part.named_buffers(recurse=False, remove_duplicate=False))
+        for name, tensor in (*parameters, *buffers):
+            if id(tensor) in replaced:  # by setattr: recurrent modules keep further references and follow it
+                setattr(part, name, replaced[id(tensor)][1])
+
+
+@torch.no_grad()
+def restore(module: nn.Module, ownership: Ownership, group: dist.ProcessGroup) -> None:
+    """Undoes `prune`: afterwards all ranks have all parameters and buffers, with the values of the lowest group.
+
+    Collective. For the end of training, when the model is used or divided anew. Optimizers are not filled: their
+    parameters on this rank stay the same objects, others they have as meta tensors still. What this rank gets lies on
+    the CPU.
+
+    Args:
+        module: the whole model, pruned by the same ownership.
+        group: over all ranks, one that takes CPU tensors (gloo).
+    """
+    replaced: dict[int, tuple[Tensor, Tensor]] = {}
+    for name, tensor in ownership.tensors(module).items():
+        source = ownership.owners(name)[0]
+        if ownership.rank == source or not tensor.is_meta:
+            data = tensor.detach().to("cpu").contiguous()
+        else:
+            data = torch.empty(tensor.shape, dtype=tensor.dtype)
+        if data.numel():
+            dist.broadcast(as_bytes(data), source, group=group)
+        if tensor.is_meta:
+            replaced[id(tensor)] = (tensor, _like(tensor, data))
+        elif ownership.rank != source:
+            tensor.copy_(data)
+    _put(module, replaced)
+
+
+@contextmanager
+def movable(module: nn.Module) -> Iterator[None]:
+    """Inside, ``module.to`` leaves out what is on the meta device, where it would raise at the first such tensor."""
+
+    def apply(module: nn.Module, move: Callable[[Tensor], Tensor]) -> nn.Module:
+        return type(module)._apply(module, lambda t: t if t.is_meta else move(t))
+
+    vars(module)["_apply"] = types.MethodType(apply, module)
+    try:
+        yield
+    finally:
+        del vars(module)["_apply"]
+
+
+def to_device(module: nn.Module, optimizers: Iterable[Optimizer], device: torch.device) -> None:
+    """Moves parameters, gradients, buffers and optimizer state to a device; what is on the meta device stays there.
+
+    It calls ``module.to(device)``, so modules that do more there, such as a LightningModule's ``device``, do it.
+    ``step`` counters of optimizers stay where torch wants them: on the CPU unless the optimizer is fused or capturable.
+    """
+    with movable(module):
+        module.to(device)
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            steps_too = bool(group.get("fused") or group.get("capturable"))
+            for parameter in group["params"]:
+                if parameter in optimizer.state and not parameter.is_meta:
+                    state: dict[str, Any] = optimizer.state[parameter]
+                    for key in [key for key in state if key != "step" or steps_too]:
+                        state[key] = _moved(state[key], device)
+
+
+def _moved(value: Any, device: torch.device) -> Any:
+    return pytree.tree_map(lambda leaf: leaf.to(device) if isinstance(leaf, Tensor) else leaf, value)

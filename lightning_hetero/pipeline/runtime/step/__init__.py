@@ -1,0 +1,1 @@
+"""A training step that is suspended at its backbone and resumed (layer T)."""

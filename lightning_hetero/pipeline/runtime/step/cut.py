@@ -1,0 +1,303 @@
+"""The cut: a training step is suspended where it calls the backbone, and its autograd graph is cut there (layer T).
+
+    x = embed(batch)   |   h = x.detach()  ->  the pipeline's stages  ->  y   |   loss = head(y)
+                       |   x.backward(h.grad)  <-  the stages  <-  y's grad   |   loss.backward()
+
+Forward, as seen by who runs the steps; ``module.training_step`` is untouched:
+
+    cut = BackboneCut(module.backbone)
+    with cut:
+        call = step.start().value                     # a BackboneCall
+        y = ...                                       # call.inputs along call.route through the stages
+        loss = step.resume(call.reply(y)).value
+
+and back, once for each step, calls in reverse order:
+
+    keep, *keeps = graphs_to_retain(loss, [call])
+    loss.backward(retain_graph=keep)
+    del loss                                          # frees what was retained for nothing but it
+    grads = ...                                       # call.output_grads() back through the stages
+    call.backward(grads, retain_graph=keeps[0])
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_hetero.pipeline.runtime.step.graph_input import GraphInput
+from lightning_hetero.pipeline.runtime.step.layer_calls.caches import SeenCaches
+from lightning_hetero.pipeline.runtime.step.layer_calls.chain import (
+    CalledLayer,
+    Chain,
+    LayerOutput,
+    stand_ins,
+)
+from lightning_hetero.pipeline.runtime.step.layer_calls.route import Route
+from lightning_hetero.pipeline.runtime.step.resumable import current_step
+from lightning_hetero.pipeline.runtime.step.tensor_trees import split
+from lightning_hetero.pipeline.runtime.step.torch_state import enabled_autocast, saved_tensor_hooks
+
+__all__ = ["BackboneCall", "BackboneCut", "graphs_to_retain"]
+
+
+# ---- one call --------------------------------------------------------------------------------------------------
+
+
+class BackboneCall:
+    """One call of the backbone by a training step: what goes out, what comes back, and the way back of gradients.
+
+    Outputs may be any nest of tuples, lists, dicts and registered dataclasses with tensors and other values in it. What
+    *travels* between processes is one tensor or a (nested) tuple of tensors; messages refuse the rest.
+
+    Attributes:
+        number: of the call in its step, from 0.
+        route: how the layers are called.
+        grad_enabled: False where the step called the backbone under ``no_grad``: forward only, nothing to send back.
+        autocast: dtype by type of device for which autocast is enabled at the call; the layers belong under the same.
+    """
+
+    def __init__(self, number: int, route: Route, inputs: Sequence[Tensor], *, grad_enabled: bool) -> None:
+        self.number = number
+        self.route = route
+        self.grad_enabled = grad_enabled
+        self.autocast = enabled_autocast()
+        self._sources: list[Tensor] | None = list(inputs)
+        self._inputs = [self._cut(source) for source in inputs]
+        self._graph_input: GraphInput | None = None
+        self._reply: Any = None
+
+    def _cut(self, source: Tensor) -> Tensor:
+        return source.detach().requires_grad_(self.grad_enabled and source.requires_grad)
+
+    @property
+    def inputs(self) -> list[Tensor]:
+        """The tensors that the layers are called with, by number in the `route`, each once.
+
+        Detached; they require a gradient where the originals did, and share their memory.
+        """
+        return list(self._inputs)
+
+    @property
+    def value(self) -> Any:
+        """What the first layer is handed, see `Route.pack`."""
+        return self.route.pack(0, (), dict(enumerate(self._inputs)))
+
+    # ---- forward ---------------------------------------------------------------------------------------------------
+
+    def reply(self, outputs: Any, requires_grad: bool | Sequence[bool] = True) -> Any:
+        """Returns what the step is to be resumed with: ``outputs``, as the beginning of a new graph.
+
+        Args:
+            outputs: of the backbone; any nest as above.
+            requires_grad: of each tensor of ``outputs`` in order, or of all; never more than grad mode at the call
+                allows. False where neither an input nor a layer is trained.
+
+        Raises:
+            RuntimeError: a second reply.
+            ValueError: another number of flags than of tensors.
+        """
+        if self._reply is not None:
+            raise RuntimeError("this call has been replied to before")
+        tensors, joined = split(outputs)
+        flags = [requires_grad] * len(tensors) if isinstance(requires_grad, bool) else list(requires_grad)
+        if len(flags) != len(tensors):
+            raise ValueError(f"requires_grad has {len(flags)} flags for {len(tensors)} tensors: give one per tensor")
+        if self.grad_enabled:
+            self._graph_input = GraphInput(tensors, flags)
+            tensors = self._graph_input.take()
+        else:
+            tensors = [tensor.detach() for tensor in tensors]
+        self._reply = _Reply(joined(tensors))
+        return self._reply
+
+    def _received(self, value: Any) -> Any:
+        if value is not self._reply or value is None:
+            raise TypeError(
+                f"a step that called the backbone was resumed with a {type(value).__name__}:"
+                " resume it with call.reply(outputs), or no gradient would come back"
+            )
+        outputs, value.outputs = value.outputs, None
+        return outputs
+
+    # ---- back ------------------------------------------------------------------------------------------------------
+
+    def output_grads(self) -> list[Tensor | None]:
+        """Returns the gradient of each tensor of the outputs, in order, after ``loss.backward()``; once.
+
+        None where the loss does not depend on it.
+
+        Raises:
+            RuntimeError: the call was made under ``no_grad``, or has had no reply.
+        """
+        self._require_grad()
+        assert self._graph_input is not None
+        return self._graph_input.take_grads()
+
+    def backward(self, input_grads: Sequence[Tensor | None], *, retain_graph: bool = False) -> None:
+        """Lets gradients go on through what the step computed before this call.
+
+        Args:
+            input_grads: of each of `inputs`, in order; None where there is none. Ignored where an input requires none.
+            retain_graph: see `graphs_to_retain`.
+
+        Raises:
+            RuntimeError: as `output_grads`; or a second call.
+            ValueError: another number of gradients than of inputs.
+        """
+        self._require_grad()
+        if self._sources is None:
+            raise RuntimeError("this call's gradients have gone back before")
+        if len(input_grads) != len(self._sources):
+            raise ValueError(f"{len(input_grads)} gradients for {len(self._sources)} inputs: one each, or None")
+        pairs = zip(self._sources, input_grads, strict=True)
+        ways = [(source, grad) for source, grad in pairs if source.requires_grad and grad is not None]
+        self._sources, self._inputs = None, []
+        if ways:
+            torch.autograd.backward([w[0] for w in ways], [w[1] for w in ways], retain_graph=retain_graph)
+
+    def _require_grad(self) -> None:
+        if not self.grad_enabled:
+            raise RuntimeError("the backbone was called under no_grad: nothing goes back")
+        if self._graph_input is None:
+            raise RuntimeError("nothing can go back through a call without a reply")
+
+    def _roots(self) -> list[Any]:
+        sources = self._sources or []
+        return [source.grad_fn for source in sources if self.grad_enabled and source.grad_fn is not None]
+
+
+class _Reply:
+    """What `BackboneCall.reply` returns: told from raw outputs by its type."""
+
+    __slots__ = ("outputs",)
+
+    def __init__(self, outputs: Any) -> None:
+        self.outputs = outputs
+
+
+# ---- graphs that overlap ---------------------------------------------------------------------------------------
+
+
+def graphs_to_retain(loss: Tensor, calls: Sequence[BackboneCall]) -> list[bool]:
+    """Returns ``retain_graph`` for the backward of ``loss``, then for those of ``calls`` from the last to the first.
+
+    The graph before the cut is walked twice where the step uses it on another way, too, such as a skip connection
+    around the backbone: ``head(y + x)``. Then the first walk must not free it. Elsewhere nothing is retained, which
+    also is what compiled graphs want.
+    """
+    walks = [[loss.grad_fn] if loss.grad_fn is not None else [], *(call._roots() for call in reversed(calls))]
+    later: set[Any] = set()
+    retain: list[bool] = []
+    graphs = [_nodes(roots) for roots in walks] if any(walks[1:]) else [set() for _ in walks]
+    for graph in reversed(graphs):
+        retain.append(not later.isdisjoint(graph))
+        later |= graph
+    return retain[::-1]
+
+
+def _nodes(roots: Sequence[Any]) -> set[Any]:
+    """Returns the nodes from which a backward pass frees something."""
+    seen: set[Any] = set()
+    stack = list(roots)
+    while stack:
+        node = stack.pop()
+        # Where gradients are collected, nothing is saved: leaves (known by their `variable`) and outputs of a cut.
+        if node in seen or hasattr(node, "variable") or isinstance(getattr(node, "graph_input", None), GraphInput):
+            continue
+        seen.add(node)
+        stack += [next_node for next_node, _ in node.next_functions if next_node is not None]
+    return seen
+
+
+# ---- the cut ---------------------------------------------------------------------------------------------------
+
+
+class BackboneCut:
+    """Replaces the backbone's forward while entered: a call by a running step suspends it with a `BackboneCall`.
+
+    Calls outside of steps go to the original forward. Hooks registered on the backbone run as ever, inside the step. A
+    compiled ``training_step`` is split at the call. May be entered again and again, also after an exception.
+
+    Args:
+        modules: the backbone; or the layers that the step calls one after another, each with what the one before
+            returned, or a part of it, and with anything else that does not come from a layer: e.g. those of an
+            ``nn.ModuleList``. Then the step is suspended at the last of them. See `Chain`.
+        starts: the index in the backbone of each module's first layer; None: each is one layer.
+
+    Raises:
+        TypeError: no module, or something else than modules.
+        ValueError: a module twice; starts of another number.
+    """
+
+    def __init__(self, *modules: nn.Module, starts: Sequence[int] | None = None) -> None:
+        if not modules or not all(isinstance(module, nn.Module) for module in modules):
+            raise TypeError(f"modules={modules!r} must be one or more nn.Module")
+        if len({id(module) for module in modules}) < len(modules):
+            raise ValueError("a module is called at several places of the backbone: give it a module that calls it")
+        self._modules = modules
+        self._starts = tuple(range(len(modules))) if starts is None else tuple(starts)
+        if len(self._starts) != len(modules):
+            raise ValueError(f"starts={self._starts} must be one per module: there are {len(modules)}")
+        self._originals: list[Callable[..., Any] | None] | None = None  # None: the class's
+        # Made once: compiled code may be guarded by their identity, and would be compiled again for new ones.
+        self._forwards = [self._forward_of(i) for i in range(len(modules))]
+        self._split = False
+        self._structures: dict[int, Any] = {}
+        self._caches = SeenCaches()
+
+    def __enter__(self) -> BackboneCut:
+        if self._originals is not None:
+            raise RuntimeError("this cut is in force already")
+        if not self._split and "torch._dynamo" in sys.modules:  # else nothing is compiled, and it is slow to import
+            self._forwards = [torch.compiler.disable(forward) for forward in self._forwards]
+            self._split = True
+        self._originals = [module.__dict__.get("forward") for module in self._modules]
+        for module, forward in zip(self._modules, self._forwards, strict=True):
+            module.__dict__["forward"] = forward
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        assert self._originals is not None
+        originals, self._originals = self._originals, None
+        for module, original in zip(self._modules, originals, strict=True):
+            if original is None:
+                del module.__dict__["forward"]
+            else:
+                module.__dict__["forward"] = original
+
+    def _forward_of(self, i: int) -> Callable[..., Any]:
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            step = current_step()
+            if step is None:
+                return self._original(i, *args, **kwargs)
+            if i == 0:
+                self._caches.add([*args, *kwargs.values()])
+            given = stand_ins(args, kwargs)
+            chain = self._chain(i, given)
+            chain.add(CalledLayer(i, args, kwargs, torch.is_grad_enabled(), saved_tensor_hooks()), given)
+            if i + 1 < len(self._modules):
+                return LayerOutput(chain, i)
+            route, inputs = chain.route(self._starts)
+            grad_enabled, without_hooks = chain.grad_enabled, chain.hooked_one_by_one
+            chain.calls.clear()  # stand-ins lead here: what the layers were called with must not outlive the step
+            call = BackboneCall(step.suspensions, route, inputs, grad_enabled=grad_enabled)
+            del inputs, args, kwargs
+            return call._received(step.suspend(call, without_hooks=without_hooks))
+
+        return forward
+
+    def _chain(self, i: int, given: Sequence[LayerOutput]) -> Chain:
+        """Returns the walk that a call belongs to."""
+        known = (out.chain for out in given if out.chain.modules is self._modules) if i else ()
+        return next(iter(known), None) or Chain(self._modules, self._original, self._structures)
+
+    def _original(self, i: int, *args: Any, **kwargs: Any) -> Any:
+        module = self._modules[i]
+        replaced = self._originals[i] if self._originals is not None else None
+        forward = replaced if replaced is not None else type(module).forward.__get__(module)
+        return forward(*args, **kwargs)

@@ -1,0 +1,1 @@
+"""One pipeline in a given order: its time, its memory, the exact split into stages (layer P)."""

@@ -1,0 +1,174 @@
+"""One pipeline in a given order of devices: what it is made of (layer P).
+
+What it takes is in `lightning_hetero.solvers.chain.model`.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Literal, TypeAlias
+
+import numpy as np
+
+from lightning_hetero.solvers.chain.layers import Floats, Layers, layers_of
+from lightning_hetero.types import Cluster, Device, Link, ModelCost
+
+__all__ = ["TINY_S", "Chain", "DepthRule", "chain_of", "check_cuts", "check_ranks"]
+
+DepthRule: TypeAlias = Literal["per_link", "low_memory"]
+
+TINY_S = 1e-290
+"""Stands for a period of 0 s."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Chain:
+    """One pipeline: layers, devices in the order of stages, and the links between them.
+
+    Attributes:
+        layers: the backbone for the size of micro-batch at hand.
+        devices: [S] by position; the first is the leader.
+        links: [S - 1] from position i to i + 1: activations.
+        back: [S - 1] from position i + 1 to i: gradients.
+        loop: from the last position to the leader: the backbone's output. Not used with a single stage.
+        loop_back: from the leader to the last position: its gradient. Not used with a single stage.
+        micro_batches: of one step.
+        overlap: transfers overlap compute; False: a device is busy while its links are.
+        depth: how many micro-batches are kept in flight; ``low_memory`` holds fewer where links are slow.
+
+    Raises:
+        ValueError: no device, wrong numbers of links, ``micro_batches`` < 1, or an unknown ``depth``.
+    """
+
+    layers: Layers
+    devices: Sequence[Device]
+    links: Sequence[Link]
+    back: Sequence[Link]
+    loop: Link = field(default_factory=Link)
+    loop_back: Link = field(default_factory=Link)
+    micro_batches: int = 1
+    overlap: bool = True
+    depth: DepthRule = "per_link"
+
+    def __post_init__(self) -> None:
+        n = len(self.devices)
+        if n < 1:
+            raise ValueError("Chain.devices is empty: a pipeline needs at least one device")
+        for name in ("links", "back"):
+            if len(getattr(self, name)) != n - 1:
+                found = len(getattr(self, name))
+                raise ValueError(f"Chain.{name} has {found} entries; {n} devices need {n - 1}")
+        if type(self.micro_batches) is not int or self.micro_batches < 1:
+            raise ValueError(f"Chain.micro_batches={self.micro_batches!r} must be a whole number >= 1")
+        if self.depth not in ("per_link", "low_memory"):
+            raise ValueError(f"Chain.depth={self.depth!r} must be 'per_link' or 'low_memory'")
+
+    def __len__(self) -> int:
+        return len(self.devices)
+
+    @cached_property
+    def speeds(self) -> Floats:
+        """[S] by position."""
+        return np.array([d.speed for d in self.devices], dtype=np.float64)
+
+    @cached_property
+    def mem_bytes(self) -> Floats:
+        """[S] by position."""
+        return np.array([d.mem_bytes for d in self.devices], dtype=np.float64)
+
+    @cached_property
+    def capped(self) -> bool:
+        """Whether a device has a memory cap."""
+        return bool(np.isfinite(self.mem_bytes).any())
+
+    @cached_property
+    def wires(self) -> Floats:
+        """[4, S] latency and bandwidth forwards, latency and bandwidth backwards; of the loop in the last column."""
+        ahead = [*self.links, self.loop if len(self) > 1 else Link()]
+        back = [*self.back, self.loop_back if len(self) > 1 else Link()]
+        rows = [[link.latency_s for link in ahead], [link.bandwidth_bytes_per_s for link in ahead]]
+        rows += [[link.latency_s for link in back], [link.bandwidth_bytes_per_s for link in back]]
+        return np.array(rows, dtype=np.float64)
+
+    @cached_property
+    def leader_s(self) -> tuple[float, float]:
+        """Time of the code before the backbone and of the head, on the leader [s]."""
+        return self.layers.before_s / self.devices[0].speed, self.layers.head_s / self.devices[0].speed
+
+    @cached_property
+    def beside_s(self) -> tuple[float, float]:
+        """What the first link carries besides its own, forwards and backwards [s]: between two devices, the loop."""
+        if len(self) != 2:
+            return 0.0, 0.0
+        ahead, back = self.crossing_s(1, self.layers.cut_sizes[-1:])
+        return float(back[0]), float(ahead[0])
+
+    @cached_property
+    def slowest_s(self) -> float:
+        """A period that is long enough for every split, and at which every depth is the least [s]."""
+        _, most = self.layers.cut_range_bytes
+        sizes = np.full(len(self), most)
+        sizes[-1] = self.layers.cut_sizes[-1]
+        ahead, back = self.crossing_s(slice(None), sizes)
+        work = self.layers.lists[0][-1] / float(self.speeds.min())
+        return max(1.001 * (work + sum(self.leader_s) + float((ahead + back).sum())), TINY_S)
+
+    def crossing_s(self, position: int | slice, sizes: Floats) -> tuple[Floats, Floats]:
+        """Returns the time of ``sizes`` [bytes] over the link behind ``position``, forwards and backwards [s]."""
+        ahead_s, ahead, back_s, back = self.wires[:, position]
+        return ahead_s + sizes / ahead, back_s + sizes / back
+
+
+def chain_of(
+    model: ModelCost | Layers,
+    cluster: Cluster,
+    ranks: Sequence[int],
+    *,
+    micro_samples: int = 1,
+    micro_batches: int = 1,
+    overlap: bool = True,
+    depth: DepthRule = "per_link",
+) -> Chain:
+    """Returns the pipeline of ``ranks`` in this order.
+
+    Args:
+        model: costs by layer, or `layers_of` it, which is worth it for many chains of the same micro-batch.
+        cluster: where devices and links are taken from.
+        ranks: of the cluster, in the order of stages; the first is the leader.
+        micro_samples: samples of a micro-batch; not used where ``model`` is `Layers`.
+        micro_batches, overlap, depth: as in `Chain`.
+
+    Raises:
+        ValueError: no rank, a rank twice or not in the cluster, or as in `Chain`.
+    """
+    check_ranks(ranks, cluster)
+    links, first, last = cluster.links, ranks[0], ranks[-1]
+    pairs = list(itertools.pairwise(ranks))
+    return Chain(
+        layers=model if isinstance(model, Layers) else layers_of(model, micro_samples),
+        devices=[cluster.devices[r] for r in ranks],
+        links=[links[a][b] for a, b in pairs],
+        back=[links[b][a] for a, b in pairs],
+        loop=links[last][first],
+        loop_back=links[first][last],
+        micro_batches=micro_batches,
+        overlap=overlap,
+        depth=depth,
+    )
+
+
+def check_ranks(ranks: Sequence[int], cluster: Cluster) -> None:
+    """Raises ValueError if ``ranks`` are not one or more different ranks of the cluster."""
+    known = len(cluster.devices)
+    if len(ranks) == 0 or len(set(ranks)) != len(ranks) or not all(0 <= r < known for r in ranks):
+        raise ValueError(f"ranks={tuple(ranks)} must be one or more different ranks of 0 to {known - 1}")
+
+
+def check_cuts(cuts: tuple[int, ...], stages: int, layers: int) -> None:
+    """Raises ValueError if ``cuts`` do not divide the layers among the stages."""
+    rising = all(a < b for a, b in itertools.pairwise(cuts))
+    if len(cuts) != stages + 1 or cuts[0] != 0 or cuts[-1] != layers or not rising:
+        raise ValueError(f"cuts={cuts} must be {stages + 1} strictly increasing numbers from 0 to {layers}")

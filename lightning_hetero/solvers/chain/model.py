@@ -1,0 +1,259 @@
+"""The model of the time and memory of one pipeline in a given order of devices (layer P).
+
+The model is ours (the paper behind the pipeline engine is known by its abstract only). A micro-batch goes through the
+stages in order, back from the last stage to the first device (*the leader*), which computes the head and the loss, and
+the gradients return the same way:
+
+    stage    (sum of its layers) / speed;  the leader's device also runs the code before the backbone, and the head
+    link     latency + bytes at the cut / bandwidth, each direction on its own; the *loop* is the last -> leader link
+    bottleneck = the longest of all stages and all directions of links          (transfers overlap compute)
+    fill       = all stages + both directions of all links                      (one micro-batch on its own)
+    total      = fill + (micro_batches - 1) * period,   period >= bottleneck
+
+Between two devices the loop has no wire of its own: each direction of the link carries the loop's messages as well.
+Without overlap a device also is busy for both directions of both its links, which then count in its stage.
+
+**In flight.** To sustain a period P, stage i must hold ``depth_i`` micro-batches between forward and backward. Links
+and the head count as stages in flight of their own (textbook 1F1B forgets them), with t_i the link's round trip:
+
+    per_link    L_i = L_(i+1) + 1 + ceil(t_i / P),              L_S = 1 for the head, t_(S-1) of the loop
+    low_memory  min(L_i, C_i), C_i = max(ceil(R_i / P) + 1, C_(i+1) + 1), C_S = 1, R_i from stage i to the end and back
+    no overlap  S + 1 - i
+
+at most ``micro_batches``, and 1 where there is a single stage. Memory of a stage = its state + depth * (its activations
+and its input); the input of the first stage is an output of the code before the backbone, which keeps it.
+
+**Period and bottleneck.** Memory depends on the depth and the depth on the period. A split whose activations do not
+fit at the pace of its bottleneck fits, perhaps, at a slower pace with fewer micro-batches in flight. So *the period of
+a split is the least P >= bottleneck at which every stage fits its device*: that is the fixed point, it is unique
+because depths only fall as P grows, and equal to the bottleneck unless memory is short.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from lightning_hetero.solvers.chain.chain import TINY_S, Chain, check_cuts
+from lightning_hetero.solvers.chain.layers import Floats, Ints
+from lightning_hetero.types import Status
+
+__all__ = [
+    "PERIOD_SNAP",
+    "ROOM_SNAP",
+    "ChainPlan",
+    "Times",
+    "depths",
+    "evaluate",
+    "fitting_periods",
+    "periods",
+    "room",
+    "size",
+    "stage_bytes",
+    "times",
+]
+
+# A round trip of exactly k periods takes k, and bytes that fill a device exactly fit, whatever the last bits say.
+PERIOD_SNAP = 1.0 - 1e-9
+ROOM_SNAP = 1.0 - 1e-12
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ChainPlan:
+    """Contiguous stages, and what the model says of them.
+
+    Attributes:
+        cuts: stage s holds the layers [cuts[s], cuts[s + 1]); empty if infeasible.
+        bottleneck_s: the longest stage or link per micro-batch.
+        period_s: time between micro-batches: the bottleneck, or longer where memory allows fewer in flight.
+        fill_s: one micro-batch on its own.
+        total_s: ``fill_s + (micro_batches - 1) * period_s``; ``inf`` if infeasible.
+        depths: most micro-batches in flight, per stage.
+        memory_bytes: per stage.
+        lower_bound_s: of what was minimised (total or period): no split of this order is below [s].
+        status: whether there is a valid split.
+        reason: which constraint cannot be met and what would help, in words; empty if there is a split.
+    """
+
+    cuts: tuple[int, ...]
+    bottleneck_s: float = math.inf
+    period_s: float = math.inf
+    fill_s: float = math.inf
+    total_s: float = math.inf
+    depths: tuple[int, ...] = ()
+    memory_bytes: tuple[float, ...] = ()
+    lower_bound_s: float = 0.0
+    status: Status = Status.OPTIMAL
+    reason: str = ""
+
+    @property
+    def ok(self) -> bool:
+        return self.status is Status.OPTIMAL
+
+
+class Times(NamedTuple):
+    """Of n splits at once.
+
+    Attributes:
+        bottleneck_s, fill_s: [n].
+        trips_s: [n, S] round trip of the link behind each stage, the loop's at last.
+        rests_s: [n, S] from the stage to the end and back, its own time included.
+    """
+
+    bottleneck_s: Floats
+    fill_s: Floats
+    trips_s: Floats
+    rests_s: Floats
+
+
+def times(chain: Chain, cuts: Ints) -> Times:
+    """Returns the modelled times of ``cuts`` [n, S + 1]; the cuts are not checked."""
+    layers, (before_s, head_s) = chain.layers, chain.leader_s
+    work = layers.work_to[cuts]
+    stages: Floats = (work[:, 1:] - work[:, :-1]) / chain.speeds
+    ahead, back = chain.crossing_s(slice(None), layers.cut_sizes[cuts[:, 1:]])
+    trips = ahead + back
+    busy: Floats = np.array(stages)
+    busy[:, 0] += before_s + head_s
+    if chain.overlap:
+        ahead[:, 0] += chain.beside_s[0]
+        back[:, 0] += chain.beside_s[1]
+        busy = np.maximum(busy, np.maximum(ahead, back))
+    else:
+        busy = busy + trips + np.roll(trips, 1, axis=1)
+    stages[:, 0] += before_s
+    rests = np.cumsum((stages + trips)[:, ::-1], axis=1)[:, ::-1] + head_s
+    return Times(np.max(busy, axis=1), rests[:, 0], trips, rests)
+
+
+def depths(chain: Chain, split: Times, period_s: Floats) -> Ints:
+    """Returns how many micro-batches each stage holds [n, S] at the periods [n]."""
+    s, most = len(chain), chain.micro_batches
+    if s == 1:
+        return np.ones((len(period_s), 1), dtype=np.int64)
+    if not chain.overlap:
+        return np.broadcast_to(np.minimum(np.arange(s + 1, 1, -1), most), (len(period_s), s))
+    per = period_s[:, None]
+    held = 1.0 + np.cumsum((1.0 + periods(split.trips_s, per))[:, ::-1], axis=1)[:, ::-1]
+    if chain.depth == "low_memory":
+        place = np.arange(s)
+        from_here = np.maximum(1.0 + periods(split.rests_s, per), 2.0) + place
+        held = np.minimum(held, np.maximum.accumulate(from_here[:, ::-1], axis=1)[:, ::-1] - place)
+    return np.minimum(held, most).astype(np.int64)
+
+
+def periods(spans_s: Floats | float, period_s: Floats) -> Floats:
+    """Returns how many periods begin within spans of time: ``ceil(span / period)``, and 0 of any length within 0 s."""
+    return np.ceil(spans_s / np.maximum(period_s, TINY_S) * PERIOD_SNAP)
+
+
+def room(state_bytes: Floats, activation_bytes: Floats, mem_bytes: Floats | float) -> Floats:
+    """Returns how many micro-batches in flight fit beside the state: a real number, < 1 if not one does."""
+    with np.errstate(divide="ignore", invalid="ignore"):
+        fit = (mem_bytes - state_bytes) / activation_bytes / ROOM_SNAP
+    bare = np.where(state_bytes <= mem_bytes / ROOM_SNAP, np.inf, -np.inf)
+    return np.where(activation_bytes > 0.0, fit, bare)
+
+
+def stage_bytes(chain: Chain, cuts: Ints) -> tuple[Floats, Floats]:
+    """Returns the state, and the activations and the input of one micro-batch, of each stage [n, S]."""
+    layers = chain.layers
+    state = layers.state_to[cuts]
+    state = state[:, 1:] - state[:, :-1]
+    activations: Floats = layers.activation_to[cuts[:, 1:]] - layers.kept_to[cuts[:, :-1]]
+    state[:, 0] += layers.leader_state_bytes
+    activations[:, 0] += layers.leader_activation_bytes
+    return state, activations
+
+
+def fitting_periods(chain: Chain, cuts: Ints, split: Times) -> Floats:
+    """Returns the period of each split [n]: the least that is not below its bottleneck and fits; inf if none does."""
+    period: Floats = np.array(split.bottleneck_s)
+    if not chain.capped:
+        return period
+    space = room(*stage_bytes(chain, cuts), chain.mem_bytes)
+    for i in np.flatnonzero((depths(chain, split, period) > space).any(axis=1)):
+        one = Times(*(part[i : i + 1] for part in split))
+        period[i] = _slowed(chain, one, space[i], float(period[i]))
+    return period
+
+
+def _slowed(chain: Chain, split: Times, space: Floats, too_short_s: float) -> float:
+    """Bisects for the least period that fits: depths never rise with the period."""
+
+    def fits(period_s: float) -> bool:
+        return bool((depths(chain, split, np.array([period_s])) <= space).all())
+
+    enough_s = max(float(split.rests_s[0, 0]), too_short_s)  # no way is longer: all depths are the least
+    if not fits(enough_s):
+        return math.inf
+    while True:
+        middle_s = 0.5 * (too_short_s + enough_s)
+        if not too_short_s < middle_s < enough_s:
+            return enough_s
+        if fits(middle_s):
+            enough_s = middle_s
+        else:
+            too_short_s = middle_s
+
+
+def evaluate(chain: Chain, cuts: Sequence[int]) -> ChainPlan:
+    """Returns what the model says of one split; ``lower_bound_s`` stays 0, as nothing is minimised.
+
+    Infeasible if a stage exceeds its device's memory at any pace; the reason names the first one.
+
+    Raises:
+        ValueError: ``cuts`` are not S + 1 strictly increasing numbers from 0 to L.
+
+    >>> from lightning_hetero.solvers.chain.layers import Layers
+    >>> from lightning_hetero.types import Device, Link
+    >>> layers = Layers(work_s=[1.0, 2.0, 1.0], cut_bytes=[0.0, 3.0, 3.0, 3.0])
+    >>> devices = [Device(name="fast", speed=2.0), Device(name="slow")]
+    >>> wire = Link(bandwidth_bytes_per_s=6.0)
+    >>> chain = Chain(layers=layers, devices=devices, links=[wire], back=[wire], micro_batches=8)
+    >>> plan = evaluate(chain, (0, 2, 3))
+    >>> plan.bottleneck_s, plan.fill_s, plan.total_s, plan.depths
+    (1.5, 3.5, 14.0, (4, 2))
+    """
+    ends = tuple(int(c) for c in cuts)
+    check_cuts(ends, len(chain), len(chain.layers))
+    array = np.array([ends], dtype=np.int64)
+    split = times(chain, array)
+    period = fitting_periods(chain, array, split)
+    state, activations = stage_bytes(chain, array)
+    period_s, bottleneck_s, fill_s = float(period[0]), float(split.bottleneck_s[0]), float(split.fill_s[0])
+    if math.isinf(period_s):
+        held = depths(chain, split, np.array([chain.slowest_s]))
+        reason = _overfull(chain, ends, state + held * activations)
+        return ChainPlan(cuts=(), status=Status.INFEASIBLE, reason=reason)
+    held = depths(chain, split, period)
+    return ChainPlan(
+        cuts=ends,
+        bottleneck_s=bottleneck_s,
+        period_s=period_s,
+        fill_s=fill_s,
+        total_s=fill_s + (chain.micro_batches - 1) * period_s,
+        depths=tuple(held[0].tolist()),
+        memory_bytes=tuple((state + held * activations)[0].tolist()),
+    )
+
+
+def _overfull(chain: Chain, cuts: tuple[int, ...], need: Floats) -> str:
+    i = int(np.argmax(need[0] > chain.mem_bytes))
+    device = chain.devices[i]
+    return (
+        f"stage {i}, layers {cuts[i]} to {cuts[i + 1] - 1}, needs {size(float(need[0, i]))} at least,"
+        f" against {size(device.mem_bytes)} of {device.name!r}"
+    )
+
+
+def size(n_bytes: float) -> str:
+    """Returns ``3.1 GiB``."""
+    units = ("B", "KiB", "MiB", "GiB", "TiB")
+    power = 0 if n_bytes < 1024.0 else min(int(math.log(n_bytes, 1024.0)), len(units) - 1)
+    value = n_bytes / 1024.0**power
+    return f"{value:.1f} {units[power]}"

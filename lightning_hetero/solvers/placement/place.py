@@ -1,0 +1,235 @@
+"""Who computes what: groups of devices, their order, their layers, their samples, and who rests.
+
+The objective is the modelled time of a global batch,
+
+    T = max over groups of T_g(n_g) + sync,      sum of n_g = global batch
+
+with T_g from `pipes` (fill and periods of `chain`, by micro-batches) and sync from `sync`. "Joint dynamic data and
+model parallelism" (TPDS 36(2), 2025), known to us by its abstract, names the decisions: uneven data,
+communication-aware partitioning, groups. All formulas and the search are ours:
+
+    few devices    all groupings (`all_groupings`), all orders (`order`), exact borders (`split`), joint refinement
+    many           seeds and moves (`search`), the same otherwise
+    samples        exact for the pipelines at hand (`shares`)
+    bound          `lower_bound`, printed with each plan: the gap is what may be left at most
+
+Nothing is drawn at random and ties are broken by rank, so that all ranks find the same plan.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Literal
+
+from lightning_hetero.solvers.apportion import as_count
+from lightning_hetero.solvers.chain.bounds import why_infeasible
+from lightning_hetero.solvers.chain.chain import DepthRule
+from lightning_hetero.solvers.chain.model import evaluate
+from lightning_hetero.solvers.placement.all_groupings import best_of_all
+from lightning_hetero.solvers.placement.lower_bound import lower_bound_s
+from lightning_hetero.solvers.placement.pipes import Pipe, Problem
+from lightning_hetero.solvers.placement.refine import Pipes
+from lightning_hetero.solvers.placement.search import best_found
+from lightning_hetero.solvers.placement.shares import share
+from lightning_hetero.solvers.placement.sync import sync_s
+from lightning_hetero.types import Cluster, GroupPlan, ModelCost, PipelinePlan, Status
+
+__all__ = ["evaluate_plan", "micro_batches_of", "place"]
+
+Groupings = Literal["auto", "exact", "search"]
+
+_FEW = 6
+_MOST_EXACT = 8
+_REFINED = 2000
+
+
+def place(
+    model: ModelCost,
+    cluster: Cluster,
+    global_batch: int,
+    *,
+    micro_samples: Sequence[int] | None = None,
+    max_groups: int | None = None,
+    groupings: Groupings = "auto",
+    overlap: bool = True,
+    depth: DepthRule = "per_link",
+    sync_overlap: float = 0.0,
+    budget: int | None = None,
+) -> PipelinePlan:
+    """Plans the training of a model on a cluster: groups, orders, borders, micro-batches, samples; devices may rest.
+
+    Args:
+        model: costs by layer, on a device of speed 1.
+        cluster: devices and links.
+        global_batch: samples of one update, on all devices together.
+        micro_samples: sizes of full micro-batches to choose from, for each group; the last one of a group may be
+            smaller. None: 1, 2, 3, 4, 6, 8, 12, ... up to the global batch.
+        max_groups: most pipelines side by side; None: as many as devices. 1: one chain.
+        groupings: ``exact``: judge all groupings, for up to 8 devices; ``search``: seeds and moves; ``auto``: exact
+            for up to 6 devices.
+        overlap: transfers overlap compute; False: a device is busy while its links are.
+        depth: how many micro-batches are in flight: ``per_link``, or ``low_memory``.
+        sync_overlap: part of the gradients' synchronisation hidden behind the last backward passes, 0 to 1.
+        budget: most moves, and most candidates of a refinement, to judge; None: so that it ends within seconds.
+
+    Returns:
+        A plan with ``lower_bound_s``; or infeasible, with which constraint cannot be met and what would help.
+
+    Raises:
+        TypeError: a number of samples is not whole.
+        ValueError: a value out of its range, or too many devices for ``exact``.
+
+    >>> from lightning_hetero.types import AffineCost, Device, LayerCost, Link
+    >>> free, work = AffineCost(fixed_s=0.0, per_sample_s=0.0), AffineCost(fixed_s=0.0, per_sample_s=1.0)
+    >>> layers = tuple(LayerCost(name=f"{i}", forward=free, backward=work, state_bytes=1.0) for i in range(6))
+    >>> ends = LayerCost(name="", forward=free, backward=free)
+    >>> model = ModelCost(layers=layers, before=ends, head=ends)
+    >>> links = tuple((Link(),) * 2 for _ in range(2))
+    >>> plan = place(model, Cluster(devices=(Device(name="a", speed=2.0), Device(name="b")), links=links), 12)
+    >>> [(group.ranks, group.samples) for group in plan.groups], plan.total_s
+    ([((0,), 8), ((1,), 4)], 24.0)
+    >>> small = (Device(name="a", speed=2.0, mem_bytes=4.0), Device(name="b", mem_bytes=4.0))
+    >>> plan = place(model, Cluster(devices=small, links=links), 12)
+    >>> [(group.ranks, group.cuts, group.micro_batches) for group in plan.groups], plan.total_s
+    ([((0, 1), (0, 4, 6), (1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1))], 26.0)
+    """
+    samples = as_count("global_batch", global_batch, least=1)
+    sizes = _sizes(micro_samples, samples)
+    most = len(cluster.devices) if max_groups is None else as_count("max_groups", max_groups, least=1)
+    if groupings not in ("auto", "exact", "search"):
+        raise ValueError(f"groupings={groupings!r} must be 'auto', 'exact' or 'search'")
+    n = len(cluster.devices)
+    if groupings == "exact" and n > _MOST_EXACT:
+        raise ValueError(
+            f"groupings='exact' judges all groupings of up to {_MOST_EXACT} devices, not {n}: use 'search'"
+        )
+    problem = _problem(model, cluster, samples, sizes, overlap, depth, sync_overlap)
+    bound_s = lower_bound_s(problem, most)
+    pipes: Pipes = ()
+    if bound_s < math.inf:
+        if groupings == "exact" or (groupings == "auto" and n <= _FEW):
+            effort = _REFINED if budget is None else as_count("budget", budget)
+            _, pipes = best_of_all(problem, most, budget=effort)
+        else:
+            _, pipes = best_found(
+                problem, most, budget=None if budget is None else as_count("budget", budget)
+            )
+    if not pipes:
+        return PipelinePlan(groups=(), status=Status.INFEASIBLE, lower_bound_s=bound_s, reason=_why(problem))
+    shares, _ = share([problem.cost(pipe) for pipe in pipes], samples)
+    groups = [_group(problem, pipe, n) for pipe, n in sorted(zip(pipes, shares, strict=True))]
+    plan = evaluate_plan(model, cluster, groups, overlap=overlap, depth=depth, sync_overlap=sync_overlap)
+    return replace(plan, lower_bound_s=min(bound_s, plan.total_s))
+
+
+def _sizes(micro_samples: Sequence[int] | None, samples: int) -> tuple[int, ...]:
+    if micro_samples is None:
+        powers = [1 << k for k in range(samples.bit_length())]
+        return tuple(sorted({n for n in (*powers, *(3 * p for p in powers)) if n <= samples} | {samples}))
+    if not len(micro_samples):
+        raise ValueError("micro_samples is empty: name one size of micro-batch or more, or pass None")
+    return tuple(sorted({min(as_count("micro_samples", n, least=1), samples) for n in micro_samples}))
+
+
+def _problem(
+    model: ModelCost,
+    cluster: Cluster,
+    samples: int,
+    sizes: tuple[int, ...],
+    overlap: bool,
+    depth: DepthRule,
+    sync_overlap: float,
+) -> Problem:
+    if depth not in ("per_link", "low_memory"):
+        raise ValueError(f"depth={depth!r} must be 'per_link' or 'low_memory'")
+    if not 0.0 <= sync_overlap <= 1.0:
+        raise ValueError(f"sync_overlap={sync_overlap!r} must lie in 0 to 1 (part of the synchronisation)")
+    return Problem(model, cluster, samples, sizes, overlap=overlap, depth=depth, sync_overlap=sync_overlap)
+
+
+def micro_batches_of(samples: int, size: int) -> tuple[int, ...]:
+    """Returns full micro-batches of ``size`` samples and the rest.
+
+    >>> micro_batches_of(10, 4)
+    (4, 4, 2)
+    """
+    full, rest = divmod(samples, size)
+    return (size,) * full + ((rest,) if rest else ())
+
+
+def _group(problem: Problem, pipe: Pipe, samples: int) -> GroupPlan:
+    sizes = micro_batches_of(samples, problem.cost(pipe).size(samples))
+    return GroupPlan(ranks=pipe.ranks, cuts=pipe.cuts, samples=samples, micro_batches=sizes, depths=())
+
+
+def _why(problem: Problem) -> str:
+    """Names the constraint that not even the most patient pipeline over the devices with most memory meets."""
+    caps = problem.caps
+    roomiest = sorted(range(problem.n_devices), key=lambda r: (-caps[r], r))[: problem.n_layers]
+    size = problem.sizes[0]
+    return why_infeasible(problem.chain(tuple(roomiest), size, -(-problem.samples // size)))
+
+
+def evaluate_plan(
+    model: ModelCost,
+    cluster: Cluster,
+    groups: Sequence[GroupPlan],
+    *,
+    overlap: bool = True,
+    depth: DepthRule = "per_link",
+    sync_overlap: float = 0.0,
+) -> PipelinePlan:
+    """Returns what the model says of a plan; ``lower_bound_s`` stays 0, as nothing is minimised.
+
+    Of each group the ranks, cuts, samples and micro-batches count; depths and times are filled in. The time of a group
+    is its fill for the largest micro-batch and a period for each of the others, by its size. Infeasible if a stage does
+    not fit its device; the reason names the group.
+
+    Args:
+        model, cluster, overlap, depth, sync_overlap: as in `place`.
+        groups: one or more.
+
+    Raises:
+        ValueError: no group, a rank in two places or not in the cluster, micro-batches that do not sum up to the
+            samples, or cuts that do not fit the ranks.
+    """
+    if not groups:
+        raise ValueError("groups is empty: a plan needs at least one group")
+    ranks = [rank for group in groups for rank in group.ranks]
+    if len(set(ranks)) != len(ranks):
+        raise ValueError(f"ranks={ranks} of all groups: a rank may be in one group only, and once")
+    for i, group in enumerate(groups):
+        if min(group.micro_batches, default=0) < 1 or sum(group.micro_batches) != group.samples:
+            raise ValueError(
+                f"groups[{i}].micro_batches={group.micro_batches} must be one or more numbers >= 1 that sum up to"
+                f" samples={group.samples}"
+            )
+    sizes = tuple(sorted({size for group in groups for size in group.micro_batches}))
+    samples = sum(group.samples for group in groups)
+    problem = _problem(model, cluster, samples, sizes, overlap, depth, sync_overlap)
+    timed: list[GroupPlan] = []
+    for i, group in enumerate(groups):
+        found = _timed(problem, group)
+        if isinstance(found, str):
+            return PipelinePlan(groups=(), status=Status.INFEASIBLE, reason=f"group {i}: {found}")
+        timed.append(found)
+    wire_s = sync_s(problem, [Pipe(group.ranks, group.cuts) for group in groups])
+    total_s = max(group.total_s for group in timed) + wire_s
+    return PipelinePlan(groups=tuple(timed), total_s=total_s, sync_s=wire_s)
+
+
+def _timed(problem: Problem, group: GroupPlan) -> GroupPlan | str:
+    largest, count = max(group.micro_batches), len(group.micro_batches)
+    full = evaluate(problem.chain(group.ranks, largest, count), group.cuts)
+    if not full.ok:
+        return full.reason
+    total_s = full.fill_s - full.period_s
+    for size in sorted(set(group.micro_batches)):
+        period_s = full.period_s
+        if size < largest and full.bottleneck_s > 0.0:
+            part = evaluate(problem.chain(group.ranks, size, count), group.cuts)
+            period_s = part.bottleneck_s * (full.period_s / full.bottleneck_s)
+        total_s += group.micro_batches.count(size) * period_s
+    return replace(group, depths=full.depths, total_s=total_s)

@@ -1,0 +1,1 @@
+"""Who gets which samples, who is held, when a batch is complete; pure (layer P)."""

@@ -1,0 +1,157 @@
+"""Answers claims, with the samples a policy gives within rules that no policy can change (P).
+
+- *Once per epoch.* The first claim of a rank in an epoch is answered at once with a grant, a dummy if need be: each
+  rank runs at least one step, else epoch-end reductions of metrics do not pair up.
+- *Room.* One sample per later tick of the epoch stays unleased, so that each of the epoch's ticks has an update.
+- *Second issue.* When no sample may be given out any more, an idle worker computes an overdue chunk a second time; the
+  first result wins.
+- *Somebody works.* Workers that would all wait for one another without end do not: the first one gets a sample.
+"""
+
+from __future__ import annotations
+
+import math
+
+from lightning_hetero.stale.decide.effects import Granted, Passed
+from lightning_hetero.stale.decide.epoch import Epoch
+from lightning_hetero.stale.decide.policy import Claim, Due, Grant, Hold, Policy
+from lightning_hetero.stale.decide.sizing import Sizing
+from lightning_hetero.stale.decide.speeds import StepTime
+from lightning_hetero.stale.decide.workers import Held, Lease, Workers, WorkerState
+
+__all__ = ["Dispatch"]
+
+
+class Dispatch:
+    """See the module.
+
+    Args:
+        policy: says who gets how much, and who waits.
+        workers: workers with their claims and leases.
+        sizing: shares and slices of batches.
+        step: measured time of a tick.
+    """
+
+    def __init__(self, policy: Policy, workers: Workers, sizing: Sizing, step: StepTime) -> None:
+        self._policy, self._workers, self._sizing, self._step = policy, workers, sizing, step
+
+    def answer(self, books: Epoch, version: int, now: float) -> list[Granted | Passed]:
+        """Answers whoever can be answered now, in the order of asking.
+
+        Args:
+            books: of the present epoch.
+            version: of the parameters, which those who get work compute with.
+            now: time [s].
+        """
+        answers: list[Granted | Passed] = []
+        waiting = [(w.held.since_s, w.rank, w) for w in self._workers if w.held is not None]
+        for _, _, worker in sorted(waiting, key=lambda entry: entry[:2]):
+            held = worker.held
+            if held is None:
+                continue
+            if worker.grants and (held.tick < books.tick or books.over):
+                worker.held = None
+                answers.append(Passed(rank=worker.rank, tick=books.tick))
+            elif (granted := self._decide(worker, held, books, version, now)) is not None:
+                worker.held = None
+                answers.append(granted)
+        return answers + self._break_deadlock(books, version, now)
+
+    def _break_deadlock(self, books: Epoch, version: int, now: float) -> list[Granted | Passed]:
+        """If all live workers wait for one another without end, the first that asked gets a sample."""
+        live = self._workers.live()
+        held = [(w.held.since_s, w.rank, w, w.held) for w in live if w.held is not None]
+        if books.over or not held or len(held) < len(live) or books.room < 1:
+            return []
+        if any(h.until_s < math.inf for *_, h in held):
+            return []
+        _, _, worker, first = min(held, key=lambda entry: entry[:2])
+        worker.held = None
+        return [self._lend(worker, first.tick, 1, books, version, now, micro=0)]
+
+    def _decide(self, worker: WorkerState, held: Held, books: Epoch, version: int, now: float) -> Granted | None:
+        first = worker.grants == 0
+        if books.over:
+            return self._dummy(worker, books, version)
+        self._sizing.lay_out(books)
+        claim = self._view(worker, held, books, version, now)
+        answer = self._policy.claim(claim)
+        if isinstance(answer, Hold):
+            if first:
+                return self._dummy(worker, books, version)
+            held.starved, held.until_s = False, min(held.until_s, answer.until_s)
+            if now < held.until_s:
+                return None
+            answer = Grant(samples=1)  # a hold ends when it was to end, whatever the policy says now
+        samples = min(answer.samples, claim.room)
+        if samples > 0:
+            return self._lend(worker, held.tick, samples, books, version, now, micro=answer.micro)
+        if first:
+            return self._dummy(worker, books, version)
+        original = self._workers.most_overdue(worker, now)
+        if original is None:
+            held.starved = True
+            return None
+        twin = self._workers.lend_twin(worker, original, now, base=version, claimed=held.tick)
+        return self._granted(twin, books, micro=answer.micro)
+
+    def _lend(
+        self, worker: WorkerState, claimed: int, samples: int, books: Epoch, version: int, now: float, *, micro: int
+    ) -> Granted:
+        pending = {other.rank for other in self._workers.pending(worker, books.tick)}
+        spans = books.ledger.take(worker.rank, samples, books.tick, pending=pending)
+        if claimed == books.tick:
+            worker.served = books.tick
+        lease = self._workers.lend(
+            worker, spans, samples, now, base=version, epoch=books.number, claimed=claimed
+        )
+        return self._granted(lease, books, micro=micro)
+
+    def _granted(self, lease: Lease, books: Epoch, *, micro: int) -> Granted:
+        return Granted(
+            rank=lease.rank, lease=lease.number, tick=books.tick, base=lease.base, spans=lease.spans, micro=micro,
+            hint=self._sizing.hint(books, lease.rank),
+        )  # fmt: skip
+
+    def _dummy(self, worker: WorkerState, books: Epoch, version: int) -> Granted:
+        worker.grants += 1
+        return Granted(
+            rank=worker.rank, lease=self._workers.number(), tick=books.tick, base=version, spans=()
+        )
+
+    def _view(self, worker: WorkerState, held: Held, books: Epoch, version: int, now: float) -> Claim:
+        """Returns what the policy may know about a claim."""
+        tick, speeds = books.tick, self._workers.speeds
+        due = self._workers.due(tick)
+        reserved: list[Due] = []
+        for other in self._workers.pending(worker, tick):
+            if (part := books.ledger.free_in_slice(other.rank, tick)) > 0:
+                end_s = books.began_s + speeds.predict_s(other.rank, part)
+                reserved.append(Due(rank=other.rank, samples=part, end_s=end_s, current=True))
+        late = held.tick < tick
+        witness = books.witnessed or any(d.current for d in due)
+        clocks = [other.clock for other in self._workers.live()]
+        return Claim(
+            rank=worker.rank,
+            now_s=now,
+            since_s=held.since_s,
+            expired=now >= held.until_s,
+            first=worker.grants == 0,
+            late=late,
+            opening=tick == books.opening,
+            served=worker.served == tick,
+            tick=tick,
+            version=version,
+            workers=len(clocks),
+            batch=books.batch,
+            need=books.need,
+            room=books.room - (late and not witness),  # the last sample is for who can end the tick
+            share=self._sizing.share(books, worker.rank),
+            witnessed=books.witnessed,
+            due=due,
+            reserved=tuple(reserved),
+            next_need=books.next_need,
+            lead=worker.clock - min(clocks, default=worker.clock),
+            step_s=self._step.smoothed_s or self._sizing.step_s(books),
+            cost=speeds.cost(worker.rank),
+        )

@@ -1,0 +1,67 @@
+"""Policies of the stale engine: who waits, who computes what, what counts. Layer P.
+
+| name | class | updates | staleness | waits |
+|---|---|---|---|---|
+| ``flexible`` | `Flexible` | one per batch | <= 2 versions | at most 10 % of a step |
+| ``bsp`` | `Bsp` | one per batch | 0 | for everybody |
+| ``backup`` | `Backup` | one per batch, of fewer samples | 0 | for all but the spares |
+| ``asp`` | `Asp` | one per push, worth n/B | any | never |
+| ``drop`` | `Drop` | one per push, worth n/B | <= 8 versions | never |
+| ``saps`` | `Saps` | one per push, worth n/B | <= max(N + 2, 2 (N - 1)) versions | never |
+| ``buffered`` | `Buffered` | one per 3 pushes, worth n/B | <= 2 versions | never |
+| ``ssp`` | `Ssp` | one per push, worth n/B | any; clocks at most 3 apart | for the slowest |
+
+`Policy` is the interface; any instance of it may be passed where a name is accepted. "Never" has one exception, which
+no policy can change: when every sample that may be given out is being computed on, an idle worker waits until one of
+these chunks is overdue, and then computes it a second time.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from lightning_hetero.stale.decide.policy.asynchronous import Asp, Asynchronous, Buffered, Drop, Saps, Ssp
+from lightning_hetero.stale.decide.policy.barriers import Backup, Bsp
+from lightning_hetero.stale.decide.policy.base import Apply, Claim, Due, Grant, Hold, Policy, Pool, Pooled
+from lightning_hetero.stale.decide.policy.flexible import Flexible
+
+__all__ = [
+    "Apply",
+    "Asp",
+    "Asynchronous",
+    "Backup",
+    "Bsp",
+    "Buffered",
+    "Claim",
+    "Drop",
+    "Due",
+    "Flexible",
+    "Grant",
+    "Hold",
+    "Policy",
+    "Pool",
+    "Pooled",
+    "Saps",
+    "Ssp",
+    "by_name",
+]
+
+_KNOWN: dict[str, type[Policy]] = {
+    policy.name: policy for policy in (Flexible, Saps, Asp, Bsp, Ssp, Drop, Buffered, Backup)
+}
+
+
+def by_name(name: str, **settings: Any) -> Policy:
+    """Returns a new policy: ``"flexible"``, ``"saps"``, ``"asp"``, ``"bsp"``, ``"ssp"``, ``"drop"``, ``"buffered"`` or
+    ``"backup"``, with ``settings`` for its constructor.
+
+    Raises:
+        ValueError: the name is unknown, or a setting is out of range.
+        TypeError: the policy has no such setting.
+    """
+    if name not in _KNOWN:
+        raise ValueError(
+            f"unknown policy {name!r}: choose one of {', '.join(_KNOWN)}, or pass any Policy instance"
+            " (for example Flexible(bound=1))"
+        )
+    return _KNOWN[name](**settings)

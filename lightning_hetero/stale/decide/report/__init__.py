@@ -1,0 +1,1 @@
+"""What the server counted, and what that says to people (layer P)."""

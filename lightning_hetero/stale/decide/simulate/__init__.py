@@ -1,0 +1,1 @@
+"""The coordinator at work without hardware: discrete events, speeds, traces (layer P)."""

@@ -1,0 +1,1 @@
+"""Ranks that die, and ranks that join a running fit (layer L)."""

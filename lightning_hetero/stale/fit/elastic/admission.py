@@ -1,0 +1,151 @@
+"""The members' side of a rank that comes late: looked for when an epoch ends, let in before the next (layer L)."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import TYPE_CHECKING
+
+import torch.distributed as dist
+from lightning.pytorch.callbacks import Checkpoint
+
+from lightning_hetero import lightning_compat as compat
+from lightning_hetero.stale.fit.elastic.groups import Groups
+from lightning_hetero.stale.fit.elastic.join import FIRST_GENERATION, Invitation, JoinRequests
+from lightning_hetero.stale.fit.members import Members
+from lightning_hetero.stale.fit.session import Session
+from lightning_hetero.stale.runtime.processes.start import Address
+
+if TYPE_CHECKING:
+    from lightning.pytorch import LightningModule, Trainer
+
+__all__ = ["Admission"]
+
+_COME_S = 20.0  # for somebody who has just answered to come to the new group
+
+
+class LastPoint(Checkpoint):
+    """Saves what a newcomer resumes from, after all hooks of an epoch's end: Lightning puts checkpoints last."""
+
+    def __init__(self, admission: Admission) -> None:
+        self._admission = admission
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._admission.look()
+
+
+class Admission:
+    """Lets newcomers into a run between two epochs; called by all members alike.
+
+    Args:
+        trainer: the running trainer.
+        session: where the server is, and how often the members have met.
+        members: who takes part.
+        groups: rebuilt with whoever joins.
+        requests: where newcomers ask.
+        generation: of the process group built with a newcomer last.
+    """
+
+    def __init__(
+        self,
+        trainer: Trainer,
+        session: Session,
+        members: Members,
+        groups: Groups,
+        requests: JoinRequests,
+        *,
+        generation: int = FIRST_GENERATION,
+    ) -> None:
+        self._trainer, self._session, self._members = trainer, session, members
+        self._groups, self._requests = groups, requests
+        self._generation = generation
+        self._asking: list[int] = []
+        self._checkpoint = ""
+        self._callbacks = compat.trainer_callbacks(trainer)
+        self._point: LastPoint | None = None
+
+    def announce(self, address: Address) -> None:
+        """Says where a rank that comes late, or again, finds this run's server; for the lowest of the ranks."""
+        if not self._members.missing:
+            self._requests.announce(address)
+        elif reason := self._requests.host(address):
+            self._members.warn_once(reason)
+
+    def expect(self) -> None:
+        """Looks for newcomers after every epoch once somebody is missing."""
+        if self._point is None and self._members.missing:
+            self._point = LastPoint(self)
+            self._callbacks.append(self._point)
+
+    def look(self) -> None:
+        """When an epoch has ended: if somebody is missing and asks, saves what he will resume from."""
+        trainer, members = self._trainer, self._members
+        if not members.missing:
+            return
+        root = str(trainer.default_root_dir)
+        folder = root if "://" in root else os.path.abspath(root)
+        path = os.path.join(folder, f".newcomer-{os.getpid()}-{self._generation}.ckpt")
+        self._asking, path = trainer.strategy.broadcast((self._asking_of(members.missing), path))
+        if self._asking:
+            self._checkpoint = path
+            trainer.save_checkpoint(path)
+
+    def _asking_of(self, ranks: Sequence[int]) -> list[int]:
+        return self._requests.asking(ranks) if self._members.is_lowest else []
+
+    def admit(self) -> None:
+        """Before an epoch: builds the process group with the newcomers and waits until they are connected."""
+        asking, self._asking = self._asking, []
+        if not asking:
+            return
+        # Once more: the checkpoint took its time, perhaps he has died.
+        said = (self._asking_of(asking), self._generation + 2)
+        asking, self._generation = self._trainer.strategy.broadcast(said)
+        try:
+            if asking:
+                self._let_in(asking)
+        finally:
+            self._remove_checkpoint()
+
+    def _let_in(self, asking: list[int]) -> None:
+        members, before = self._members, self._members.alive
+        alive = tuple(sorted({*before, *asking}))
+        if members.is_lowest:
+            invitation = Invitation(
+                checkpoint=self._checkpoint,
+                generation=self._generation,
+                members=alive,
+                nodes=tuple(members.nodes.items()),
+                meetings=self._session.meetings,
+                address=self._session.address,
+            )
+            for rank in asking:
+                self._requests.invite(rank, invitation)
+        numbers = ", ".join(map(str, asking))
+        try:
+            self._groups.rebuild(alive, self._generation, meeting_s=_COME_S)
+            dist.barrier()
+        except RuntimeError as error:  # also MemberMissingError: he did not come after all
+            # The new group is left inside the except block: whoever still waits in it fails now.
+            self._groups.rebuild(before, self._generation + 1)
+            members.warn_once(f"rank {numbers} wanted to join and did not come: {error}")
+        else:
+            members.warn_once(f"rank {numbers} has joined in epoch {self._trainer.current_epoch}")
+
+    def _remove_checkpoint(self) -> None:
+        path, self._checkpoint = self._checkpoint, ""
+        if path and self._members.is_lowest:
+            with suppress(OSError):
+                self._trainer.strategy.checkpoint_io.remove_checkpoint(path)
+
+    def end(self) -> None:
+        """The run ends: nobody can join any more; idempotent."""
+        self._remove_checkpoint()  # the epoch it was for has not begun
+        if self._members.is_lowest:
+            self._requests.close(range(self._members.world_size))
+
+    def close(self) -> None:
+        """Takes the callback out again."""
+        if self._point is not None:
+            self._callbacks.remove(self._point)

@@ -1,0 +1,171 @@
+"""`ElasticDDPStrategy`: DDP among ranks of which one may die, or come again, while the others train on (layer L).
+
+    launch        a rank that is killed does not end the others while a server has its work       [lightning_compat]
+    set up        others are training already: this rank joins them when an epoch ends            [join]
+    collectives   first all live ranks meet, which leaves the dead out of the group               [meetings]
+"""
+
+from __future__ import annotations
+
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from lightning.fabric.utilities.seed import reset_seed
+from lightning.pytorch.trainer.states import TrainerFn
+from torch import Tensor
+
+from lightning_hetero import lightning_compat as compat
+from lightning_hetero.glue.metrics import integer_mean_, is_mean
+from lightning_hetero.glue.run import EngineRun
+from lightning_hetero.glue.strategy import HeteroStrategy
+from lightning_hetero.lightning_compat.strategies import TolerantDDPStrategy
+from lightning_hetero.stale.fit.elastic.join import Invitation, Newcomer
+from lightning_hetero.stale.fit.elastic.meetings import Meetings
+from lightning_hetero.stale.fit.members import Members
+from lightning_hetero.stale.runtime.processes.groups import group_members, rebuild_default_group
+
+__all__ = ["ElasticDDPStrategy"]
+
+Run = TypeVar("Run", bound=EngineRun[Any])
+
+
+class ElasticDDPStrategy(HeteroStrategy[Run], TolerantDDPStrategy):
+    """See the module; what is trained, and how, is a subclass's: `_meetings` and `_in_step` are for it to say.
+    """
+
+    def __init__(self, **ddp: Any) -> None:
+        super().__init__(**ddp)
+        self._members: Members | None = None  # from `setup_distributed` on, also after the fit
+        self._invitation: Invitation | None = None  # into a run of others
+
+    @property
+    def _meetings(self) -> Meetings | None:
+        """Where the ranks meet, while this one is connected to a server."""
+        return None
+
+    def _in_step(self) -> bool:
+        """Whether this rank is training on a batch."""
+        return False
+
+    # ---- who takes part ---------------------------------------------------------------------------------------
+
+    @property
+    def members(self) -> Members:
+        """The ranks that take part; known once ranks are."""
+        here = self.global_rank, self.world_size
+        if self._members is None or (self._members.rank, self._members.world_size) != here:
+            self._members = Members(*here)
+        return self._members
+
+    @property
+    def is_global_zero(self) -> bool:
+        """Whether this is the lowest of the ranks that are left: it writes checkpoints, also when rank 0 is dead."""
+        return self.global_rank == (0 if self._members is None else self._members.lowest)
+
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        """Evaluation is divided among the ranks that take part."""
+        alive = self.members.alive
+        return {"num_replicas": len(alive), "rank": alive.index(self.global_rank)}
+
+    # ---- set-up -----------------------------------------------------------------------------------------------
+
+    def goes_on_without_a_rank(self) -> bool:
+        """Whether the death of a rank (not rank 0) would be survived now."""
+        return self._meetings is not None
+
+    def setup_distributed(self) -> None:
+        """As in the base class, unless others are training already: then this rank joins them when an epoch ends."""
+        assert self.cluster_environment is not None
+        trainer, newcomer = self._attached_trainer(), None
+        self.set_world_ranks()
+        fits_with_others = (
+            trainer is not None and trainer.state.fn == TrainerFn.FITTING and self.world_size > 1
+        )
+        if fits_with_others and not dist.is_initialized():
+            newcomer = Newcomer.find(self.cluster_environment, self.global_rank)
+        if newcomer is None:
+            super().setup_distributed()
+            left = group_members()  # fewer than all, if a rank died in an earlier fit
+            self.members.alive = tuple(range(self.world_size)) if left is None else left
+            self.members.joining, self._invitation = False, None
+            return
+        self.members.joining = True
+        self._invitation = invitation = newcomer.wait()
+        reset_seed()
+        self.members.alive = invitation.members
+        rebuild_default_group(
+            store=dist.TCPStore(invitation.address.host, invitation.address.port, is_master=False),
+            generation=invitation.generation,
+            members=invitation.members,
+            rank=self.global_rank,
+            backend=self.choose_backend(),
+            timeout=self.timeout,
+        )
+        assert trainer is not None
+        compat.resume_from(trainer, invitation.checkpoint)
+
+    # ---- collectives ------------------------------------------------------------------------------------------
+
+    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+        """Within a training batch a rank's own value; at the end of an epoch the exact mean over ranks."""
+        meetings = self._meetings
+        if meetings is not None and compat.batch_results_open(meetings.trainer):
+            return tensor
+        if not isinstance(tensor, Tensor) or self._alone:
+            return tensor
+        logged = "" if meetings is None else meetings.logged()
+        self._meet(f"reduce {reduce_op} {tuple(tensor.shape)}{logged}")
+        if is_mean(reduce_op) and not tensor.is_floating_point() and dist.is_initialized():
+            world = dist.group.WORLD if group is None else group
+            assert world is not None
+            return integer_mean_(tensor, world)
+        return super().reduce(tensor, group, reduce_op)
+
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
+        """Callbacks decide together, also within a batch: all ranks ask at the same one."""
+        if self._alone:
+            return decision
+        self._meet("decision")
+        value = torch.tensor(int(decision), device=self.root_device)
+        value = super().reduce(value, reduce_op="sum")
+        return bool(value == dist.get_world_size()) if all else bool(value)
+
+    def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
+        if self._alone:
+            return tensor.unsqueeze(0)
+        self._meet(f"all_gather {tuple(tensor.shape)}")
+        return super().all_gather(tensor, group, sync_grads)
+
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        if self._alone:
+            return obj
+        self._meet(f"broadcast {src}")
+        return super().broadcast(obj, src)
+
+    def barrier(self, *args: Any, **kwargs: Any) -> None:
+        if self._alone:
+            return
+        self._meet("barrier")
+        super().barrier(*args, **kwargs)
+
+    @property
+    def _alone(self) -> bool:
+        """Whether no other rank is to be waited for: this one has failed, or is on its way into a run of others."""
+        if self._members is not None and self._members.joining:
+            return True
+        meetings = self._meetings
+        return meetings is not None and meetings.trainer.interrupted
+
+    def _meet(self, what: str) -> None:
+        meetings = self._meetings
+        if meetings is None:
+            return
+        if self._in_step():
+            raise RuntimeError(
+                f"a collective ({what}) inside training_step: ranks train different numbers of batches here, so they"
+                " do not meet within one. Move it to on_train_epoch_end or validation, or use"
+                " strategy='hetero_balanced'"
+            )
+        meetings.meet(what)

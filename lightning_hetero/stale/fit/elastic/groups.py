@@ -1,0 +1,70 @@
+"""The process groups of the ranks that take part, made anew when they become others (layer L)."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch.distributed as dist
+from torch.utils.data import DataLoader
+
+from lightning_hetero import lightning_compat as compat
+from lightning_hetero.glue.run import gloo_group
+from lightning_hetero.stale.fit.members import Members
+from lightning_hetero.stale.fit.session import Session
+from lightning_hetero.stale.fit.settings import StaleSettings
+from lightning_hetero.stale.runtime.processes.groups import rebuild_default_group, shrink_sampler
+from lightning_hetero.transport.side_channel import SideChannel
+
+if TYPE_CHECKING:
+    from lightning.pytorch import Trainer
+
+__all__ = ["Groups"]
+
+
+class Groups:
+    """The default group and the side channel's.
+
+    Args:
+        trainer: validation is divided among the members of the group.
+        session: its server has the store in which they find each other.
+        members: who takes part; changed by `rebuild`.
+        channel: goes on with the new members.
+        settings: of the fit.
+    """
+
+    def __init__(
+        self, trainer: Trainer, session: Session, members: Members, channel: SideChannel, settings: StaleSettings
+    ) -> None:
+        self._trainer, self._session, self._members = trainer, session, members
+        self._channel, self._settings = channel, settings
+
+    def rebuild(
+        self, alive: tuple[int, ...], generation: int, *, meeting_s: float = 60.0, store: dist.Store | None = None
+    ) -> None:
+        """Makes new process groups of the ranks ``alive``, all of whom call this; validation is divided among them.
+
+        Args:
+            alive: ranks, ascending.
+            generation: not used before with this store.
+            meeting_s: how long to wait for them [s].
+            store: where they meet; default the server's.
+        """
+        members, settings = self._members, self._settings
+        members.alive = alive
+        if store is None:
+            address = self._session.address
+            store = dist.TCPStore(address.host, address.port, is_master=False)
+        rebuild_default_group(
+            store=store,
+            generation=generation,
+            members=alive,
+            rank=members.rank,
+            backend=settings.backend,
+            timeout=settings.timeout,
+            meeting_s=meeting_s,
+        )
+        self._channel.rebind(gloo_group(settings.timeout))
+        for loader in compat.val_loaders(self._trainer):
+            if isinstance(loader, DataLoader):
+                shrink_sampler(loader, alive, members.rank)
+        compat.count_val_batches(self._trainer)

@@ -1,0 +1,163 @@
+"""Where all live ranks meet, at the server, and what follows if one is missing: new process groups (layer L).
+
+    before Lightning or torchmetrics reduce over ranks:   meet -> who lives, the same version for all
+    somebody died since the last meeting:                 process group of those left; validation is divided again
+    somebody joins between two epochs [admission]:        process group with the newcomer
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import torch.distributed as dist
+from lightning.pytorch import Callback
+
+from lightning_hetero import lightning_compat as compat
+from lightning_hetero.stale.decide.report import summary as report
+from lightning_hetero.stale.decide.report.counts import Counts
+from lightning_hetero.stale.fit.elastic.admission import Admission
+from lightning_hetero.stale.fit.elastic.groups import Groups
+from lightning_hetero.stale.fit.members import Members
+from lightning_hetero.stale.fit.session import Session
+
+if TYPE_CHECKING:
+    from lightning.pytorch import LightningModule, Trainer
+
+__all__ = ["MeetingPoints", "Meetings"]
+
+
+class MeetingPoints(Callback):
+    """Before anything of Lightning or torchmetrics reduces over ranks, all live ranks meet at the server.
+
+    Then they hold the same version, and a rank that died meanwhile is out of the group. First among the callbacks.
+    """
+
+    def __init__(
+        self, meetings: Meetings, members: Members, admission: Admission, leave_step: Callable[[], None]
+    ) -> None:
+        self._meetings, self._members, self._admission = meetings, members, admission
+        self._leave_step = leave_step
+        self._validating = set[int]()
+
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        ranks = self._members.alive
+        self._meetings.meet("validation starts", pull=True)
+        self._meetings.agree_on_averages()
+        if self._members.alive != ranks:
+            compat.count_val_batches(trainer, begin=True)
+        self._validating = set(self._members.alive)
+
+    def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._meetings.meet(f"validation ends{self._meetings.logged()}")
+
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if self._validating - set(self._members.alive):
+            self._members.warn_once(
+                "a rank died during this validation: the metrics leave out the samples it was to validate; the next"
+                " validation covers all samples again"
+            )
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._leave_step()
+        self._meetings.meet(f"epoch ends{self._meetings.logged()}", pull=True)
+
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Before anybody's hook: a newcomer goes through all hooks of its first epoch."""
+        self._admission.admit()
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Before callbacks put their averages in place of the parameters."""
+        self._meetings.meet("last batch trained", pull=True)
+        self._meetings.agree_on_averages()
+
+
+class Meetings:
+    """Keeps the ranks of a run together.
+
+    Args:
+        trainer: the running trainer.
+        session: where they meet.
+        members: who takes part.
+        groups: rebuilt without those that have died.
+        admission: told when somebody is missing.
+        leave_step: called when an epoch ends; a hook may have skipped the rest of it in the middle of a batch.
+
+    Attributes:
+        trainer: as given.
+        counts: what the server had counted at the last one, see `Counts`; None before.
+    """
+
+    def __init__(
+        self,
+        trainer: Trainer,
+        session: Session,
+        members: Members,
+        groups: Groups,
+        admission: Admission,
+        *,
+        leave_step: Callable[[], None],
+    ) -> None:
+        self.trainer = trainer
+        self.counts: Counts | None = None
+        self._session, self._members = session, members
+        self._groups, self._admission = groups, admission
+        self._generation = 0
+        self._advised = False
+        self._callbacks = compat.trainer_callbacks(trainer)
+        self._point = MeetingPoints(self, members, admission, leave_step)
+        self._callbacks.insert(0, self._point)
+
+    def meet(self, what: str, *, pull: bool = False) -> None:
+        """Waits at the server for all live ranks; leaves the dead behind. Without a server nobody is waited for.
+
+        Args:
+            what: the purpose, the same on all ranks; a difference is an error that names both sides.
+            pull: take the newest parameters, which are the same for all as nobody computes meanwhile.
+        """
+        worker = self._session.worker
+        if worker is None:
+            return
+        met = self._session.meet(what)
+        self.counts = met.counts
+        for notice in met.notices:
+            self._members.warn_once(notice)
+        if not self._advised and (advice := report.advice(met.counts)) is not None:
+            self._advised = True
+            self._members.warn_once(advice)
+        if pull:
+            worker.pull()
+        if met.generation != self._generation:
+            self._generation = met.generation
+            self._regroup(met.alive)
+
+    def logged(self) -> str:
+        """Names what is reduced when an epoch ends, for `meet`: ranks that log other values would mix them up."""
+        names = compat.reduced_names(self.trainer)
+        return f", logged: {', '.join(names)}" if names else ""
+
+    def agree_on_averages(self) -> None:
+        """Averaged weights are rank 0's on all ranks: a rank that a tick went by without has not seen its version."""
+        if self._session.worker is not None and len(self._members.alive) > 1:
+            for tensor in compat.averaged_weights(self.trainer):
+                dist.broadcast(tensor.data, 0)  # the lowest of those left
+
+    def _regroup(self, alive: tuple[int, ...]) -> None:
+        members = self._members
+        if alive == members.alive:
+            return
+        dead = sorted(set(members.alive) - set(alive))
+        self._groups.rebuild(alive, self._generation)
+        if members.is_lowest:
+            self._admission.announce(self._session.address)
+        self._admission.expect()
+        if dead:
+            members.warn_once(
+                f"rank {', '.join(map(str, dead))} died; the others go on without, on {len(alive)} devices, with the"
+                f" same global batch; its samples were granted to them (epoch {self.trainer.current_epoch})"
+                + (f"; rank {alive[0]} writes checkpoints now, loggers of rank 0 log no more" if 0 in dead else "")
+            )
+
+    def close(self) -> None:
+        """Takes the callback out again."""
+        self._callbacks.remove(self._point)

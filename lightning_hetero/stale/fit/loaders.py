@@ -1,0 +1,117 @@
+"""The train loader's copy that trains what the server grants (layer L)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from torch.utils.data import DataLoader
+
+from lightning_hetero import lightning_compat as compat
+from lightning_hetero.data.copies import users_own
+from lightning_hetero.data.granted import EpochSampler, SampleSource, granted_loader
+from lightning_hetero.glue.loaders import BoundLoader, LoaderBinder
+from lightning_hetero.stale.fit.members import Members
+from lightning_hetero.stale.fit.settings import StaleSettings
+from lightning_hetero.stale.fit.ticks import Ticks
+from lightning_hetero.transport.side_channel import SideChannel
+
+if TYPE_CHECKING:
+    from lightning.pytorch import Trainer
+
+__all__ = ["GrantedBinder"]
+
+
+class GrantedBinder(LoaderBinder[BoundLoader]):
+    """Binds the one train loader of a fit to its loop.
+
+    Args:
+        trainer: the running trainer.
+        channel: blocking exchanges of all ranks.
+        members: who takes part.
+        settings: of the fit.
+
+    Attributes:
+        sampler, source: order and samples of the loader; None before it is known.
+        ticks: who trains what is granted of it; None before training.
+    """
+
+    def __init__(self, trainer: Trainer, channel: SideChannel, members: Members, settings: StaleSettings) -> None:
+        name = type(trainer.strategy).__name__
+        super().__init__(trainer, channel, strategy_name=name, shared=settings.shared, stream=None)
+        self._members, self._asked_batch = members, settings.shared.global_batch_size
+        self.sampler: EpochSampler | None = None
+        self.source: SampleSource | None = None
+        self.ticks: Ticks | None = None
+
+    def process(self, loader: object) -> DataLoader:
+        """Returns the copy of the train loader that trains what the server grants.
+
+        Raises:
+            TypeError, ValueError: the loader's samples cannot be granted one by one, or the ranks' loaders differ.
+        """
+        orders = self.orders
+        loader = users_own(loader)
+        spec = self.inspect(loader)
+        assert isinstance(loader, DataLoader)
+        if spec.kind == "stream":
+            raise TypeError(
+                "the train dataset is an IterableDataset, whose samples have no positions that could be granted to one"
+                " rank or another; use a map-style dataset, strategy='hetero_balanced' or strategy='ddp'"
+            )
+        if self.sampler is not None and self.ticks is None:
+            raise TypeError(
+                "several train loaders: samples are granted from one order, which several loaders do not have. Combine"
+                " the datasets (torch.utils.data.StackDataset or ConcatDataset), or use strategy='hetero_balanced'"
+            )
+        if not self._members.joining:
+            orders.agree(spec)
+        elif spec.kind != "plain":
+            raise TypeError(
+                "a rank cannot join a run whose order of samples the ranks draw together (a sampler or batch sampler of"
+                " your own): start all ranks again from the last checkpoint"
+            )
+        if spec.kind == "plain" and (size := self._settled_batch(spec.batch_size)) is not None:
+            orders.settle(size)
+        order = orders.order(loader, spec, 0)
+        orders.check_position(order.global_batch_size)
+        self.sampler = EpochSampler(order)
+        self.source = SampleSource(loader)
+        if self.ticks is not None:
+            self.ticks.bind(self.sampler, self.source)
+        self.sampler.set_epoch(compat.epoch_running(self._trainer))
+        bound = BoundLoader(spec=spec, full=order.global_batch_size, order=order)
+        bound.loader = granted_loader(loader, self.sampler, self.source, self._batches)
+        self._bound = [bound]  # instead of one that was there before a reload
+        return bound.loader
+
+    def _settled_batch(self, batch_size: int | None) -> int | None:
+        """Samples of a global batch that do not follow from the number of ranks that are here, if so."""
+        stored, members = self.orders.resume.get("global_batch_size"), self._members
+        if members.joining:
+            return stored  # what the members have, whatever they once resumed from
+        if stored or batch_size is None or self._asked_batch or not members.missing:
+            return None
+        # A rank died in an earlier fit: batches stay as large as they were then.
+        return batch_size * members.world_size
+
+    def _batches(self, iterator: object) -> Iterator[Any]:
+        if self.ticks is None or not compat.is_train_iterator(self._trainer, iterator):
+            return self._look()
+        return self.ticks.batches()
+
+    def _look(self) -> Iterator[Any]:
+        """What stock DDP would show to somebody who looks at the loader: equal parts. Nothing is claimed."""
+        sampler, source = self.sampler, self.source
+        assert sampler is not None and source is not None
+        rank, world = self._members.rank, self._members.world_size
+        start = 0
+        for end in sampler.ends:
+            part = range(start + rank * (end - start) // world, start + (rank + 1) * (end - start) // world)
+            yield source.look([sampler.indices[p] for p in part] or [sampler.indices[start]])
+            start = end
+
+    def close(self) -> None:
+        """Ends the workers that fetch ahead."""
+        if self.source is not None:
+            self.source.end()

@@ -1,0 +1,41 @@
+"""What cannot work with a parameter server that waits for nobody, refused with the reason and a way out (layer L)."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from lightning_hetero.glue.refusals import Refusals
+
+if TYPE_CHECKING:
+    from lightning.pytorch import LightningModule
+
+__all__ = ["REFUSALS", "refuse_manual_scaling"]
+
+REFUSALS = Refusals(
+    comm_hooks="communication hooks change DDP's all-reduce, and there is none here: gradients go to a parameter"
+    " server. For smaller messages pass compression='bf16', 'fp16' or TopK(ratio=...)",
+    lbfgs="LBFGS evaluates the loss several times per step, and here the step is made in the parameter server;"
+    " use another optimizer, or one device",
+    sync_batch_norm="SyncBatchNorm makes every rank wait for all others in every batch, which is what this strategy"
+    " avoids; use BatchNorm (its running statistics are averaged over the samples), GroupNorm, or"
+    " strategy='hetero_balanced'",
+    zero="ZeroRedundancyOptimizer divides the optimizer's state among the ranks, which wait for each other in every"
+    " step; here the state is in the parameter server, once. Use the optimizer that it wraps",
+)
+
+
+def refuse_manual_scaling(module: LightningModule) -> None:
+    """Refuses a `torch.amp.GradScaler` where user code steps the optimizers.
+
+    Args:
+        module: attached to its trainer.
+
+    Raises:
+        TypeError: with the reason.
+    """
+    scaler = getattr(module.trainer.precision_plugin, "scaler", None)
+    if scaler is not None and not module.automatic_optimization:
+        raise TypeError(
+            "precision='16-mixed' with manual optimization: the loss scale would have to be agreed between the"
+            " optimizer steps of one batch; use precision='bf16-mixed'"
+        )

@@ -1,0 +1,268 @@
+"""State of one fit: what it is made of on this rank, and the order in which that starts and ends (layer L)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Any
+
+import torch.distributed as dist
+
+from lightning_hetero import lightning_compat as compat
+from lightning_hetero.glue.run import EngineRun
+from lightning_hetero.stale.decide.policy import Bsp
+from lightning_hetero.stale.decide.report import summary as report
+from lightning_hetero.stale.decide.report.counts import Measures
+from lightning_hetero.stale.fit.elastic.admission import Admission
+from lightning_hetero.stale.fit.elastic.groups import Groups
+from lightning_hetero.stale.fit.elastic.join import FIRST_GENERATION, Invitation, JoinRequests
+from lightning_hetero.stale.fit.elastic.meetings import Meetings
+from lightning_hetero.stale.fit.loaders import GrantedBinder
+from lightning_hetero.stale.fit.members import Members
+from lightning_hetero.stale.fit.optimizer_hooks import redirect_steps
+from lightning_hetero.stale.fit.session import Session
+from lightning_hetero.stale.fit.settings import StaleSettings
+from lightning_hetero.stale.fit.tick_loop import TickLoop
+from lightning_hetero.stale.fit.ticks import Ticks
+from lightning_hetero.stale.runtime.processes.fork import host_store
+from lightning_hetero.stale.runtime.processes.groups import group_members
+from lightning_hetero.stale.runtime.processes.start import Address
+from lightning_hetero.stale.runtime.work.loss_scale import AgreedScale
+from lightning_hetero.stale.runtime.work.single_samples import normalise_single_samples
+from lightning_hetero.stale.runtime.work.worker import Worker
+from lightning_hetero.types import StepReport
+
+if TYPE_CHECKING:
+    from lightning.pytorch import Trainer
+
+__all__ = ["StaleRun"]
+
+
+class StaleRun(EngineRun[GrantedBinder]):
+    """One fit on one rank.
+
+    Args:
+        trainer: the running trainer; its process group exists.
+        settings: the strategy's.
+        members: who takes part.
+        invitation: into a run of others.
+
+    Attributes:
+        session: this rank's end of the server.
+        meetings: where ranks meet.
+        admission: where newcomers come in.
+        loop: this rank's ticks; None before training.
+    """
+
+    channel_is_idle = True  # it is for set-up and for the order of an epoch
+
+    def __init__(
+        self, trainer: Trainer, settings: StaleSettings, members: Members, invitation: Invitation | None
+    ) -> None:
+        super().__init__(trainer, timeout=settings.timeout, settings=settings.agreed if invitation is None else None)
+        channel = self.channel
+        met = 0 if invitation is None else invitation.meetings
+        generation = FIRST_GENERATION if invitation is None else invitation.generation
+        self.session = session = Session(trainer, settings, members, meetings=met)
+        requests = JoinRequests(settings.environment)
+        groups = Groups(trainer, session, members, channel, settings)
+        self.admission = Admission(trainer, session, members, groups, requests, generation=generation)
+        self.meetings = Meetings(
+            trainer, session, members, groups, self.admission, leave_step=self._leave_step
+        )
+        self.admission.expect()
+        self.binder = GrantedBinder(trainer, channel, members, settings)
+        self.loop: TickLoop | None = None
+        self._since = report.Since()  # the last report
+        self._settings, self._members, self._groups = settings, members, groups
+        self._invited_to: Address | None = None if invitation is None else invitation.address
+        self._stored: Mapping[str, Any] = {}
+        self._callback_hooks = ExitStack()
+        self.undo.callback(self.meetings.close)
+        self.undo.callback(self.admission.close)
+        self.undo.callback(self._callback_hooks.close)
+
+    @property
+    def worker(self) -> Worker | None:
+        """This rank's end of the server; None before training and after it."""
+        return self.session.worker
+
+    # ---- training begins --------------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Starts the server and connects to it; training begins.
+
+        A fit may begin within the fit, as a learning-rate finder's does in a hook: then the server starts again, and
+        once more when an epoch of the outer one begins.
+        """
+        members, joins = self._members, self._members.joining
+        if self.session.worker is not None:
+            self._disconnect("a fit begins within the fit")
+        self._connect()
+        if self.loop is None:
+            self._begin()
+        if joins:
+            members.joining = False
+            dist.barrier()  # the members wait for this: from here on all is as it is for them
+
+    def _connect(self) -> None:
+        session, binder, address = self.session, self.binder, self._invited_to
+        assert binder.source is not None
+        session.share()
+        if not self._members.joining:
+            if self._members.is_lowest:
+                state = session.state.get("coordinator") or self._stored.get("server", {})
+                # A finder reads rank 0's loss of every batch, and all ranks meet there.
+                policy = Bsp() if compat.finds_learning_rate(self.trainer) else None
+                address = session.serve(ahead=binder.source.ahead, state=state, policy=policy)
+                self.admission.announce(address)
+            address = _broadcast(address)
+        assert address is not None
+        session.connect(address)
+        self._callback_hooks.close()  # callbacks may be others now
+        self._callback_hooks.callback(compat.skip_empty_batches(self.trainer))
+
+    def _disconnect(self, why: str) -> None:
+        """All ranks leave the server alike; what it has comes home, for another one."""
+        self._leave_step()
+        self.meetings.meet(why)
+        self.session.bring_home()
+        self.session.leave()
+
+    def _leave_step(self) -> None:
+        if self.loop is not None:
+            self.loop.leave_step()
+
+    def _begin(self) -> None:
+        trainer, settings, binder = self.trainer, self._settings, self.binder
+        module = self.module
+        assert binder.sampler is not None and binder.source is not None
+        binder.ticks = ticks = Ticks(
+            trainer,
+            self.session,
+            binder.sampler,
+            binder.source,
+            scale=AgreedScale(getattr(trainer.precision_plugin, "scaler", None)),
+            events=self.events,
+            before_epoch=self._before_epoch,
+            resume=self._stored.get("applied") or {},
+        )
+        self.loop = TickLoop(
+            trainer,
+            ticks,
+            self._members,
+            weight=settings.shared.weight_in(module),
+            sums=settings.server.divide_by is not None,
+        )
+        self.undo.callback(compat.stop_sigterm_broadcast(trainer))
+        self.undo.callback(normalise_single_samples(module))
+        self.undo.callback(redirect_steps(module, trainer.optimizers, self.loop, self._members.warn_once))
+
+    def _before_epoch(self) -> None:
+        """A callback may have put other parameters into an optimizer, or other values into them: the server starts
+        again with these."""
+        if self.session.worker is None:  # a fit within this one has ended
+            self._connect()
+        elif self.session.outdated:
+            self._disconnect("parameters were added to an optimizer")
+            self._connect()
+        elif compat.only_forward(self.trainer):
+            self._disconnect("averaged weights are in the parameters' place")
+            self._connect()
+
+    # ---- state ------------------------------------------------------------------------------------------------
+
+    def resume(self, state: Mapping[str, Any]) -> None:
+        self._leave_step()  # a finder restores its checkpoint also after an error inside a batch
+        self._stored = state
+        self.binder.resume(state)
+        self.session.state = {}
+
+    def state_dict(self) -> dict[str, Any]:
+        server = self.session.state.get("coordinator", {})
+        applied = {}
+        if self.loop is not None and server:
+            # Lightning's tick: while a rank fails, the others may go on, and the server with them.
+            tick = min(server["tick"], compat.batches_trained(self.trainer))
+            applied = {"epoch": server["epoch"], "tick": tick, "spans": server["applied"]}
+        own = {"world_size": self._members.world_size, "applied": applied, "server": server}
+        return {**self.binder.state_dict(), **own}
+
+    # ---- what others may ask ----------------------------------------------------------------------------------
+
+    @property
+    def loop_in_use(self) -> TickLoop | None:
+        """This rank's ticks, while it trains and is connected."""
+        return self.loop if self.worker is not None and self.trainer.training else None
+
+    def current_samples(self) -> int | None:
+        """Samples of the batch this rank is training on; 0 means a dummy that counts nothing."""
+        loop = self.loop_in_use
+        return loop.samples if loop is not None else None
+
+    def step_report(self) -> StepReport | None:
+        """Per rank samples, own work and waiting per update, since this rank's last call; asks the server.
+
+        ``None`` outside of training, and if nothing was updated since.
+        """
+        measures = self._measures()
+        return None if measures is None else self._since.report(measures, self._members.world_size)
+
+    def engine_metrics(self) -> dict[str, float]:
+        """Staleness, work in vain and the server's times so far, see `report.engine_metrics`; asks the server."""
+        measures = self._measures()
+        return {} if measures is None else report.engine_metrics(measures, self._members.world_size)
+
+    def summary(self) -> str | None:
+        """One line on who did how much and how stale it was; ``None`` outside of training or before an update."""
+        measures = self._measures()
+        return None if measures is None else report.summary(measures, self._members.world_size)
+
+    def _measures(self) -> Measures | None:
+        worker = self.worker
+        return None if worker is None else worker.measures()
+
+    # ---- training ends ----------------------------------------------------------------------------------------
+
+    def finish(self) -> None:
+        """Training is over: everything comes home, the server ends."""
+        session = self.session
+        if session.worker is None:
+            return
+        self.meetings.meet("training ends")
+        session.bring_home()
+        self.meetings.meet("state is saved")
+        self.admission.end()
+        self._outlive_server()
+        session.leave()
+
+    def _outlive_server(self) -> None:
+        """The group of the ranks that are left gets a store that does not end with the server, for what comes next."""
+        if group_members() is None:  # nobody has died: it is torch's own
+            return
+        members, settings, hosted = self._members, self._settings, None
+        if members.is_lowest:
+            hosted = host_store(settings.host, settings.patience)
+        host, port = _broadcast(None if hosted is None else (settings.host, hosted.port))
+        store = dist.TCPStore(host, port, is_master=False) if hosted is None else hosted  # lives with the group
+        self._groups.rebuild(members.alive, 0, store=store)
+
+    def fail(self, error: BaseException) -> None:
+        """This rank failed: tells the others why."""
+        super().fail(error)
+        if self.worker is not None:
+            self.worker.abort(f"rank {self._members.rank} failed: {type(error).__name__}: {error}", error)
+
+    def close(self) -> None:
+        self.binder.close()
+        self.undo.close()
+        self.admission.end()
+        self.session.close()
+        super().close()
+
+
+def _broadcast(value: Any) -> Any:
+    """Returns the value of the lowest of the ranks."""
+    box = [value]
+    dist.broadcast_object_list(box, 0)
+    return box[0]

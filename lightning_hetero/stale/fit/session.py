@@ -1,0 +1,203 @@
+"""This rank's end of the parameter server, for a whole fit (layer L).
+
+    every rank    share: takes stock of what is trained
+    lowest rank   serve: forks the server off this process -> an address, which the others are told
+    every rank    connect -> a worker ... fetch_state, bring_home: the optimizers' state comes back ... leave
+
+A server that has other parameters than the optimizers is left, and the same is done once more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+from torch.nn import Parameter
+
+from lightning_hetero.stale.decide.policy import Policy
+from lightning_hetero.stale.fit.members import Members
+from lightning_hetero.stale.fit.settings import StaleSettings
+from lightning_hetero.stale.runtime.memory.layout import FlatLayout
+from lightning_hetero.stale.runtime.messages import Met
+from lightning_hetero.stale.runtime.processes.fork import ServerProcess
+from lightning_hetero.stale.runtime.processes.start import Address, connect, start_server
+from lightning_hetero.stale.runtime.work.worker import Worker
+
+if TYPE_CHECKING:
+    from lightning.pytorch import Trainer
+
+__all__ = ["Session"]
+
+
+@dataclass(frozen=True, slots=True)
+class _Shared:
+    """What a server is started with: all it trains, and by identity which parameters each group of optimizers has."""
+
+    layout: FlatLayout
+    parameters: list[Parameter]
+    buffers: list[Tensor]
+    groups: list[list[list[int]]]
+
+
+class Session:
+    """See the module.
+
+    Args:
+        trainer: gives module, optimizers and precision.
+        settings: of the fit.
+        members: who takes part.
+        meetings: see the attribute.
+
+    Attributes:
+        worker: this rank's end, from `connect` to `leave`. Other threads ask, too: read it once.
+        state: the server's, as fetched last.
+        meetings: how often the ranks have met, also before this one came.
+    """
+
+    def __init__(self, trainer: Trainer, settings: StaleSettings, members: Members, *, meetings: int = 0) -> None:
+        self._trainer, self._settings, self._members = trainer, settings, members
+        self.worker: Worker | None = None
+        self.state: dict[str, Any] = {}
+        self.meetings = meetings
+        self._address: Address | None = None
+        self._shared: _Shared | None = None
+        self._process: ServerProcess | None = None
+
+    @property
+    def address(self) -> Address:
+        """Of the server; known from `connect` on."""
+        assert self._address is not None
+        return self._address
+
+    # ---- from here to a worker --------------------------------------------------------------------------------
+
+    def share(self) -> None:
+        """Takes stock of what the optimizers train now.
+
+        Raises:
+            ValueError: an optimizer updates a parameter that is not the module's.
+        """
+        module, optimizers = self._trainer.lightning_module, self._trainer.optimizers
+        named = {id(p): (name, p) for name, p in module.named_parameters()}
+        owned = {id(p): p for o in optimizers for g in o.param_groups for p in g["params"]}
+        stray = [tuple(p.shape) for i, p in owned.items() if i not in named]
+        if stray:
+            raise ValueError(
+                f"an optimizer updates {len(stray)} parameters that are not the LightningModule's (shapes"
+                f" {stray[:3]}); register their module on the LightningModule"
+            )
+        entries = [entry for i, entry in named.items() if i in owned]
+        buffers = list(module.named_buffers())
+        layout = FlatLayout.of(entries, buffers, optimizers=optimizers, codec=self._settings.codec)
+        self._shared = _Shared(layout, [p for _, p in entries], [b for _, b in buffers], self._groups_now())
+
+    def serve(self, *, ahead: int, state: Mapping[str, Any], policy: Policy | None = None) -> Address:
+        """Starts the server for what is shared; returns where it is.
+
+        Args:
+            ahead: batches that workers fetch ahead.
+            state: of the coordinator, from a checkpoint; else empty.
+            policy: instead of the strategy's.
+        """
+        shared, settings, members = self._shared, self._settings, self._members
+        assert shared is not None
+        near = members.near if settings.shares_memory else ()
+        self._process, address = start_server(
+            layout=shared.layout,
+            parameters=shared.parameters,
+            buffers=shared.buffers,
+            optimizers=self._trainer.optimizers,
+            settings=settings.server if policy is None else replace(settings.server, policy=policy),
+            ranks=members.alive,
+            near=near,
+            far=[r for r in range(members.world_size) if r not in near],
+            ahead=ahead,
+            state=dict(state),
+            host=settings.host,
+            timeout=settings.patience,
+        )
+        return address
+
+    def connect(self, address: Address) -> None:
+        """Connects this rank to the server; the newest parameters come, the optimizers' state is the server's now."""
+        shared, settings, optimizers = self._shared, self._settings, self._trainer.optimizers
+        assert shared is not None
+        self._address = address
+        self.worker = worker = Worker(
+            connect(address, self._members.rank, shared.layout, settings.patience),
+            shared.layout,
+            shared.parameters,
+            shared.buffers,
+            optimizers,
+            # A scaler divides gradients in place after the backward pass, where no hook sees it.
+            overlap=None if getattr(self._trainer.precision_plugin, "scaler", None) is None else False,
+        )
+        worker.attach()
+        worker.pull()
+        if not self._members.is_lowest:
+            for optimizer in optimizers:
+                optimizer.state.clear()
+
+    def _groups_now(self) -> list[list[list[int]]]:
+        return [[[id(p) for p in g["params"]] for g in o.param_groups] for o in self._trainer.optimizers]
+
+    @property
+    def outdated(self) -> bool:
+        """Whether the optimizers have other parameters than the server was started with."""
+        assert self._shared is not None
+        return self._groups_now() != self._shared.groups
+
+    # ---- with a worker ----------------------------------------------------------------------------------------
+
+    def meet(self, what: str) -> Met:
+        """Waits at the server for all live ranks; see `Worker.meet`."""
+        assert self.worker is not None
+        self.meetings += 1
+        return self.worker.meet(self.meetings, what)
+
+    def fetch_state(self) -> None:
+        """Renews `state` (lowest rank), with the parameters of the very same version on this rank."""
+        worker = self.worker
+        assert worker is not None
+        while True:
+            self.state = worker.state()
+            # What callbacks have put in place of the newest parameters, e.g. averages, stays.
+            if (worker.version if worker.is_newest else worker.pull()) == self.state["version"]:
+                return
+
+    def bring_home(self) -> None:
+        """The state of the server's optimizers comes into those of the lowest rank, which writes checkpoints."""
+        if not self._members.is_lowest:
+            return
+        self.fetch_state()
+        assert self._shared is not None
+        known = zip(self._trainer.optimizers, self._shared.groups, self.state["optimizers"], strict=True)
+        for optimizer, groups, own in known:
+            before = [i for group in groups for i in group]
+            held = {before[index]: entry for index, entry in own["state"].items()}
+            present = [id(p) for group in optimizer.param_groups for p in group["params"]]  # perhaps more than then
+            entries = {index: held[i] for index, i in enumerate(present) if i in held}
+            optimizer.load_state_dict({**optimizer.state_dict(), "state": entries})
+
+    def leave(self) -> None:
+        """Says goodbye; the server ends with the lowest rank's session."""
+        worker, self.worker = self.worker, None
+        assert worker is not None
+        worker.detach()
+        try:
+            worker.leave()
+        finally:
+            worker.link.close()
+        self.close(patience_s=10.0)
+
+    def close(self, *, patience_s: float = 5.0) -> None:
+        """Ends this rank's part, without a word to anybody; idempotent."""
+        worker, self.worker = self.worker, None
+        if worker is not None:
+            worker.detach()
+            worker.link.close()
+        process, self._process = self._process, None
+        if process is not None:
+            process.stop(patience_s)

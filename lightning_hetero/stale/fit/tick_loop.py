@@ -1,0 +1,315 @@
+"""What a rank does within a tick, inside Lightning's unchanged training loop: optimizer steps become pushes (layer L).
+
+     [ticks] granted --> closure (training_step, backward) -- push --> granted again: a fill-in, trained within the same
+                                                                |      batch of Lightning's
+                                                                '----> passed: the tick is over, the batch ends
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from typing import TYPE_CHECKING, Any
+
+from torch.optim import Optimizer
+
+from lightning_hetero import lightning_compat as compat
+from lightning_hetero.stale.decide.weights import joint
+from lightning_hetero.stale.fit.members import Members
+from lightning_hetero.stale.fit.ticks import Ticks
+from lightning_hetero.stale.runtime.work.chunk import Chunk, combine_means_
+from lightning_hetero.stale.runtime.work.worker import Worker
+from lightning_hetero.transport.base import Reply, Say
+from lightning_hetero.transport.flags import PushFlag
+
+if TYPE_CHECKING:
+    from lightning.pytorch import Trainer
+
+__all__ = ["TickLoop"]
+
+
+class TickLoop:
+    """Trains what is granted and pushes it; one per fit and rank.
+
+    Args:
+        trainer: the running trainer.
+        ticks: where this rank is, and what it trains on.
+        members: who takes part.
+        weight: what a batch counts in the mean over the update; default its samples.
+        sums: losses are sums over their batch: gradients are added, whatever the batches count.
+
+    Attributes:
+        ticks: as given.
+        running_step: the precision plugin is on its way to an optimizer's step.
+    """
+
+    def __init__(
+        self,
+        trainer: Trainer,
+        ticks: Ticks,
+        members: Members,
+        *,
+        weight: Callable[[Any], float] | None,
+        sums: bool = False,
+    ) -> None:
+        self._trainer = trainer
+        self._members = members
+        self._weight_of = weight
+        self._sums = sums
+        self._automatic = trainer.lightning_module.automatic_optimization
+        self._zeroes = 0  # bit i: optimizer i since the last push
+        self._stepped = False  # no overflow since the last push
+        self.ticks = ticks
+        self.running_step = False
+
+    # ---- the batch --------------------------------------------------------------------------------------------
+
+    @property
+    def in_step(self) -> bool:
+        """Whether this rank is training on a batch."""
+        return self.ticks.work is not None
+
+    @property
+    def samples(self) -> int | None:
+        """Samples of the batch this rank is training on; 0: a dummy that counts nothing."""
+        work = self.ticks.work
+        return None if work is None else work.samples
+
+    @property
+    def dummy(self) -> bool:
+        return self.samples == 0
+
+    @property
+    def _worker(self) -> Worker:
+        return self.ticks.worker
+
+    @property
+    def _work(self) -> Chunk:
+        work = self.ticks.work
+        assert work is not None, "outside of a step"
+        return work
+
+    def leave_step(self) -> None:
+        """The loop has left the batch before its end: an exception, or a hook that skips the rest of the epoch."""
+        self.ticks.work = None
+
+    def opened(self, batch: Any) -> None:
+        """The batch is on the device."""
+        self._work.weight = self._weigh(batch)
+
+    def _weigh(self, batch: Any) -> float:
+        samples = self._work.piece_samples
+        if self._sums:
+            return 1.0
+        if self._weight_of is None or not samples:
+            return float(samples)
+        weight = float(self._weight_of(batch))
+        if not (math.isfinite(weight) and weight >= 0.0):
+            raise ValueError(f"batch_weight returned {weight!r}; it must be a finite number >= 0, e.g. a token count")
+        return weight
+
+    # ---- optimizer steps --------------------------------------------------------------------------------------
+
+    def zeroed(self, index: int) -> None:
+        """The user's code, or Lightning, zeroed the gradients of an optimizer."""
+        self._zeroes |= 1 << index
+
+    def stepped(self) -> None:
+        """The precision plugin reached the optimizer's step: no overflow."""
+        self._stepped = True
+
+    def step(self, index: int, optimizer: Optimizer, closure: Callable[[], Any], run: Callable[..., Any]) -> Any:
+        """Runs what Lightning would do for an optimizer step, up to the gradients, and pushes them.
+
+        Args:
+            index: number of the optimizer.
+            optimizer: its own ``step`` is out of action.
+            closure: training step and backward; in manual optimization usually nothing.
+            run: the precision plugin's ``optimizer_step(optimizer, closure=...)``.
+        """
+        if not self.in_step:
+            raise RuntimeError(
+                "an optimizer steps outside of a training batch, or a second time in one: here a step is the push of a"
+                " batch's gradients to the parameter server. Step in training_step, or use strategy='hetero_balanced'"
+            )
+        output = self._run_step(index, optimizer, closure, run)
+        if self.dummy:
+            self._drop_gradients()
+            if self._automatic:
+                self._until_passed(self.ticks.claim(), index, optimizer, run)
+            return output
+        if self._automatic:
+            self._more_micro_batches(optimizer)
+        reply = self._push(steps=1 << index, final=self._automatic)
+        if self._automatic:
+            self._until_passed(reply, index, optimizer, run)
+        else:
+            self._worker.pull()
+        return output
+
+    def _run_step(self, index: int, optimizer: Optimizer, closure: Callable[[], Any], run: Callable[..., Any]) -> Any:
+        self._stepped, self.running_step = False, True
+        try:
+            # In manual optimization the whole training step is guarded.
+            with compat.collect_clipping(self._trainer, self._clip) if self._automatic else nullcontext():
+                output = run(optimizer, closure=closure)
+        finally:
+            self.running_step = False
+        self.ticks.scale.restore()
+        return output
+
+    def _clip(self, value: float, kind: str, optimizer: Any) -> None:
+        """The server clips the gradient of the whole batch at the optimizer's next step."""
+        for index, own in enumerate(self._trainer.optimizers):
+            if own is optimizer:
+                self._worker.clip(index, value, kind)
+
+    def accumulated(self, index: int, optimizer: Optimizer, run: Callable[..., Any]) -> None:
+        """A batch without a step is done: it only accumulates, or the user's `optimizer_step` left the step out."""
+        self._stepped = True
+        if self.dummy:
+            self._drop_gradients()
+            reply = self.ticks.claim()
+        else:
+            self._stepped = self.ticks.scale.unscale(self._worker.gradients())
+            self._more_micro_batches(optimizer)
+            reply = self._push(steps=0, final=True)
+        self._until_passed(reply, index, optimizer, run, steps=False)
+
+    def training_step_done(self, again: Callable[[Any], Any]) -> None:
+        """Manual optimization: the user's ``training_step`` returned; ``again(batch)`` runs it once more."""
+        self._stepped = True
+        if self.dummy:  # the others' pushes say what is zeroed
+            self._zeroes = 0
+        if self._work.grant is None:  # a tick that went by
+            self._drop_gradients()
+            self.ticks.skipped()
+            return
+        reply = self.ticks.claim() if self.dummy else self._push(steps=0, final=True)
+        while reply.kind is Say.GRANT:
+            uncounted = compat.steps_uncounted(self._trainer)
+            with self._fill_in(reply) as batch, self._frozen_schedulers(), uncounted:
+                again(batch)
+            self._stepped = True
+            reply = self.ticks.claim() if self.dummy else self._push(steps=0, final=True)
+        self.ticks.over(reply)
+
+    def _until_passed(
+        self, reply: Reply, index: int, optimizer: Optimizer, run: Callable[..., Any], *, steps: bool = True
+    ) -> None:
+        """Trains fill-ins until the tick is over."""
+        while reply.kind is Say.GRANT:
+            with self._fill_in(reply) as batch:
+                closure = compat.run_again(self._trainer, batch, self.ticks.tick, optimizer)
+                if not steps:
+                    closure()
+                    self._stepped = self.ticks.scale.unscale(self._worker.gradients())
+                else:
+                    self._run_step(index, optimizer, closure, run)
+                if not self.dummy:
+                    self._more_micro_batches(optimizer)
+            if self.dummy:
+                self._drop_gradients()
+                reply = self.ticks.claim()
+            else:
+                reply = self._push(steps=1 << index if steps else 0, final=True)
+        self.ticks.over(reply)
+
+    @contextmanager
+    def _fill_in(self, reply: Reply) -> Iterator[Any]:
+        """Another batch within the same step of Lightning's loop."""
+        trainer = self._trainer
+        batch = compat.batch_to_device(trainer, self.ticks.open(reply, wait_s=self._work.wait_s, fill_in=True))
+        with compat.as_batch(trainer, batch):
+            for callback in compat.trainer_callbacks(trainer):
+                hook = getattr(callback, "on_extra_batch_start", None)
+                if callable(hook):
+                    hook(trainer, trainer.lightning_module, batch, self.ticks.tick)
+            yield batch
+
+    def _more_micro_batches(self, optimizer: Optimizer) -> None:
+        """Computes the rest of a grant in micro-batches, and returns early once it is asked to (SaPS)."""
+        work, ticks, worker = self._work, self.ticks, self._worker
+        for piece in work.pieces[1:]:
+            assert work.grant is not None
+            if worker.wants_return(work.grant):
+                break
+            done = work.weight
+            work.piece = piece
+            batch = compat.batch_to_device(self._trainer, ticks.source.batch(piece, due=0))  # weighs it
+            before = worker.gradients()
+            self._drop_gradients()
+            with compat.as_batch(self._trainer, batch):
+                compat.run_again(self._trainer, batch, ticks.tick, optimizer, zero=False)()
+            self._stepped &= self.ticks.scale.unscale(worker.gradients())
+            work.weight, old_part, new_part = joint(done, work.weight, sums=self._sums)
+            combine_means_(worker.parameters, before, old_part, new_part)
+            work.computed += work.piece_samples
+
+    # ---- pushing ----------------------------------------------------------------------------------------------
+
+    def _push(self, *, steps: int, final: bool) -> Reply:
+        work, ticks, zeroes = self._work, self.ticks, self._zeroes
+        assert work.grant is not None
+        flags = (PushFlag.FINAL if final else PushFlag(0)) | (PushFlag(0) if self._stepped else PushFlag.OVERFLOW)
+        if self._automatic:  # whatever the user's hooks did to zero them
+            zeroes = int(ticks.tick % self._trainer.accumulate_grad_batches == 0)
+        pushed_s = time.perf_counter()
+        compute_s = pushed_s - work.started_s
+        reply = self._worker.push(
+            epoch=ticks.epoch,
+            tick=ticks.tick,
+            substep=work.substep,
+            lease=work.grant.lease,
+            samples=work.computed,
+            weight=work.weight,
+            compute_s=compute_s,
+            flags=flags,
+            steps=steps,
+            zeroes=zeroes,
+        )
+        self._zeroes = 0
+        work.substep += 1
+        data = {
+            "samples": work.computed,
+            "compute_s": compute_s,
+            "wait_s": time.perf_counter() - pushed_s + work.wait_s,
+            "version": work.grant.version,
+            "fill_in": work.fill_in,
+        }
+        work.wait_s = 0.0
+        if final:
+            ticks.note("step", data)
+        if reply.text:
+            self._members.warn_once(reply.text)
+        return reply
+
+    def _drop_gradients(self) -> None:
+        for parameter in self._worker.parameters:
+            parameter.grad = None
+
+    @contextmanager
+    def _frozen_schedulers(self) -> Iterator[None]:
+        """A user's ``scheduler.step()`` must count once per batch, however many fill-ins it had."""
+        schedulers = [config.scheduler for config in self._trainer.lr_scheduler_configs]
+        for scheduler in schedulers:
+            scheduler.step = lambda *_, **__: None
+        try:
+            yield
+        finally:
+            for scheduler in schedulers:
+                vars(scheduler).pop("step", None)
+
+    # ---- what others ask --------------------------------------------------------------------------------------
+
+    def guard(self) -> AbstractContextManager[Any]:
+        """Around a training step: its user clips what the server has; a dummy batch counts nothing in metrics."""
+        stack = ExitStack()
+        if not self._automatic:
+            stack.enter_context(compat.collect_clipping(self._trainer, self._clip))
+        if self.dummy:
+            stack.enter_context(compat.metrics_frozen(self._trainer.lightning_module))
+            stack.enter_context(compat.dummy_batch_unlogged(self._trainer))
+        return stack

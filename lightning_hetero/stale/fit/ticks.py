@@ -1,0 +1,217 @@
+"""One rank's way through the ticks of an epoch: what it claims, is granted, or is passed by (layer L).
+
+    Lightning asks for batch t ---- claim(t) --> granted: parameters of the newest version, samples -> a batch
+                                        '------> passed:  None, which Lightning skips; counters advance
+
+So one Lightning batch is one tick on every rank, whoever did the work, and everything that Lightning derives from its
+counters (``global_step``, ``val_check_interval``, ``max_steps``, checkpoints, schedulers) agrees on all ranks.
+
+Manual optimization runs user code that steps optimizers and schedulers itself, so a tick that went by trains a dummy
+batch there, which is not pushed and counts nothing but the steps.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from lightning.pytorch.callbacks import LearningRateMonitor
+
+from lightning_hetero import lightning_compat as compat
+from lightning_hetero.data.granted import EpochSampler, SampleSource
+from lightning_hetero.glue.run import EventLog
+from lightning_hetero.stale.decide.intervals import leaving, pairs
+from lightning_hetero.stale.fit.session import Session
+from lightning_hetero.stale.runtime.work.chunk import Chunk
+from lightning_hetero.stale.runtime.work.loss_scale import AgreedScale
+from lightning_hetero.stale.runtime.work.worker import Worker
+from lightning_hetero.transport.base import Reply, Say
+from lightning_hetero.transport.flags import Word
+
+if TYPE_CHECKING:
+    from lightning.pytorch import Trainer
+
+__all__ = ["Ticks"]
+
+
+class Ticks:
+    """Claims tick after tick and makes batches of what is granted; one per fit and rank.
+
+    Args:
+        trainer: the running trainer.
+        session: with this rank's end of the parameter server.
+        sampler, source: order and samples of the train loader.
+        scale: follows the updates that others made, too.
+        events: of this rank.
+        before_epoch: called first in an epoch; may start the server again.
+        resume: where a checkpoint stopped inside an epoch: ``{"epoch", "tick", "spans"}``; else empty.
+
+    Attributes:
+        source: in use.
+        scale: as given.
+        epoch, tick: where this rank is.
+        work: what it trains on; None between two batches.
+    """
+
+    def __init__(
+        self,
+        trainer: Trainer,
+        session: Session,
+        sampler: EpochSampler,
+        source: SampleSource,
+        *,
+        scale: AgreedScale,
+        events: EventLog,
+        before_epoch: Callable[[], None],
+        resume: Mapping[str, Any],
+    ) -> None:
+        self.source = source
+        self.scale = scale
+        self.epoch = -1
+        self.tick = 0
+        self.work: Chunk | None = None
+        self._trainer = trainer
+        self._session = session
+        self._sampler = sampler
+        self._events = events
+        self._before_epoch = before_epoch
+        self._resume = resume
+        self._automatic = trainer.lightning_module.automatic_optimization
+        self._words: deque[int] = deque()  # ticks the server has passed and Lightning has not
+        self._seen_tick = -1  # the server's last tick whose hinted samples were taken in
+
+    def bind(self, sampler: EpochSampler, source: SampleSource) -> None:
+        """Takes another train loader, from the next epoch on."""
+        self._sampler, self.source = sampler, source
+
+    # ---- an epoch ---------------------------------------------------------------------------------------------
+
+    @property
+    def worker(self) -> Worker:
+        """This rank's end of the parameter server."""
+        worker = self._session.worker
+        if worker is None:
+            raise RuntimeError(
+                "a fit within the fit, such as a learning-rate finder's, has ended in the middle of an epoch, which its"
+                " parameter server knew. Let it run in on_fit_start or on_train_epoch_start"
+            )
+        return worker
+
+    def batches(self) -> Iterator[Any]:
+        """Yields the batches of the epoch from where Lightning's counters stand; None for a tick that went by."""
+        self._begin()
+        while True:
+            yield self._next()
+
+    def _begin(self) -> None:
+        trainer, sampler = self._trainer, self._sampler
+        self._before_epoch()
+        self.epoch = sampler.epoch
+        self.tick = compat.upcoming_batch(trainer)
+        self._words.clear()
+        ends = list(sampler.ends[: self._last_tick(len(sampler.ends))])
+        spans: Sequence[Sequence[int]] = ()
+        if self.tick:
+            here = self._resume.get("epoch") == self.epoch and self._resume.get("tick") == self.tick
+            spans = self._resume["spans"] if here else [(0, ends[self.tick - 1])]
+            spans = leaving(len(ends) - self.tick, spans, ends[-1])
+        reply = self.worker.begin_epoch(self.epoch, ends, tick=self.tick, applied=spans)
+        self._seen_tick = reply.tick - 1
+        self.source.begin(sampler.indices, pairs(reply.numbers))
+
+    def _last_tick(self, ticks: int) -> int:
+        """Number of the epoch's ticks that Lightning will train; samples beyond are nobody's."""
+        trainer = self._trainer
+        limit = trainer.num_training_batches
+        ticks = ticks if limit == float("inf") else min(ticks, int(limit))
+        steps = compat.step_limit(trainer)
+        if steps is not None and self._automatic:
+            every = trainer.accumulate_grad_batches
+            ticks = min(ticks, self.tick - self.tick % every + steps * every)
+        return max(ticks, self.tick + 1)
+
+    # ---- one tick ---------------------------------------------------------------------------------------------
+
+    def _next(self) -> Any:
+        self.tick = compat.upcoming_batch(self._trainer)
+        if not self._words:
+            asked_s = time.perf_counter()
+            reply = self.claim()
+            if reply.kind is Say.GRANT:
+                return self.open(reply, wait_s=time.perf_counter() - asked_s)
+            self._words.extend(reply.numbers)
+        return self._passed_by()
+
+    def _passed_by(self) -> Any:
+        """This tick was made without this rank."""
+        word = self._words.popleft()
+        if not self._words:
+            self.worker.pull()
+        self.note("passed", {"behind": len(self._words)})
+        if not self._automatic:  # user code must run: it steps its own optimizers and schedulers
+            self.work = Chunk(None)
+            return self.source.dummy()
+        compat.count_started(self._trainer)
+        self._log_learning_rates()
+        if self._counts_step():
+            compat.count_step(self._trainer)
+        if Word.steps(word):
+            self.scale.after_step(overflow=Word.overflowed(word))
+        return None
+
+    def _counts_step(self) -> bool:
+        """Whether Lightning counts a step in this tick: also if the user's `optimizer_step` leaves it out."""
+        trainer, ticks = self._trainer, self.tick + 1
+        last = ticks in (len(self._sampler.ends), trainer.num_training_batches)
+        return last or ticks % trainer.accumulate_grad_batches == 0
+
+    def _log_learning_rates(self) -> None:
+        """`LearningRateMonitor` logs at the start of a batch, which has none when it is passed."""
+        trainer = self._trainer
+        for callback in compat.trainer_callbacks(trainer):
+            if isinstance(callback, LearningRateMonitor):
+                LearningRateMonitor.on_train_batch_start(callback, trainer, trainer.lightning_module, None, self.tick)
+
+    def claim(self) -> Reply:
+        """Asks for work in this tick."""
+        return self.worker.claim(self.epoch, self.tick)
+
+    def open(self, reply: Reply, *, wait_s: float, fill_in: bool = False) -> Any:
+        """Takes a grant: parameters, then samples; returns the (first micro-)batch on the host.
+
+        Args:
+            reply: the grant.
+            wait_s: how long it was waited for [s].
+            fill_in: it is not the first in this tick.
+        """
+        self.worker.pull()
+        gone_by = max(0, reply.tick - self._seen_tick)
+        for missed in reversed(range(gone_by)):  # one hint per tick; for those this rank missed it is too late
+            self.source.hint((0, 0) if missed else (reply.hint_start, reply.hint_end))
+        self._seen_tick += gone_by
+        self.work = work = Chunk(reply, wait_s=wait_s, fill_in=fill_in)
+        if not work.samples:
+            return self.source.dummy(due=gone_by)
+        return self.source.batch(work.piece, due=gone_by)
+
+    def over(self, reply: Reply) -> None:
+        """The tick is over: ``reply`` says it, and what has become of it and perhaps of later ones."""
+        self._words.extend(reply.numbers)
+        word = self._words.popleft()
+        if self._automatic and Word.steps(word):
+            self.scale.after_step(overflow=Word.overflowed(word))
+        if not self._words:
+            self.worker.pull()
+        self.work = None
+
+    def skipped(self) -> None:
+        """The dummy batch of a tick that went by is trained."""
+        self.work = None
+
+    # ---- events -----------------------------------------------------------------------------------------------
+
+    def note(self, kind: str, data: dict[str, Any]) -> None:
+        """Notes an event of this tick."""
+        self._events.note(kind, self.epoch, self.tick, data)

@@ -1,0 +1,1 @@
+"""The parameter server and its workers (layer T)."""

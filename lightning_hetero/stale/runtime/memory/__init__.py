@@ -1,0 +1,1 @@
+"""How parameters, gradients and settings lie in shared bytes (layer T)."""

@@ -1,0 +1,132 @@
+"""Hyper-parameters that travel with every push: learning rates and the like, and gradient clipping (layer T).
+
+Schedulers and callbacks change ``optimizer.param_groups`` at the workers; the optimizer that steps is the server's. So
+each push carries all numeric entries of all groups as float64, in an order both sides derive from the optimizers as
+`configure_optimizers` made them:
+
+    numbers  [ clip kind, clip value: per optimizer | entries: per optimizer, group, name ]
+
+Only an entry that a worker *changed* is written to the server's group, so that optimizers which count in their groups
+(schedule-free ones) keep their own count.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+__all__ = ["CLIP_NORM", "CLIP_VALUE", "HyperParameters"]
+
+CLIP_NORM, CLIP_VALUE = 1, 2
+
+# How a step is computed is each side's own business, not the recipe.
+_IMPLEMENTATION = frozenset({"params", "foreach", "fused", "capturable", "differentiable"})
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    optimizer: int
+    group: int
+    name: str
+    item: int | None  # index inside a tuple such as betas
+    kind: str
+
+    def get(self, optimizers: Sequence[Optimizer]) -> float:
+        value = optimizers[self.optimizer].param_groups[self.group][self.name]
+        return float(value if self.item is None else value[self.item])
+
+    def set(self, optimizers: Sequence[Optimizer], number: float) -> None:
+        group = optimizers[self.optimizer].param_groups[self.group]
+        old = group[self.name]
+        if isinstance(old, Tensor):
+            old.fill_(number)
+            return
+        plain = {"bool": bool, "int": int}.get(self.kind, float)
+        value: Any = plain(number)
+        if self.kind == "int" and not number.is_integer():
+            value = number
+        group[self.name] = value if self.item is None else (*old[: self.item], value, *old[self.item + 1 :])
+
+
+def _kind(value: Any) -> str | None:
+    if isinstance(value, (bool, int, float)):
+        return "bool" if isinstance(value, bool) else "int" if isinstance(value, int) else "float"
+    return "float" if isinstance(value, Tensor) and value.numel() == 1 else None
+
+
+class HyperParameters:
+    """The numeric entries of the optimizers' groups, in a fixed order.
+
+    Only entries named in ``optimizer.defaults`` take part: what schedulers add (``initial_lr``) is theirs alone.
+
+    Args:
+        optimizers: in the order of `configure_optimizers`; looked at again at each call.
+
+    Attributes:
+        size: how many numbers travel.
+        digest: equal on both sides if they agree on what the numbers mean.
+    """
+
+    def __init__(self, optimizers: Sequence[Optimizer]) -> None:
+        self._optimizers = list(optimizers)
+        self._places = self._find()
+        self._known = self.entries()
+        self.size = 2 * len(self._optimizers) + len(self._places)
+        self.digest = hashlib.sha256(repr([len(self._optimizers), *self._places]).encode()).hexdigest()[:32]
+
+    def _find(self) -> list[_Place]:
+        places: list[_Place] = []
+        for o, optimizer in enumerate(self._optimizers):
+            for g, group in enumerate(optimizer.param_groups):
+                for name in sorted(group.keys() & optimizer.defaults.keys() - _IMPLEMENTATION):
+                    value = group[name]
+                    if isinstance(value, tuple):
+                        kinds = [_kind(item) for item in value]
+                        places += [_Place(o, g, name, i, kind) for i, kind in enumerate(kinds) if kind]
+                    elif kind := _kind(value):
+                        places.append(_Place(o, g, name, None, kind))
+        return places
+
+    def entries(self) -> list[float]:
+        """Returns the present values of the optimizers' groups.
+
+        Raises:
+            ValueError: a group or an entry is gone or new.
+        """
+        groups = [(p.optimizer, p.group) for p in self._places]
+        now = [
+            (o, g) for o, optimizer in enumerate(self._optimizers) for g in range(len(optimizer.param_groups))
+        ]
+        try:
+            values = [place.get(self._optimizers) for place in self._places]
+        except (KeyError, IndexError, TypeError, ValueError) as error:
+            raise ValueError(f"an optimizer's param_groups have changed their form: {error!r}") from error
+        if self._places and set(now) - set(groups):
+            raise ValueError(
+                f"optimizer {now[-1][0]} has got a new param_group ({len(set(now))} in all, {len(set(groups))} at the"
+                " start). The parameter server knows the groups as configure_optimizers made them: put all parameters"
+                " there, with requires_grad=False where they are frozen at first"
+            )
+        return values
+
+    def write(self, numbers: Tensor, clips: Sequence[tuple[int, float]]) -> None:
+        """Fills the numbers of a push (float64, ``size``) from this side's optimizers and clipping."""
+        flat = [number for clip in clips for number in clip]
+        numbers.copy_(torch.tensor([*flat, *self.entries()], dtype=torch.float64))
+
+    def apply(self, numbers: Sequence[float]) -> list[tuple[int, float]]:
+        """Sets this side's groups to what a push says; returns the clipping (kind, value) per optimizer."""
+        start = 2 * len(self._optimizers)
+        for i, place in enumerate(self._places):
+            number = numbers[start + i]
+            if number != self._known[i] and not math.isnan(number):
+                place.set(self._optimizers, number)
+                self._known[i] = number
+        return [(int(numbers[2 * o]), numbers[2 * o + 1]) for o in range(len(self._optimizers))]

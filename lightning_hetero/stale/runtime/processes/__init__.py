@@ -1,0 +1,1 @@
+"""The server's process: started, watched, ended; process groups without the dead (layer T)."""

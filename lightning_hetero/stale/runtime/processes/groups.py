@@ -1,0 +1,177 @@
+"""Goes on with the ranks that are left: the default process group again, among the survivors (layer T).
+
+A group of torch cannot lose a member: after a death its collectives fail for good. Worse, they fail only on the ranks
+that talk to the dead one; a rank that waits for a survivor waits until the group's timeout, unless this survivor
+leaves the group. Hence the order on every survivor:
+
+    collective fails -> leave_default_group() -> ask the server who is alive -> rebuild_default_group(...) -> repeat it
+
+The store through which the members find each other must live elsewhere than in a rank; the server's process hosts it.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+import traceback
+import weakref
+from collections.abc import Sequence, Sized
+from datetime import timedelta
+
+import torch.distributed as dist
+from torch.utils.data import DataLoader, DistributedSampler
+
+__all__ = ["MemberMissingError", "group_members", "leave_default_group", "rebuild_default_group", "shrink_sampler"]
+
+_built: tuple[weakref.ref[dist.ProcessGroup], tuple[int, ...]] | None = None  # the default group, if it is ours
+
+
+class MemberMissingError(RuntimeError):
+    """A member of the new group did not come; it may have died meanwhile. ``ranks`` are the missing ones."""
+
+    def __init__(self, generation: int, ranks: Sequence[int], waited_s: float) -> None:
+        super().__init__(
+            f"rank {', '.join(map(str, ranks))} did not come to the process group of generation {generation} within"
+            f" {waited_s:g} s; ask again who is alive, and rebuild with the next generation"
+        )
+        self.ranks = tuple(ranks)
+
+
+def leave_default_group() -> None:
+    """Destroys the default group, and its subgroups, if there is one; waits for no other rank.
+
+    Closes this rank's connections, so that a rank which waits for this one fails now and not at the group's timeout.
+    Inside an ``except`` block, the frames of the exception are cleared: they would keep the group alive.
+    A collective of this rank that still runs in the background is waited for (it fails at once if a peer is dead).
+    """
+    if not dist.is_initialized():
+        return
+    _clear_frames(sys.exc_info()[1])
+    group = dist.group.WORLD
+    if group is not None and dist.get_backend() != dist.Backend.GLOO and hasattr(group, "abort"):
+        group.abort()  # NCCL would wait for its peers otherwise [CUDA untested]
+    del group
+    dist.destroy_process_group()
+
+
+def rebuild_default_group(
+    *,
+    store: dist.Store,
+    generation: int,
+    members: Sequence[int],
+    rank: int,
+    backend: str | None,
+    timeout: timedelta | None,
+    meeting_s: float = 60.0,
+) -> None:
+    """Replaces the default process group by one of ``members`` only; all of them call it, nobody else.
+
+    The old group may work, fail, or be gone already. Subgroups made with `torch.distributed.new_group` go with it.
+
+    Args:
+        store: reachable by all members, hosted by none of them.
+        generation: names this group in ``store``: the same on all members, never used before.
+        members: the ranks' permanent numbers, in the order of their new ranks.
+        rank: this rank's permanent number; its new rank is its index among ``members``.
+        backend, timeout: as in `torch.distributed.init_process_group`.
+        meeting_s: how long to wait for the other members [s].
+
+    Raises:
+        ValueError: ``members`` are not distinct, or ``rank`` is not among them.
+        MemberMissingError: a member did not come. There is no default group then; try again with the next generation.
+    """
+    if len(set(members)) != len(members):
+        raise ValueError(f"members={list(members)} must be distinct ranks")
+    if rank not in members:
+        raise ValueError(f"rank={rank} must be one of the members {list(members)}: it was taken for dead and replaced")
+    leave_default_group()
+    own = dist.PrefixStore(f"generation/{generation}", store)
+    # Late or dead members are found out here, with names: the rendezvous itself could only run into its timeout.
+    _meet(own, generation, members, rank, meeting_s)
+    hook = sys.excepthook
+    dist.init_process_group(
+        backend,
+        store=own,
+        rank=list(members).index(rank),
+        world_size=len(members),
+        timeout=timeout,
+    )
+    # torch wraps the hook once per group, to say "[rank1]: " before each line of a traceback.
+    sys.excepthook = hook
+    global _built
+    group = dist.group.WORLD
+    assert group is not None
+    _built = weakref.ref(group), tuple(members)
+
+
+def group_members() -> tuple[int, ...] | None:
+    """Returns the permanent ranks of the default group if it was rebuilt here; None: it is as it was at first."""
+    if _built is None or not dist.is_initialized() or _built[0]() is not dist.group.WORLD:
+        return None
+    return _built[1]
+
+
+def shrink_sampler(loader: DataLoader, members: Sequence[int], rank: int) -> bool:
+    """Divides the data of a loader with a `DistributedSampler` among ``members``, from its next epoch on.
+
+    After a death the others' parts of a validation set would leave out the dead rank's part. Lightning's wrappers
+    around users' samplers, and its variant without padding, are known. Also right when a rank has come back.
+
+    Args:
+        loader: any loader; only a sampler that is a `DistributedSampler`, or that of its batch sampler, is changed.
+        members: the permanent numbers of all ranks that are left.
+        rank: this rank's permanent number.
+
+    Returns:
+        Whether there was such a sampler.
+    """
+    index = list(members).index(rank)
+    candidates = [loader.sampler, getattr(loader.batch_sampler, "sampler", None)]
+    samplers = {id(s): s for s in candidates if isinstance(s, DistributedSampler)}
+    for sampler in samplers.values():
+        unpadded = _is_unpadded(sampler)
+        epoch = sampler.epoch
+        # Sets sizes as torch does, without asking a subclass's constructor for arguments nobody has kept.
+        DistributedSampler.__init__(
+            sampler,
+            sampler.dataset,
+            num_replicas=len(members),
+            rank=index,
+            shuffle=sampler.shuffle,
+            seed=sampler.seed,
+            drop_last=sampler.drop_last,
+        )
+        sampler.epoch = epoch
+        if unpadded:
+            assert isinstance(sampler.dataset, Sized)
+            sampler.total_size = len(sampler.dataset)
+            sampler.num_samples = len(range(index, sampler.total_size, len(members)))
+    return bool(samplers)
+
+
+def _is_unpadded(sampler: DistributedSampler) -> bool:
+    """Lightning's sampler for prediction repeats nothing; by name, as this layer does not import Lightning."""
+    return any(base.__name__ == "UnrepeatedDistributedSampler" for base in type(sampler).__mro__)
+
+
+def _meet(store: dist.Store, generation: int, members: Sequence[int], rank: int, meeting_s: float) -> None:
+    """Returns when all members have come; asks in turns, as a blocking wait would not say who is missing."""
+    store.set(f"here/{rank}", "1")
+    started, pause_s = time.monotonic(), 0.001
+    missing = [m for m in members if m != rank]
+    while True:
+        missing = [m for m in missing if not store.check([f"here/{m}"])]
+        if not missing:
+            return
+        if time.monotonic() - started > meeting_s:
+            raise MemberMissingError(generation, missing, meeting_s)
+        time.sleep(pause_s)
+        pause_s = min(0.05, 2 * pause_s)
+
+
+def _clear_frames(error: BaseException | None) -> None:
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
+        traceback.clear_frames(error.__traceback__)
+        error = error.__cause__ or error.__context__

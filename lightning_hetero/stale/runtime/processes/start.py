@@ -1,0 +1,180 @@
+"""Starts the parameter server as a process of its own and connects workers to it (layer T)."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from lightning_hetero.predictors import Predictor
+from lightning_hetero.stale.decide.coordinator import Coordinator
+from lightning_hetero.stale.decide.policy import Policy
+from lightning_hetero.stale.runtime.memory.layout import FlatLayout
+from lightning_hetero.stale.runtime.processes.fork import ServerProcess, fork_server, host_store
+from lightning_hetero.stale.runtime.serve.server import ParameterServer, serve
+from lightning_hetero.transport.base import Listener, WorkerLink
+from lightning_hetero.transport.merged import Several
+from lightning_hetero.transport.pairs.listener import PairLink, PairListener
+from lightning_hetero.transport.shared_memory.listener import SharedMemoryLink, SharedMemoryListener
+
+__all__ = ["Address", "ServerSettings", "connect", "start_server"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ServerSettings:
+    """What the server needs besides the model; see `BoundedStalenessStrategy`.
+
+    Attributes:
+        divide_by: a loss that is a sum: gradients of an update are divided by this, not by what they count.
+    """
+
+    policy: Policy
+    predictor: Predictor | None = None
+    nonfinite: Literal["stop", "skip"] = "stop"
+    shards: int | None = None
+    divide_by: float | None = None
+    liveness_s: float = 5.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Address:
+    """Where workers find the server.
+
+    Attributes:
+        directory: of the shared-memory transport on the server's node; empty if nobody uses it.
+        host, port: of its store, for pairs and for rebuilding the ranks' own group after a death.
+        token: shared secret of this run, 16 bytes in hexadecimal digits.
+        near: ranks that use shared memory; the others use pairs.
+    """
+
+    directory: str
+    host: str
+    port: int
+    token: str
+    near: tuple[int, ...]
+
+
+def start_server(
+    *,
+    layout: FlatLayout,
+    parameters: Sequence[Tensor],
+    buffers: Sequence[Tensor],
+    optimizers: Sequence[Optimizer],
+    settings: ServerSettings,
+    ranks: Sequence[int],
+    near: Sequence[int],
+    far: Sequence[int],
+    ahead: int,
+    state: dict[str, Any],
+    host: str,
+    timeout: timedelta,
+) -> tuple[ServerProcess, Address]:
+    """Forks the server off this process, with this process's parameters and optimizers as its own.
+
+    Args:
+        layout: of ``parameters`` and ``buffers``.
+        parameters, buffers: present values; the server has its own copy from here on.
+        optimizers: over these parameters; they stay untouched in this process.
+        settings: see `ServerSettings`.
+        ranks: the workers that take part from the start.
+        near: all that may come from this node; they use shared memory.
+        far: all that may come from elsewhere; they use pairs.
+        ahead: batches that workers fetch ahead.
+        state: of the coordinator, from a checkpoint; else empty.
+        host: name under which other nodes reach this one.
+        timeout: of the store.
+    """
+    token = secrets.token_hex(16)
+    shared = None  # nobody uses it with transport="pairs"
+    if near:
+        shared = SharedMemoryListener.create(
+            None, ranks=near, slot_bytes=layout.slot_bytes, parameter_bytes=layout.bytes
+        )
+    area = torch.empty(layout.bytes, dtype=torch.uint8)
+    for view, tensor in zip(layout.views(area), [*parameters, *buffers], strict=True):
+        view.copy_(tensor.detach())
+    index = {id(p): i for i, p in enumerate(parameters)}
+    owned = [[index[id(p)] for group in o.param_groups for p in group["params"]] for o in optimizers]
+    # Made here: a forked child must not touch a device.
+    moved = [{i: _on_cpu(dict(o.state[parameters[i]])) for i in own} for o, own in zip(optimizers, owned, strict=True)]
+
+    def body(ready: Any, orphaned: Any) -> None:
+        views = layout.views(area)
+        for parameter, view in zip(parameters, views[: len(parameters)], strict=True):
+            parameter.data = view
+            parameter.grad = None
+        for optimizer, own, states in zip(optimizers, owned, moved, strict=True):
+            for i in own:
+                if states[i]:
+                    optimizer.state[parameters[i]] = states[i]
+            for group in optimizer.param_groups:
+                if group.get("capturable"):
+                    group["capturable"] = False
+        store = host_store(host, timeout)
+        coordinator = Coordinator(
+            settings.policy, workers=ranks, ahead=ahead, predictor=settings.predictor, liveness_s=settings.liveness_s
+        )
+        if state:
+            coordinator.load_state_dict(state)
+        listeners: list[Listener] = [] if shared is None else [shared]
+        if far:
+            listeners.append(
+                PairListener(
+                    store,
+                    ranks=far,
+                    slot_bytes=layout.slot_bytes,
+                    parameter_bytes=layout.bytes,
+                    token=bytes.fromhex(token),
+                )
+            )
+        merged = listeners[0] if len(listeners) == 1 else Several(listeners)
+        server = ParameterServer(
+            layout=layout,
+            area=area,
+            optimizers=optimizers,
+            optimizer_parameters=owned,
+            listener=merged,
+            coordinator=coordinator,
+            divide_by=settings.divide_by,
+            nonfinite=settings.nonfinite,
+            shards=settings.shards,
+            compensation=settings.policy.compensation,
+        )
+        ready({"port": store.port})
+        try:
+            serve(server, merged, time.monotonic, orphaned=orphaned)
+        finally:
+            merged.close()
+
+    process = fork_server(body, keep=[] if shared is None else shared.fileno_list())
+    directory = ""
+    if shared is not None:
+        shared.detach()
+        directory = shared.address
+    address = Address(
+        directory=directory, host=host, port=process.details["port"], token=token, near=tuple(near)
+    )
+    return process, address
+
+
+def connect(address: Address, rank: int, layout: FlatLayout, timeout: timedelta) -> WorkerLink:
+    """Returns this worker's link."""
+    if rank in address.near:
+        return SharedMemoryLink(address.directory, rank)
+    return PairLink(
+        f"{address.host}:{address.port}",
+        rank,
+        token=bytes.fromhex(address.token),
+        connect_timeout_s=timeout.total_seconds(),
+    )
+
+
+def _on_cpu(state: dict[str, Any]) -> dict[str, Any]:
+    return {k: v.detach().cpu().clone() if isinstance(v, Tensor) else v for k, v in state.items()}

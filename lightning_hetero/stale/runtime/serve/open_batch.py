@@ -1,0 +1,213 @@
+"""The pools of the present tick and of its sub-steps, and when each becomes an update (layer T).
+
+    pushes of the tick's last step -> pool       -> Updated      (the coordinator says when)
+    pushes of sub-step k           -> subpool k  -> as soon as all of the tick are in it, at the latest before Updated
+
+What arrives for a sub-step after it was applied counts for the next tick's.
+
+A pushed gradient waits in its slot until its worker is answered, its pool becomes an update, or the server has nothing
+else to do (`OpenBatch.settle`): what came together is added in one pass over memory.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from collections.abc import Set as AbstractSet
+
+from torch import Tensor
+
+from lightning_hetero.stale.decide.coordinator import Coordinator
+from lightning_hetero.stale.decide.effects import Accepted, Updated
+from lightning_hetero.stale.decide.report.counts import Counts
+from lightning_hetero.stale.runtime.serve.accumulator import GradientSum
+from lightning_hetero.stale.runtime.serve.update import Updater, bits
+from lightning_hetero.transport.base import Request
+from lightning_hetero.transport.flags import PushFlag, Word
+
+__all__ = ["OpenBatch"]
+
+
+class OpenBatch:
+    """See the module.
+
+    Args:
+        updater: applies pools.
+        coordinator: knows tick and version.
+        counts: where updates are counted.
+        compensation: lambda of DC-ASGD; above 0 a copy of the parameters is kept per version still computed on.
+    """
+
+    def __init__(
+        self,
+        updater: Updater,
+        coordinator: Coordinator,
+        counts: Counts,
+        *,
+        compensation: float = 0.0,
+    ) -> None:
+        self._updater, self._coordinator, self._counts = updater, coordinator, counts
+        self._compensation = compensation
+        self.begin()
+
+    def begin(self) -> None:
+        """Forgets everything; an epoch begins."""
+        self._pool = self._new_pool()
+        self._subpools: dict[int, GradientSum] = {}
+        self._applied: set[int] = set()  # sub-steps of this tick
+        self._stepped: set[tuple[int, int]] = set()  # (sub-step, optimizer) in this tick; -1 is the last step
+        self._overflowed = False
+        self._flags: tuple[int, int] | None = (
+            None  # steps and zeroes of this tick, once one of its workers has pushed
+        )
+        self._then: dict[int, Tensor] = {}  # parameters of versions somebody still computes on
+        self._unread: set[int] = set()  # workers whose slot waits to be added
+        self._count_need()
+
+    def _new_pool(self) -> GradientSum:
+        return GradientSum(self._updater.layout, self._updater.spares)
+
+    def _count_need(self) -> None:
+        """Notes how many samples the tick that begins still needs."""
+        ends, tick = self._coordinator.ends, self._coordinator.tick
+        self._need = ends[tick] - self._coordinator.ledger.arrived if tick < len(ends) else 0
+
+    # ---- contributions ----------------------------------------------------------------------------------------
+
+    def granted(self, base: int) -> None:
+        """Somebody computes on version ``base`` now, which is the present one."""
+        if self._compensation > 0.0 and base not in self._then:
+            self._then[base] = self._updater.area[: self._updater.layout.parameter_bytes].clone()
+
+    def announce(self, request: Request, slot: Tensor) -> None:
+        """A push of the tick's last step has arrived from a worker in this tick, whether it will be accepted or not."""
+        self._take_flags(self._pool, request, slot)
+        steps, zeroes = self._flags or (0, 0)
+        self._flags = (steps | request.steps, zeroes | request.zeroes)
+
+    def accept(self, accepted: Accepted, request: Request, slot: Tensor, base: int) -> None:
+        """Adds an accepted push to the pool."""
+        pool = self._pool
+        if not pool.current:  # not for optimizers that accumulate: whether they step is this tick's to say
+            pool.steps = pool.zeroes = pool.steps | (request.steps & request.zeroes)
+        pool.ranks.add(accepted.rank)
+        self._add(
+            pool, accepted.rank, request, slot, base, stale=accepted.staleness > 0, finite=True, scale=accepted.scale
+        )
+
+    def add_substep(self, rank: int, request: Request, slot: Tensor, base: int, *, finite: bool) -> bool:
+        """Adds a push to its sub-step; returns whether it may still be applied in this tick."""
+        k, current = request.substep, request.tick == self._coordinator.tick
+        pool = self._subpools.setdefault(k, self._new_pool())
+        if current:
+            self._take_flags(pool, request, slot)
+        elif not pool.ranks:
+            pool.steps, pool.zeroes = request.steps, request.zeroes
+        pool.ranks.add(rank)
+        self._add(pool, rank, request, slot, base, stale=base < self._coordinator.version, finite=finite)
+        return current and k not in self._applied
+
+    def settle(self, rank: int | None = None) -> None:
+        """Adds what waits in slots.
+
+        Args:
+            rank: a worker that is about to be answered, and may write its slot then; nothing is done if that does not
+                wait. None: there is time now.
+        """
+        if self._unread if rank is None else rank in self._unread:
+            for pool in (self._pool, *self._subpools.values()):
+                self._updater.settle(pool)
+            self._unread.clear()
+
+    def _take_flags(self, pool: GradientSum, request: Request, slot: Tensor) -> None:
+        """Which optimizers step is what any push of the tick says; hyper-parameters are the newest one's."""
+        if not pool.current:
+            pool.steps = pool.zeroes = 0
+        pool.current = True
+        pool.steps |= request.steps
+        pool.zeroes |= request.zeroes
+        pool.numbers = self._updater.layout.numbers_of(slot).tolist()
+
+    def _add(
+        self,
+        pool: GradientSum,
+        rank: int,
+        request: Request,
+        slot: Tensor,
+        base: int,
+        *,
+        stale: bool,
+        finite: bool,
+        scale: float = 1.0,
+    ) -> None:
+        overflow = bool(request.flags & PushFlag.OVERFLOW)
+        pool.overflow = pool.overflow or overflow
+        if overflow or not finite:
+            pool.samples += request.samples
+            return
+        then = self._then.get(base) if stale else None
+        self._updater.add(
+            pool, slot, weight=request.weight, samples=request.samples, scale=scale, then=then,
+            strength=self._compensation,
+        )  # fmt: skip
+        if pool.waits:
+            self._unread.add(rank)
+
+    # ---- updates ----------------------------------------------------------------------------------------------
+
+    def apply_at_once(self, request: Request) -> None:
+        """Applies a sub-step that has just been added, worth its samples (asynchronous policies)."""
+        ends, tick = self._coordinator.ends, min(request.tick, len(self._coordinator.ends) - 1)
+        batch = ends[tick] - (ends[tick - 1] if tick else 0)
+        self._apply(
+            self._subpools.pop(request.substep), request.substep, worth=min(1.0, request.samples / batch)
+        )
+
+    def apply_complete(self, done: AbstractSet[int]) -> Iterator[int]:
+        """Applies the sub-steps that are complete, in order, and yields their numbers.
+
+        Args:
+            done: workers that will push nothing more for any sub-step of this tick.
+        """
+        for k in sorted(self._subpools.keys() - self._applied):
+            pool = self._subpools[k]
+            missing = self._coordinator.live - pool.ranks - done
+            if not pool.current or (pool.samples < self._need and missing):
+                return
+            self._apply(self._subpools.pop(k), k)
+            self._applied.add(k)
+            yield k
+
+    def update(self, updated: Updated) -> int | None:
+        """Applies what is left of the sub-steps, then the pool; returns the tick's `Word` if it ends with that."""
+        for k in sorted(self._subpools.keys() - self._applied):
+            if self._subpools[k].current:
+                self._apply(self._subpools.pop(k), k)
+        pool, self._pool = self._pool, self._new_pool()
+        if self._flags is not None:
+            pool.steps, pool.zeroes = self._flags
+        self._apply(pool, -1, worth=updated.worth, last=updated.ends_tick)
+        if not updated.ends_tick:
+            return None
+        self._flags = None
+        word = Word.of(steps=len(self._stepped), overflow=self._overflowed)
+        self._stepped.clear()
+        self._applied.clear()
+        self._overflowed = False
+        for late in self._subpools.values():  # belongs to the next tick, which has flags of its own
+            late.current = False
+        self._count_need()
+        return word
+
+    def keep_only(self, bases: AbstractSet[int]) -> None:
+        """Drops copies of parameters that nobody computes on any more."""
+        self._then = {version: then for version, then in self._then.items() if version in bases}
+
+    def _apply(self, pool: GradientSum, substep: int, *, worth: float = 1.0, last: bool = True) -> None:
+        began_s = time.perf_counter()
+        stepped = self._updater.apply(pool, worth=worth, last=last)
+        self._counts.applied(time.perf_counter() - began_s)
+        if pool.overflow and stepped:
+            self._overflowed = True
+            self._counts.overflows += 1
+        self._stepped |= {(substep, o) for o in bits(stepped)}

@@ -1,0 +1,344 @@
+"""The parameter server: parameters and optimizer state, and what happens to them (layer T).
+
+    listener.events() -> ParameterServer.handle -> PushChecks    pushes that may count
+                                                -> Coordinator -> effects -> Executor -> OpenBatch   sums, optimizers
+                                                                                      -> Replies     answers, versions
+
+The coordinator decides; this file takes events in and hands each to who knows about it. No clock of its own (times are
+passed in, except for measuring its own work) and no socket.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from lightning_hetero.stale.decide.coordinator import Coordinator
+from lightning_hetero.stale.decide.report.counts import Counts, Measures
+from lightning_hetero.stale.runtime.memory.layout import FlatLayout
+from lightning_hetero.stale.runtime.messages import Met, measures_text, state_bytes
+from lightning_hetero.stale.runtime.serve.agreement import (
+    AnnouncedEpochs,
+    DisagreementError,
+    LiveWorkers,
+    Meeting,
+)
+from lightning_hetero.stale.runtime.serve.executor import Executor, Pushed
+from lightning_hetero.stale.runtime.serve.manual_steps import ManualSteps
+from lightning_hetero.stale.runtime.serve.open_batch import OpenBatch
+from lightning_hetero.stale.runtime.serve.push_checks import NonFiniteError, PushChecks
+from lightning_hetero.stale.runtime.serve.replies import Replies
+from lightning_hetero.stale.runtime.serve.thread_shards import ThreadShards
+from lightning_hetero.stale.runtime.serve.update import Updater
+from lightning_hetero.transport.base import Arrived, Ask, Gone, Happened, Joined, Listener, Request, Say
+from lightning_hetero.transport.flags import PushFlag
+
+__all__ = ["ParameterServer", "serve"]
+
+
+class ParameterServer:
+    """Serves workers; see the module.
+
+    Args:
+        layout: of parameters, buffers and slots.
+        area: uint8 flat parameters and buffers, the server's own memory; the optimizers' parameters are views of it.
+        optimizers: the user's.
+        optimizer_parameters: per optimizer, the layout's index of each of its parameters, group after group.
+        listener: the transport's end; version 0 is published at once.
+        coordinator: decides.
+        divide_by: the pool's sum is divided by this instead of by its weight; for losses that are sums.
+        nonfinite: a NaN or Inf gradient ends the run (``"stop"``), or its samples are left out (``"skip"``).
+        shards: threads for pools and optimizers; None: by size.
+        compensation: lambda of DC-ASGD; above 0 a copy of the parameters is kept per version still computed on.
+
+    Attributes:
+        finished: all workers there were have left or are gone.
+        counts: what was counted.
+
+    Raises:
+        ValueError: an argument is out of range, or an optimizer cannot run here.
+    """
+
+    def __init__(
+        self,
+        *,
+        layout: FlatLayout,
+        area: Tensor,
+        optimizers: Sequence[Optimizer],
+        optimizer_parameters: Sequence[Sequence[int]],
+        listener: Listener,
+        coordinator: Coordinator,
+        divide_by: float | None = None,
+        nonfinite: Literal["stop", "skip"] = "stop",
+        shards: int | None = None,
+        compensation: float = 0.0,
+    ) -> None:
+        if nonfinite not in ("stop", "skip"):
+            raise ValueError(f"nonfinite={nonfinite!r} must be 'stop' or 'skip'")
+        if not (math.isfinite(compensation) and compensation >= 0.0):
+            raise ValueError(
+                f"compensation={compensation!r} must be a finite number >= 0; 0.04 to 2 is usual"
+            )
+        self.layout, self.area = layout, area
+        self.listener, self.coordinator = listener, coordinator
+        self.counts = Counts()
+        self._shards = ThreadShards([entry.numel for entry in layout.parameters], shards)
+        self._updater = Updater(
+            layout=layout, area=area, optimizers=optimizers, owned=optimizer_parameters, shards=self._shards,
+            divide_by=divide_by,
+        )  # fmt: skip
+        self._batch = OpenBatch(self._updater, coordinator, self.counts, compensation=compensation)
+        self._live_workers = LiveWorkers(coordinator.live)
+        self._meeting = Meeting()
+        self._epochs = AnnouncedEpochs(layout.digest)
+        self._push_checks = PushChecks(
+            listener, self._updater, self._live_workers, self.counts, stop=nonfinite == "stop"
+        )
+        self._replies = Replies(listener, area, coordinator, self._live_workers, self._epochs, self._batch.settle)
+        self._manual_steps = ManualSteps(self._batch, coordinator, self._replies)
+        self._executor = Executor(
+            coordinator, self._batch, self._manual_steps, self._replies, self._epochs, self._live_workers,
+            self.counts,
+        )
+        self._replies.publish()
+
+    @property
+    def connected(self) -> frozenset[int]:
+        """Workers with a connection."""
+        return frozenset(self._live_workers.connected)
+
+    @property
+    def finished(self) -> bool:
+        return self._live_workers.finished
+
+    # ---- events -----------------------------------------------------------------------------------------------
+
+    def handle(self, happened: Happened, now: float) -> None:
+        """Takes in one event.
+
+        Args:
+            happened: from the listener.
+            now: time [s], monotonic.
+        """
+        if isinstance(happened, Arrived):
+            self._request(happened.rank, happened.request, now)
+        elif isinstance(happened, Joined):
+            self._live_workers.joined(happened.rank)
+            if self._replies.failure is None:
+                self._executor.carry_out(self.coordinator.joined(happened.rank, now), now)
+        else:
+            self._gone(happened, now)
+
+    def wake(self, now: float) -> None:
+        """Does what is due by now."""
+        if self._replies.failure is None:
+            self._executor.carry_out(self.coordinator.wake(now), now)
+            self._manual_steps.settle(self._executor.claiming, now)
+            self._batch.settle()
+
+    def wake_s(self) -> float:
+        """Returns when `wake` is due next [s]; inf: only an event can change anything."""
+        if self._replies.failure is not None:
+            return math.inf
+        return min(self.coordinator.wake_s(), self._manual_steps.wake_s())
+
+    def fail(self, text: str) -> None:
+        """Tells everybody, now and later, that the run cannot go on."""
+        self._replies.fail(text)
+        self._executor.forget_claims()
+        self._manual_steps.clear()
+
+    def close(self) -> None:
+        """Ends the server's threads; idempotent."""
+        self._shards.close()
+
+    def _gone(self, gone: Gone, now: float) -> None:
+        rank = gone.rank
+        self._replies.forget(rank)
+        self._epochs.forget(rank)
+        self._live_workers.gone(rank, gone.reason)
+        self._without(rank, now)
+
+    def _without(self, rank: int, now: float) -> None:
+        """The others go on without a worker."""
+        self._executor.forget(rank)
+        self._manual_steps.forget(rank)
+        self._meeting.forget(rank)
+        if self._replies.failure is None:
+            self._executor.carry_out(self.coordinator.lost(rank, now), now)
+            self._manual_steps.settle(self._executor.claiming, now)
+            self._settle_meeting()
+
+    def _request(self, rank: int, request: Request, now: float) -> None:
+        kind = request.kind
+        self._replies.asked(rank)
+        if kind is Ask.LEAVE:
+            self._replies.answer(rank, Say.DONE)
+            self._live_workers.left(rank)
+            self._without(rank, now)
+        elif kind is Ask.ABORT:
+            self._replies.answer(rank, Say.DONE)
+            self._live_workers.left(rank)
+            self.fail(f"worker {rank} failed: {request.text}")
+        elif self._replies.failure is not None and kind is not Ask.STATE:  # a failed run may still be saved
+            self._replies.answer_failed(rank)
+        else:
+            try:
+                self._serve(rank, request, now)
+            except (DisagreementError, NonFiniteError) as error:
+                self.fail(str(error))
+            except ValueError as error:
+                self.fail(f"worker {rank} sent a {kind.name} that makes no sense: {error}")
+
+    def _serve(self, rank: int, request: Request, now: float) -> None:
+        kind = request.kind
+        if kind is Ask.EPOCH:
+            self._begin(rank, request, now)
+        elif kind is Ask.MEET:
+            # Whoever meets computes nothing: it has left its batch, e.g. because a hook skips the rest of the epoch.
+            self._executor.carry_out(self.coordinator.idle(rank, now), now)
+            self._meeting.ask(rank, request)
+            self._settle_meeting()
+        elif kind is Ask.STATE:
+            self.listener.share_state(state_bytes(self.state()))
+            self._replies.answer(rank, Say.STATE)
+        elif kind is Ask.METRICS:
+            self._replies.answer(rank, Say.DONE, text=measures_text(Measures.take(self.counts, self.coordinator)))
+        elif request.epoch < self._epochs.number:
+            self._of_epoch_before(rank, request)
+        else:
+            self._check_place(request)
+            if kind is Ask.CLAIM:
+                self._claim(rank, request, now)
+            else:
+                self._push_checks.check(request)
+                final = request.flags & PushFlag.FINAL
+                self._push(rank, request, now) if final else self._push_substep(rank, request, now)
+
+    # ---- epochs and meetings ----------------------------------------------------------------------------------
+
+    def _begin(self, rank: int, request: Request, now: float) -> None:
+        """Begins an epoch with the first worker that asks."""
+        if (epoch := self._epochs.ask(rank, request)) is not None:
+            effects = self.coordinator.begin(
+                request.epoch, epoch.ends, applied=epoch.spans, tick=epoch.tick, now=now
+            )
+            self._executor.carry_out(effects, now)  # for those who are still held in the epoch before
+            self._epochs.begin(request.epoch, epoch)
+            self._batch.begin()
+        hints = self.coordinator.hints(rank) if request.epoch == self._epochs.number else ()
+        self._replies.answer(rank, Say.DONE, numbers=[number for span in hints for number in span])
+
+    def _of_epoch_before(self, rank: int, request: Request) -> None:
+        """The worker was silent while the others finished its epoch: what it has is discarded, politely."""
+        if request.kind is Ask.PUSH:
+            self.counts.discarded["gone"] += request.samples
+        words = self._epochs.words(request.epoch)
+        if request.kind is Ask.PUSH and not request.flags & PushFlag.FINAL:
+            self._replies.answer(rank, Say.APPLIED)
+        elif not 0 <= request.tick < len(words):
+            raise ValueError(f"batch {request.tick} of epoch {request.epoch}, which had {len(words)}")
+        else:
+            self._replies.answer(rank, Say.PASSED, epoch=request.epoch, tick=len(words), numbers=words[request.tick :])
+
+    def _settle_meeting(self) -> None:
+        try:
+            met = self._meeting.complete(self._live_workers.live)
+        except DisagreementError as error:
+            self.fail(str(error))
+            return
+        alive = sorted(self._live_workers.live)
+        for rank, request in met.items():
+            text = Met.text(self.counts, self._live_workers.take_notices(rank))
+            self._replies.answer(rank, Say.MET, tick=request.tick, numbers=alive, text=text)
+
+    # ---- claims and pushes ------------------------------------------------------------------------------------
+
+    def _check_place(self, request: Request) -> None:
+        """Raises ValueError for a request from a place where nobody can be."""
+        if request.epoch > self._epochs.number:
+            raise ValueError(f"epoch {request.epoch} has not begun (the server is in {self._epochs.number})")
+        if not 0 <= request.tick <= self.coordinator.tick:
+            raise ValueError(f"it is in batch {request.tick}, the server in {self.coordinator.tick}")
+
+    def _claim(self, rank: int, request: Request, now: float) -> None:
+        self._executor.claimed(rank, request, now)
+        self._executor.carry_out(self.coordinator.claim(rank, request.tick, now), now)
+        self._manual_steps.settle(self._executor.claiming, now)
+
+    def _push(self, rank: int, push: Request, now: float) -> None:
+        """The last push of a batch; a claim for the same batch follows at once."""
+        slot = self._push_checks.slot(rank, push)
+        if slot is None:
+            self._executor.carry_out(self.coordinator.give_back(rank, push.lease, now), now)
+        else:
+            lease = self.coordinator.lease(rank, push.lease)
+            finite = lease is None or self._push_checks.finite(rank, push, slot)
+            if push.tick == self.coordinator.tick:
+                self._batch.announce(push, slot)
+            effects = self.coordinator.push(
+                rank, push.lease, now, tick=push.tick, samples=push.samples, finite=finite
+            )
+            pushed = None if lease is None else Pushed(push, slot, lease.base)
+            self._executor.carry_out(effects, now, pushed)
+        self._claim(rank, push, now)
+
+    def _push_substep(self, rank: int, push: Request, now: float) -> None:
+        slot, lease = self._push_checks.slot(rank, push), self.coordinator.lease(rank, push.lease)
+        bound = self.coordinator.policy.bound_for(len(self._live_workers.live))
+        if slot is None or lease is None or (bound is not None and self.coordinator.version - lease.base > bound):
+            self._replies.answer(rank, Say.APPLIED)  # the last push of the batch will be refused as a whole
+            return
+        finite = self._push_checks.finite(rank, push, slot)
+        self._manual_steps.push(
+            rank, push, slot, now, base=lease.base, granted_s=lease.granted_s, finite=finite,
+            done=self._executor.claiming,
+        )  # fmt: skip
+
+    # ---- state ------------------------------------------------------------------------------------------------
+
+    def state(self) -> dict[str, Any]:
+        """Returns what a server needs to go on from here, besides the area."""
+        return {
+            "version": self.coordinator.version,
+            "optimizers": self._updater.state_dicts(),
+            "coordinator": self.coordinator.state_dict(),
+        }
+
+
+def serve(
+    server: ParameterServer,
+    listener: Listener,
+    clock: Callable[[], float],
+    *,
+    orphaned: Callable[[], bool] | None = None,
+    look_s: float = 1.0,
+) -> None:
+    """Serves until all workers have left or are gone, then closes the server; the listener is the caller's.
+
+    Args:
+        clock: monotonic time [s].
+        orphaned: whether whoever started the server is gone; then it ends as soon as it has no worker.
+        look_s: how often to ask that [s].
+    """
+    try:
+        while not server.finished:
+            wait_s: float | None = server.wake_s() - clock()
+            if orphaned is not None:
+                if not server.connected and orphaned():
+                    return
+                wait_s = min(wait_s, look_s)
+            events = listener.events(None if math.isinf(wait_s) else max(0.0, wait_s))
+            server.counts.waiting(len(events))
+            for event in events:
+                server.handle(event, clock())
+            server.wake(clock())
+    except Exception as error:
+        server.fail(f"the parameter server failed: {type(error).__name__}: {error}")
+        raise
+    finally:
+        server.close()

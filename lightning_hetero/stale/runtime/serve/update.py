@@ -1,0 +1,259 @@
+"""Applies pools to the server's parameters, as DDP would apply an all-reduced gradient (layer T).
+
+The server holds G, the global ``.grad``. One update, for each optimizer the workers zeroed: G = 0; then G += pool; then
+for each optimizer that steps: clip, step. So accumulation over batches, several optimizers and manual optimization need
+no case of their own. An update worth less than a batch (asynchronous policies) differs in two points:
+
+- an optimizer zeroed and stepped by the same update steps at once, its learning rates multiplied by the worth;
+- one that accumulates over ticks gets the pool multiplied by the worth, is zeroed once at the beginning of a window,
+  and steps with the last update of the tick that ends it: so it steps once per window, as under DDP.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import LBFGS, Optimizer, SparseAdam
+
+from lightning_hetero.stale.runtime.memory.entry import NONFINITE
+from lightning_hetero.stale.runtime.memory.hyper_parameters import CLIP_NORM, CLIP_VALUE, HyperParameters
+from lightning_hetero.stale.runtime.memory.layout import FlatLayout
+from lightning_hetero.stale.runtime.serve.accumulator import GradientSum, Spares, runs
+from lightning_hetero.stale.runtime.serve.thread_shards import ThreadShards, step
+
+__all__ = ["Updater", "bits"]
+
+
+_SLOTS = 256
+
+
+def bits(mask: int) -> Iterator[int]:
+    """Yields the numbers of the set bits.
+
+    >>> list(bits(0b101))
+    [0, 2]
+    """
+    return (i for i in range(mask.bit_length()) if mask >> i & 1)
+
+
+class Updater:
+    """The server's parameters, optimizers and gradients.
+
+    Args:
+        layout: of ``area``.
+        area: uint8, parameters and buffers.
+        optimizers: their parameters are views of ``area``.
+        owned: per optimizer, the layout's index of each of its parameters, groups one after the other.
+        shards: threads to use.
+        divide_by: gradients are the pool's sum divided by this, not by its weight (a loss that is a sum).
+
+    Raises:
+        ValueError: an optimizer cannot run here, or its parameters are not in ``area``.
+    """
+
+    def __init__(
+        self,
+        *,
+        layout: FlatLayout,
+        area: Tensor,
+        optimizers: Sequence[Optimizer],
+        owned: Sequence[Sequence[int]],
+        shards: ThreadShards,
+        divide_by: float | None = None,
+    ) -> None:
+        if len(owned) != len(optimizers):
+            raise ValueError(f"{len(optimizers)} optimizers, but the parameters of {len(owned)}")
+        if divide_by is not None and not divide_by > 0.0:
+            raise ValueError(f"divide_by={divide_by!r} must be above 0 or None")
+        self.layout, self.area, self.shards = layout, area, shards
+        self.optimizers = list(optimizers)
+        self.hyper = HyperParameters(optimizers)
+        self.spares = Spares(layout)
+        self.parameters: dict[int, Tensor] = {}  # those some optimizer owns
+        self._owners: dict[int, int] = {}  # a bit per optimizer
+        self._shard_of: list[list[list[int]]] = []
+        self._divide_by = divide_by
+        self._clips = [(0, 0.0)] * len(optimizers)
+        self._seen: dict[
+            int, list[Tensor]
+        ] = {}  # by address; keeps the memory, so addresses are not used again
+        self._spent = 0  # bits of accumulating optimizers that have stepped: what comes next begins a window
+        self._begun = 0  # ... that were zeroed in this tick
+        views = layout.views(area)
+        self.values = views[: len(layout.parameters)]
+        self.buffers = views[len(layout.parameters) :]
+        for o, (optimizer, own) in enumerate(zip(optimizers, owned, strict=True)):
+            self._take(o, optimizer, list(own))
+        self._own = [[i for i in part if i in self.parameters] for part in shards.parts]
+        self._runs = [runs(layout, own) for own in self._own]
+
+    def _take(self, o: int, optimizer: Optimizer, own: list[int]) -> None:
+        if isinstance(optimizer, (LBFGS, SparseAdam)):
+            raise ValueError(
+                f"optimizer {o} is {type(optimizer).__name__}: it needs"
+                f" {'closures' if isinstance(optimizer, LBFGS) else 'sparse gradients'} at its step, which is made in"
+                " the parameter server from dense gradients; use another optimizer, or strategy='ddp'"
+            )
+        groups = [list(group["params"]) for group in optimizer.param_groups]
+        flat = [p for group in groups for p in group]
+        if len(flat) != len(own):
+            raise ValueError(
+                f"optimizer {o} has {len(flat)} parameters, optimizer_parameters names {len(own)}"
+            )
+        for i, parameter in zip(own, flat, strict=True):
+            if parameter.data_ptr() != self.values[i].data_ptr() or parameter.shape != self.values[i].shape:
+                name = self.layout.parameters[i].name
+                raise ValueError(
+                    f"optimizer {o} does not update {name!r} in the area; call FlatLayout.adopt first"
+                )
+            parameter.grad = None
+            self.parameters[i] = parameter
+            self._owners[i] = self._owners.get(i, 0) | 1 << o
+        rest = iter(own)
+        self._shard_of.append([[self.shards.of(next(rest)) for _ in group] for group in groups])
+
+    # ---- contributions ----------------------------------------------------------------------------------------
+
+    def nonfinite(self, slot: Tensor) -> str | None:
+        """Returns the name of the first parameter whose gradient is not finite, as the slot says; None if all are."""
+        for i in (self.layout.flags_of(slot)[0] == NONFINITE).nonzero().flatten().tolist():
+            if i in self.parameters:
+                return self.layout.parameters[i].name
+        return None
+
+    def add(
+        self, pool: GradientSum, slot: Tensor, *, weight: float, samples: int, scale: float = 1.0,
+        then: Tensor | None = None, strength: float = 0.0,
+    ) -> None:  # fmt: skip
+        """Adds a slot to a pool, or has it wait for `settle` or `apply`: till then it must stay as it is.
+
+        Args:
+            then: uint8, the area's parameters as they were when the gradient was computed, for delay compensation.
+            strength: its lambda.
+        """
+        layout, factor = self.layout, pool.count(weight, samples, scale)
+        flags, values = layout.flags_of(slot)[0].tolist(), self._values_of(slot)
+
+        pool.add_buffers(slot, samples)
+        if then is None and layout.codec.keeps_every_entry:
+            pool.wait(flags, values, factor)
+            return
+        self.settle(pool)
+
+        def work(shard: int) -> None:
+            for i in self._own[shard]:
+                if flags[i] and then is not None:
+                    start, stop = layout.ranges[i]
+                    shift = self.values[i] - layout.parameters[i].view(then[start:stop])
+                    pool.add_compensated(i, slot, factor, shift, strength)
+                elif flags[i]:
+                    pool.add(i, slot, factor)
+
+        self.shards.run(work)
+
+    def settle(self, pool: GradientSum) -> None:
+        """Adds the slots that wait; afterwards they may be written again."""
+        if not pool.waits:
+            return
+        alone = pool.waits == 1  # nothing to keep in the cache for: few calls
+
+        def work(shard: int) -> None:
+            for run in [self._own[shard]] if alone else self._runs[shard]:
+                pool.sum_up(run)
+
+        self.shards.run(work)
+        pool.summed_up()
+
+    def _values_of(self, slot: Tensor) -> list[Tensor]:
+        """Returns views of a slot's gradients, made once per slot: there are few, and they stay where they are."""
+        if (values := self._seen.get(slot.data_ptr())) is None:
+            if len(self._seen) >= _SLOTS:  # those of workers long gone
+                self._seen.clear()
+            values = self._seen[slot.data_ptr()] = self.layout.values_of(slot)
+        return values
+
+    # ---- updates ----------------------------------------------------------------------------------------------
+
+    def apply(self, pool: GradientSum, *, worth: float = 1.0, last: bool = True) -> int:
+        """Makes a pool an update; see the module.
+
+        Args:
+            worth: what it is worth, in batches.
+            last: whether it is the tick's last update.
+
+        Returns:
+            Bits of the optimizers that stepped, or would have but for an overflow.
+        """
+        if pool.numbers is not None:
+            self._clips = self.hyper.apply(pool.numbers)
+        at_once = -1 if worth == 1.0 else pool.zeroes & pool.steps
+        zeroed = pool.zeroes & at_once | (pool.zeroes | self._spent) & ~at_once & ~self._begun
+        self._begun = 0 if last else self._begun | zeroed
+        self._spent &= ~zeroed
+        # A sum over a part of a batch is as much smaller already as the part is worth.
+        whole = pool.factor(None if self._divide_by is None else self._divide_by * worth)
+
+        def work(shard: int) -> None:
+            for run in self._runs[shard]:
+                for i in run:
+                    parameter = self.parameters[i]
+                    if self._owners[i] & zeroed and (old := parameter.grad) is not None:
+                        parameter.grad = None
+                        self.spares.give(i, old)
+                if pool.overflow:
+                    continue
+                parts = [i for i in run if self._owners[i] & at_once], [i for i in run if not self._owners[i] & at_once]
+                for part, factor in zip(parts, (whole, whole * worth), strict=True):
+                    pool.sum_up(part, factor)
+                    for i in part:
+                        pool.give_to(i, self.parameters[i])
+
+        self.shards.run(work)
+        pool.summed_up()
+        stepping = pool.steps if last else pool.steps & at_once
+        if not pool.overflow:
+            for o in bits(stepping):
+                self._clip_gradients(o, *self._clips[o])
+                with self._learning_rates_times(o, worth if at_once >> o & 1 else 1.0):
+                    step(self.optimizers[o], self._shard_of[o], self.shards)
+        self._spent |= stepping & ~at_once
+        pool.move_buffers(self.buffers, worth)
+        return stepping
+
+    def _clip_gradients(self, o: int, kind: int, value: float) -> None:
+        parameters = [
+            p for group in self.optimizers[o].param_groups for p in group["params"] if p.grad is not None
+        ]
+        if kind == CLIP_NORM and parameters:
+            torch.nn.utils.clip_grad_norm_(parameters, value)
+        elif kind == CLIP_VALUE and parameters:
+            torch.nn.utils.clip_grad_value_(parameters, value)
+
+    @contextmanager
+    def _learning_rates_times(self, o: int, worth: float) -> Iterator[None]:
+        if worth == 1.0:
+            yield
+            return
+        groups = self.optimizers[o].param_groups
+        before = [group.get("lr") for group in groups]
+        for group, lr in zip(groups, before, strict=True):
+            if lr is not None:
+                group["lr"] = lr * worth
+        try:
+            yield
+        finally:
+            for group, lr in zip(groups, before, strict=True):
+                if lr is not None:
+                    group["lr"] = lr
+
+    # ---- state ------------------------------------------------------------------------------------------------
+
+    def state_dicts(self) -> list[dict[str, Any]]:
+        """Returns the optimizers' states as in their ``state_dict()``, without the groups, which are the workers'."""
+        # What Lightning puts in the place of no optimizer has none.
+        states = (optimizer.state_dict().get("state", {}) for optimizer in self.optimizers)
+        return [{"state": dict(sorted(state.items()))} for state in states]  # threads make entries in any order

@@ -1,0 +1,1 @@
+"""The worker: pulls parameters, computes a chunk, pushes its gradients (layer T)."""

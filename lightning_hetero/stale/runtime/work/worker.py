@@ -1,0 +1,288 @@
+"""A worker's end of the parameter server: newest parameters in, gradients out (layer T).
+
+attach   parameters become views of one flat memory [replica], so a pull is one copy
+claim    -> a grant: pull, compute; gradients go into the slot while backward runs, bucket by bucket as in DDP
+push     what changed since (unscaled, edited by hooks) is copied again; the reply is the next grant, or "passed"
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from typing import Any
+
+from torch import Tensor
+from torch.nn import Parameter
+from torch.optim import Optimizer
+
+from lightning_hetero.stale.decide.report.counts import Measures
+from lightning_hetero.stale.runtime.memory.hyper_parameters import CLIP_NORM, CLIP_VALUE, HyperParameters
+from lightning_hetero.stale.runtime.memory.layout import FlatLayout
+from lightning_hetero.stale.runtime.messages import (
+    EpochBegin,
+    Met,
+    failure_of,
+    failure_text,
+    measures_of,
+    state_of,
+)
+from lightning_hetero.stale.runtime.work.gradient_writer import BUCKET_BYTES, GradientWriter
+from lightning_hetero.stale.runtime.work.page_locked import Pinned
+from lightning_hetero.stale.runtime.work.replica import Replica
+from lightning_hetero.transport.base import (
+    Ask,
+    Reply,
+    Request,
+    Say,
+    ServerLostError,
+    WorkerLink,
+)
+from lightning_hetero.transport.flags import PushFlag
+
+__all__ = ["Worker"]
+
+
+class Worker:
+    """See the module.
+
+    Args:
+        link: the transport's end.
+        layout: the server's, by digest.
+        parameters, buffers: as in the layout; a callable returns the module's present buffers, for modules that
+            replace theirs.
+        optimizers: whose hyper-parameters travel with each push.
+        overlap: copy gradients while backward runs; None: if they are on a GPU, or so many that it takes time. Pass
+            False where gradients are changed behind autograd's back afterwards, as `torch.amp.GradScaler` does.
+
+    Attributes:
+        link: as given.
+        version: of the parameters pulled last; -1 before.
+
+    Raises:
+        ValueError: parameters, buffers or optimizers are not the layout's.
+    """
+
+    def __init__(
+        self,
+        link: WorkerLink,
+        layout: FlatLayout,
+        parameters: Sequence[Parameter],
+        buffers: Sequence[Tensor] | Callable[[], Sequence[Tensor]] = (),
+        optimizers: Sequence[Optimizer] = (),
+        *,
+        overlap: bool | None = None,
+    ) -> None:
+        self.link, self.layout = link, layout
+        self._hyper = HyperParameters(optimizers)
+        self._clips = [(0, 0.0)] * len(optimizers)
+        if self._hyper.digest != layout.meaning:
+            raise ValueError("the layout was made for other optimizers: pass optimizers= to FlatLayout.of")
+        self._replica = Replica(layout, parameters, buffers)
+        self._pinned: list[Pinned] = []
+        self.version = -1
+        self._writer = GradientWriter(link, layout, self.parameters)
+        on_cuda = any(parameter.device.type == "cuda" for parameter in self.parameters)
+        self._overlap = on_cuda or layout.slot_bytes > BUCKET_BYTES if overlap is None else overlap
+        self._substeps_used = False
+        self._buffers_pushed = False  # since the last pull
+
+    @property
+    def parameters(self) -> list[Parameter]:
+        """Each once, in the layout's order."""
+        return self._replica.parameters
+
+    # ---- parameters -------------------------------------------------------------------------------------------
+
+    def attach(self) -> None:
+        """Moves parameters and buffers into flat memory and starts to watch gradients; idempotent."""
+        if self._replica.attached:
+            return
+        self._replica.attach()
+        if self._replica.on_cuda:
+            self._pinned.append(Pinned(self.link.gradient))
+        if self._overlap:
+            self._writer.attach()
+
+    def detach(self) -> None:
+        """Gives parameters and buffers memory of their own, with their present values; idempotent."""
+        if not self._replica.attached:
+            return
+        self._writer.detach()
+        self._replica.detach()
+        for pinned in self._pinned:
+            pinned.release()
+        self._pinned.clear()
+        self.version = -1
+
+    @property
+    def is_newest(self) -> bool:
+        """Whether the newest parameters and buffers are here for certain.
+
+        Sub-steps change parameters under the same version; after a push that was not applied, buffers are the rank's.
+        """
+        certain = self.version >= 0 and not self._substeps_used and not self._buffers_pushed
+        return certain and self.link.newest_version() <= self.version
+
+    def pull(self) -> int:
+        """Puts the newest published parameters and buffers into the module; returns their version.
+
+        If the newest are there already, only the buffers are put back, which forward passes change.
+        """
+        if not self._replica.attached:
+            raise RuntimeError("call Worker.attach before pull")
+        self._replica.adopt()
+        if self.is_newest:
+            self._replica.restore_buffers()
+        else:
+            self.version = self._replica.read(self.link.read_parameters)
+            self._buffers_pushed = False
+        return self.version
+
+    def gradients(self) -> list[Tensor | None]:
+        """Returns the present gradients, in the order of `parameters`."""
+        return [parameter.grad for parameter in self.parameters]
+
+    # ---- messages ---------------------------------------------------------------------------------------------
+
+    def _call(self, request: Request) -> Reply:
+        reply = self.link.call(request)
+        if reply.kind is Say.FAILED:
+            raise failure_of(reply.text)
+        return reply
+
+    def begin_epoch(
+        self,
+        epoch: int,
+        ends: Sequence[int],
+        *,
+        applied: Iterable[tuple[int, int]] = (),
+        tick: int = 0,
+    ) -> Reply:
+        """Begins an epoch, which all workers must do alike.
+
+        Args:
+            epoch: its number.
+            ends: cumulative samples behind each of its ticks.
+            applied: spans of samples that are applied already, when an epoch is resumed ...
+            tick: ... at this tick.
+
+        Returns:
+            A reply whose ``numbers`` are spans, flat: one for each of the next ``ahead`` ticks, what this worker will
+            probably be granted in it, (0, 0) for nothing. Its ``epoch`` and ``tick`` are the server's, which may be
+            further on for a worker that comes late.
+
+        Raises:
+            RemoteFailureError: the workers disagree, or the run has failed.
+        """
+        text = EpochBegin.of(self.layout.digest, tick, applied).text()
+        return self._call(Request(kind=Ask.EPOCH, epoch=epoch, numbers=ends, text=text))
+
+    def claim(self, epoch: int, tick: int) -> Reply:
+        """Asks for work in a batch; returns ``Say.GRANT`` or ``Say.PASSED``, perhaps after a while.
+
+        A grant's ``numbers`` are spans of samples, flat, none for a dummy batch; `pull` before computing. With
+        ``PASSED`` they are one `Word` per tick from ``tick`` to the server's.
+
+        Raises:
+            RemoteFailureError: the run has failed.
+            ServerLostError: the server is gone.
+        """
+        return self._call(Request(kind=Ask.CLAIM, epoch=epoch, tick=tick))
+
+    def push(
+        self,
+        flags: PushFlag,
+        *,
+        epoch: int,
+        tick: int,
+        substep: int,
+        lease: int,
+        samples: int,
+        weight: float,
+        compute_s: float,
+        steps: int,
+        zeroes: int,
+    ) -> Reply:
+        """Hands over the gradients in ``.grad``, which are None afterwards.
+
+        Args:
+            flags: without FINAL more pushes of this batch follow, and the answer is ``Say.APPLIED``.
+            epoch, tick: where this worker is.
+            substep: pushes of this batch before this one.
+            lease: number of the grant.
+            samples: computed samples, at least 1; gradients are means over them.
+            weight: what they count in the mean over the update.
+            compute_s: time they took [s].
+            steps, zeroes: bit i: optimizer i steps now / was zeroed before.
+
+        Returns:
+            With FINAL like `claim`; else ``APPLIED``: pull again before going on.
+
+        Raises:
+            RemoteFailureError, ServerLostError: see `claim`.
+        """
+        self._replica.adopt()
+        self._buffers_pushed = bool(self.layout.buffers)
+        slot = self._writer.write(self._replica.buffers(), lambda numbers: self._hyper.write(numbers, self._clips))
+        self._clips = [(0, 0.0)] * len(self._clips)
+        request = Request(
+            kind=Ask.PUSH, epoch=epoch, tick=tick, substep=substep, lease=lease, samples=samples, weight=weight,
+            compute_s=compute_s, flags=int(flags), steps=steps, zeroes=zeroes, slot=slot,
+        )  # fmt: skip
+        reply = self._call(request)
+        self._substeps_used = self._substeps_used or not flags & PushFlag.FINAL
+        return reply
+
+    def meet(self, number: int, what: str = "") -> Met:
+        """Waits for all live workers to meet, too.
+
+        Args:
+            number: of the meeting; the same everywhere.
+            what: its purpose; the same everywhere, or the run fails and names both sides.
+        """
+        reply = self._call(Request(kind=Ask.MEET, tick=number, text=what))
+        return Met.read(reply.numbers, reply.generation, reply.text)
+
+    def measures(self) -> Measures:
+        """Returns what the server has counted and knows of now."""
+        return measures_of(self._call(Request(kind=Ask.METRICS)).text)
+
+    def state(self) -> dict[str, Any]:
+        """Returns the server's state: ``version``, ``optimizers``, ``coordinator``."""
+        self._call(Request(kind=Ask.STATE))
+        return state_of(self.link.read_state())
+
+    def abort(self, text: str, error: BaseException | None = None) -> None:
+        """Tells everybody that this worker has failed, if there still is somebody to tell; never raises for that.
+
+        Args:
+            text: why, in words.
+            error: the cause; raised by the others, too, see `failure_of`.
+        """
+        with suppress(ServerLostError):
+            self.link.call(Request(kind=Ask.ABORT, text=failure_text(text, error)))
+
+    def leave(self) -> None:
+        """Says goodbye; the link stays open until it is closed."""
+        self._call(Request(kind=Ask.LEAVE))
+
+    def wants_return(self, grant: Reply) -> bool:
+        """Whether a worker in the middle of a grant should return what it has, without a message.
+
+        That is so from a version gap on that the grant carries in ``flags``; 0: never.
+        """
+        return grant.flags > 0 and self.link.newest_version() - grant.version >= grant.flags
+
+    def clip(self, optimizer: int, value: float | None, kind: Any = "norm") -> None:
+        """Has the server clip the *global* gradient of an optimizer at the step of the next push.
+
+        Args:
+            optimizer: its number.
+            value: greatest norm, or greatest magnitude; None or 0: no clipping.
+            kind: ``"norm"`` or ``"value"``, or an enumeration with these values; None means norm.
+        """
+        kind = getattr(kind, "value", kind) or "norm"
+        if kind not in ("norm", "value"):
+            raise ValueError(f"gradient clipping by {kind!r} must be by 'norm' or 'value'")
+        number = CLIP_NORM if kind == "norm" else CLIP_VALUE
+        self._clips[optimizer] = (number, float(value)) if value else (0, 0.0)

@@ -1,0 +1,1 @@
+"""Between nodes: one standalone torch.distributed group per worker (layer T)."""

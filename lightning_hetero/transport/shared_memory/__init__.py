@@ -1,0 +1,1 @@
+"""Processes of one node: mapped slots, a unix socket as doorbell (layer T)."""

@@ -1,0 +1,150 @@
+"""The folder of a server's files: made with room for them, found by workers, removed when its server is gone (layer T).
+
+    lightning-hetero-1000-ab12cd34/   0700
+        lock          locked (flock) as long as a process of the server lives
+        control       unix socket
+        parameters    words and two buffers, see `areas.ParameterArea`
+        slot-<rank>   sequence word and gradients, see `areas.Slot`
+        state         what the server shared last
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from lightning_hetero.transport.seqlock import ParameterArea, Slot
+
+__all__ = ["make_directory", "map_parameters", "map_slot", "replace_file"]
+
+_PREFIX = f"lightning-hetero-{os.getuid()}-"
+_MEMORY = Path("/dev/shm")
+_UNLOCKED_S = 60.0  # a folder without a lock file may be one being made right now
+
+
+def _places() -> Iterator[Path]:
+    """Where such folders may lie, best first: memory, the user's run folder, the temporary one."""
+    named = [_MEMORY, *(Path(v) for v in [os.environ.get("XDG_RUNTIME_DIR")] if v), Path(tempfile.gettempdir())]
+    for place in dict.fromkeys(named):
+        if place.is_dir() and os.access(place, os.W_OK | os.X_OK):
+            yield place
+
+
+def make_directory(place: str | os.PathLike[str] | None, files: Mapping[str, int]) -> tuple[Path, int]:
+    """Makes a folder with ``files`` (name -> bytes), zeroed and with their room reserved.
+
+    Folders of dead servers of the same user are removed on the way.
+
+    Args:
+        place: the folder to make it in; None: the first with enough room of /dev/shm, XDG_RUNTIME_DIR and the
+            temporary folder.
+
+    Returns:
+        The folder and the open, locked lock file.
+
+    Raises:
+        OSError: it cannot be made, or there is no room.
+    """
+    places = [Path(place)] if place is not None else list(_places())
+    refusals: list[str] = []
+    for candidate in places:
+        _remove_stale_in(candidate)
+        try:
+            return _make_in(candidate, files)
+        except OSError as error:
+            refusals.append(f"{candidate}: {error.strerror or error}")
+    needed_bytes = sum(files.values())
+    raise OSError(
+        f"no room for the server's shared memory, {needed_bytes / 2**20:.0f} MiB; tried {'; '.join(refusals)}."
+        " Give a container more shared memory (docker: --shm-size), or name another folder"
+    )
+
+
+def _make_in(place: Path, files: Mapping[str, int]) -> tuple[Path, int]:
+    folder = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=place))  # 0700
+    try:
+        lock = os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            for name, size_bytes in files.items():
+                _reserve(folder / name, size_bytes)
+        except BaseException:
+            os.close(lock)
+            raise
+    except BaseException:
+        shutil.rmtree(folder, ignore_errors=True)
+        raise
+    return folder, lock
+
+
+def _reserve(path: Path, size_bytes: int) -> None:
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+    try:
+        if hasattr(os, "posix_fallocate"):
+            os.posix_fallocate(fd, 0, size_bytes)  # a full disk must fail here, not as SIGBUS in a worker
+        else:
+            os.ftruncate(fd, size_bytes)
+    finally:
+        os.close(fd)
+
+
+def _map_file(path: Path, size_bytes: int) -> Tensor:
+    """Returns a file's memory as uint8 (size_bytes,), shared with every process that maps it; keeps no descriptor.
+
+    Raises:
+        FileNotFoundError: there is none.
+        ValueError: it has another size.
+    """
+    if (found := path.stat().st_size) != size_bytes:
+        raise ValueError(f"{path.name} has {found} bytes, not {size_bytes}: made by another version?")
+    return torch.from_file(str(path), shared=True, size=size_bytes, dtype=torch.uint8)
+
+
+def replace_file(path: Path, data: bytes) -> None:
+    """Writes a file as a whole: who reads it sees the old or the new content."""
+    fresh = path.with_name(path.name + ".new")
+    with open(os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
+        file.write(data)
+    os.replace(fresh, path)
+
+
+def map_slot(folder: Path, rank: int, slot_bytes: int) -> Slot:
+    """Returns a rank's slot; raises as `_map_file`."""
+    return Slot(_map_file(folder / f"slot-{rank}", Slot.size(slot_bytes)), slot_bytes)
+
+
+def map_parameters(folder: Path, parameter_bytes: int) -> ParameterArea:
+    """Returns the parameters; raises as `_map_file`."""
+    return ParameterArea(_map_file(folder / "parameters", ParameterArea.size(parameter_bytes)), parameter_bytes)
+
+
+def _remove_stale_in(place: Path) -> None:
+    with contextlib.suppress(OSError):
+        for folder in place.glob(_PREFIX + "*"):
+            with contextlib.suppress(OSError):
+                if folder.lstat().st_uid == os.getuid() and folder.is_dir() and _abandoned(folder):
+                    shutil.rmtree(folder, ignore_errors=True)
+
+
+def _abandoned(folder: Path) -> bool:
+    try:
+        lock = os.open(folder / "lock", os.O_RDWR)
+    except FileNotFoundError:
+        return time.time() - folder.lstat().st_mtime > _UNLOCKED_S
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        # A folder this young may have been opened between the making of its lock file and the lock.
+        return time.time() - folder.lstat().st_mtime > 1.0
+    except BlockingIOError:
+        return False
+    finally:
+        os.close(lock)

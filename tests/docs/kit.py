@@ -1,0 +1,56 @@
+"""The pages of README.md and docs/, cut into blocks, sections and tables; the engines they describe."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from pathlib import Path
+from typing import NamedTuple
+
+from lightning_hetero import BoundedStalenessStrategy, HeteroPipelineStrategy, LoadBalancedStrategy
+from lightning_hetero.glue.strategy import HeteroStrategy
+
+ROOT = Path(__file__).resolve().parents[2]
+DOCS = ROOT / "docs"
+PAGES = [ROOT / "README.md", *sorted(DOCS.glob("*.md"))]
+
+
+def section(page: Path, title: str) -> str:
+    """Returns a page's text below a heading, up to the next of the same level."""
+    parts = re.split(rf"^## {re.escape(title)}$", page.read_text(), flags=re.M)
+    assert len(parts) == 2, f"{page.name} has no section {title!r}"
+    return re.split(r"^## ", parts[1], flags=re.M)[0]
+
+
+def rows(text: str) -> list[list[str]]:
+    """Returns the cells of all tables in ``text``, without heads and rules."""
+    lines = [line for line in text.splitlines() if line.startswith("|")]
+    heads = [i - 1 for i, line in enumerate(lines) if set(line) <= set("|-: ")]
+    dropped = {*heads, *(i + 1 for i in heads)}
+    kept = [line for i, line in enumerate(lines) if i not in dropped]
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in kept]
+
+
+class Engine(NamedTuple):
+    """An engine and where it is described."""
+
+    strategy: type[HeteroStrategy]
+    page: Path
+    group: Path
+
+    def __str__(self) -> str:
+        return self.page.stem
+
+    @property
+    def parameters(self) -> dict[str, inspect.Parameter]:
+        """Its own and those that all engines share; bases hand on the rest as ``**ddp``."""
+        bases = self.strategy.__mro__[: self.strategy.__mro__.index(HeteroStrategy) + 1]
+        named = {name: p for base in bases for name, p in inspect.signature(base.__init__).parameters.items()}
+        return {name: parameter for name, parameter in named.items() if name not in ("self", "ddp")}
+
+
+ENGINES = [
+    Engine(LoadBalancedStrategy, DOCS / "balanced.md", ROOT / "conf/strategy/hetero_balanced.yaml"),
+    Engine(BoundedStalenessStrategy, DOCS / "stale.md", ROOT / "conf/strategy/hetero_stale.yaml"),
+    Engine(HeteroPipelineStrategy, DOCS / "pipeline.md", ROOT / "conf/strategy/hetero_pipeline.yaml"),
+]

@@ -1,0 +1,219 @@
+"""Pages: code compiles, marked code runs; every path, name and link exists.
+
+A Python block after a line ``<!-- run -->`` is executed, alone and in an empty folder, so it must be complete
+and quick (one device, or pure). All other Python blocks are compiled only.
+"""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import inspect
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+import yaml
+from lightning.pytorch import LightningModule, Trainer
+from torch import Tensor, nn, optim
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+from tests.docs.kit import PAGES, ROOT
+
+FOLDERS = "benchmarks|conf|docs|examples|lightning_hetero|scripts|tests"
+FENCE = re.compile(
+    r"^(?P<marked><!-- run -->\n+)?(?P<indent> *)```(?P<info>\w*)\n(?P<code>.*?)^ *```$", re.M | re.S
+)
+
+
+class Block(NamedTuple):
+    """One fenced block of a page."""
+
+    page: Path
+    line: int
+    info: str
+    marked: bool
+    code: str
+
+    def __str__(self) -> str:
+        return f"{self.page.name}:{self.line}"
+
+
+def name_of(value: Any) -> str:
+    return value.name if isinstance(value, Path) else str(value)
+
+
+def blocks_of(page: Path, text: str) -> Iterator[Block]:
+    for match in FENCE.finditer(text):
+        line = text[: match.start("code")].count("\n") + 1
+        code = inspect.cleandoc(match["code"]) if match["indent"] else match["code"]
+        yield Block(page, line, match["info"], match["marked"] is not None, code)
+
+
+BLOCKS = [block for page in PAGES for block in blocks_of(page, page.read_text())]
+PYTHON = [block for block in BLOCKS if block.info == "python"]
+MARKED = [block for block in PYTHON if block.marked]
+
+
+# ---- code ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("block", PYTHON, ids=str)
+def test_python_compiles(block: Block) -> None:
+    compile("\n" * (block.line - 1) + block.code, str(block.page), "exec")
+
+
+@pytest.fixture
+def fits(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Clears up after a fit in this process, where Lightning leaves its group and a variable."""
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    yield
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    gc.collect()
+
+
+@pytest.mark.usefixtures("fits")
+@pytest.mark.parametrize("block", MARKED, ids=str)
+def test_marked_python_runs(block: Block) -> None:
+    code = compile("\n" * (block.line - 1) + block.code, str(block.page), "exec")
+    exec(code, {"__name__": "__main__"})
+
+
+def test_every_mark_stands_before_python() -> None:
+    marks = sum(page.read_text().count("<!-- run -->") for page in PAGES)
+    assert marks == len(MARKED) > 0
+    text = "<!-- run -->\n```python\n1\n```\n\n```bash\nls\n```\n"
+    assert [(b.info, b.marked, b.code) for b in blocks_of(PAGES[0], text)] == [
+        ("python", True, "1\n"),
+        ("bash", False, "ls\n"),
+    ]
+
+
+@pytest.mark.parametrize("block", [b for b in BLOCKS if b.info == "yaml"], ids=str)
+def test_yaml_parses_and_its_targets_exist(block: Block) -> None:
+    assert yaml.safe_load(block.code)
+    for name in re.findall(r"(?:_target_|class_path): ([\w.]+)", block.code):
+        assert exists(name), name
+
+
+def test_no_block_is_left_open() -> None:
+    for page in PAGES:
+        fences = re.findall(r"^ *```", page.read_text(), flags=re.M)
+        assert len(fences) == 2 * sum(block.page == page for block in BLOCKS), page.name
+
+
+# ---- paths, names, links -------------------------------------------------------------------------
+
+
+def exists(dotted: str) -> bool:
+    """Tells whether a dotted name can be imported, or is an attribute of something that can."""
+    parts = dotted.split(".")
+    for n in range(len(parts), 0, -1):
+        try:
+            found: Any = importlib.import_module(".".join(parts[:n]))
+        except ModuleNotFoundError:
+            continue
+        try:
+            for part in parts[n:]:
+                found = getattr(found, part)
+        except AttributeError:
+            return False
+        return True
+    return False
+
+
+def test_what_exists_and_what_does_not() -> None:
+    assert exists("lightning_hetero.types.Event.kind") and exists("hydra.utils.get_method")
+    assert not exists("lightning_hetero.no_such") and not exists("no_such_package")
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_dotted_names_exist(page: Path) -> None:
+    # pkg://lightning_hetero.conf is a folder which only the installed wheel has.
+    names = set(re.findall(r"(?<![\w./-])lightning_hetero(?:\.[A-Za-z_]\w*)+", page.read_text()))
+    missing = [name for name in sorted(names) if not exists(name)]
+    assert not missing
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_paths_exist(page: Path) -> None:
+    paths = set(re.findall(rf"(?<![\w./-])(?:{FOLDERS})/[\w./-]*", page.read_text()))
+    missing = [path for path in sorted(paths) if not (ROOT / path.rstrip(".")).exists()]
+    assert not missing
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_tests_named_exist(page: Path) -> None:
+    for path, name in re.findall(r"(tests/[\w/]+\.py)::(\w+)", page.read_text()):
+        assert re.search(rf"^def {name}\(", (ROOT / path).read_text(), flags=re.M), f"{path}::{name}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_modules_run_by_python_m_exist(page: Path) -> None:
+    for name in re.findall(r"python -m ((?:benchmarks|lightning_hetero)[\w.]*\w)", page.read_text()):
+        assert importlib.util.find_spec(name) is not None, name  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def anchors(page: Path) -> set[str]:
+    """Returns the anchors of a page's headings as GitHub makes them."""
+    text = FENCE.sub("", page.read_text())
+    titles = re.findall(r"^#+ (.+)$", text, flags=re.M)
+    return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_internal_links_resolve(page: Path) -> None:
+    links = re.findall(r"\]\(([^)\s]+)\)", FENCE.sub("", page.read_text()))
+    for target in (link for link in links if not re.match(r"[a-z]+:", link)):
+        path, _, anchor = target.partition("#")
+        file = (page.parent / path).resolve() if path else page
+        assert file.exists(), target
+        assert not anchor or anchor in anchors(file), target
+
+
+# ---- what the text says and no other test shows --------------------------------------------------
+
+
+class InOrder(LightningModule):
+    """Notes the order it is trained in."""
+
+    def __init__(self, sampled: bool) -> None:
+        super().__init__()
+        self.layer, self.sampled, self.seen = nn.Linear(1, 1), sampled, []
+
+    def train_dataloader(self) -> DataLoader[Any]:
+        data, trainer = TensorDataset(torch.arange(12), torch.randn(12, 1)), self.trainer
+        sampler = DistributedSampler(data, trainer.world_size, trainer.global_rank, shuffle=False)
+        return DataLoader(data, batch_size=4, shuffle=False, sampler=sampler if self.sampled else None)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.seen += batch[0].tolist()
+        return self.layer(batch[1]).mean()
+
+    def configure_optimizers(self) -> optim.Optimizer:
+        return optim.SGD(self.parameters(), lr=0.1)
+
+
+@pytest.mark.usefixtures("fits")
+@pytest.mark.parametrize("strategy", ["ddp", "hetero_balanced", "hetero_stale"])
+@pytest.mark.parametrize("sampled", [False, True])
+def test_shuffle_off_is_shuffled_and_a_sampler_fixes_the_order(strategy: str, sampled: bool) -> None:
+    module = InOrder(sampled)
+    trainer = Trainer(
+        strategy=strategy,
+        accelerator="cpu",
+        devices=1,
+        max_epochs=1,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    trainer.fit(module)
+    assert sorted(module.seen) == list(range(12))
+    assert (module.seen == list(range(12))) == sampled

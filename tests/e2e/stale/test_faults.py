@@ -1,0 +1,130 @@
+"""Ranks and servers that die, stop or fail in real trainings: who goes on, who ends, and what is on the screens."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.e2e.stale.scripts import Ended, launch, launch_externally, nothing_left
+
+pytestmark = pytest.mark.timeout(200)
+
+STEPS = 24  # 3 epochs of 96 samples in global batches of 3 * 4
+CAUSE = "the cause: a flux compensator broke"
+
+
+@pytest.fixture(autouse=True)
+def clean(tmp_path: Path) -> Iterator[None]:
+    with nothing_left(tmp_path):
+        yield
+
+
+def seconds_after(folder: Path, ended: Ended) -> float:
+    """From the fault to the end of the last process [s]."""
+    return ended.ended_at_s - float((folder / "happened").read_text())
+
+
+# ---- a worker dies: the others go on --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("fault", "start"),
+    [("kill", "popen"), ("kill", "fork"), ("kill while writing", "fork"), ("kill in validation", "fork")],
+)
+def test_the_others_go_on(tmp_path: Path, fault: str, start: str) -> None:
+    batch = random.Random(start).randrange(8)
+    ended = launch(tmp_path, start=start, fault=[fault, 1], at=[1, batch])
+    assert (tmp_path / "happened").exists() and ended.code == [0], ended.screens
+    ended.finished(STEPS, [0, 2])
+    assert "local rank 1 was killed by SIGKILL; the others go on without it" in ended.screens
+    assert "rank 1 died; the others go on without, on 2 devices" in ended.screens
+    assert ("the metrics leave out the samples" in ended.screens) == (fault == "kill in validation")
+
+
+def test_processes_started_by_somebody_else_go_on_even_without_rank_0(tmp_path: Path) -> None:
+    ended = launch_externally(tmp_path, fault=["kill", 0], at=[1, 3], save=True)
+    assert ended.code == [-9, 0, 0], ended.screens
+    ended.finished(STEPS, [1, 2])
+    assert "rank 0 died; the others go on without, on 2 devices" in ended.said[1]
+    # checkpoints are still written, by the lowest rank that is left
+    last = torch.load(tmp_path / "saved" / f"step={STEPS}.ckpt", weights_only=True)
+    assert last["global_step"] == STEPS
+    assert [w.flatten().tolist() for w in last["state_dict"].values()] == ended.ranks[1]["weights"]
+
+
+def test_started_by_rank_0_everybody_ends_without_it(tmp_path: Path) -> None:
+    ended = launch(tmp_path, fault=["kill", 0])
+    assert ended.code == [-9] and (tmp_path / "happened").exists(), ended.screens
+    assert not (tmp_path / "parent0.json").exists()
+
+
+def test_a_death_inside_a_collective_ends_everybody_soon(tmp_path: Path) -> None:
+    """The one moment at which a death is not survived: between the ranks' meeting and the end of torch's collective.
+
+    With four ranks one of them waits for a survivor only, and would wait for the timeout of 100 s.
+    """
+    ended = launch(tmp_path, start="fork", ranks=4, fault=["kill in a collective", 1], train=128)
+    assert ended.code[0] > 0 and not ended.ranks, ended.screens
+    assert seconds_after(tmp_path, ended) < 20.0
+    assert "lost contact with another rank" in ended.screens
+
+
+# ---- a worker stops for a while -------------------------------------------------------------------------------
+
+
+def test_nobody_waits_for_a_stopped_worker_and_it_comes_back(tmp_path: Path) -> None:
+    ended = launch(
+        tmp_path, start="fork", fault=["stop", 1], at=[0, 3], step_s=0.02, liveness_s=0.4, train=720, epochs=1
+    )
+    assert ended.code == [0], ended.screens
+    ended.finished(60, [0, 1, 2])
+    stopped, woken = (float((tmp_path / name).read_text()) for name in ("happened", "woken"))
+    meanwhile = [[at for at, _ in ended.ranks[r]["batches"] if stopped + 0.5 < at < woken] for r in range(3)]
+    assert len(meanwhile[0]) > 5 and len(meanwhile[2]) > 5 and not meanwhile[1]
+    assert max(at for at, _ in ended.ranks[1]["batches"]) > woken
+
+
+# ---- the server dies, a rank fails: everybody ends, with the cause --------------------------------------------
+
+
+def test_a_killed_server_ends_every_rank_and_the_checkpoint_resumes(tmp_path: Path) -> None:
+    ended = launch_externally(tmp_path, fault=["kill the server", 0], at=[1, 3], save=True)
+    assert all(code > 0 for code in ended.code), (ended.code, ended.screens)
+    assert seconds_after(tmp_path, ended) < 15.0
+    assert not ended.ranks
+    for screen in ended.said:
+        assert "ServerLostError" in screen and "parameter server" in screen, screen
+    saved = sorted((tmp_path / "saved").glob("*.ckpt"), key=lambda path: int(path.stem.split("=")[1]))
+    newest = int(saved[-1].stem.split("=")[1])  # the other ranks may have gone on while this one was busy
+    assert 8 <= newest < STEPS and newest % 4 == 0
+    resumed = launch(tmp_path, start="fork", resume=str(saved[-1]))
+    assert resumed.code == [0], resumed.screens
+    resumed.finished(STEPS, [0, 1, 2])
+    assert min(step for rank in range(3) for _, step in resumed.ranks[rank]["batches"]) > newest
+
+
+def test_an_exception_on_one_rank_is_on_every_screen(tmp_path: Path) -> None:
+    ended = launch_externally(tmp_path, fault=["exception", 1])
+    assert all(code > 0 for code in ended.code) and not ended.ranks, ended.screens
+    for rank, screen in enumerate(ended.said):
+        assert CAUSE in screen, screen
+        assert rank == 1 or f"rank 1 failed: RuntimeError: {CAUSE}" in screen, screen
+    assert seconds_after(tmp_path, ended) < 15.0
+
+
+@pytest.mark.parametrize("rank", [0, 2])
+def test_of_processes_started_together_the_traceback_of_the_cause_is_shown(tmp_path: Path, rank: int) -> None:
+    ended = launch(tmp_path, start="fork", fault=["exception", rank])
+    assert ended.code[0] > 0 and not ended.ranks, ended.screens
+    assert f'raise RuntimeError("{CAUSE}")' in ended.screens  # the user's line
+    assert seconds_after(tmp_path, ended) < 15.0
+
+
+def test_a_full_disk_ends_everybody(tmp_path: Path) -> None:
+    ended = launch(tmp_path, start="fork", fault=["full disk", 0], save=True)
+    assert ended.code[0] > 0 and not ended.ranks, ended.screens
+    assert "OSError: [Errno 28] No space left on device" in ended.screens

@@ -1,0 +1,236 @@
+"""Ranks that come again into a training under way, as their users start them: each by itself, over the same port."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch.distributed as dist
+
+from tests.e2e.stale.scripts import Ended, Process, collect, free_port, nothing_left, start_rank, write_script
+
+pytestmark = pytest.mark.timeout(200)
+
+TICKS = 8  # of an epoch: 96 samples in global batches of 3 * 4
+PATIENCE_S = 90.0
+
+JOINING = """
+import os, signal, time
+
+import script
+from script import ASKED, FOLDER
+
+
+def pass_gate(name):
+    if name in ASKED["gates"]:
+        (FOLDER / f"at {name}").touch()
+        while not (FOLDER / f"go {name}").exists():
+            time.sleep(0.01)
+
+
+class Gated(script.Faults):
+    def on_train_epoch_start(self, trainer, module):
+        if trainer.global_rank == 0:
+            pass_gate(f"start {trainer.current_epoch}")
+
+    def on_train_epoch_end(self, trainer, module):
+        if trainer.global_rank == 0:
+            pass_gate(f"end {trainer.current_epoch}")
+
+    def on_load_checkpoint(self, trainer, module, checkpoint):
+        if (ASKED["fault"] or [""])[0] == "kill while loading":
+            (FOLDER / "loads").write_text(str(time.time()))
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+script.Faults = Gated
+pass_gate(ASKED.get("gate", ""))
+script.main()
+"""
+
+
+@pytest.fixture(autouse=True)
+def clean(tmp_path: Path) -> Iterator[None]:
+    with nothing_left(tmp_path):
+        yield
+    assert list(tmp_path.rglob("*.ckpt")) == []
+
+
+class Crew:
+    """Ranks, started one by one; all at once in truth, as starting takes long, but each waits for its gate.
+
+    A gate ``"end 2"`` lets rank 0 wait at the end of epoch 2; any other name, a process before it begins.
+    """
+
+    def __init__(self, folder: Path, **asked: Any) -> None:
+        self.folder, self.port = folder, free_port()
+        self.asked = asked
+        self.processes: dict[str, Process] = {}
+        write_script(folder)
+        (folder / "joining.py").write_text(JOINING)
+
+    def start(self, name: str, rank: int, *gates: str, **asked: Any) -> None:
+        gate = name if name.startswith("again") else ""
+        asked = {"ranks": 3, **self.asked, "gates": [*gates, name], "gate": gate, **asked}
+        output = self.folder / f"said {name}"
+        self.processes[name] = start_rank(
+            self.folder, rank, output, port=self.port, script="joining.py", **asked
+        )
+
+    def until(self, what: str, happened: Callable[[], bool]) -> None:
+        deadline_s = time.monotonic() + PATIENCE_S
+        while not happened():
+            if time.monotonic() > deadline_s:
+                self.end(limit_s=0.0)
+                raise AssertionError(f"never: {what}")
+            time.sleep(0.02)
+
+    def go(self, gate: str) -> None:
+        self.until(f"somebody at {gate}", (self.folder / f"at {gate}").exists)
+        (self.folder / f"go {gate}").touch()
+
+    def at(self, gate: str) -> None:
+        self.until(f"somebody at {gate}", (self.folder / f"at {gate}").exists)
+
+    def ended(self, name: str) -> None:
+        self.until(f"the end of {name}", lambda: self.processes[name].poll() is not None)
+
+    def asks(self, rank: int) -> None:
+        """Waits until the rank asks in the store that is there now."""
+        store = dist.TCPStore("127.0.0.1", self.port, is_master=False)
+        self.until(f"rank {rank} asks", lambda: store.check([f"lightning_hetero/asks/{rank}"]))
+
+    def end(self, limit_s: float = PATIENCE_S) -> dict[str, int]:
+        """Waits for all; keeps what is left as `left`, and returns the exit codes."""
+        outputs = [self.folder / f"said {name}" for name in self.processes]
+        self.left: Ended = collect(self.folder, list(self.processes.values()), outputs, limit_s)
+        return dict(zip(self.processes, self.left.code, strict=True))
+
+    def said(self, name: str) -> str:
+        return (self.folder / f"said {name}").read_text()
+
+
+def test_a_rank_comes_again_and_again(tmp_path: Path) -> None:
+    """Before its death was noticed; then once dies while it loads; then comes a third time and stays."""
+    crew = Crew(tmp_path, epochs=7)
+    crew.start("zero", 0, "start 1", "end 1", "end 3", "end 4")
+    crew.start("one", 1)
+    crew.start("two", 2, fault=["kill", 2], at=[1, 0])
+    crew.start("again a", 2, fault=["kill", 2], at=[3, 0])
+    crew.start("again b", 2, fault=["kill while loading", 2])
+    crew.start("again c", 2)
+
+    crew.at("start 1")
+    crew.ended("two")
+    crew.go("again a")
+    crew.asks(2)  # in torch's own store: nobody has noticed yet
+    crew.go("start 1")
+    crew.at("end 1")
+    crew.asks(2)  # in the store that took its place
+    crew.go("end 1")
+
+    crew.ended("again a")
+    crew.go("again b")
+    crew.at("end 3")
+    crew.asks(2)
+    crew.go("end 3")
+
+    crew.ended("again b")
+    crew.go("again c")
+    crew.at("end 4")
+    crew.asks(2)
+    crew.go("end 4")
+
+    codes = crew.end()
+    expected = {"zero": 0, "one": 0, "two": -9, "again a": -9, "again b": -9, "again c": 0}
+    assert codes == expected, crew.left.screens
+    crew.left.finished(7 * TICKS, [0, 1, 2])
+    rank_0, rank_2 = (crew.left.ranks[r]["batches"] for r in (0, 2))
+    assert min(step for _, step in rank_2) == 5 * TICKS + 1 and len(rank_2) == 2 * TICKS
+    assert [step for _, step in rank_0] == list(range(1, 7 * TICKS + 1))
+    # nobody waited long for the one that died while loading: for a timeout it would be 60 s
+    loads_s = float((tmp_path / "loads").read_text())
+    assert min(at_s for at_s, _ in rank_0 if at_s > loads_s) - loads_s < 20.0
+    for text in ("rank 2 has joined in epoch 2", "rank 2 wanted to join and did not", "rank 2 has joined in epoch 5"):
+        assert text in crew.said("zero"), crew.said("zero")
+
+
+def test_several_ranks_come_again_and_one_too_late(tmp_path: Path) -> None:
+    crew = Crew(tmp_path, epochs=5, transport="pairs")
+    crew.start("zero", 0, "end 0", "end 1", "end 4")
+    crew.start("one", 1, fault=["kill", 1], at=[1, 0])
+    crew.start("two", 2, fault=["kill", 2], at=[0, 0])
+    crew.start("again two", 2, fault=["kill", 2], at=[3, 0])
+    crew.start("again one", 1)
+    crew.start("again late", 2)
+
+    crew.ended("two")
+    crew.at("end 0")
+    crew.go("again two")
+    crew.asks(2)
+    crew.go("end 0")
+
+    crew.ended("one")
+    crew.at("end 1")
+    crew.go("again one")
+    crew.asks(1)
+    crew.go("end 1")
+
+    crew.ended("again two")
+    crew.at("end 4")
+    crew.go("again late")
+    crew.asks(2)
+    crew.go("end 4")
+
+    codes = crew.end()
+    assert codes == {"zero": 0, "one": -9, "two": -9, "again two": -9, "again one": 0, "again late": 1}, (
+        crew.left.screens
+    )
+    crew.left.finished(5 * TICKS, [0, 1])
+    assert "the run that rank 2 wanted to join ended before another epoch began" in crew.said("again late")
+    assert "Error" not in crew.said("zero") + crew.said("again one")
+
+
+TWICE = """
+import script
+
+script.main()
+assert script.Path("rank0.json").exists() or script.Path("rank1.json").exists()
+script.main()
+"""
+
+
+def test_a_second_fit_in_the_same_processes_is_without_the_dead_rank(tmp_path: Path) -> None:
+    """A new model, Trainer and strategy: they must not wait for it. Evaluation is whole again, too."""
+    crew = Crew(tmp_path, epochs=2, fault=["kill", 2], at=[1, 0])
+    (tmp_path / "joining.py").write_text(TWICE)
+    for name, rank in (("zero", 0), ("one", 1), ("two", 2)):
+        crew.start(name, rank)
+    assert crew.end() == {"zero": 0, "one": 0, "two": -9}, crew.left.screens
+    crew.left.finished(2 * TICKS, [0, 1])
+    assert crew.said("zero").count("`Trainer.fit` stopped: `max_epochs=2` reached") == 2
+
+
+@pytest.mark.parametrize("transport", ["auto", "pairs"])
+def test_no_server_survives_when_all_ranks_are_killed(tmp_path: Path, transport: str) -> None:
+    crew = Crew(tmp_path, ranks=2, epochs=1000, step_s=0.01, transport=transport)
+    for rank in range(2):
+        crew.start(str(rank), rank, "start 1")
+    crew.at("start 1")
+    (server,) = [
+        child for process in crew.processes.values() for child in psutil.Process(process.pid).children()
+        if os.getsid(child.pid) == child.pid
+    ]  # fmt: skip
+    files = {Path(m.path) for m in server.memory_maps(grouped=False) if "/lightning-hetero-" in m.path}
+    assert bool(files) == (transport == "auto")
+    (tmp_path / "go start 1").touch()
+    for process in crew.processes.values():
+        process.kill()
+    assert set(crew.end().values()) == {-9}
+    server.wait(10.0)
+    assert not any(file.parent.exists() for file in files)

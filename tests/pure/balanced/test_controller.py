@@ -1,0 +1,258 @@
+"""`Controller`: all ranks hold the same shares for a batch, however far their own loaders read ahead."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from itertools import pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lightning_hetero.balanced.decide.controller import Controller, ExchangeClock, Row, Tag, shares_digest
+from lightning_hetero.balanced.decide.policy import BalancePolicy
+from tests.pure.balanced.kit import FIXED_S, PER_SAMPLE_S, Mail, Noting, Rank
+
+# ---- the lag rule ------------------------------------------------------------------------------------------
+
+
+class Moody(Noting):
+    """Calls two records in three urgent, by their content."""
+
+    def urgent(self, samples: Sequence[int], compute_s: Sequence[float]) -> bool:
+        return (samples[0] + len(self.taken)) % 3 > 0
+
+
+@given(
+    policy=st.sampled_from([Noting, Moody, BalancePolicy]),
+    world=st.integers(2, 4),
+    lag=st.integers(0, 5),
+    every=st.one_of(st.none(), st.integers(1, 4)),
+    steps=st.integers(1, 14),
+    speed=st.sampled_from([0.01, 0.3, 1.0]),  # short steps make ExchangeClock choose k > 1
+    data=st.data(),
+)
+def test_all_ranks_hold_the_same_shares_and_use_exactly_the_records_allowed(
+    policy: type[BalancePolicy],
+    world: int,
+    lag: int,
+    every: int | None,
+    steps: int,
+    speed: float,
+    data: st.DataObject,
+) -> None:
+    """Each rank's own read-ahead is at most the agreed lag and changes at will (slow workers).
+
+    When a rank finds the time for a record that was put off (`Controller.catch_up`) is its own affair, too.
+    """
+    mail = Mail(world)
+    ranks = [
+        Rank(r, mail, lag=lag, ahead=0, exchange=ExchangeClock(every=every), policy=policy())
+        for r in range(world)
+    ]
+    per_rank = st.lists(st.integers(0, lag), min_size=world, max_size=world)
+    ahead = data.draw(st.lists(per_rank, min_size=1, max_size=5), label="ahead")
+    order = data.draw(st.permutations(range(world)), label="order")
+    idle = data.draw(st.lists(st.booleans(), min_size=1, max_size=7), label="idle")
+    for epoch in range(3):
+        for step in range(steps):
+            for r in order:
+                ranks[r].draw(epoch, step, steps, ahead[(epoch + step) % len(ahead)][r])
+            for r in order:
+                ranks[r].train(epoch, step, speed * (1 + r))
+                if idle[(5 * r + step) % len(idle)]:
+                    ranks[r].controller.catch_up()
+    for other in ranks[1:]:
+        assert other.shares == ranks[0].shares
+        assert other.controller._last_exchange == ranks[0].controller._last_exchange
+    assert all(len(sent) == world for sent in mail.rows.values())  # the schedule is everybody's
+    for rank in ranks:
+        rank.controller.drain()
+    assert len({rank.controller.policy.shares for rank in ranks}) == 1
+    check_records_used(ranks, sorted(mail.rows), lag)
+
+
+def check_records_used(ranks: Sequence[Rank], tags: Sequence[Tag], lag: int) -> None:
+    """Every batch used all records up to its limit; only the one at the limit itself may have been put off."""
+    for rank in ranks:
+        policy = rank.controller.policy
+        if not isinstance(policy, Noting):
+            continue
+        assert policy.taken == [step for _, step in tags]
+        for (epoch, step), taken in rank.taken_before.items():
+            limit = (epoch, step - 1 - lag)
+            allowed = sum(tag <= limit for tag in tags)
+            least = allowed if policy.urgent_always or limit not in tags else allowed - 1
+            assert least <= taken <= allowed
+
+
+def test_several_loaders_get_the_same_shares_for_a_step() -> None:
+    """The second loader of a step asks later, when more records may have arrived: the answer must not change."""
+    mail = Mail(2)
+    ranks = [
+        Rank(r, mail, lag=0, ahead=0, exchange=ExchangeClock(every=1), policy=Noting()) for r in range(2)
+    ]
+    for step in range(4):
+        for rank in ranks:
+            rank.draw(0, step, 9, 0)
+        for rank in ranks:
+            rank.train(0, step, 1.0)
+            again = rank.controller.full_shares(0, step)
+            assert again == rank.shares[0, step]
+
+
+@pytest.mark.parametrize("lag", [0, 2])
+def test_a_run_that_is_set_back_takes_in_everything_and_goes_on(lag: int) -> None:
+    """The learning-rate finder trains some steps, restores the start, and the same steps come again."""
+    mail = Mail(2)
+    ranks = [Rank(r, mail, lag=lag, ahead=0, exchange=ExchangeClock(), policy=Noting()) for r in range(2)]
+    for _ in range(2):
+        for step in range(20):
+            for rank in ranks:
+                rank.draw(0, step, 20, lag if rank.rank else 0)
+            assert ranks[0].shares[0, step] == ranks[1].shares[0, step]
+            for rank in ranks:
+                rank.train(0, step, 1.0)
+        for rank in ranks:
+            rank.shares.clear()
+            rank.taken_before.clear()
+    for rank in ranks:
+        rank.controller.drain()
+        assert rank.controller.policy.taken == [*range(20), *range(20)]  # type: ignore[attr-defined]
+
+
+def test_memory_of_decided_shares_stays_small() -> None:
+    mail = Mail(1)
+    rank = Rank(0, mail, lag=3, ahead=0, exchange=ExchangeClock(), policy=Noting())
+    for t in range(300):
+        rank.draw(t // 100, t % 100, 100, 3)
+        assert len(rank.controller._decided) <= 2 * 3 + 2 + 1
+
+
+def test_one_rank_exchanges_nothing() -> None:
+    mail = Mail(1)
+    rank = Rank(0, mail, lag=0, ahead=0, exchange=ExchangeClock(every=1), policy=BalancePolicy())
+    for step in range(3):
+        rank.draw(0, step, 3, 0)
+        rank.train(0, step, 1.0)
+    assert not mail.rows and set(rank.shares.values()) == {(64,)}
+
+
+# ---- when to exchange --------------------------------------------------------------------------------------
+
+
+@given(step_s=st.floats(1e-6, 10.0))
+def test_the_interval_aims_at_one_exchange_per_20_ms(step_s: float) -> None:
+    clock = ExchangeClock()
+    clock.observe((0, 3), step_s)
+    assert clock.interval((0, 3)) == min(64, max(1, math.ceil(0.05 / step_s)))
+    assert clock.interval((0, 2)) == 1  # not known yet up to there
+    assert ExchangeClock(every=5).interval((0, 3)) == 5
+
+
+@pytest.mark.parametrize(("step_s", "k"), [(1.0, 1), (0.05, 1), (0.049, 2), (0.005, 10), (1e-5, 64), (0.0, 1)])
+def test_the_interval_by_hand(step_s: float, k: int) -> None:
+    clock = ExchangeClock()
+    clock.observe((0, 0), step_s)
+    assert clock.interval((0, 0)) == k
+
+
+@given(st.lists(st.floats(1e-4, 0.1), min_size=1, max_size=20), st.integers(0, 25))
+def test_the_interval_depends_on_the_limit_only(steps_s: list[float], limit: int) -> None:
+    """A rank that has read more exchanges than another must not exchange on another schedule."""
+    late, early = ExchangeClock(), ExchangeClock()
+    for t, step_s in enumerate(steps_s):
+        late.observe((0, t), step_s)
+        if t <= limit:
+            early.observe((0, t), step_s)
+    assert late.interval((0, limit)) == early.interval((0, limit))
+
+
+def test_short_steps_are_exchanged_less_often_and_averaged() -> None:
+    mail = Mail(2)
+    ranks = [
+        Rank(r, mail, lag=0, ahead=0, exchange=ExchangeClock(), policy=BalancePolicy()) for r in range(2)
+    ]
+    for step in range(40):
+        for rank in ranks:
+            rank.draw(0, step, 40, 0)
+        for rank in ranks:
+            rank.train(0, step, 0.3, noise=1.0 + 0.1 * (step % 2))  # 31.5 to 34.65 ms: k = 2
+    tags = sorted(step for _, step in mail.rows)
+    assert tags[0] == 0 and {b - a for a, b in pairwise(tags[4:])} == {2}
+    last = mail.rows[0, tags[-1]][0]
+    samples = int(last[2])
+    assert last[3] == pytest.approx(1.05 * 0.3 * (FIXED_S + PER_SAMPLE_S * samples))  # mean of both steps
+
+
+def test_a_row_averages_only_steps_of_the_latest_share() -> None:
+    controller = Controller(BalancePolicy(), rank=0, world_size=2)
+    for samples, compute_s, wait_s in ((8, 9.0, 9.0), (4, 1.0, 0.5), (4, 3.0, 0.1)):
+        controller.measured(samples, compute_s, wait_s)
+    controller.measured(4, None, 7.0)  # its time is not known yet
+    controller.full_shares(0, 2)
+    assert controller.row(0, 2)[2:5] == [4.0, 2.0, 0.3]
+
+
+def test_an_epoch_begins_with_an_exchange() -> None:
+    controller = Controller(BalancePolicy(), rank=0, world_size=2, exchange=ExchangeClock(every=10))
+    asked = []
+    for epoch in range(2):
+        for step in range(12):
+            if controller.wants_exchange(epoch, step):
+                asked.append((epoch, step))
+                controller.sent(epoch, step, lambda: [])
+    assert asked == [(0, 0), (0, 10), (1, 0), (1, 10)]
+
+
+# ---- agreement ---------------------------------------------------------------------------------------------
+
+
+def test_a_disagreement_names_step_and_both_sides() -> None:
+    mail = Mail(2)
+    ranks = [
+        Rank(r, mail, lag=0, ahead=0, exchange=ExchangeClock(every=1), policy=BalancePolicy())
+        for r in range(2)
+    ]
+    ranks[1].controller.policy._shares = (30, 34)
+    for rank in ranks:
+        rank.draw(2, 0, 9, 0)
+    for rank in ranks:
+        rank.train(2, 0, 1.0)
+    for rank, other in ((0, 1), (1, 0)):
+        with pytest.raises(RuntimeError) as error:
+            ranks[rank].draw(2, 1, 9, 0)
+        text = str(error.value)
+        assert "epoch 2, step 0" in text and f"rank {rank} ran" in text and f"rank {other} ran" in text
+        assert f"{shares_digest(2, 0, (32, 32)):#x}" in text and f"{shares_digest(2, 0, (30, 34)):#x}" in text
+
+
+def test_digests_differ_by_step_and_shares_and_survive_float64() -> None:
+    tags = [(e, s, shares) for e in range(3) for s in range(20) for shares in ((32, 32), (31, 33), (33, 31))]
+    digests = [shares_digest(*tag) for tag in tags]
+    assert len(set(digests)) == len(tags)
+    assert all(int(float(d)) == d for d in digests)
+
+
+def test_a_step_without_times_is_checked_but_not_learned_from() -> None:
+    mail = Mail(2)
+    ranks = [
+        Rank(r, mail, lag=0, ahead=0, exchange=ExchangeClock(every=1), policy=Noting()) for r in range(2)
+    ]
+    for rank in ranks:
+        rank.draw(0, 0, 9, 0)
+        mail.send(rank.rank, (0, 0), rank.controller.row(0, 0))
+        rank.controller.sent(0, 0, lambda: mail.read((0, 0)))
+    ranks[0].controller.drain()
+    assert ranks[0].controller.report is None and ranks[0].controller.policy.taken == []  # type: ignore[attr-defined]
+
+
+def test_after_an_error_nothing_is_waited_for() -> None:
+    def never() -> list[Row]:
+        raise AssertionError("waited")
+
+    controller = Controller(BalancePolicy(), rank=0, world_size=2)
+    controller.sent(0, 0, never)
+    controller.abandon()
+    controller.drain()

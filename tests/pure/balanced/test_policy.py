@@ -1,0 +1,410 @@
+"""`BalancePolicy` and `ShareBounds`: who gets what, when shares may move, and that all ranks decide alike."""
+
+from __future__ import annotations
+
+import json
+import math
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lightning_hetero.balanced.decide.policy import BalancePolicy, Decision, ShareBounds
+from lightning_hetero.predictors import Ewma, Kalman, LastValue
+from lightning_hetero.solvers.scale import scale_shares
+from lightning_hetero.types import AffineCost, SpeedSample
+
+FIXED_S, PER_SAMPLE_S = 0.009, 0.003  # of a rank with speed 1
+
+
+def costs_of(slow: tuple[float, ...]) -> list[AffineCost]:
+    return [AffineCost(fixed_s=k * FIXED_S, per_sample_s=k * PER_SAMPLE_S) for k in slow]
+
+
+def records_of(slow: tuple[float, ...], shares: tuple[int, ...], step: int = 0) -> list[SpeedSample]:
+    """Noise-free measurements: rank r computed its share at its speed."""
+    return [
+        SpeedSample(rank=r, step=step, samples=max(1, b), compute_s=cost.seconds(max(1, b)))
+        for r, (cost, b) in enumerate(zip(costs_of(slow), shares, strict=True))
+    ]
+
+
+def started(
+    total: int = 64, world: int = 4, quantum: int = 1, bounds: ShareBounds | None = None, **kw: Any
+) -> BalancePolicy:
+    policy = BalancePolicy(**kw)
+    policy.start(world_size=world, total=total, bounds=bounds or ShareBounds(), quantum=quantum)
+    return policy
+
+
+def feed(policy: BalancePolicy, slow: tuple[float, ...], times: int) -> list[Decision]:
+    return [policy.observe(records_of(slow, policy.shares, step)) for step in range(times)]
+
+
+def makespan_s(slow: tuple[float, ...], shares: tuple[int, ...]) -> float:
+    return max(cost.seconds(b) for cost, b in zip(costs_of(slow), shares, strict=True))
+
+
+# ---- bounds ------------------------------------------------------------------------------------------------
+
+
+@given(world=st.integers(1, 16), total=st.integers(1, 4096), quantum=st.sampled_from([1, 2, 3, 8]))
+def test_default_bounds_are_a_quarter_and_four_times_the_equal_share(
+    world: int, total: int, quantum: int
+) -> None:
+    total = max(1, total // quantum) * quantum
+    if total < world * quantum:
+        with pytest.raises(ValueError, match="raise the global batch to at least"):
+            ShareBounds().resolve(world, total, quantum)
+        return
+    low, up = ShareBounds().resolve(world, total, quantum)
+    equal = total / world
+    assert low == [low[0]] * world and up == [up[0]] * world
+    assert low[0] % quantum == up[0] % quantum == 0
+    assert quantum <= low[0] <= max(quantum, equal / 4) and low[0] > min(quantum, equal / 4) - quantum
+    assert up[0] <= total and (up[0] >= 4 * equal or up[0] == total) and up[0] < 4 * equal + quantum
+    assert sum(low) <= total <= sum(up)
+
+
+@given(
+    total=st.integers(8, 200),
+    low=st.lists(st.integers(0, 40), min_size=3, max_size=3),
+    up=st.lists(st.integers(0, 90), min_size=3, max_size=3),
+)
+def test_resolve_accepts_exactly_what_a_split_can_meet(total: int, low: list[int], up: list[int]) -> None:
+    possible = all(a <= b for a, b in zip(low, up, strict=True)) and sum(low) <= total <= sum(up)
+    if possible:
+        assert ShareBounds(lower=low, upper=up).resolve(3, total) == (low, up)
+    else:
+        with pytest.raises(ValueError, match=r"min_samples|max_samples"):
+            ShareBounds(lower=low, upper=up).resolve(3, total)
+
+
+@pytest.mark.parametrize(
+    ("bounds", "world", "total", "quantum", "expected"),
+    [
+        (ShareBounds(least=2), 2, 8, 1, ([2, 2], [8, 8])),
+        (ShareBounds(least=2), 4, 64, 1, ([4] * 4, [64] * 4)),
+        (ShareBounds(least=2), 2, 3, 1, ([2, 0], [3, 3])),  # one rank rests, and rank 0 keeps the statistics
+        (ShareBounds(least=2), 3, 5, 1, ([2, 0, 0], [5] * 3)),
+        (ShareBounds(least=2, lower=0), 2, 8, 1, ([2, 0], [8, 8])),
+        (ShareBounds(least=2, lower=1), 2, 8, 1, ([2, 2], [8, 8])),
+        (ShareBounds(least=2, upper=[1, 8]), 2, 8, 1, ([0, 2], [0, 8])),
+        (ShareBounds(least=3), 2, 8, 4, ([4, 4], [8, 8])),
+        (ShareBounds(least=2), 2, 24, 4, ([4, 4], [24, 24])),
+    ],
+)
+def test_bounds_where_a_rank_gets_none_or_at_least(
+    bounds: ShareBounds, world: int, total: int, quantum: int, expected: tuple[list[int], list[int]]
+) -> None:
+    assert bounds.resolve(world, total, quantum) == expected
+    policy = started(total, world, quantum, bounds)
+    for slow in (1.0, 9.0, 200.0):
+        feed(policy, (1.0, *[slow] * (world - 1)), 3)
+        assert sum(policy.shares) == total
+        assert all(x == 0 or x >= bounds.least for x in policy.shares)
+
+
+def test_explicit_bounds_are_tightened_to_multiples_of_the_quantum() -> None:
+    assert ShareBounds(lower=3, upper=30).resolve(2, 32, 8) == ([8, 8], [24, 24])
+    assert ShareBounds(upper=4).resolve(2, 8) == ([1, 1], [4, 4])
+    assert ShareBounds(upper=2).resolve(8, 16) == ([1] * 8, [2] * 8)
+    assert ShareBounds(lower=0).resolve(2, 8) == ([0, 0], [8, 8])
+
+
+@pytest.mark.parametrize(
+    ("bounds", "world", "total", "parts"),
+    [
+        (
+            ShareBounds(lower=[1, 2]),
+            4,
+            64,
+            ("min_samples lists 2 ranks, but there are 4", "one number per rank"),
+        ),
+        (ShareBounds(upper=[9] * 5), 4, 16, ("max_samples lists 5 ranks, but there are 4",)),
+        (ShareBounds(lower=20), 4, 64, ("min_samples=20 asks for 80 samples", "has 64", "at least 80")),
+        (ShareBounds(upper=10), 4, 64, ("max_samples=10 admits 40 samples", "has 64", "at most 40")),
+        (
+            ShareBounds(lower=[1, 9], upper=[8, 8]),
+            2,
+            12,
+            ("rank 1 must get at least 9 and at most 8", "lower min"),
+        ),
+        (ShareBounds(lower=-1), 2, 8, ("min_samples=-1 of rank 0", "whole number >= 0")),
+        (ShareBounds(lower=[1, 1.5]), 2, 8, ("min_samples=1.5 of rank 1",)),  # type: ignore[list-item]
+        (ShareBounds(upper=True), 2, 8, ("max_samples=True of rank 0",)),
+        (ShareBounds(), 4, 3, ("asks for 4 samples on 4 ranks", "has 3", "at least 4")),
+        (ShareBounds(least=2), 2, 1, ("global batch of 1 samples is less than the 2", "BatchNorm")),
+        (ShareBounds(least=2, upper=1), 2, 2, ("max_samples=1 admits 0 samples", "for BatchNorm")),
+    ],
+)
+def test_bounds_that_cannot_be_met_are_named(
+    bounds: ShareBounds, world: int, total: int, parts: tuple[str, ...]
+) -> None:
+    with pytest.raises(ValueError) as error:
+        bounds.resolve(world, total)
+    for part in parts:
+        assert part in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("setting", "value"),
+    [
+        ("dead_band", -0.1),
+        ("dead_band", math.nan),
+        ("min_gain_s", math.inf),
+        ("noise_guard", -1.0),
+        ("cooldown", -1),
+        ("cooldown", 1.5),
+        ("warmup", True),
+        ("predictor", "narx9"),
+        ("predictor", 3),
+    ],
+)
+def test_bad_settings_are_refused_with_the_value(setting: str, value: Any) -> None:
+    with pytest.raises(ValueError) as error:
+        BalancePolicy(**{setting: value})
+    assert setting in str(error.value) or "predictor" in str(error.value)
+    assert repr(value) in str(error.value)
+
+
+def test_a_policy_takes_settings_from_the_predictor_it_is_given() -> None:
+    policy = started(predictor=Ewma(weight=0.9))
+    assert isinstance(policy.prototype, Ewma)
+    assert len({id(p) for p in policy._predictors}) == 4  # a memory per rank
+    assert isinstance(BalancePolicy(predictor="last").prototype, LastValue)
+
+
+# ---- when shares move --------------------------------------------------------------------------------------
+
+
+@given(world=st.integers(1, 9), units=st.integers(1, 40), quantum=st.sampled_from([1, 4]))
+def test_a_run_starts_with_equal_shares_and_keeps_them_through_warm_up(
+    world: int, units: int, quantum: int
+) -> None:
+    total = max(units, world) * quantum
+    policy = started(total=total, world=world, quantum=quantum, warmup=3)
+    equal = policy.shares
+    assert sum(equal) == total and max(equal) - min(equal) <= quantum and all(s % quantum == 0 for s in equal)
+    slow = tuple(float(1 + r) for r in range(world))
+    assert [d.reason for d in feed(policy, slow, 3)] == ["warm-up"] * 3
+    assert policy.shares == equal
+    assert math.isnan(policy.predict_s(equal)[0])
+
+
+def test_the_first_measurement_after_warm_up_moves_the_shares() -> None:
+    policy = started()
+    warm, first = feed(policy, (1.0, 1.0, 2.0, 4.0), 2)
+    assert (warm.changed, first.changed, first.reason) == (False, True, "rebalanced")
+    assert first.shares == policy.shares and first.gain_s > 0 and first.predicted_s > 0
+
+
+@pytest.mark.parametrize(("slow", "moves"), [(1.01, False), (1.5, True)])
+def test_the_dead_band_ignores_small_gains(slow: float, moves: bool) -> None:
+    policy = started(world=2, dead_band=0.1, noise_guard=0.0, min_gain_s=0.0, warmup=0)
+    assert any(d.changed for d in feed(policy, (1.0, slow), 5)) is moves
+
+
+def test_the_dead_band_is_relative_to_the_slowest_rank() -> None:
+    """Two ranks, 32 samples each, speeds 1 and 1.2: the best split saves 9 % (computed by hand below)."""
+    speeds = (1.0, 1.2)
+    current_s = makespan_s(speeds, (32, 32))
+    best_s = min(makespan_s(speeds, (b, 64 - b)) for b in range(1, 64))
+    gain = 1 - best_s / current_s
+    for band, moves in ((gain - 0.005, True), (gain + 0.005, False)):
+        policy = started(
+            world=2, predictor=Exact(speeds), dead_band=band, noise_guard=0.0, min_gain_s=0.0, warmup=0
+        )
+        assert feed(policy, speeds, 1)[0].changed is moves
+
+
+@pytest.mark.parametrize(
+    ("setting", "value"), [("min_gain_s", 1.0), ("noise_guard", 1e9), ("dead_band", 0.99)]
+)
+def test_each_guard_alone_keeps_the_shares(setting: str, value: float) -> None:
+    guards: dict[str, Any] = {"dead_band": 0.0, "min_gain_s": 0.0, "noise_guard": 0.0, setting: value}
+    policy = started(warmup=0, **guards)
+    decisions = feed(policy, (1.0, 1.0, 2.0, 4.0), 6)
+    assert not any(d.changed for d in decisions)
+    assert {d.reason for d in decisions} <= {"dead band", "balanced"}
+
+
+@given(cooldown=st.integers(0, 5), seed=st.integers(0, 50))
+def test_cooldown_lets_that_many_records_pass_between_changes(cooldown: int, seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    policy = started(
+        world=3,
+        total=48,
+        cooldown=cooldown,
+        predictor="last",
+        dead_band=0.0,
+        min_gain_s=0.0,
+        noise_guard=0.0,
+        warmup=0,
+    )
+    changes = []
+    for t in range(40):
+        slow = tuple(float(v) for v in rng.uniform(0.5, 4.0, 3))
+        decision = policy.observe(records_of(slow, policy.shares, t))
+        if decision.changed:
+            changes.append(t)
+    gaps = [b - a for a, b in pairwise(changes)]
+    assert min(gaps) == cooldown + 1
+
+
+def test_the_first_change_has_nothing_to_cool_down_from() -> None:
+    first, *rest = feed(started(cooldown=9, warmup=0), (1.0, 1.0, 2.0, 4.0), 9)
+    assert first.changed and {d.reason for d in rest} == {"cooldown"}
+
+
+class Exact(Kalman):
+    """Knows every rank's true cost: rank r's predictor is the r-th to be made fresh."""
+
+    def __init__(self, speeds: tuple[float, ...]) -> None:
+        super().__init__()
+        self.speeds = list(speeds)
+
+    def fresh(self) -> Exact:
+        new = super().fresh()
+        new.speed = self.speeds.pop(0)  # type: ignore[attr-defined]
+        return new
+
+    def cost(self) -> AffineCost:
+        return costs_of((self.speed,))[0]  # type: ignore[attr-defined]
+
+    def std_s(self, samples: float) -> float:
+        return 0.0
+
+
+# ---- what is decided ---------------------------------------------------------------------------------------
+
+
+@st.composite
+def feasible(draw: st.DrawFn) -> tuple[int, ShareBounds, int, tuple[float, ...]]:
+    world, quantum = draw(st.integers(1, 6)), draw(st.sampled_from([1, 1, 2, 4]))
+    units = draw(st.lists(st.integers(0, 20), min_size=world, max_size=world).filter(sum))
+    low = [draw(st.integers(0, u)) * quantum for u in units]
+    up = [draw(st.integers(u, 40)) * quantum for u in units]
+    slow = tuple(draw(st.sampled_from([0.25, 0.5, 1.0, 3.0, 20.0])) for _ in range(world))
+    return sum(units) * quantum, ShareBounds(lower=low, upper=up), quantum, slow
+
+
+@given(case=feasible(), predictor=st.sampled_from(["kalman", "ewma", "last"]))
+def test_shares_always_fill_the_batch_within_the_bounds(
+    case: tuple[int, ShareBounds, int, tuple[float, ...]], predictor: str
+) -> None:
+    total, bounds, quantum, slow = case
+    policy = started(total, len(slow), quantum, bounds, predictor=predictor, dead_band=0.0, noise_guard=0.0)
+    low, up = bounds.resolve(len(slow), total, quantum)
+    for step in range(7):
+        if step:
+            assert feed(policy, slow, 1)[0].shares == policy.shares
+        assert sum(policy.shares) == total
+        for share, a, b in zip(policy.shares, low, up, strict=True):
+            assert a <= share <= b and share % quantum == 0
+
+
+@given(slow=st.lists(st.sampled_from([1.0, 1.5, 2.0, 4.0]), min_size=2, max_size=3).map(tuple))
+def test_known_costs_give_the_best_of_all_splits(slow: tuple[float, ...]) -> None:
+    """Brute force over every split of 24 samples within the default bounds."""
+    total, world = 24, len(slow)
+    policy = started(
+        total, world, predictor=Exact(slow), dead_band=0.0, min_gain_s=0.0, noise_guard=0.0, warmup=0
+    )
+    feed(policy, slow, 2)
+    low, up = ShareBounds().resolve(world, total)
+    heads = (
+        [(a,) for a in range(total + 1)] if world == 2 else [(a, b) for a in range(25) for b in range(25 - a)]
+    )
+    splits = [(*head, total - sum(head)) for head in heads]
+    allowed = [s for s in splits if all(a <= v <= b for v, a, b in zip(s, low, up, strict=True))]
+    assert makespan_s(slow, policy.shares) == pytest.approx(min(makespan_s(slow, s) for s in allowed))
+
+
+def test_a_rank_without_a_time_delays_the_decision_and_is_not_learned_from() -> None:
+    policy = started(world=2, warmup=0)
+    missing = [
+        SpeedSample(rank=0, step=0, samples=32, compute_s=0.1),
+        SpeedSample(rank=1, step=0, samples=32, compute_s=0.0),
+    ]
+    decision = policy.observe(missing)
+    assert (decision.changed, decision.reason) == (False, "not every rank was measured yet")
+    predicted = policy.predict_s(policy.shares)
+    assert not math.isnan(predicted[0]) and math.isnan(predicted[1])
+
+
+@given(shares=st.lists(st.integers(0, 50), min_size=1, max_size=8).filter(sum), total=st.integers(0, 100))
+def test_scaled_shares_sum_to_the_total_and_stay_near_proportion(shares: list[int], total: int) -> None:
+    scaled = scale_shares(shares, total)
+    assert sum(scaled) == total and min(scaled) >= 0
+    exact = [s * total / sum(shares) for s in shares]
+    if all(e <= total for e in exact):
+        assert all(abs(v - e) < len(shares) for v, e in zip(scaled, exact, strict=True))
+    assert scale_shares(shares, sum(shares)) == tuple(shares)
+
+
+# ---- state -------------------------------------------------------------------------------------------------
+
+
+@given(
+    predictor=st.sampled_from(["kalman", "ewma", "last"]), before=st.integers(2, 12), seed=st.integers(0, 20)
+)
+def test_a_restored_policy_predicts_the_same_and_starts_from_learned_speeds(
+    predictor: str, before: int, seed: int
+) -> None:
+    rng = np.random.default_rng(seed)
+    slow = tuple(float(v) for v in rng.uniform(0.5, 4.0, 4))
+    old = started(predictor=predictor)
+    feed(old, slow, before)
+    state = json.loads(json.dumps(old.state_dict()))  # plain types survive any format
+    new = BalancePolicy(predictor=predictor)
+    new.load_state_dict(state)
+    new.start(world_size=4, total=64, bounds=ShareBounds())
+    assert new.state_dict()["predictors"] == old.state_dict()["predictors"]
+    assert new.predict_s(old.shares) == old.predict_s(old.shares)
+    equal_s = makespan_s(slow, (16,) * 4)
+    assert makespan_s(slow, new.shares) < equal_s or new.shares == (16,) * 4
+    assert feed(new, slow, 1)[0].reason != "warm-up"
+
+
+def test_state_of_another_world_size_or_predictor_starts_afresh() -> None:
+    old = started()
+    feed(old, (1.0, 1.0, 2.0, 4.0), 5)
+    for new, world in ((BalancePolicy(), 2), (BalancePolicy(predictor="ewma"), 4)):
+        new.load_state_dict(old.state_dict())
+        new.start(world_size=world, total=64, bounds=ShareBounds())
+        assert new.shares == (64 // world,) * world
+        assert feed(new, (1.0,) * world, 1)[0].reason == "warm-up"
+
+
+def test_a_state_loaded_during_a_run_waits_for_the_next_start() -> None:
+    """The learning-rate finder restores the state from before the first batch while the ranks still train."""
+    policy = BalancePolicy()
+    empty = policy.state_dict()
+    policy.start(world_size=4, total=64, bounds=ShareBounds())
+    feed(policy, (1.0, 1.0, 2.0, 4.0), 4)
+    before, learned = policy.shares, policy.state_dict()
+    policy.load_state_dict(empty)
+    assert policy.predict_s(before) == pytest.approx(
+        [c.seconds(b) for c, b in zip(costs_of((1.0, 1.0, 2.0, 4.0)), before, strict=True)], rel=0.1
+    )
+    assert policy.state_dict() == learned and policy.shares == before
+
+    other = started()
+    feed(other, (4.0, 2.0, 1.0, 1.0), 4)
+    policy.load_state_dict(other.state_dict())
+    assert policy.shares == before and policy.state_dict()["predictors"] == other.state_dict()["predictors"]
+    policy.start(world_size=4, total=64, bounds=ShareBounds())
+    assert policy.shares[0] < 16 < policy.shares[3]
+
+
+def test_a_state_that_says_nothing_is_ignored() -> None:
+    policy = BalancePolicy()
+    policy.load_state_dict({})
+    policy.load_state_dict({"predictor": "Kalman"})
+    policy.start(world_size=2, total=8, bounds=ShareBounds())
+    assert policy.shares == (4, 4)
+    assert feed(policy, (1.0, 1.0), 1)[0].reason == "warm-up"

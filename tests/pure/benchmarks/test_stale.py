@@ -1,0 +1,172 @@
+"""The simulated half of the stale benchmark: its gradients, its comparator, its cache and its arithmetic."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from benchmarks.stale import simulated
+from benchmarks.stale.cases import (
+    CASES,
+    CONTENDERS,
+    COSTS,
+    FINAL_SEEDS,
+    TUNING_CASES,
+    TUNING_SEEDS,
+    JitteredWork,
+)
+from benchmarks.stale.learning import (
+    BATCH,
+    RECIPES,
+    Learner,
+    Training,
+    mlp_gradient,
+    mlp_weights,
+    synchronous,
+)
+from benchmarks.stale.simulated import ENDS, balanced_barrier, geometric, results_of, spread
+from lightning_hetero.stale.decide.coordinator import Coordinator
+from lightning_hetero.stale.decide.policy import by_name
+from lightning_hetero.stale.decide.simulate.simulator import Costs, simulate
+from lightning_hetero.stale.decide.simulate.speeds import SimulatedSpeeds
+
+pytest.importorskip("sklearn")
+
+
+def constant(*speeds: float) -> SimulatedSpeeds:
+    return SimulatedSpeeds([[(0.0, v)] for v in speeds], launch_work=1.0)
+
+
+def steady(*speeds: float) -> JitteredWork:
+    return JitteredWork(constant(*speeds), len(speeds), 0.0, 0)
+
+
+# ---- gradients -------------------------------------------------------------------------------------------
+
+
+def test_the_gradient_is_that_of_the_loss() -> None:
+    rng = np.random.default_rng(3)
+    weights: Any = mlp_weights(rng).astype(np.float64)
+    images: Any = rng.standard_normal((5, 64))
+    labels = rng.integers(0, 10, 5)
+    _, gradient = mlp_gradient(weights, images, labels)
+    for i in rng.integers(0, len(weights), 40):
+        step = np.zeros_like(weights)
+        step[i] = 1e-6
+        up, down = mlp_gradient(weights + step, images, labels)[0], mlp_gradient(weights - step, images, labels)[0]
+        assert gradient[i] == pytest.approx((up - down) / 2e-6, abs=1e-7)
+
+
+@pytest.mark.parametrize("name", ["MLP, momentum", "MLP, Adam"])
+@pytest.mark.parametrize("policy", ["bsp", "flexible"])
+def test_equal_workers_train_as_one_process(name: str, policy: str) -> None:
+    recipe = replace(RECIPES[name], epochs=1)
+    learner = Learner(recipe, 5)
+    training = Training([learner], 5)
+    coordinator = Coordinator(by_name(policy), workers=range(4))
+    work = constant(1.0, 1.0, 1.0, 1.0).work_s
+    trace = simulate(coordinator, work, workers=range(4), epochs=[ENDS], costs=COSTS, hooks=training)
+    assert trace.staleness == {0: ENDS[-1]}
+    assert not learner.running
+    assert learner.final_loss() == pytest.approx(synchronous(recipe, 5)["loss"], rel=1e-4)
+
+
+def test_a_stale_gradient_is_taken_at_old_parameters_and_compensated() -> None:
+    recipe = replace(RECIPES["MLP, momentum"], epochs=1)
+    rng = np.random.default_rng(0)
+    images, labels = rng.standard_normal((8, 64)).astype(np.float32), rng.integers(0, 10, 8)
+    plain, compensated = Learner(recipe, 0), Learner(recipe, 0, compensation=0.5)
+    for learner in (plain, compensated):
+        learner.take(1)
+        learner.take(2)
+        learner.give(1, images, labels, 1.0)
+        learner.step(8, 1.0, True)
+        learner.give(2, images, labels, 0.25)
+    old = mlp_weights(np.random.default_rng([7, 0]))
+    gradient = plain.gradient(old, images, labels)[1]
+    assert plain.pool == pytest.approx(2.0 * gradient, rel=1e-5, abs=1e-7)
+    moved = plain.weights - old
+    assert compensated.pool == pytest.approx(2.0 * (gradient + 0.5 * gradient**2 * moved), rel=1e-5, abs=1e-7)
+
+
+# ---- the balanced engine's barrier -----------------------------------------------------------------------
+
+
+def test_the_balanced_barrier_on_equal_workers_in_closed_form() -> None:
+    trace = balanced_barrier(steady(1.0, 1.0, 1.0, 1.0), 4, [64] * 10, Costs(pull_s=0.5, push_s=0.25))
+    assert trace.makespan_s == pytest.approx(10 * 17.75)
+    assert trace.waiting() == 0.0
+
+
+def test_the_balanced_barrier_comes_near_the_ideal_time() -> None:
+    trace = balanced_barrier(steady(1.0, 1.0, 0.5, 0.25), 4, [64] * 200, Costs())
+    ideal_s = constant(1.0, 1.0, 0.5, 0.25).ideal_s([64])
+    last_s = trace.updates_s[-1] - trace.updates_s[-2]
+    assert trace.updates_s[0] == 68.0  # equal shares first
+    assert ideal_s <= last_s <= 1.1 * ideal_s
+    assert sum(w.samples for w in trace.workers.values()) == 64 * 200
+
+
+def test_a_worker_may_get_nothing_only_if_allowed() -> None:
+    speeds = (1.0, 1.0, 1.0, 1 / 64)
+    least = [
+        balanced_barrier(steady(*speeds), 4, [64] * 50, Costs(), min_samples=n).workers[3].chunks for n in (0, 1)
+    ]
+    assert least[0] < 10
+    assert least[1] == 50
+
+
+# ---- cache and table -------------------------------------------------------------------------------------
+
+
+def test_results_are_kept_and_a_torn_line_is_computed_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "cache" / "results.jsonl"
+    asked: list[Any] = []
+    monkeypatch.setattr(simulated, "run_one", lambda job: asked.append(job) or {"seed": job[2]})
+    jobs = [(CASES[0], CONTENDERS[0], seed, ("MLP, Adam",), 2) for seed in (0, 1)]
+    first = results_of(jobs, 1, lambda _: None, path)
+    assert sorted(r["seed"] for r in first.values()) == [0, 1]
+    assert results_of(jobs, 1, lambda _: None, path) == first
+    assert len(asked) == 2
+    lines = path.read_text().rstrip("\n")
+    path.write_text(lines[:-5])  # stopped while the last line was written
+    assert results_of(jobs, 1, lambda _: None, path) == first
+    assert len(asked) == 3
+    assert results_of(jobs, 1, lambda _: None, path) == first
+    assert len(asked) == 3
+    more = [(CASES[0], CONTENDERS[0], 0, ("MLP, momentum",), 2)]
+    results_of(more, 1, lambda _: None, path)
+    assert len(asked) == 4  # other recipes are other runs
+    assert all(json.loads(line)["result"] for line in path.read_text().splitlines()[-1:])
+
+
+def test_means_of_ratios() -> None:
+    mean, error = geometric([0.5, 2.0])
+    assert mean == pytest.approx(1.0)
+    assert error == pytest.approx(math.log(2.0))  # deviation sqrt(2) ln 2 over sqrt(2) runs
+    assert geometric([1.5]) == (pytest.approx(1.5), 0.0)
+    assert spread([1.0, 2.0, 3.0, 4.0, 5.0]) == 1.5
+    assert spread([7.0]) == 0.0
+
+
+def test_a_case_builds_the_same_speeds_again_and_others_for_other_seeds() -> None:
+    spells = next(case for case in CASES if case.name == "spells")
+    one, again, other = spells.build(1), spells.build(1), spells.build(2)
+    assert [one.done(r, 9.0) for r in range(4)] == [again.done(r, 9.0) for r in range(4)]
+    assert [one.done(r, 9.0) for r in range(4)] != [other.done(r, 9.0) for r in range(4)]
+    assert one.ideal_s([BATCH] * 660) > CASES[0].build(1).ideal_s([BATCH] * 660)
+
+
+def test_contenders_have_names_of_their_own_and_one_case_is_held_out() -> None:
+    assert len({c.name for c in CONTENDERS}) == len(CONTENDERS)
+    assert len({c.name for c in CASES}) == len(CASES)
+    assert [c.name for c in CASES if c.held_out] == ["spells on 1:1:1/2:1/4"]
+    assert len(TUNING_CASES) == 3
+    assert not any(c.held_out for c in TUNING_CASES)
+    assert not set(TUNING_SEEDS) & set(FINAL_SEEDS)

@@ -1,0 +1,113 @@
+"""Parts of global batches: W ranks simulated in one process, against torch's own samplers."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import assume, example, given
+from hypothesis import strategies as st
+from torch.utils.data import DistributedSampler
+
+from lightning_hetero.data import GlobalBatchSampler, ShuffledOrder
+from lightning_hetero.data.batches import micro_batch_size
+from tests.pure.predictors.simulated import any_split, cut, epoch_of, simulate, together
+
+sizes = st.integers(1, 60)
+worlds = st.integers(1, 5)
+seeds = st.integers(0, 2**31)
+
+
+# ---- the content of a global batch -------------------------------------------------------------------------
+
+
+@given(sizes, st.integers(1, 20), worlds, st.integers(0, 3), seeds, st.booleans(), st.booleans(), seeds, seeds)
+def test_global_batches_are_torchs_order_whatever_the_shares(
+    n: int, size: int, world: int, epoch: int, seed: int, shuffle: bool, drop_last: bool, one: int, other: int
+) -> None:
+    torchs = DistributedSampler(range(n), num_replicas=1, rank=0, seed=seed, shuffle=shuffle)  # type: ignore[arg-type]
+    torchs.set_epoch(epoch)
+    expected = cut(list(torchs), size, drop_last)
+    order = ShuffledOrder(n, seed=seed, shuffle=shuffle, global_batch_size=size, drop_last=drop_last)
+    for split_seed in (one, other):
+        ranks = simulate(order, any_split(world, split_seed), world, epoch)
+        assert together(ranks) == expected
+        assert [p.step for p, _ in ranks[0]] == list(range(len(expected)))
+    assert len(GlobalBatchSampler(order, split=any_split(world, one), rank=0)) == len(expected)
+
+
+@given(sizes, st.integers(1, 6), worlds, st.integers(0, 3), st.booleans(), st.booleans(), seeds)
+def test_same_sets_as_stock_ddp_without_its_padding(
+    n: int, per_rank: int, world: int, epoch: int, shuffle: bool, drop_last: bool, seed: int
+) -> None:
+    assume(n >= world)  # with fewer samples than ranks stock DDP repeats some many times
+    stock: list[list[list[int]]] = []
+    for rank in range(world):
+        sampler = DistributedSampler(range(n), num_replicas=world, rank=rank, shuffle=shuffle)  # type: ignore
+        sampler.set_epoch(epoch)
+        stock.append(cut(list(sampler), per_rank, drop_last))
+    theirs = [set().union(*map(set, step)) for step in zip(*stock, strict=True)]
+    order = ShuffledOrder(n, seed=0, shuffle=shuffle, global_batch_size=per_rank * world, drop_last=drop_last)
+    ours = [set(b) for b in together(simulate(order, any_split(world, seed), world, epoch))]
+    if n % world == 0:
+        assert ours == theirs
+    else:  # stock fills up with the epoch's first samples, which may complete a batch that we drop
+        assert ours[:-1] == theirs[: len(ours[:-1])]
+        assert all(a <= b for a, b in zip(ours, theirs, strict=False))
+        assert 0 <= len(theirs) - len(ours) <= (1 if drop_last else 0)
+
+
+@given(st.integers(1, 80), st.integers(1, 16), worlds, st.integers(1, 4), st.integers(1, 3), st.integers(1, 3), seeds)
+@example(n=29, size=8, world=2, micro=2, quantum=1, least=2, seed=0)  # 5 = 4 + 1, made 3 + 2
+def test_every_sample_counts_the_same_with_micro_batches(
+    n: int, size: int, world: int, micro: int, quantum: int, least: int, seed: int
+) -> None:
+    try:
+        full = micro_batch_size(size, micro, quantum)
+    except ValueError:
+        assume(False)
+    order = ShuffledOrder(n, seed=0, shuffle=True, global_batch_size=size, drop_last=False)
+    ranks = simulate(order, any_split(world, seed), world, micro_batches=micro, quantum=quantum, least=least)
+    pieces = together(ranks)
+    sized = GlobalBatchSampler(order, split=any_split(world, 0), rank=0, micro_batches=micro, quantum=quantum)
+    assert len(pieces) == len(sized)
+    assert all(0 < len(piece) <= full for piece in pieces)
+    if micro > 1 and full >= least + quantum * -(-least // quantum):  # room to move samples to a micro-batch of few
+        assert all(len(piece) >= least for piece in pieces[:-1])
+        assert len(pieces[-1]) >= least or (len(pieces) - 1) % micro == 0
+    value = np.random.default_rng(seed).normal(size=n)
+    for t, batch in enumerate(cut(order.indices(0), size)):
+        mine = range(t * micro, min((t + 1) * micro, len(pieces)))  # the accumulation window, shorter at the end only
+        assert [i for k in mine for i in pieces[k]] == batch
+        # what Lightning's accumulation and DDP's mean over ranks make of the weighted local means
+        local = [
+            part.weight * value[indices].mean() if indices else 0.0
+            for rank in ranks
+            for part, indices in [rank[k] for k in mine]
+        ]
+        assert sum(local) / world / micro == pytest.approx(value[batch].mean(), abs=1e-12)
+
+
+@pytest.mark.parametrize(("size", "micro", "quantum"), [(9, 4, 1), (10, 0, 1), (10, 3, 8), (4, 5, 1)])
+def test_micro_batches_that_cannot_be(size: int, micro: int, quantum: int) -> None:
+    with pytest.raises(ValueError, match=f"not micro_batches={micro}"):
+        micro_batch_size(size, micro, quantum)
+
+
+@given(sizes, st.integers(1, 12), worlds, st.integers(0, 200), seeds)
+def test_iteration_starts_where_the_run_stands(n: int, size: int, world: int, position: int, seed: int) -> None:
+    order = ShuffledOrder(n, seed=1, shuffle=True, global_batch_size=size, drop_last=False)
+    sampler = GlobalBatchSampler(order, split=any_split(world, seed), rank=world - 1)
+    steps = epoch_of(sampler, 2, position)
+    whole = cut(order.indices(2), size)[position % len(order) :]  # a shorter loader is cycled by CombinedLoader
+    assert [p.step for p, _ in steps] == list(range(position, position + len(whole)))
+    for part, mine in steps:
+        batch = whole[part.step - position]
+        assert mine == batch[len(batch) - part.samples :]  # the last rank has the last part
+
+
+def test_an_iteration_begins_anew_unless_told_where() -> None:
+    order = ShuffledOrder(10, seed=1, shuffle=False, global_batch_size=4, drop_last=False)
+    sampler = GlobalBatchSampler(order, split=lambda *_: (4,), rank=0)
+    sampler.begin(1)
+    assert [b[0] for b in sampler] == [4, 8]
+    assert [b[0] for b in sampler] == [0, 4, 8]

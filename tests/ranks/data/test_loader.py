@@ -1,0 +1,229 @@
+"""Which samples are trained on, by real Trainers: the global batches, samplers, refusals."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch.strategies import DDPStrategy
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
+
+from tests.ranks.data.indexed import (
+    EXACT,
+    Fit,
+    Noting,
+    Other,
+    by_name,
+    cut,
+    ddp_order,
+    fit,
+    indexed,
+    refusal,
+    together,
+)
+from tests.ranks.data.kit import Backwards, Mirrored, Pairs, of_ranks, per_epoch, replicas, weighted
+from tests.ranks.harness import run_ranks
+from tests.ranks.kit import single, weights
+
+# ---- the content of the global batches ---------------------------------------------------------------------
+
+SAMPLES, BATCH, EPOCHS = 50, 3, 3  # on 4 ranks: 4 global batches of 12 and a tail of 2
+
+
+def everyday(rank: int, world: int) -> dict[str, Fit]:
+    def loader(**kwargs: Any) -> DataLoader:
+        return DataLoader(indexed(SAMPLES), batch_size=BATCH, **kwargs)
+
+    lazy = {"min_samples": 0}  # ranks may get nothing
+    return {
+        "scripted": fit(rank, world, loader(shuffle=True), strategy=lazy),
+        "other": fit(rank, world, loader(shuffle=True), strategy={**lazy, "policy": Other()}),
+        "equal": fit(rank, world, loader(), strategy={"rebalance": False}),
+        "unshuffled": fit(rank, world, loader(), strategy=lazy),
+        "drop_last": fit(rank, world, loader(shuffle=True, drop_last=True), strategy=lazy),
+        "stock": fit(rank, world, loader(shuffle=True), strategy=DDPStrategy(process_group_backend="gloo")),
+        "stock_unshuffled": fit(rank, world, loader(), strategy=DDPStrategy(process_group_backend="gloo")),
+        "stock_drop_last": fit(
+            rank, world, loader(drop_last=True), strategy=DDPStrategy(process_group_backend="gloo")
+        ),
+    }
+
+
+@cache
+def everyday_runs() -> dict[str, list[Fit]]:
+    return by_name(run_ranks(4, everyday))
+
+
+@pytest.mark.parametrize("name", ["scripted", "other", "equal", "unshuffled"])
+def test_global_batches_do_not_depend_on_the_shares(name: str) -> None:
+    batches = together(everyday_runs()[name])
+    assert batches == ddp_order(SAMPLES, BATCH * 4)
+    for epoch in range(EPOCHS):  # every sample once
+        assert sorted(i for b in batches[5 * epoch : 5 * epoch + 5] for i in b) == list(range(SAMPLES))
+
+
+def test_drop_last_leaves_out_the_tail() -> None:
+    assert together(everyday_runs()["drop_last"]) == ddp_order(SAMPLES, BATCH * 4, drop_last=True)
+
+
+def test_the_runs_differ_in_shares_and_ranks_go_without() -> None:
+    shares = {name: [tuple(map(len, s)) for s in zip(*(r.seen for r in ranks), strict=True)]
+              for name, ranks in everyday_runs().items()}
+    assert len(set(shares["scripted"])) > 5
+    assert sum(a != b for a, b in zip(shares["scripted"], shares["other"], strict=True)) > 5
+    assert any(0 in s for s in shares["scripted"] if sum(s) == BATCH * 4)
+    assert [sum(s) for s in shares["scripted"]] == ([12] * 4 + [2]) * EPOCHS
+    assert set(shares["equal"]) == {(3, 3, 3, 3), (1, 1, 0, 0)}
+
+
+@pytest.mark.parametrize("suffix", ["", "_unshuffled"])
+def test_stock_ddp_trains_on_the_same_sets(suffix: str) -> None:
+    """Both shuffle whatever the loader says; stock pads the tail of 2 with the epoch's first samples."""
+    ours = together(everyday_runs()["unshuffled" if suffix else "scripted"])
+    theirs = together(everyday_runs()["stock" + suffix])
+    assert len(ours) == len(theirs)
+    for t, (mine, stock) in enumerate(zip(ours, theirs, strict=True)):
+        padding = ours[t - 4][:2] if t % 5 == 4 else []
+        assert sorted(stock) == sorted(mine + padding)
+
+
+def test_stock_ddp_drops_the_same_last_batch() -> None:
+    ours, theirs = together(everyday_runs()["drop_last"]), together(everyday_runs()["stock_drop_last"])
+    assert [set(b) for b in ours] == [set(b) for b in theirs]
+
+
+@pytest.mark.parametrize("name", ["scripted", "other", "unshuffled"])
+def test_weights_are_the_single_processes(name: str) -> None:
+    oracle = single_run()
+    for run in everyday_runs()[name]:
+        assert run.weights.distance(oracle) < EXACT
+        assert run.updates == 5 * EPOCHS
+
+
+@cache
+def single_run() -> Any:
+    module = Noting()
+    single(module, indexed(SAMPLES), BATCH * 4, max_epochs=EPOCHS)
+    return weights(module)
+
+
+# ---- samplers ----------------------------------------------------------------------------------------------
+
+
+def samplers(rank: int, world: int) -> dict[str, Fit]:
+    def run(trainer: dict[str, Any] | None = None, n: int = 30, strategy: Any = None, **kwargs: Any) -> Fit:
+        torch.manual_seed(100 + rank)  # ranks' own random streams differ
+        if "batch_sampler" not in kwargs:
+            kwargs.setdefault("batch_size", 4)
+        return fit(rank, world, DataLoader(indexed(n), **kwargs), strategy=strategy, **(trainer or {}))
+
+    nested = replicas(Mirrored, rank)
+    own: dict[str, Any] = {"use_distributed_sampler": False}
+    pool = {"batch_sampler": "pool"}
+    return {
+        "user": run(sampler=Backwards(20)),
+        "weighted": run(sampler=weighted()),
+        "weighted_generator": run(sampler=weighted(seed=rank)),
+        "distributed": run(sampler=replicas(DistributedSampler, rank)),
+        "distributed_drop": run(sampler=replicas(DistributedSampler, rank, n=29, drop_last=True)),
+        "distributed_short": run(sampler=replicas(DistributedSampler, rank, n=21)),
+        "subclass": run(sampler=replicas(Mirrored, rank)),
+        "subclass_in_batches": run(batch_sampler=BatchSampler(nested, 4, False)),
+        "batches_as_sampler": run(sampler=BatchSampler(replicas(DistributedSampler, rank), 4, False), batch_size=None),
+        "pooled": run(batch_sampler=Pairs(), strategy=pool),
+        "own_halves": run(own, sampler=list(range(15 * rank, 15 * rank + 15))),
+        "own_batches": run(own, batch_sampler=Pairs(first=14 * rank), strategy=pool),
+    }
+
+
+@cache
+def sampler_runs() -> dict[str, list[Fit]]:
+    return by_name(run_ranks(2, samplers))
+
+
+def test_a_users_sampler_is_kept() -> None:
+    assert together(sampler_runs()["user"]) == per_epoch(Backwards(20), 8)
+
+
+def test_weighted_sampling_is_the_same_on_all_ranks() -> None:
+    batches = together(sampler_runs()["weighted_generator"])
+    assert batches == per_epoch(weighted(seed=0), 8)  # rank 0's generator
+    expected: list[list[int]] = []
+    for epoch in range(3):
+        torch.manual_seed(epoch)  # the global seed, none here, plus the epoch
+        expected += cut(list(weighted()), 8)
+    assert together(sampler_runs()["weighted"]) == expected
+
+
+def test_a_users_distributed_sampler_is_obeyed() -> None:
+    runs = sampler_runs()
+    assert together(runs["distributed"]) == ddp_order(30, 8, seed=5)
+    assert together(runs["batches_as_sampler"]) == ddp_order(30, 8, seed=5)
+    assert together(runs["distributed_short"]) == ddp_order(21, 8, seed=5)  # its own dataset counts
+    dropping = [replicas(DistributedSampler, r, n=29, drop_last=True) for r in range(2)]
+    assert [sorted(b) for b in together(runs["distributed_drop"])] == of_ranks(*dropping)
+
+
+@pytest.mark.parametrize("name", ["subclass", "subclass_in_batches"])
+def test_a_subclass_of_distributed_sampler_is_pooled(name: str) -> None:
+    expected = of_ranks(replicas(Mirrored, 0), replicas(Mirrored, 1))
+    assert [sorted(b) for b in together(sampler_runs()[name])] == expected
+    assert len({tuple(b) for b in expected}) == len(expected)  # the epochs differ, so `set_epoch` arrived
+
+
+def test_batch_samplers_are_pooled_on_request() -> None:
+    expected = []
+    for epoch in range(3):
+        pairs = Pairs()
+        pairs.set_epoch(epoch)
+        batches = list(pairs)
+        expected += [[i for b in batches[k : k + 2] for i in b] for k in range(0, 7, 2)]
+    assert together(sampler_runs()["pooled"]) == expected
+
+
+def test_without_distributed_sampler_the_ranks_batches_are_pooled() -> None:
+    runs = sampler_runs()
+    assert [sorted(b) for b in together(runs["own_halves"])] == of_ranks(list(range(15)), list(range(15, 30)))
+    assert [sorted(b) for b in together(runs["own_batches"])] == of_ranks(Pairs(), Pairs(first=14), size=None)
+    for name in ("own_halves", "own_batches"):  # samples do cross over to the other rank
+        assert any(i < 14 for b in runs[name][1].seen for i in b)
+
+
+# ---- refusals ----------------------------------------------------------------------------------------------
+
+
+def refusals(rank: int, world: int) -> dict[str, str]:
+    def no(strategy: Any = None, trainer: dict[str, Any] | None = None, n: int = 30, **kwargs: Any) -> str:
+        return refusal(rank, world, DataLoader(indexed(n), **kwargs), strategy=strategy, **(trainer or {}))
+
+    return {
+        "samples": no(n=30 + 10 * rank, batch_size=4),
+        "batch_size": no(batch_size=4 + rank),
+        "drop_last": no(batch_size=4, drop_last=rank == 1),
+        "kind": no(batch_size=4, sampler=Backwards(9) if rank else None),
+        "pool and size": no({"batch_sampler": "pool", "global_batch_size": 6}, batch_sampler=Pairs()),
+        "own and size": no({"global_batch_size": 6}, {"use_distributed_sampler": False}, batch_size=4),
+        "too small": no({"min_samples": 5}, batch_size=4),
+        "quantum": no({"quantum": 3}, batch_size=4),
+    }
+
+
+def test_refusals_say_what_and_why() -> None:
+    zero, one = run_ranks(2, refusals)
+    assert zero == one
+    expected = {
+        "samples": ("ValueError", "differ between ranks in samples: {0: 30, 1: 40}"),
+        "batch_size": ("ValueError", "differ between ranks in batch_size: {0: 4, 1: 5}"),
+        "drop_last": ("ValueError", "differ between ranks in drop_last: {0: False, 1: True}"),
+        "kind": ("ValueError", "differ between ranks in kind: {0: 'plain', 1: 'sampler'}"),
+        "pool and size": ("ValueError", "global_batch_size=6 cannot be combined with a batch sampler"),
+        "own and size": ("ValueError", "global_batch_size=6", "use_distributed_sampler=False"),
+        "too small": ("ValueError", "min_samples=5 asks for 10 samples on 2 ranks"),
+        "quantum": ("ValueError", "quantum=3"),
+    }
+    assert zero.keys() == expected.keys()
+    for name, parts in expected.items():
+        for part in parts:
+            assert part in zero[name], f"{name}: {zero[name]}"

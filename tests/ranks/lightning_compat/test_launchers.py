@@ -1,0 +1,328 @@
+"""Launchers that tolerate a death: who goes on, who ends, and what is said; and the private names they rest on."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import lightning
+import pytest
+import torch
+import torch.multiprocessing as mp
+from lightning.pytorch.strategies.launchers.multiprocessing import _MultiProcessingLauncher
+from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
+
+from lightning_hetero.cli.jobs import end_children
+from lightning_hetero.lightning_compat import launchers as launcher
+from lightning_hetero.lightning_compat.launchers import TolerantProcessLauncher, TolerantScriptLauncher
+from tests import warm
+
+ROOT = Path(__file__).resolve().parents[3]
+VERSIONS = (
+    f"lightning {lightning.__version__}, torch {torch.__version__} behave differently: adapt"
+    " lightning_hetero/lightning_compat/launchers.py"
+)
+
+
+@pytest.fixture(autouse=True)
+def soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launcher, "GRACE_S", 0.3)
+
+
+# ---- script launcher: children that Lightning would have started ----------------------------------------------
+
+
+class Killed(Exception):
+    """Instead of the SIGKILL for this process."""
+
+
+@pytest.fixture
+def own_death(monkeypatch: pytest.MonkeyPatch) -> None:
+    kill = os.kill
+
+    def kill_others(pid: int, number: int) -> None:
+        if pid == os.getpid():
+            raise Killed(signal.Signals(number).name)
+        kill(pid, number)
+
+    monkeypatch.setattr(os, "kill", kill_others)
+
+
+CHILD = """
+import os, sys, time
+wait = lambda: time.sleep(60)
+def until(name):
+    while not os.path.exists(name): time.sleep(.01)
+"""
+
+
+def watched(*codes: str, tolerates: Any) -> TolerantScriptLauncher:
+    """A launcher whose children run these lines of Python; `wait` there waits for long, `until` for a file."""
+    own = TolerantScriptLauncher(SimpleNamespace(), len(codes) + 1, 1, tolerates=tolerates)  # type: ignore[arg-type]
+    own.procs = [subprocess.Popen([sys.executable, "-S", "-c", CHILD + code]) for code in codes]
+    return own
+
+
+DIE, WAIT, FAIL, END = "os.kill(os.getpid(), 9)", "wait()", "sys.exit(3)", "until('asked')"
+
+
+def test_a_tolerated_death_is_a_warning_and_the_others_go_on(own_death: None, caplog: Any) -> None:
+    own = watched(END, DIE, END, tolerates=lambda: Path("asked").touch() is None)
+    own._watch_children()  # until all have ended
+    assert [p.returncode for p in own.procs] == [0, -9, 0] and own.tolerated == {2}
+    records = [(r.levelno, r.getMessage()) for r in caplog.records]
+    assert records == [(logging.WARNING, "local rank 2 was killed by SIGKILL; the others go on without it")]
+    trainer: Any = SimpleNamespace(strategy=SimpleNamespace(launcher=own))
+    end_children(trainer, failed=False)
+    assert own.procs == []
+
+
+def test_a_death_in_the_middle_is_seen_at_once(own_death: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[bool] = []
+    wait = launcher._wait_for_an_end
+
+    def tolerates() -> bool:
+        asked.append(True)
+        for proc in own.procs:
+            proc.kill()
+        return True
+
+    def waits(procs: Any, told: Any) -> None:
+        Path("waits").touch()
+        wait(procs, told)
+
+    monkeypatch.setattr(launcher, "_wait_for_an_end", waits)
+    own = watched("until('waits'); " + DIE, WAIT, tolerates=tolerates)
+    own._watch_children()
+    assert len(asked) == 2 and own.tolerated == {1, 2}
+
+
+@pytest.mark.parametrize(
+    ("codes", "tolerates", "message"),
+    [
+        ([DIE, WAIT], lambda: False, "local rank 1 ended with code -9"),
+        ([DIE, WAIT], lambda: 1 / 0, "local rank 1 ended with code -9"),
+        ([WAIT, FAIL], lambda: True, "local rank 2 ended with code 3"),
+    ],
+    ids=["death", "nobody to ask", "exit code"],
+)
+def test_what_is_not_tolerated_ends_everybody(
+    codes: list[str], tolerates: Any, message: str, own_death: None, caplog: Any
+) -> None:
+    own = watched(*codes, tolerates=tolerates)
+    with pytest.raises(Killed, match="SIGKILL"):
+        own._watch_children()
+    assert all(p.wait(20) for p in own.procs) and own.tolerated == set()
+    assert [r.getMessage() for r in caplog.records] == [f"{message}; everybody ends"]
+
+
+def test_a_failed_rank_leaves_the_others_time_for_their_last_words(
+    own_death: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(launcher, "GRACE_S", 3.0)
+    monkeypatch.setattr(launcher._LOG, "error", lambda *_: Path("seen").touch())  # that one has failed
+    own = watched(FAIL, "until('seen'); sys.exit(4)", tolerates=lambda: True)
+    with pytest.raises(Killed):  # this process has not used its time
+        own._watch_children()
+    assert [p.returncode for p in own.procs] == [3, 4]
+
+
+def test_the_watch_ends_when_somebody_else_takes_the_children_over(own_death: None) -> None:
+    own = watched(FAIL, WAIT, tolerates=lambda: True)
+    children = list(own.procs)
+    children[0].wait()
+    trainer: Any = SimpleNamespace(strategy=SimpleNamespace(launcher=own))
+    with pytest.raises(RuntimeError, match="local rank 1 ended with code 3; local rank 2 had not finished"):
+        end_children(trainer, failed=False, timeout_s=0.1)
+    own._watch_children()
+    assert [c.returncode for c in children] == [3, -9]
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_the_watch_ends_with_what_was_launched(fails: bool, own_death: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    own = watched(WAIT, tolerates=lambda: True)
+    external = SimpleNamespace(validate_settings=lambda **_: None, creates_processes_externally=True)
+    own.cluster_environment = external  # type: ignore[assignment]
+    monkeypatch.setattr(launcher, "_set_num_threads_if_needed", lambda **_: None)
+    before = threading.enumerate()
+
+    def work() -> list[str]:
+        inside = [thread.name for thread in threading.enumerate() if thread not in before]
+        return inside if not fails else [1 / 0]  # type: ignore[list-item]
+
+    for _ in range(2):  # children outlive a run: the next one watches them again
+        if fails:
+            with pytest.raises(ZeroDivisionError):
+                own.launch(work)
+        else:
+            assert own.launch(work) == ["child-watch"]
+        assert threading.enumerate() == before
+    for child in own.procs:
+        child.kill()
+        child.wait()
+
+
+PARENT_DIES = """
+import os, signal, sys, time
+from lightning_hetero.lightning_compat import launchers as launcher
+from lightning_hetero.lightning_compat.launchers import _PARENT, _ending_with_parent, _environment_variable
+launcher.GRACE_S = 0.5
+with _environment_variable(_PARENT, str(os.getpid())):
+    os.environ["LOCAL_RANK"] = "1"
+    if os.fork() == 0:
+        with _ending_with_parent():
+            open("inside", "w").close()
+            time.sleep(60)
+    os.environ["LOCAL_RANK"] = "2"
+    if os.fork() == 0:
+        with _ending_with_parent():
+            open("inside too", "w").close()
+            while os.getppid() != 1 and not os.path.exists("dead"): time.sleep(.01)
+        time.sleep(1)  # finished in time; what comes after is its own business
+        open("finished", "w").close()
+        os._exit(0)
+assert _PARENT not in os.environ
+while not (os.path.exists("inside") and os.path.exists("inside too")): time.sleep(.01)
+open("dead", "w").close()
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_children_end_with_their_launcher_unless_they_have_finished(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(PARENT_DIES)
+    environ = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    done = warm.run(["script.py"], tmp_path, environ, 60.0)  # to the end of the last that holds its output
+    assert done.returncode == -signal.SIGKILL
+    assert done.stderr == "local rank 0 is gone; local rank 1 ends, too\n"
+    assert (tmp_path / "finished").exists()
+
+
+# ---- process launcher -----------------------------------------------------------------------------------------
+
+
+def rank_of() -> int:
+    return int(os.environ["LOCAL_RANK"])
+
+
+def play(codes: list[str]) -> str:
+    """What a rank does: wait for its turn, then die, fail, or return."""
+    do, turn_s = codes[rank_of()].split()
+    time.sleep(float(turn_s))
+    if do == "die":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if do == "fail":
+        raise ValueError(f"the cause on rank {rank_of()}")
+    if do == "exit":
+        os._exit(5)
+    return f"from rank {rank_of()}"
+
+
+def processes(codes: list[str], tolerates: Any) -> TolerantProcessLauncher:
+    strategy: Any = SimpleNamespace(
+        num_processes=len(codes), cluster_environment=SimpleNamespace(main_port=1), accelerator=None
+    )
+    return TolerantProcessLauncher(strategy, "fork", tolerates=tolerates)
+
+
+@pytest.fixture
+def quiet_forks(monkeypatch: pytest.MonkeyPatch) -> None:
+    import warnings
+
+    warnings.filterwarnings("ignore", r".*use of fork\(\) may lead to deadlocks", DeprecationWarning)  # Python 3.12
+
+
+def in_rank_zero() -> bool:
+    while "LOCAL_RANK" not in os.environ:  # asked while this process begins: another one may have died at once
+        time.sleep(0.001)
+    return rank_of() == 0
+
+
+@pytest.mark.parametrize("codes", [["end 1.5", "die 0", "end .6"], ["end 1.5", "die .3", "die 0"]], ids=["one", "two"])
+def test_processes_go_on_without_one(codes: list[str], quiet_forks: None, caplog: Any) -> None:
+    own = processes(codes, in_rank_zero)
+    assert own.launch(play, codes) == "from rank 0"
+    dead = {rank for rank, code in enumerate(codes) if code.startswith("die")}
+    assert own.tolerated == dead and all(not p.is_alive() for p in own.procs)
+    assert {r.getMessage().split(";")[0] for r in caplog.records} == {
+        f"local rank {rank} was killed by SIGKILL" for rank in dead
+    }
+
+
+@pytest.mark.parametrize(
+    ("codes", "tolerates", "error", "message"),
+    [
+        (["end 60", "die 0", "end 60"], False, mp.ProcessExitedException, "process 1 terminated with signal SIGKILL"),
+        (["die 0", "end 60", "end 60"], True, mp.ProcessExitedException, "process 0 terminated with signal SIGKILL"),
+        (["end 60", "end 60", "fail 0"], True, mp.ProcessRaisedException, "ValueError: the cause on rank 2"),
+        (["fail .2", "fail 0", "end 60"], True, mp.ProcessRaisedException, "ValueError: the cause on rank 1"),
+        (["end 60", "exit 0"], True, mp.ProcessExitedException, "process 1 terminated with exit code 5"),
+        (["end .1", "die .5"], True, mp.ProcessExitedException, "process 1 terminated with signal SIGKILL"),
+        (["die .2", "die 0", "end 60"], False, mp.ProcessExitedException, "process 1 terminated with signal SIGKILL"),
+    ],
+    ids=["not tolerated", "rank 0", "exception", "the first exception", "exit code", "after rank 0", "the first death"],
+)
+def test_processes_end_together_with_the_cause(
+    codes: list[str], tolerates: bool, error: type[Exception], message: str, quiet_forks: None
+) -> None:
+    own = processes(codes, lambda: tolerates)
+    with pytest.raises(error, match=message):
+        own.launch(play, codes)
+    assert all(not p.is_alive() for p in own.procs) and own.tolerated == set()
+
+
+def test_a_rank_zero_that_cannot_say_tolerates_nothing(quiet_forks: None, monkeypatch: Any) -> None:
+    monkeypatch.setattr(launcher, "_ANSWER_S", 0.2)
+    codes = ["end 60", "die .1"]
+    for tolerates in (lambda: 1 / 0, lambda: time.sleep(60)):
+        with pytest.raises(mp.ProcessExitedException, match="process 1 terminated"):
+            processes(codes, tolerates).launch(play, codes)
+
+
+# ---- private names --------------------------------------------------------------------------------------------
+
+
+def parameters(function: Any) -> list[str]:
+    return list(inspect.signature(function).parameters)
+
+
+def test_the_private_names_of_lightning() -> None:
+    script, process = _SubprocessScriptLauncher, _MultiProcessingLauncher
+    assert parameters(script.__init__) == ["self", "cluster_environment", "num_processes", "num_nodes"], VERSIONS
+    assert parameters(script.launch) == parameters(TolerantScriptLauncher.launch), VERSIONS
+    assert parameters(script._call_children_scripts) == ["self"], VERSIONS
+    assert "procs" in inspect.getsource(script._call_children_scripts), VERSIONS
+    assert parameters(process.__init__) == ["self", "strategy", "start_method"], VERSIONS
+    assert parameters(process.launch) == parameters(TolerantProcessLauncher.launch), VERSIONS
+    wrapped = ["self", "process_idx", "trainer", "function", "args", "kwargs", "return_queue", "global_states"]
+    assert parameters(process._wrapping_function) == wrapped, VERSIONS
+    assert parameters(process._recover_results_in_main_process) == ["self", "worker_output", "trainer"], VERSIONS
+    assert parameters(launcher._set_num_threads_if_needed) == ["num_processes"], VERSIONS
+    assert parameters(launcher._check_bad_cuda_fork) == [] == parameters(launcher._check_missing_main_guard), VERSIONS
+    state = launcher._GlobalStateSnapshot.capture()
+    state.restore()
+
+
+def test_what_lightnings_launch_does_before_the_join() -> None:
+    """Ours repeats it; a change there must be looked at."""
+    source = inspect.getsource(_MultiProcessingLauncher.launch)
+    for line in (
+        "_check_bad_cuda_fork()",
+        "_check_missing_main_guard()",
+        'os.environ["MASTER_PORT"] = str(self._strategy.cluster_environment.main_port)',
+        "process_args = [trainer, function, args, kwargs, return_queue, global_states]",
+        "self._recover_results_in_main_process(worker_output, trainer)",
+        "return worker_output.trainer_results",
+    ):
+        assert line in source, VERSIONS
+    context = mp.start_processes(abs, nprocs=1, join=False, start_method="fork")
+    assert context is not None and list(context.sentinels.values()) == [0] and len(context.processes) == 1, VERSIONS
+    assert context.join(), VERSIONS

@@ -1,0 +1,205 @@
+"""Pins what `lightning_compat.results` reads and replaces: values logged, metrics updated."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from typing import Any
+
+import pytest
+import torch
+import torchmetrics
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+from torchmetrics import CatMetric, MaxMetric, MetricCollection, SumMetric
+from torchmetrics.classification import BinaryPrecision, BinaryRecall
+
+from lightning_hetero import lightning_compat as compat
+from tests.ranks.harness import run_ranks
+from tests.ranks.kit import Toy, quiet_trainer, rank_trainer, regression
+from tests.ranks.lightning_compat.kit import BATCH, SAMPLES, VERSIONS, Ask, Validated, fit, train
+
+
+def test_log_interval() -> None:
+    assert compat.log_interval(quiet_trainer(devices=1, log_every_n_steps=7)) == 7, VERSIONS
+
+
+def test_batch_results_open() -> None:
+    hooks = {
+        "on_train_epoch_start": False,
+        "on_train_batch_start": True,
+        "on_before_backward": True,
+        "on_train_batch_end": True,
+        "on_train_epoch_end": False,
+        "on_validation_batch_end": False,
+        "on_validation_epoch_end": False,
+    }
+    ask = Ask(compat.batch_results_open, *hooks)
+    trainer = fit(ask, val_check_interval=2)
+    assert {hook: set(found) for hook, found in ask.answers.items()} == {h: {v} for h, v in hooks.items()}, VERSIONS
+    assert not compat.batch_results_open(trainer)
+
+
+class Logged(Validated):
+    """Logs under the guard in the batches where ``dummies`` says so."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.outside: list[bool] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        dummy = batch_idx % 2 == 1
+        value = torch.tensor(math.nan if dummy else float(batch_idx))
+        wild = torch.tensor(1e6 if dummy else float(batch_idx))
+        if dummy:
+            with compat.dummy_batch_unlogged(self.trainer):
+                self._log_all(value, wild)
+            self.outside.append("update_metrics" in vars(self.trainer._results))
+        else:
+            self._log_all(value, wild)
+        return self.loss(batch)
+
+    def _log_all(self, value: Tensor, wild: Tensor) -> None:
+        where: dict[str, Any] = {"on_step": False, "on_epoch": True}
+        self.log("mean", value, **where)
+        self.log("sized", value, batch_size=3, **where)
+        self.log("sum", wild, reduce_fx="sum", **where)
+        self.log("max", wild, reduce_fx="max", **where)
+        self.log("min", -wild, reduce_fx="min", **where)
+        self.log("count", 5, reduce_fx="sum", **where)
+
+
+def test_dummy_batch_unlogged() -> None:
+    """Batches 0 and 2 count, 1 and 3 do not."""
+    module = Logged()
+    trainer = fit(module=module, limit_val_batches=0, max_epochs=1)
+    found = {k: float(v) for k, v in trainer.callback_metrics.items()}
+    assert found == {"mean": 1.0, "sized": 1.0, "sum": 2.0, "max": 2.0, "min": -2.0, "count": 10.0}, VERSIONS
+    assert module.outside == [False, False]
+
+
+def test_dummy_batch_unlogged_outside_of_a_run() -> None:
+    with compat.dummy_batch_unlogged(quiet_trainer(devices=1)):
+        pass
+
+
+def test_what_dummy_batch_unlogged_replaces() -> None:
+    ask = Ask(lambda t: t._results, "on_train_batch_start")
+    fit(ask, limit_val_batches=0, max_epochs=1)
+    results = ask.answers["on_train_batch_start"][0]
+    parameters = list(inspect.signature(type(results).update_metrics).parameters)
+    assert parameters == ["self", "key", "value", "batch_size"], VERSIONS
+
+
+class Metrics(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.total, self.cat, self.most = SumMetric(), CatMetric(), MaxMetric()
+        self.scores = MetricCollection([BinaryPrecision(), BinaryRecall()])  # one compute group, shared states
+
+    def update(self, *values: float) -> None:
+        x = torch.tensor(values)
+        for metric in (self.total, self.cat, self.most):
+            metric(x)
+        self.scores((x > 1.5).float(), torch.ones_like(x, dtype=torch.int))
+
+    def results(self) -> list[float]:
+        scores = self.scores.compute()
+        return [float(self.total.compute()), float(self.cat.compute().sum()), float(self.most.compute()), *(
+            float(scores[name]) for name in ("BinaryPrecision", "BinaryRecall")
+        )]
+
+
+@pytest.mark.parametrize("updates", [[(1.0,), (2.0, 3.0)], [(4.0,)]], ids=["known groups", "one update"])
+@pytest.mark.parametrize("dummies_at", [(1,), (0, 1), (1, 1, 2)])
+def test_metrics_frozen(updates: list[tuple[float, ...]], dummies_at: tuple[int, ...]) -> None:
+    """Updates inside leave no trace, wherever they come: also first, when a collection forms its groups."""
+    plain, guarded = Metrics(), Metrics()
+    for i in range(len(updates) + 1):
+        for _ in range(dummies_at.count(i)):
+            before = [m._update_count for m in guarded.modules() if isinstance(m, torchmetrics.Metric)]
+            with compat.metrics_frozen(guarded):
+                guarded.update(100.0, -100.0)
+            after = [m._update_count for m in guarded.modules() if isinstance(m, torchmetrics.Metric)]
+            assert before == after, VERSIONS
+        if i < len(updates):
+            plain.update(*updates[i])
+            guarded.update(*updates[i])
+            assert guarded.results() == plain.results(), VERSIONS
+    assert guarded.results() == plain.results(), VERSIONS
+
+
+def test_metrics_frozen_keeps_the_cached_result() -> None:
+    metric = SumMetric()
+    metric.update(3.0)
+    assert float(metric.compute()) == 3.0
+    with compat.metrics_frozen(metric):
+        metric.update(5.0)
+        assert float(metric.compute()) == 8.0
+    assert float(metric.compute()) == 3.0, VERSIONS
+
+
+class Sized(Toy):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        where: dict[str, Any] = {"on_step": False, "on_epoch": True}
+        self.log("mean", 1.0, **where)
+        with compat.as_batch(self.trainer, torch.zeros(3 * BATCH, 2)):
+            self.log("mean", 0.0, **where)
+        self.log("mean", 1.0, **where)
+        return self.loss(batch)
+
+
+def test_as_batch() -> None:
+    """What is logged inside counts the samples of the other batch."""
+    assert float(train(Sized()).callback_metrics["mean"]) == pytest.approx(2 / 5)
+
+
+class Names(Toy):
+    def __init__(self) -> None:
+        super().__init__()
+        self.metric = SumMetric()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = self.loss(batch)
+        self.log("synced", loss, sync_dist=True, on_step=False, on_epoch=True)
+        if self.trainer.is_global_zero:
+            self.log("zero", loss, sync_dist=True, rank_zero_only=True, on_step=False, on_epoch=True)
+        self.log("own", loss, on_step=False, on_epoch=True)
+        self.log("step", loss, sync_dist=True, on_step=True, on_epoch=False)
+        self.metric(loss)
+        self.log("metric", self.metric, on_step=False, on_epoch=True)
+        return loss
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val", self.loss(batch), sync_dist=True)
+
+    def val_dataloader(self) -> DataLoader:
+        return DataLoader(regression(SAMPLES), batch_size=BATCH)
+
+    def on_validation_epoch_end(self) -> None:
+        self.validated = compat.reduced_names(self.trainer)
+
+    def on_train_epoch_end(self) -> None:
+        self.trained = compat.reduced_names(self.trainer)
+
+
+def names(rank: int, world: int) -> tuple[list[str], list[str]]:
+    module = Names()
+    trainer = rank_trainer(rank, world, "ddp", max_epochs=1)
+    trainer.fit(module, DataLoader(regression(SAMPLES), batch_size=BATCH))
+    return module.trained, module.validated
+
+
+def test_reduced_names() -> None:
+    assert run_ranks(2, names) == [(["training_step.metric", "training_step.synced"], ["validation_step.val"])] * 2
+    assert compat.reduced_names(quiet_trainer(devices=1)) == []
+
+
+def test_unlogged() -> None:
+    """Outside of a hook Lightning refuses ``self.log``; inside of this nothing is logged."""
+    module = Toy()
+    module.trainer = quiet_trainer(devices=1)
+    with compat.unlogged(module):
+        module.log("a", 1.0)
+        module.log_dict({"b": 2.0})
+    assert "log" not in vars(module) and not module.trainer.callback_metrics

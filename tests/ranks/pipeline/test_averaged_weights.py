@@ -1,0 +1,104 @@
+"""Callbacks that keep weights of a divided module: averages are those of one process, what cannot be is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint, StochasticWeightAveraging, WeightAveraging
+from torch.optim.swa_utils import get_ema_avg_fn, get_ema_multi_avg_fn
+
+from lightning_hetero import lightning_compat as compat
+from tests.ranks.harness import run_ranks
+from tests.ranks.kit import quiet_trainer, rank_trainer, weights
+from tests.ranks.pipeline.kit import WORLD, Deep, pipeline
+from tests.ranks.pipeline.resume_kit import BATCH, EXACT, alone, differences, train, validate
+from tests.ranks.pipeline.variants import Normed
+from tests.ranks.resume_kit import Saver
+
+EPOCHS = 3
+
+
+def ema() -> Callback:
+    return WeightAveraging(avg_fn=get_ema_avg_fn(0.8))
+
+
+def plain_average() -> Callback:
+    return WeightAveraging(use_buffers=False, multi_avg_fn=get_ema_multi_avg_fn(0.9))
+
+
+def swa() -> Callback:
+    return StochasticWeightAveraging(swa_lrs=1e-3, swa_epoch_start=2)
+
+
+KINDS: dict[str, Callable[[], Callback]] = {"ema": ema, "many at a time": plain_average, "swa": swa}
+
+
+class Odd(Callback):
+    """Keeps a copy of what it finds, as many do, and puts it into the checkpoint."""
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        self.kept = deepcopy(pl_module.state_dict())
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"kept": [self.kept]}
+
+
+def averaging_job(rank: int, world: int, plan: str, folder: str) -> tuple[dict[str, Any], list[str]]:
+    found: dict[str, Any] = {}
+    for name, make in KINDS.items():
+        best = ModelCheckpoint(f"{folder}/{name}/best", monitor="val", filename="best")
+        callback, module = make(), Deep()
+        options = {"callbacks": [callback, best, Saver(f"{folder}/{name}", [])], "enable_checkpointing": True}
+        trainer = rank_trainer(rank, world, pipeline(plan), max_epochs=EPOCHS, **options)
+        trainer.fit(module, train(BATCH // world), validate())
+        ended = weights(module)
+        ((_, copy),) = compat.averaging_callbacks(trainer)
+        kept = weights(copy)
+        (tested,) = trainer.validate(module, validate(), verbose=False)
+        resumed = Deep()
+        again = rank_trainer(rank, world, pipeline(plan), max_epochs=EPOCHS, callbacks=[make()])
+        again.fit(resumed, train(BATCH // world), ckpt_path=f"{folder}/{name}/epoch-1.ckpt")
+        found[name] = ended, kept, float(best.best_model_score or 0), tested["val"], weights(resumed)
+    refused = []
+    for module, callback in ((Normed(), swa()), (Deep(), Odd())):
+        options = {"callbacks": [callback, Saver(f"{folder}/odd", [])], "max_epochs": 1}
+        trainer = rank_trainer(rank, world, pipeline(plan), **options)
+        with pytest.raises((TypeError, RuntimeError)) as error:
+            trainer.fit(module, train(BATCH // world))
+        refused.append(str(error.value))
+    return found, refused
+
+
+@pytest.mark.stock_ddp("callbacks: weight averaging", "pipeline")
+def test_averages_are_those_of_one_process(tmp_path: Path) -> None:
+    ranks = run_ranks(WORLD["2x2"], averaging_job, "2x2", str(tmp_path / "ours"), timeout_s=100.0)
+    for name, make in KINDS.items():
+        module, folder = Deep(), tmp_path / "one"
+        best = ModelCheckpoint(folder / name / "best", monitor="val", filename="best")
+        callbacks = [make(), best, Saver(str(folder / name), [])]
+        trainer = alone(module, max_epochs=EPOCHS, callbacks=callbacks, enable_checkpointing=True, validated=True)[2]
+        ((_, copy),) = compat.averaging_callbacks(trainer)
+        (tested,) = quiet_trainer(devices=1).validate(module, validate(), verbose=False)
+        for found, _ in ranks:
+            ended, kept, score, value, resumed = found[name]
+            assert ended.distance(weights(module)) <= EXACT, name
+            assert kept.distance(weights(copy)) <= EXACT, name
+            assert resumed.distance(weights(module)) <= EXACT, name
+            assert score == pytest.approx(float(best.best_model_score or 0), rel=1e-6)
+            assert value == pytest.approx(tested["val"], rel=1e-6)
+        for file in ("epoch-1.ckpt", "best/best.ckpt"):
+            ours, stock = (torch.load(where / name / file, weights_only=True) for where in (tmp_path / "ours", folder))
+            for key in ("state_dict", "current_model_state", "averaging_state"):
+                assert (key in ours) == (key in stock)
+                assert differences(ours.get(key), stock.get(key), key) == []
+            key = "StochasticWeightAveraging"
+            assert differences(ours["callbacks"].get(key), stock["callbacks"].get(key)) == []
+    for _, (normed, odd) in ranks:
+        assert "BatchNorm" in normed and "WeightAveraging" in normed
+        assert "rank 0" in odd and "['callbacks']['Odd']['kept']" in odd and "layers that other ranks hold" in odd
+

@@ -1,0 +1,197 @@
+"""Payloads that go past the hosts' memory: the same code, with gloo's groups and CPU tensors for NCCL's and GPUs."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_hetero.pipeline.decide.direct_links import RankDevice
+from lightning_hetero.pipeline.decide.schedule import What
+from lightning_hetero.pipeline.fit import place
+from lightning_hetero.pipeline.runtime.execute.direct_ways import DirectWay, DirectWays, device_of
+from lightning_hetero.pipeline.runtime.execute.failures import FailureBoard
+from lightning_hetero.pipeline.runtime.execute.links import Links
+from lightning_hetero.pipeline.runtime.execute.messages import Message
+from lightning_hetero.transport.pairs.frames import FOREVER
+from tests.ranks.harness import run_ranks
+from tests.ranks.kit import regression, single, weights
+from tests.ranks.pipeline.kit import Deep, fit, pipeline
+from tests.ranks.pipeline.models import assert_same
+from tests.ranks.pipeline.variants import Breaks
+
+CPU = torch.device("cpu")
+
+
+def board(rank: int, name: str) -> FailureBoard:
+    store = dist.PrefixStore(name, dist.distributed_c10d._get_default_store())
+    return FailureBoard(store, rank, patience_s=0.2)
+
+
+def ways_of(rank: int, pairs: list[tuple[int, int]], kind: type[DirectWay] | None = None) -> DirectWays:
+    ways = DirectWays(pairs, rank=rank, backend="gloo", timeout=None, device=CPU)
+    for way in ways.by_peer.values():
+        way.__class__ = kind or DirectWay
+    return ways
+
+
+def values() -> list[Any]:
+    x = torch.randn(2, 3, 4, 5, generator=torch.Generator().manual_seed(0))
+    return [
+        x,
+        x.to(memory_format=torch.channels_last),
+        torch.empty(0, 3),  # nothing goes over the way
+        None,
+        tuple(torch.full((1,), i) for i in range(100)),  # its header does not fit into the head
+        torch.arange(3_000_000, dtype=torch.float64),  # more than the sockets hold
+        (x[0], (torch.arange(5), (x[1] > 0, None)), x[0].bfloat16()),
+    ]
+
+
+def exchange(rank: int, world: int) -> None:
+    for name, kind in (("a", None), ("e", Asked)):
+        ways = ways_of(rank, [(0, 1), (1, 0)], kind)
+        options: dict[str, Any] = {"device": CPU, "failures": board(rank, name), "timeout_s": 20.0}
+        links = Links(dist.new_group(backend="gloo"), rank, [1 - rank], ways=ways.by_peer, **options)
+        directly: list[int] = []
+        way, send = ways.by_peer[1 - rank], ways.by_peer[1 - rank].send
+        way.send = lambda payload, ready, send=send, to=directly: to.append(len(payload)) or send(payload, ready)  # type: ignore[method-assign]
+        for m, value in enumerate(values()):  # both at once, unasked, and larger than what is buffered
+            links.send(1 - rank, Message(what=What.ACTIVATION, micro_batch=m, value=value))
+        for m, value in enumerate(values()):
+            message = links.receive(1 - rank)
+            assert message.micro_batch == m
+            assert_same(message.value, value)
+        links.flush(1 - rank)
+        assert len(directly) == 5 and max(directly) == 24_000_000  # all but what is empty
+        links.close()
+        ways.close()
+
+    # A neighbour that announces and falls silent; its own end hears of it when the other gives up.
+    for name, kind in (("b", None), ("c", Asked)):
+        ways = ways_of(rank, [(0, 1), (1, 0)], kind)
+        options: dict[str, Any] = {"device": CPU, "failures": board(rank, name), "timeout_s": 20.0 if rank else 1.0}
+        links = Links(dist.new_group(backend="gloo"), rank, [1 - rank], ways=ways.by_peer, **options)
+        if rank == 1:
+            ways.by_peer[0].send = lambda payload, ready: None  # type: ignore[method-assign]
+            links.send(0, Message(what=What.ACTIVATION, value=torch.ones(5)))
+        silent = r"rank 1 is gone.*(sent nothing|announced a message and did not send it) for 1 s, the timeout"
+        with pytest.raises(RuntimeError, match=silent if rank == 0 else r"rank 0 is gone.*connection is closed"):
+            links.receive(1 - rank)
+        links.abort()
+        links.abort()
+        links.close()
+
+    # What is polled, as NCCL's collectives have to be, is looked after likewise.
+    own, tensor = board(rank, "d"), torch.ones(1)
+    own.wait(dist.all_reduce(tensor, async_op=True), polled=True)
+    assert tensor.item() == 2.0
+    if rank == 0:
+        work = dist.all_reduce(tensor, async_op=True)
+        with pytest.raises(RuntimeError, match="rank 1 failed: ValueError: the cause"):
+            own.wait(work, polled=True)
+        own._store.set("seen", "yes")
+        work.wait()
+    else:
+        own.report(ValueError("the cause"))
+        own._store.wait(["seen"])
+        dist.all_reduce(tensor)
+
+
+class Asked(DirectWay):
+    """As with NCCL, receives end by themselves, and whoever wants to know has to ask."""
+
+    def post_receive(self, size_bytes: int) -> tuple[Tensor, Any]:
+        payload, work = super().post_receive(size_bytes)
+        done = threading.Event()
+
+        def wait() -> None:
+            with contextlib.suppress(RuntimeError):
+                work.wait(FOREVER)
+                done.set()
+
+        threading.Thread(target=wait, daemon=True).start()
+        return payload, done
+
+    def settled(self, work: Any) -> Any:
+        return work
+
+    def arrived(self, work: Any) -> bool:
+        return work.is_set() if isinstance(work, threading.Event) else super().arrived(work)
+
+
+def test_links_with_direct_ways() -> None:
+    run_ranks(2, exchange, timeout_s=30.0)
+
+
+def greet(rank: int, world: int) -> list[int]:
+    """All directions of a ring of three at once; the fourth rank only takes part in making the groups."""
+    pairs = [(a, b) for a in range(3) for b in range(3) if a != b]
+    ways = ways_of(rank, pairs)
+    peers = sorted(ways.by_peer)
+    dist.barrier()
+    ways.close()
+    return peers
+
+
+def test_ways_of_a_ring_are_made_without_a_circle() -> None:
+    assert run_ranks(4, greet) == [[1, 2], [0, 2], [0, 1], []]
+
+
+# ---- in a fit ----------------------------------------------------------------------------------------------------
+
+
+def made_direct(monkeypatch: pytest.MonkeyPatch, rank: int) -> None:
+    """Takes each rank's CPU for a device of its own, with gloo as its backend."""
+    monkeypatch.setattr(place, "device_of", lambda *_: RankDevice(identity=f"own-{rank}", backend="gloo"))
+
+
+def trained(rank: int, world: int, plan: str) -> Any:
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        made_direct(monkeypatch, rank)
+        connected: list[int] = []
+        original = place.DirectWays
+
+        def noted(pairs: Any, **options: Any) -> DirectWays:
+            ways = original(pairs, **options)
+            connected.append(len(ways.by_peer))
+            return ways
+
+        monkeypatch.setattr(place, "DirectWays", noted)
+        found, _ = fit(rank, world, Deep(), pipeline(plan), max_epochs=2, validate=True)
+    assert connected == [1 if plan == "2x2" else 2]
+    return found
+
+
+@pytest.mark.parametrize("plan", ["1x4", "2x2"])
+def test_a_fit_over_direct_ways_trains_the_weights_of_one_process(plan: str) -> None:
+    module = Deep()
+    single(module, regression(400), 16, max_epochs=2)
+    for found in run_ranks(4, trained, plan, timeout_s=120.0):
+        assert found.distance(weights(module)) <= 1e-12
+
+
+def failing(rank: int, world: int) -> str:
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        made_direct(monkeypatch, rank)
+        try:
+            fit(rank, world, Breaks(), pipeline("1x2"), max_epochs=2)
+        except Exception as error:
+            return f"{type(error).__name__}: {error}"
+    return "trained"
+
+
+def test_the_cause_of_a_failure_appears_on_every_rank() -> None:
+    found = run_ranks(2, failing, timeout_s=60.0)
+    assert found[0] == "ZeroDivisionError: layer 5 has had enough"
+    assert "rank 0 failed: ZeroDivisionError: layer 5 has had enough" in found[1]
+
+
+def test_which_devices_have_a_way() -> None:
+    assert device_of(CPU, "nccl") == RankDevice(identity="", backend="")
+    assert device_of(torch.device("cuda", 0), "gloo") == RankDevice(identity="", backend="")

@@ -1,0 +1,188 @@
+"""What a pipeline cannot do is refused, with the reason and a way out, and on every rank."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from torch.utils.data import DataLoader
+
+from lightning_hetero import HeteroPipelineStrategy
+from tests.ranks.harness import run_ranks
+from tests.ranks.kit import quiet_trainer, rank_trainer, regression
+from tests.ranks.pipeline.kit import Deep, pipeline
+from tests.ranks.pipeline.variants import Branched, TwoCalls
+
+
+@pytest.mark.stock_ddp("optimization: communication hooks", "pipeline", refused="there is no all-reduce to hook into")
+@pytest.mark.stock_ddp(
+    "optimization: post-localSGD", "pipeline", refused="ranks drift apart, and their batches are of unequal size"
+)
+@pytest.mark.parametrize(
+    ("arguments", "error", "reason"),
+    [
+        ({"ddp_comm_hook": lambda state, bucket: None}, TypeError, "communication hooks change DDP's all-reduce"),
+        ({"ddp_comm_state": object()}, TypeError, "Drop ddp_comm_hook, ddp_comm_wrapper and ddp_comm_state"),
+        ({"ddp_comm_wrapper": print}, TypeError, "there is none here"),
+        ({"model_averaging_period": 4}, TypeError, "post-localSGD"),
+        ({"backbon": "model"}, TypeError, "no argument 'backbon'"),
+        ({"find_unused_parameter": True}, TypeError, "did you mean 'find_unused_parameters'"),
+        ({"micro_batch_size": 0}, ValueError, "micro_batch_size=0 must be a whole number >= 1"),
+        ({"max_groups": 1.5}, ValueError, "max_groups=1.5 must be"),
+        ({"global_batch_size": -3}, ValueError, "global_batch_size=-3 must be"),
+        ({"depth": "deep"}, ValueError, "depth='deep' must be one of"),
+        ({"carrier": "fibre"}, ValueError, "carrier='fibre' must be one of"),
+        ({"stream": "own"}, ValueError, "stream='own' must be one of"),
+        ({"loss_reduction": "none"}, ValueError, "loss_reduction='none' must be one of"),
+        ({"batch_sampler": "any"}, ValueError, "batch_sampler='any' must be one of"),
+    ],
+)
+def test_arguments(arguments: dict[str, Any], error: type[Exception], reason: str) -> None:
+    with pytest.raises(error, match=re.escape(reason)):
+        quiet_trainer(devices=2, strategy=HeteroPipelineStrategy(**arguments))
+
+
+class Manual(Deep):
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+
+class OwnBackward(Deep):
+    def backward(self, loss: Tensor) -> None:
+        loss.backward()
+
+
+class Lbfgs(Deep):
+    def configure_optimizers(self) -> Any:
+        return torch.optim.LBFGS(self.parameters())
+
+
+class NoOptimizer(Deep):
+    def configure_optimizers(self) -> Any:
+        return None
+
+
+class Never(Deep):
+    def loss(self, batch: Any) -> Tensor:
+        return F.mse_loss(self.head(self.before(batch[0])), batch[1])
+
+
+class Twice(TwoCalls):
+    backbone_calls = 1
+
+
+class Once(Deep):
+    backbone_calls = 2
+
+
+class NoLoss(Deep):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.loss(batch)
+
+
+class ManyLosses(Deep):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.head(self.model(self.before(batch[0])))
+
+
+class Iterated(Deep):
+    def training_step(self, dataloader_iter: Any) -> Any:  # type: ignore[override]
+        batch, _, _ = next(dataloader_iter)
+        return self.loss(batch)
+
+
+class Hidden(Deep):
+    """The layers are nowhere by a usual name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tower = self.model
+        del self.model
+
+    def loss(self, batch: Any) -> Tensor:
+        return F.mse_loss(self.head(self.tower(self.before(batch[0]))), batch[1])
+
+
+class Opaque:
+    """A batch of which nobody knows what belongs to which sample."""
+
+    def __init__(self, pairs: Any) -> None:
+        self.x, self.y = torch.utils.data.default_collate(pairs)
+
+
+class OpaqueBatches(Deep):
+    def loss(self, batch: Any) -> Tensor:
+        return super().loss((batch.x, batch.y))
+
+
+# Rank 1 leads; layers are on both.
+PLAN = {"groups": [{"ranks": [1, 0], "cuts": [0, 2, 6], "samples": 16, "micro_samples": 8}]}
+REFUSED: dict[str, tuple[Callable[[], Deep], dict[str, Any], dict[str, Any], str]] = {
+    # module, the strategy's arguments, the Trainer's and "loader", the reason
+    "manual": (Manual, {}, {}, "Manual optimizes manually.*strategy='hetero_balanced'"),
+    "backward": (OwnBackward, {}, {}, r"OwnBackward overrides backward\(\).*strategy='hetero_balanced'"),
+    "sync_batchnorm": (Deep, {}, {"sync_batchnorm": True}, "sync_batchnorm=True.*Set it to False"),
+    "LBFGS": (Lbfgs, {}, {}, "LBFGS needs inner products"),
+    "no optimizer": (NoOptimizer, {}, {}, "configure_optimizers returned none"),
+    "never": (Never, {}, {}, "called the backbone 0 times, expected 1"),
+    "twice": (Twice, {}, {}, "called the backbone at least 2 times, expected 1"),
+    "once": (Once, {}, {}, "called the backbone 1 times, expected 2"),
+    "no loss": (NoLoss, {}, {}, "training_step returned NoneType; a pipeline needs a loss"),
+    "many losses": (ManyLosses, {}, {}, r"must be a tensor with one element, got shape \(8, 1\)"),
+    "loaders": (Deep, {}, {"loader": "two"}, "the train loader is a dict of loaders.*StackDataset"),
+    "iterator": (Iterated, {}, {}, "dataloader_iter"),
+    "hidden": (Hidden, {"backbone": None}, {}, r"backbone.*pipeline_layers\(\)"),
+    "branched": (Branched, {}, {}, "chain.*pipeline_layers"),
+    "opaque": (OpaqueBatches, {}, {"loader": "opaque"}, r"split_batch\(batch, sizes\)"),
+}
+
+
+def make_loader(kind: str) -> Any:
+    if kind == "two":
+        return {name: DataLoader(regression(32), batch_size=8) for name in "ab"}
+    if kind == "opaque":
+        return DataLoader(regression(32), batch_size=8, collate_fn=Opaque)
+    return DataLoader(regression(32), batch_size=8, shuffle=True)
+
+
+def job(rank: int, world: int) -> dict[str, str]:
+    found = {}
+    for name, (make, arguments, options, _) in REFUSED.items():
+        options = dict(options)
+        loader = make_loader(options.pop("loader", ""))
+        trainer = rank_trainer(rank, world, pipeline(PLAN, **arguments), max_epochs=1, **options)
+        try:
+            trainer.fit(make(), loader)
+            found[name] = "trained"
+        except Exception as error:
+            found[name] = f"{type(error).__name__}: {error}"
+    return found
+
+
+@pytest.mark.stock_ddp("optimization: LBFGS", "pipeline", refused="each rank holds some of the parameters only")
+@pytest.mark.stock_ddp(
+    "optimization: manual optimization, several optimizers",
+    "pipeline",
+    refused="several micro-batches are inside of `training_step` at a time",
+)
+@pytest.mark.stock_ddp(
+    "optimization: a `backward()` of your own", "pipeline", refused="each stage runs a backward pass of its own"
+)
+@pytest.mark.stock_ddp(
+    "models: SyncBatchNorm", "pipeline", refused="ranks are never in the same layer at the same time"
+)
+@pytest.mark.stock_ddp(
+    "data: `training_step(dataloader_iter)`", "pipeline", refused="batches it fetches by itself cannot be weighted"
+)
+@pytest.mark.stock_ddp("data: several train loaders", "pipeline", refused="one batch is cut into micro-batches")
+def test_modules_and_trainers() -> None:
+    ranks = run_ranks(2, job, timeout_s=100.0)
+    for name, (*_, reason) in REFUSED.items():
+        for found in ranks:
+            assert re.search(reason, found[name], re.DOTALL), (name, found[name])

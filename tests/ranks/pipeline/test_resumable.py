@@ -1,0 +1,280 @@
+"""Suspended training steps over both carriers: what neither step nor caller may notice of the other."""
+
+from __future__ import annotations
+
+import contextvars
+import gc
+import itertools
+import traceback
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_hetero.pipeline.runtime.step.coroutines import Carrier, make_carrier
+from lightning_hetero.pipeline.runtime.step.resumable import (
+    Done,
+    ResumableStep,
+    StepClosed,
+    Suspended,
+    current_step,
+    stream_seed,
+)
+from tests.ranks.pipeline.resumable_kit import begun, suspend
+
+# ---- the protocol ----------------------------------------------------------------------------------------------
+
+
+def test_values_go_out_and_in_through_any_number_of_suspensions(carrier: Carrier) -> None:
+    def body() -> list[int]:
+        return [suspend(i) for i in range(3)]
+
+    step = ResumableStep(body, carrier=carrier, seed=0)
+    assert step.start() == Suspended(0)
+    assert step.resume(10) == Suspended(1)
+    assert step.resume(11) == Suspended(2)
+    assert (step.suspensions, step.ended) == (3, False)
+    assert step.resume(12) == Done([10, 11, 12])
+    assert step.ended
+
+
+def test_a_body_that_never_suspends_is_done_at_once(carrier: Carrier) -> None:
+    assert ResumableStep(lambda: "loss", carrier=carrier, seed=0).start() == Done("loss")
+
+
+def test_every_order_of_interleaving_keeps_the_steps_apart(carrier: Carrier) -> None:
+    def body(k: int) -> list[Any]:
+        return [suspend((k, 0)), suspend((k, 1))]
+
+    for order in set(itertools.permutations([0, 0, 1, 1, 2, 2])):
+        steps = [begun(carrier, lambda k=k: body(k)) for k in range(3)]
+        ends = {k: steps[k].resume((k, "in", steps[k].suspensions)) for k in order}
+        assert ends == {k: Done([(k, "in", 1), (k, "in", 2)]) for k in range(3)}
+
+
+def test_a_step_may_run_another_one(carrier: Carrier) -> None:
+    def outer() -> list[Any]:
+        me = current_step()
+        inner = begun(carrier, lambda: suspend("inner") + 1)
+        seen = [suspend("outer"), inner.resume(1)]
+        assert current_step() is me and me is not inner
+        return seen
+
+    step = begun(carrier, outer)
+    assert current_step() is None
+    assert step.resume("back") == Done(["back", Done(2)])
+
+
+def test_a_step_may_be_resumed_by_another_caller_than_its_starter(carrier: Carrier) -> None:
+    def outer() -> str:
+        suspend(begun(carrier, lambda: [suspend(), suspend("again")]))
+        return "outer"
+
+    step = ResumableStep(outer, carrier=carrier, seed=0)
+    inner = step.start()
+    assert isinstance(inner, Suspended)
+    assert inner.value.resume(1) == Suspended("again")
+    assert inner.value.resume(2) == Done([1, 2])
+    assert step.resume() == Done("outer")
+
+
+OUT_OF_TURN = ["start twice", "resume new", "resume ended", "resume itself", "close itself", "foreign"]
+
+
+@pytest.mark.parametrize("wrong", OUT_OF_TURN)
+def test_a_call_out_of_turn_is_refused_and_does_no_harm(carrier: Carrier, wrong: str) -> None:
+    def body() -> str:
+        if wrong in ("resume itself", "close itself"):
+            with pytest.raises(RuntimeError, match=r"running|close itself"):
+                step.resume() if wrong == "resume itself" else step.close()
+        return suspend("x")
+
+    step = ResumableStep(body, carrier=carrier, seed=0)
+    if wrong == "resume new":
+        with pytest.raises(RuntimeError, match="cannot resume a step that is not started"):
+            step.resume()
+    step.start()
+    if wrong == "start twice":
+        with pytest.raises(RuntimeError, match="cannot start a step that is suspended"):
+            step.start()
+    if wrong == "foreign":
+        with pytest.raises(RuntimeError, match="for the body of the step that is running"):
+            step.suspend("from outside")
+    assert step.resume("y") == Done("y")
+    if wrong == "resume ended":
+        with pytest.raises(RuntimeError, match="cannot resume a step that is ended"):
+            step.resume()
+
+
+def test_bad_arguments_are_named(carrier: Carrier) -> None:
+    with pytest.raises(TypeError, match="body=3 must be callable"):
+        ResumableStep(3, carrier=carrier, seed=0)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="carrier='thread' must be a Carrier"):
+        ResumableStep(print, carrier="thread", seed=0)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="seed=-1 must be in"):
+        ResumableStep(print, carrier=carrier, seed=-1)
+    with pytest.raises(ValueError, match="'fibre' must be 'auto', 'greenlet' or 'thread'"):
+        make_carrier("fibre")  # type: ignore[arg-type]
+
+
+# ---- exceptions and ends ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("suspensions", [0, 1, 2])
+def test_an_exception_comes_out_with_the_users_line(carrier: Carrier, suspensions: int) -> None:
+    def users_training_step() -> None:
+        for _ in range(suspensions):
+            suspend()
+        with torch.no_grad():
+            raise KeyError("the user's")
+
+    step = ResumableStep(users_training_step, carrier=carrier, seed=0)
+    with pytest.raises(KeyError, match="the user's") as info:
+        step.start()
+        for _ in range(suspensions):
+            step.resume()
+    frames = traceback.extract_tb(info.value.__traceback__)
+    assert frames[-1].name == "users_training_step"
+    assert frames[-1].line == 'raise KeyError("the user\'s")'
+    assert step.ended and torch.is_grad_enabled()
+    step.close()
+
+
+@pytest.mark.parametrize("error", [SystemExit, KeyboardInterrupt, StopIteration])
+def test_any_exception_comes_out(carrier: Carrier, error: type[BaseException]) -> None:
+    def body() -> None:
+        suspend()
+        raise error
+
+    step = begun(carrier, body)
+    with pytest.raises(error):
+        step.resume()
+
+
+def test_close_runs_finally_where_the_step_waits(carrier: Carrier) -> None:
+    seen: list[Any] = []
+
+    def body() -> None:
+        try:
+            with torch.no_grad():
+                try:
+                    suspend()
+                except Exception:  # what user code catches
+                    seen.append("caught")
+                finally:
+                    seen.append(torch.is_grad_enabled())
+        finally:
+            seen.append(torch.is_grad_enabled())
+
+    step = begun(carrier, body)
+    step.close()
+    assert seen == [False, True]
+    assert step.ended and torch.is_grad_enabled()
+    step.close()  # again
+    assert seen == [False, True]
+
+
+def test_close_of_a_step_that_never_began(carrier: Carrier) -> None:
+    ran: list[int] = []
+    step = ResumableStep(lambda: ran.append(1), carrier=carrier, seed=0)
+    step.close()
+    assert step.ended and ran == []
+    with pytest.raises(RuntimeError, match="ended"):
+        step.start()
+
+
+def test_a_closed_step_cannot_suspend_again(carrier: Carrier) -> None:
+    seen: list[str] = []
+
+    def body() -> None:
+        try:
+            suspend()
+        finally:
+            try:
+                suspend()
+            finally:
+                seen.append("end")
+
+    begun(carrier, body).close()
+    assert seen == ["end"]
+
+
+def test_an_error_while_closing_comes_out(carrier: Carrier) -> None:
+    def body() -> None:
+        try:
+            suspend()
+        finally:
+            raise OSError("disk full")
+
+    with pytest.raises(OSError, match="disk full") as info:
+        begun(carrier, body).close()
+    assert isinstance(info.value.__context__, StepClosed)
+
+
+def test_what_a_body_holds_goes_with_its_end(carrier: Carrier) -> None:
+    """Else a batch lives as long as its step is kept, or until a pooled thread gets the next one."""
+    import weakref
+
+    class Batch: ...
+
+    def run() -> tuple[ResumableStep, weakref.ref[Batch]]:
+        batch = Batch()
+        step = begun(carrier, lambda: suspend() and batch and None)
+        step.resume(1)
+        return step, weakref.ref(batch)
+
+    gc.disable()
+    try:
+        step, batch = run()
+        assert step.ended and batch() is None
+    finally:
+        gc.enable()
+
+
+# ---- what a step finds around it -------------------------------------------------------------------------------
+
+VARIABLE: contextvars.ContextVar[str] = contextvars.ContextVar("variable", default="default")
+
+
+def test_context_variables_come_in_and_stay_inside(carrier: Carrier) -> None:
+    def body(k: str) -> list[str]:
+        seen = [VARIABLE.get()]
+        VARIABLE.set(k)
+        suspend()
+        return [*seen, VARIABLE.get()]
+
+    token = VARIABLE.set("caller's")
+    steps = [begun(carrier, lambda k=k: body(k)) for k in "ab"]
+    assert VARIABLE.get() == "caller's"
+    VARIABLE.reset(token)
+    assert [step.resume() for step in steps] == [Done(["caller's", "a"]), Done(["caller's", "b"])]
+    assert VARIABLE.get() == "default"
+
+
+def test_the_callers_current_hook_is_in_force(carrier: Carrier) -> None:
+    """As with ``self.log``: what is logged belongs to the hook that the caller has called."""
+
+    class Trainer:
+        hook: str | None = None
+        logged: list[tuple[str | None, int]]
+
+    trainer = Trainer()
+    trainer.logged = []
+
+    def body(k: int) -> None:
+        trainer.logged.append((trainer.hook, k))
+        suspend()
+        trainer.logged.append((trainer.hook, k))
+
+    trainer.hook = "training_step"
+    steps = [begun(carrier, lambda k=k: body(k)) for k in range(2)]
+    for step in steps:
+        step.resume()
+    assert trainer.logged == [("training_step", k) for k in (0, 1, 0, 1)]
+
+
+def test_stream_seeds_differ_where_sums_would_not() -> None:
+    seeds = {stream_seed(*numbers) for numbers in itertools.product(range(-2, 3), range(5), range(5))}
+    assert len(seeds) == 125
+    assert all(0 <= seed < 2**63 for seed in seeds)
+    assert stream_seed(0, 12, 3) == 0x4963A7ED4FEB0652  # fixed: a resumed run must draw the same

@@ -1,0 +1,359 @@
+"""Ownership, pruning and whole-model checkpoints: what several ranks save is what one process saves."""
+
+from __future__ import annotations
+
+import gc
+import os
+import pickle
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightning_hetero.pipeline.runtime.own import file_tensors as mapped
+from lightning_hetero.pipeline.runtime.own import full_state as whole
+from lightning_hetero.pipeline.runtime.own.file_tensors import empty_in_file, load_mapped
+from lightning_hetero.pipeline.runtime.own.full_state import WholeState
+from lightning_hetero.pipeline.runtime.own.owner_groups import share_initial
+from lightning_hetero.pipeline.runtime.own.ownership import Ownership, tied
+from lightning_hetero.pipeline.runtime.own.pruning import prune, restore, to_device
+from lightning_hetero.types import PipelinePlan, Status
+from tests.ranks.harness import run_ranks
+from tests.ranks.pipeline.ownership_kit import PLANS, Counted, Model, frozen, plan, same
+
+WORLD = 4
+
+
+# ---- who holds what --------------------------------------------------------------------------------------------
+
+
+def test_owners_are_one_rank_per_group_and_names_are_those_of_the_state_dict() -> None:
+    model = Model()
+    o = Ownership(model, model.layers, PLANS["2x2"], rank=2)
+    assert o.leaders == (3, 0)
+    assert set(model.state_dict()) - o.layer_of.keys() == {
+        f"{n}._extra_state" for n in ("net.0", "net.3", "first")
+    }
+    assert o.parameters == tuple(n for n, _ in model.named_parameters())
+    assert o.layer_of["net.4.bias"] == 4 and o.layer_of["embed.bias"] is None
+    assert o.layer_of["first.linear.weight"] == 0, "an alias of a layer is the layer"
+    assert [o.owners(f"net.{i}.weight") for i in (1, 4)] == [(3, 0), (1, 2)]
+    assert o.owners("net.3.linear.weight") == (1, 2) and o.owners("head.weight") == (3, 0)
+    assert o.holders("net.3.mask") == (3, 0, 1, 2), (
+        "a shared buffer is where its layers are, its owners first"
+    )
+    assert o.owners_of_key("net.3._extra_state") == (1, 2) and o.owners_of_key("of.nobody") == (3, 0)
+    assert "net.3.norm.weight" in o.owned() and "net.0.norm.weight" not in o.owned()
+    assert "net.3.mask" in o.owned() and not o.holds("embed.weight") and not o.holds("unused")
+    assert Ownership(model, model.layers, PLANS["1x1"], rank=3).owned() == ()
+
+
+def test_tied_weights_must_stay_on_one_rank() -> None:
+    model = Model()
+    assert tied(model, model.layers) == (), "head and embedding are both outside"
+    model.net[3].linear.weight = model.net[0].linear.weight
+    model.net[1].weight = model.embed.weight
+    first, second = sorted(tied(model, model.layers), key=lambda tie: len(tie.layers))
+    assert (first.layers, first.outside, set(first.names)) == (
+        (1,), True, {"embed.weight", "head.weight", "net.1.weight"},
+    )  # fmt: skip
+    assert (second.layers, second.outside) == ((0, 3), False)
+    together = plan(((1, 0), (0, 4, 5)))
+    o = Ownership(model, model.layers, together, rank=0)
+    assert o.layer_of["net.1.weight"] is None and o.is_shared("net.1.weight") and not o.is_shared("head.bias")
+    with pytest.raises(
+        ValueError, match=r"used by layer 0 and layer 3, but group 0 .* ranks \[0, 1\].*untie"
+    ):
+        Ownership(model, model.layers, plan(((1, 0), (0, 2, 5))), rank=0)
+    with pytest.raises(ValueError, match=r"used by layer 1 and the code outside the layers, but group 1"):
+        Ownership(model, model.layers, plan(((3,), (0, 5)), ((0, 1), (0, 1, 5))), rank=0)
+
+
+@pytest.mark.parametrize(
+    ("bad", "said"),
+    [
+        (
+            PipelinePlan(groups=(), status=Status.INFEASIBLE, reason="layer 7 fits nowhere"),
+            "layer 7 fits nowhere",
+        ),
+        (plan(((0, 1), (0, 2, 4))), "5 layers need 3 increasing numbers from 0 to 5"),
+        (plan(((0, 1), (0, 2, 2, 5))), "increasing"),
+        (plan(((0,), (0, 5)), ((0,), (0, 5))), "two places"),
+    ],
+)
+def test_a_plan_that_does_not_fit_is_refused(bad: PipelinePlan, said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        Ownership(model := Model(), model.layers, bad, rank=0)
+
+
+def test_layers_must_be_of_the_module_and_initialised() -> None:
+    with pytest.raises(ValueError, match=r"layers \[0, 1, 2, 3, 4\] .* not part of Model"):
+        Ownership(Model(), Model().layers, PLANS["1x1"], rank=0)
+    lazy = nn.Sequential(nn.LazyLinear(3))
+    with pytest.raises(ValueError, match=r"'0.weight' has no shape yet"):
+        tied(lazy, list(lazy))
+    model = Model()
+    o = Ownership(model, model.layers, PLANS["1x1"], rank=0)
+    model.net[2] = nn.Linear(2, 2)
+    with pytest.raises(ValueError, match=r"new \['net.2.bias', 'net.2.weight'\]"):
+        o.tensors(model)
+
+
+# ---- pruning ---------------------------------------------------------------------------------------------------
+
+
+def test_pruning_frees_the_memory_and_keeps_names_positions_and_attributes() -> None:
+    model = Model()
+    model.rnn = nn.LSTM(3, 3).double()  # keeps a list of its weights
+    optimizers = [
+        torch.optim.Adagrad(model.net.parameters()),
+        torch.optim.SGD(model.rnn.parameters(), lr=1.0),
+    ]
+    before = dict(model.state_dict(keep_vars=True))
+    shapes = {name: t.shape for name, t in before.items() if isinstance(t, Tensor)}
+    groups = [list(o.param_groups[0]["params"]) for o in optimizers]
+    held = Ownership(model, model.layers, PLANS["2x2"], rank=2)
+    gone = [weakref.ref(t.untyped_storage()) for n, t in model.named_parameters() if not held.holds(n)]
+    reference = model.embed.weight  # a user's
+    model.net[0].linear.weight.grad = torch.ones_like(model.net[0].linear.weight)
+    keys = list(model.state_dict())
+    prune(model, optimizers, held)
+    gc.collect()
+    assert all(ref() is None for ref in gone) and reference.numel() == 0
+    assert list(model.state_dict()) == keys
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        if not isinstance(tensor, Tensor):
+            continue
+        assert tensor.is_meta != held.holds(name) and tensor.shape == shapes[name], name
+        assert (tensor is before[name]) == held.holds(name), name
+        assert tensor.grad is None
+        assert tensor.requires_grad == before[name].requires_grad
+    assert model.embed.bias.of_user == "kept" and type(model.embed.bias) is nn.Parameter
+    assert model.head.weight is model.embed.weight and model.first.linear.weight.is_meta
+    assert all(weight.is_meta for weight in model.rnn._flat_weights)
+    for optimizer, old in zip(optimizers, groups, strict=True):
+        new = optimizer.param_groups[0]["params"]
+        assert len(new) == len(old) and all(n is o or n.is_meta for n, o in zip(new, old, strict=True))
+        assert all(not p.is_meta for p in optimizer.state), "state of what is gone is gone"
+    assert len(optimizers[0].state) == sum(not p.is_meta for p in optimizers[0].param_groups[0]["params"]) > 0
+    prune(model, optimizers, held)  # once more changes nothing
+    assert list(model.state_dict()) == keys
+
+
+def test_what_is_held_moves_to_the_device_and_back_to_what_it_was() -> None:
+    model = Model()
+    adam = torch.optim.Adam(model.parameters())
+    held = Ownership(model, model.layers, PLANS["2x2"], rank=2)
+    prune(model, [adam], held)
+    moved: list[Any] = []
+    model.to = lambda device: moved.append(device) or nn.Module.to(model, device)  # type: ignore[method-assign]
+    model.net[4](torch.randn(2, 6).double()).sum().backward()
+    adam.step()
+    state = frozen(adam.state_dict())
+    to_device(model, [adam], torch.device("cpu"))
+    assert moved == [torch.device("cpu")] and "_apply" not in vars(model)
+    assert same(state, adam.state_dict())
+    assert model.embed.weight.is_meta and not model.net[4].weight.is_meta
+
+
+# ---- on several ranks ------------------------------------------------------------------------------------------
+
+OPTIMIZERS: dict[str, Callable[[Model], list[Optimizer]]] = {
+    "Adam": lambda m: [torch.optim.Adam(m.parameters(), lr=0.01, amsgrad=True)],
+    "two, one without the frozen": lambda m: [
+        torch.optim.SGD(
+            [{"params": list(m.embed.parameters())}, {"params": [m.unused], "lr": 0.5}], lr=0.1, momentum=0.9
+        ),
+        torch.optim.AdamW([p for p in m.net.parameters() if p.requires_grad], fused=True),
+    ],
+    "Adagrad": lambda m: [torch.optim.Adagrad(m.parameters(), lr=0.1)],
+}
+
+
+class Divided:
+    """What a rank has of a model and its optimizers, beside the same undivided."""
+
+    def __init__(self, rank: int, the_plan: PipelinePlan, kind: str) -> None:
+        world = dist.group.WORLD
+        assert world is not None
+        self.model, self.whole = Model(seed=rank), Model(seed=0)
+        self.held = Ownership(self.model, self.model.layers, the_plan, rank=rank)
+        share_initial(self.model, self.held, world)
+        mine, theirs = self.held.tensors(self.model), self.held.tensors(self.whole)
+        assert all(same(mine[name], theirs[name]) for name in mine if self.held.holds(name))
+        self.optimizers, self.references = OPTIMIZERS[kind](self.model), OPTIMIZERS[kind](self.whole)
+        prune(self.model, self.optimizers, self.held)
+        self.state = WholeState(self.model, self.held, group=world, folder=os.getcwd())
+
+    def train(self, steps: int, seed: int) -> None:
+        """Updates both with the same gradients; what else a step changes is copied."""
+        for step in range(steps):
+            generator = torch.Generator().manual_seed(seed + step)
+            self.whole.zero_grad()
+            self.whole.loss(torch.randn(8, 6, generator=generator, dtype=torch.float64)).backward()
+            mine, theirs = self.held.tensors(self.model), self.held.tensors(self.whole)
+            for name in filter(self.held.holds, mine):
+                if name in self.held.parameters:
+                    gradient = theirs[name].grad
+                    mine[name].grad = None if gradient is None else gradient.clone()
+                else:
+                    mine[name].copy_(theirs[name])
+            for number, layer in enumerate(self.model.layers):
+                if isinstance(layer, Counted) and self.held.rank in self.held.owners_of_key(f"net.{number}.seen"):
+                    layer.seen = self.whole.net[number].seen
+            for optimizer in (*self.optimizers, *self.references):
+                optimizer.step()
+
+    def saved(self) -> dict[str, Any]:
+        return {
+            "state": self.state.state_dict(),
+            "optimizers": [self.state.optimizer_state(optimizer) for optimizer in self.optimizers],
+        }
+
+    def expected(self) -> dict[str, Any]:
+        return {
+            "state": self.whole.state_dict(),
+            "optimizers": [optimizer.state_dict() for optimizer in self.references],
+        }
+
+    def load(self, path: str) -> None:
+        checkpoint = load_mapped(path, weights_only=True)
+        assert checkpoint is not None
+        assert self.state.load_state_dict(checkpoint["state"]) == ([], [])
+        for optimizer, state in zip(self.optimizers, checkpoint["optimizers"], strict=True):
+            self.state.load_optimizer_state(optimizer, state)
+            assert not any(p.is_meta for p in optimizer.state)
+        self.whole.load_state_dict(checkpoint["state"])
+        for optimizer, state in zip(self.references, frozen(checkpoint["optimizers"]), strict=True):
+            optimizer.load_state_dict(state)
+
+
+def _checkpoints(rank: int, world: int) -> None:
+    names = list(PLANS)
+    packed_bytes, small_bytes = whole.PACKED_BYTES, mapped.SMALL_BYTES
+    for turn, (name, kind) in enumerate(zip(names, [*OPTIMIZERS, *OPTIMIZERS], strict=True)):
+        if turn == 1:  # these weights are small, let them travel alone and lie in files as large ones do
+            whole.PACKED_BYTES = mapped.SMALL_BYTES = 100
+        part = Divided(rank, PLANS[name], kind)
+        part.train(3, seed=0)
+        saved, expected = part.saved(), part.expected()
+        path = f"{turn}.ckpt"
+        if rank == 0:
+            assert same(expected, saved), (name, kind)
+            assert saved["state"]._metadata == expected["state"]._metadata
+            torch.save(saved, path)
+            assert same(expected, torch.load(path, weights_only=True)), (name, kind)
+            assert abs(os.path.getsize(path) - _size(expected)) < 4096, "tied weights are written once"
+        else:
+            assert saved == {"state": {}, "optimizers": [{}] * len(part.optimizers)}
+        dist.barrier()
+        other = names[(turn + 1) % len(names)]
+        there = Divided(rank, PLANS[other], kind)
+        there.train(1, seed=50)
+        there.load(path)
+        there.train(2, seed=100)
+        saved, expected = there.saved(), there.expected()
+        assert rank != 0 or same(expected, saved), f"{kind} from {name} to {other}"
+        _refusals(there)
+        restore(there.model, there.held, there.state.group)
+        assert same(there.model.state_dict(), _from_rank_0(expected["state"])), other
+        assert [p.requires_grad for p in there.model.parameters()] == [
+            p.requires_grad for p in there.whole.parameters()
+        ]
+        there.model.loss(torch.randn(3, 6, dtype=torch.float64)).backward()
+        assert there.model.head.weight is there.model.embed.weight
+        whole.PACKED_BYTES, mapped.SMALL_BYTES = packed_bytes, small_bytes
+
+
+def _size(state: Any) -> int:
+    with open("expected.ckpt", "wb") as file:
+        torch.save(state, file)
+    return os.path.getsize("expected.ckpt")
+
+
+def _from_rank_0(state: Any) -> Any:
+    box = [state]
+    dist.broadcast_object_list(box, 0)
+    return box[0]
+
+
+def _refusals(part: Divided) -> None:
+    state = part.whole.state_dict()
+    weight = state.pop("net.4.weight")
+    with pytest.raises(RuntimeError, match=r"Missing.*net\.4\.weight"):
+        part.state.load_state_dict(state)
+    assert part.state.load_state_dict({**state, "new": weight}, strict=False) == (["net.4.weight"], ["new"])
+    with pytest.raises(RuntimeError, match=r"size mismatch for net\.4\.weight"):
+        part.state.load_state_dict({**state, "net.4.weight": weight[1:]})
+    with pytest.raises(ValueError, match="is not the module's"):
+        part.state.optimizer_state(torch.optim.SGD([nn.Parameter(torch.zeros(2))]))
+    other = torch.optim.SGD(list(part.model.parameters())[:2])
+    with pytest.raises(ValueError, match="doesn't match the size"):
+        part.state.load_optimizer_state(other, torch.optim.SGD(part.whole.parameters()).state_dict())
+    rank = part.held.rank
+    part.model.head.register_state_dict_post_hook(_failing if rank == 2 else _renaming)
+    with pytest.raises(RuntimeError, match=r"^rank 2: ZeroDivisionError: of the user$"):
+        part.state.state_dict()
+    part.model.head._state_dict_hooks.clear()
+    part.model.net[4].register_state_dict_post_hook(_renaming)
+    part.whole.net[4].register_state_dict_post_hook(_renaming)
+    saved, expected = part.state.state_dict(), part.whole.state_dict()
+    assert rank != 0 or (same(expected, saved) and "renamed" in saved and "net.4.bias" not in saved)
+    part.model.net[4]._state_dict_hooks.clear()
+
+
+def _failing(*_: Any) -> None:
+    raise ZeroDivisionError("of the user")
+
+
+def _renaming(module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
+    state["renamed"] = state.pop(f"{prefix}bias") * 2
+
+
+def test_checkpoints_are_those_of_one_process_under_every_plan() -> None:
+    run_ranks(WORLD, _checkpoints)
+
+
+# ---- files -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads the memory in use from /proc")
+def test_a_tensor_in_a_file_costs_no_memory_and_leaves_no_file(tmp_path: Path) -> None:
+    before = _anonymous_bytes()
+    tensor = empty_in_file(torch.Size([4, 2**20]), torch.float32, tmp_path).fill_(3.0)
+    assert _anonymous_bytes() - before < tensor.numel() * 4 / 4
+    assert list(tmp_path.iterdir()) == []
+    torch.save({"t": tensor, "half": tensor[:2].half()}, tmp_path / "a.ckpt")
+    before = _anonymous_bytes()
+    loaded = load_mapped(tmp_path / "a.ckpt", weights_only=True)
+    assert loaded is not None and torch.equal(loaded["t"], tensor)
+    assert _anonymous_bytes() - before < tensor.numel() * 4 / 4
+    loaded["t"].zero_()
+    again = load_mapped(tmp_path / "a.ckpt")
+    assert again is not None and torch.equal(again["t"], tensor), "the file is as it was"
+
+
+def _anonymous_bytes() -> int:
+    gc.collect()
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("RssAnon"))
+
+
+def test_what_cannot_be_mapped_is_left_to_others(tmp_path: Path) -> None:
+    old = tmp_path / "old.ckpt"
+    torch.save({"a": torch.zeros(2)}, old, _use_new_zipfile_serialization=False)
+    assert load_mapped(old) is None
+    assert load_mapped(tmp_path / "none.ckpt") is None
+    assert load_mapped("memory://bucket/a.ckpt") is None
+    code = tmp_path / "code.ckpt"
+    torch.save({"a": Counted}, code)
+    with pytest.raises(pickle.UnpicklingError, match="eights"):
+        load_mapped(code, weights_only=True)
+    with pytest.raises(OSError):
+        empty_in_file(torch.Size([2**20]), torch.float32, tmp_path / "missing")

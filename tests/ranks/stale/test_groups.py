@@ -1,0 +1,256 @@
+"""The default group goes on with the survivors: real ranks, killed one after the other, the store in the server."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from lightning.fabric.utilities.distributed import DistributedSamplerWrapper
+from lightning.pytorch.overrides.distributed import UnrepeatedDistributedSamplerWrapper
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, RandomSampler, SequentialSampler
+
+from lightning_hetero.stale.runtime.processes.groups import (
+    MemberMissingError,
+    leave_default_group,
+    rebuild_default_group,
+    shrink_sampler,
+)
+from tests.ranks.harness import run_ranks
+
+ROOT = Path(__file__).resolve().parents[3]
+
+# name -> ranks, who dies in each round, the collective in which the others find out
+SCENARIOS: dict[str, tuple[int, list[list[int]], str]] = {
+    "one": (3, [[2]], "all_reduce"),
+    "rank-0": (3, [[0]], "all_reduce"),
+    "one-after-the-other": (4, [[1], [0], [3]], "all_reduce"),
+    "two-at-once": (4, [[0, 3]], "all_reduce"),
+    "nobody-in-between": (3, [[], [1], []], "all_reduce"),
+    # In a barrier of four, one survivor never talks to the dead rank: it would wait for the group's timeout.
+    **{f"barrier-without-{dead}": (4, [[dead]], "barrier") for dead in range(4)},
+}
+
+# Ranks are forked from one process. In each round some die, the others find out, rebuild, and use the new group.
+SCRIPT = """
+import json, multiprocessing as mp, os, signal, sys, time
+from datetime import timedelta
+from pathlib import Path
+import torch, torch.distributed as dist
+from torchmetrics import MeanMetric
+from lightning_hetero.stale.runtime.processes.fork import fork_server, host_store
+from lightning_hetero.stale.runtime.processes.groups import leave_default_group, rebuild_default_group
+
+TIMEOUT = timedelta(seconds=100)
+
+def body(ready, orphaned):
+    store = host_store("127.0.0.1", TIMEOUT)
+    ready({"port": store.port})
+    end = time.monotonic() + 60
+    while not Path("finished").exists() and time.monotonic() < end: time.sleep(0.01)
+
+def main(rank, world, deaths, op):
+    dist.init_process_group("gloo", Path("meeting").absolute().as_uri(), TIMEOUT, world, rank)
+    box = [None]
+    if rank == 0:
+        box = [fork_server(body, keep=[]).details["port"]]  # inherits rank 0's connections, and must drop them
+    dist.broadcast_object_list(box, 0)
+    store = dist.TCPStore("127.0.0.1", box[0], is_master=False)
+    members, said = list(range(world)), []
+    for generation, dying in enumerate(deaths, 1):
+        dist.barrier()
+        if rank in dying: os.kill(os.getpid(), signal.SIGKILL)
+        failed = False
+        members = [m for m in members if m not in dying]
+        rebuild = lambda: rebuild_default_group(store=store, generation=generation, members=members, rank=rank,
+                                                backend="gloo", timeout=TIMEOUT)
+        try:
+            dist.barrier() if op == "barrier" else dist.all_reduce(torch.ones(3))
+        except RuntimeError:
+            failed = True
+            leave_default_group()
+            rebuild()  # here, where the exception still holds the frames of the collective
+        else:
+            rebuild()
+        total = torch.tensor([float(rank)])
+        dist.all_reduce(total)
+        metric = MeanMetric()
+        metric.update(float(rank))
+        mean = float(metric.compute())
+        side = dist.new_group(backend="gloo")
+        dist.barrier(group=side)
+        first = [rank]
+        dist.broadcast_object_list(first, 0)
+        place = [dist.get_rank(), dist.get_world_size()]
+        said.append({"failed": failed, "sum": total.item(), "mean": mean, "first": first[0], "place": place})
+        store.set(f"through {generation} {rank}", "1")
+        store.wait([f"through {generation} {m}" for m in members])
+    Path(f"rank{rank}.json").write_text(json.dumps(said))
+    dist.destroy_process_group()
+
+for name, (world, deaths, op) in json.loads(sys.argv[1]).items():
+    os.mkdir(name)
+    os.chdir(name)
+    processes = [mp.get_context("fork").Process(target=main, args=(r, world, deaths, op)) for r in range(world)]
+    for p in processes: p.start()
+    for p in processes: p.join()
+    Path("finished").touch()
+    Path("codes.json").write_text(json.dumps([p.exitcode for p in processes]))
+    os.chdir("..")
+"""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """All scenarios, played one after the other; far sooner than the groups' timeout of 100 s."""
+    folder = tmp_path_factory.mktemp("regroup")
+    (folder / "script.py").write_text(SCRIPT)
+    environ = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    command = [sys.executable, "script.py", json.dumps(SCENARIOS)]
+    with (folder / "said").open("w") as said:
+        script = subprocess.Popen(command, cwd=folder, env=environ, stdout=said, stderr=said, start_new_session=True)
+    try:
+        assert script.wait(80) == 0, (folder / "said").read_text()
+    finally:
+        with contextlib.suppress(ProcessLookupError):  # usually nobody is left
+            os.killpg(script.pid, signal.SIGKILL)
+        script.wait()
+    return folder
+
+
+@pytest.mark.parametrize("name", SCENARIOS)
+def test_survivors_go_on(folder: Path, name: str) -> None:
+    world, deaths, _ = SCENARIOS[name]
+    dead = {rank for dying in deaths for rank in dying}
+    codes = json.loads((folder / name / "codes.json").read_text())
+    assert codes == [-9 if rank in dead else 0 for rank in range(world)]
+    members = list(range(world))
+    for i, dying in enumerate(deaths):
+        members = [m for m in members if m not in dying]
+        for rank in set(range(world)) - dead:
+            found = json.loads((folder / name / f"rank{rank}.json").read_text())[i]
+            assert found["place"] == [members.index(rank), len(members)]
+            assert found["sum"] == sum(members) and found["first"] == members[0]
+            assert found["mean"] == pytest.approx(sum(members) / len(members))
+            assert found["failed"] == bool(dying)
+
+
+def a_rank_that_does_not_come(rank: int, world: int) -> list[str]:
+    store = dist.FileStore("store", world)
+    said: list[str] = []
+    if rank == 0:
+        with pytest.raises(MemberMissingError, match=r"rank 1 did not come .* generation 7 within 0\.1 s") as caught:
+            rebuild_default_group(
+                store=store, generation=7, members=[0, 1], rank=0, backend="gloo", timeout=None, meeting_s=0.1
+            )
+        said.append(f"missing {caught.value.ranks} {dist.is_initialized()}")
+        rebuild_default_group(store=store, generation=8, members=[0], rank=0, backend="gloo", timeout=None)
+        said.append(f"alone {dist.get_world_size()}")
+    leave_default_group()
+    leave_default_group()
+    said.append(f"left {not dist.is_initialized()}")
+    return said
+
+
+def test_a_member_that_does_not_come_is_named() -> None:
+    said = run_ranks(2, a_rank_that_does_not_come)
+    assert said == [["missing (1,) False", "alone 1", "left True"], ["left True"]]
+
+
+def hooks_after_two_groups(rank: int, world: int) -> bool:
+    before = sys.excepthook
+    for generation in (1, 2):
+        rebuild_default_group(
+            store=dist.FileStore("store", world), generation=generation, members=[1, 0], rank=rank, backend="gloo",
+            timeout=None,
+        )  # fmt: skip
+    return sys.excepthook is before and dist.get_rank() == 1 - rank
+
+
+def test_tracebacks_are_not_prefixed_once_more_and_members_give_the_order() -> None:
+    assert run_ranks(2, hooks_after_two_groups) == [True, True]
+
+
+@pytest.mark.parametrize(
+    ("members", "rank", "message"), [([0, 0], 0, "must be distinct"), ([0, 2], 1, "rank=1 must be one of the members")]
+)
+def test_bad_members(members: list[int], rank: int, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        rebuild_default_group(
+            store=dist.HashStore(), generation=1, members=members, rank=rank, backend="gloo", timeout=None
+        )
+
+
+# ---- samplers -------------------------------------------------------------------------------------------------
+
+SAMPLES = 26
+
+
+class Own(DistributedSampler):
+    """A user's sampler whose constructor needs what nobody has kept."""
+
+    def __init__(self, dataset: Any, rank: int, world: int, *, needed: str) -> None:
+        super().__init__(dataset, num_replicas=world, rank=rank, shuffle=True, seed=5)
+        self.needed = needed
+
+    def __iter__(self) -> Iterator[int]:
+        assert self.needed == "yes"
+        return super().__iter__()
+
+
+def loader(kind: str, rank: int, world: int) -> DataLoader:
+    data = list(range(SAMPLES))
+    place: Any = {"num_replicas": world, "rank": rank}
+    if kind == "plain":
+        return DataLoader(data, 4, sampler=DistributedSampler(data, shuffle=False, **place))
+    if kind == "drop_last":
+        return DataLoader(data, 4, sampler=DistributedSampler(data, shuffle=True, seed=2, drop_last=True, **place))
+    if kind == "wrapped":
+        return DataLoader(data, 4, sampler=DistributedSamplerWrapper(SequentialSampler(data), shuffle=False, **place))
+    if kind == "unpadded":
+        own = UnrepeatedDistributedSamplerWrapper(SequentialSampler(data), shuffle=False, **place)
+        return DataLoader(data, 4, sampler=own)
+    if kind == "own":
+        return DataLoader(data, 4, sampler=Own(data, rank, world, needed="yes"))
+    assert kind == "batch_sampler"
+    return DataLoader(data, batch_sampler=BatchSampler(DistributedSampler(data, shuffle=False, **place), 4, False))
+
+
+@pytest.mark.parametrize("members", [[0, 2, 3, 4], [1, 4], [3], [0, 1, 2, 3, 4]], ids=str)
+@pytest.mark.parametrize("kind", ["plain", "drop_last", "wrapped", "unpadded", "own", "batch_sampler"])
+def test_the_whole_set_is_covered_as_if_it_had_been_divided_so_from_the_start(kind: str, members: list[int]) -> None:
+    seen: list[int] = []
+    for i, rank in enumerate(members):
+        shrunk, fresh = loader(kind, rank, 5), loader(kind, i, len(members))
+        for sampler in (shrunk, fresh):
+            getattr(sampler.batch_sampler, "sampler").set_epoch(3)  # noqa: B009
+        list(shrunk)
+        assert shrink_sampler(shrunk, [0, 4, rank] if rank not in (0, 4) else [0, 4], rank)  # an earlier death
+        assert shrink_sampler(shrunk, members, rank)
+        assert len(shrunk) == len(fresh)
+        batches = [batch.tolist() for batch in shrunk]
+        assert batches == [batch.tolist() for batch in fresh] and len(batches) == len(shrunk)
+        seen += [x for batch in batches for x in batch]
+    if kind == "drop_last":
+        assert len(set(seen)) == len(seen) == SAMPLES // len(members) * len(members)
+    else:
+        assert set(seen) == set(range(SAMPLES))
+    if kind == "unpadded":
+        assert len(seen) == SAMPLES
+
+
+@pytest.mark.parametrize("sampler", [SequentialSampler, RandomSampler])
+def test_other_samplers_stay(sampler: type) -> None:
+    data = list(range(SAMPLES))
+    plain = DataLoader(data, 4, sampler=sampler(data))
+    assert not shrink_sampler(plain, [0, 2], 2)
+    assert sorted(x for batch in plain for x in batch.tolist()) == data
+    assert not shrink_sampler(DataLoader(data, batch_size=None), [0, 2], 2)

@@ -1,0 +1,235 @@
+"""How a rank that comes late and the members of a run find each other: over a real store; threads for processes."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from lightning.fabric.plugins.environments import LightningEnvironment, TorchElasticEnvironment
+
+from lightning_hetero.stale.fit.elastic import join
+from lightning_hetero.stale.fit.elastic.join import Invitation, JoinRequests, Newcomer
+from lightning_hetero.stale.runtime.processes.start import Address
+from tests.e2e.stale.scripts import free_port
+from tests.ranks.harness import RankEnvironment
+
+pytestmark = pytest.mark.ranks
+
+ADDRESS = Address(directory="/dev/shm/x#y", host="127.0.0.1", port=7, token="00" * 16, near=(0, 1, 2))
+INVITATION = Invitation(
+    checkpoint="a.ckpt", generation=8, members=(0, 2), nodes=((0, 0), (2, 1)), meetings=5, address=ADDRESS
+)
+
+
+@pytest.fixture
+def environment(monkeypatch: pytest.MonkeyPatch) -> Iterator[LightningEnvironment]:
+    """Of a rank that somebody else has started; what takes seconds for a user takes less here."""
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", str(free_port()))
+    monkeypatch.setenv("LOCAL_RANK", "2")
+    monkeypatch.setattr(join, "_LOOK_S", 0.5)
+    monkeypatch.setattr(join, "_PAUSE_S", 0.005)
+    yield LightningEnvironment()
+    gc.collect()
+
+
+@pytest.fixture
+def requests(environment: LightningEnvironment) -> Iterator[JoinRequests]:
+    """Open."""
+    requests = JoinRequests(environment)
+    assert requests.host(ADDRESS) == ""
+    yield requests
+    requests.close([])
+
+
+def host(environment: LightningEnvironment) -> dist.TCPStore:
+    """What torch does at rank 0."""
+    return dist.TCPStore(environment.main_address, environment.main_port, is_master=True, wait_for_workers=False)
+
+
+class Waiting(threading.Thread):
+    """A newcomer that waits; keeps what it gets."""
+
+    def __init__(self, environment: LightningEnvironment, rank: int = 2) -> None:
+        super().__init__()
+        self.newcomer = Newcomer(environment, rank)
+        self.got: Any = None
+        self.start()
+
+    def run(self) -> None:
+        try:
+            self.got = self.newcomer.wait()
+        except RuntimeError as error:
+            self.got = error
+
+    def ended(self) -> Any:
+        self.join(20.0)
+        assert not self.is_alive()
+        return self.got
+
+
+def asked(requests: JoinRequests, ranks: list[int]) -> list[int]:
+    """Asks until somebody is there."""
+    deadline_s = time.monotonic() + 20.0
+    while not (found := requests.asking(ranks)):
+        assert time.monotonic() < deadline_s
+        time.sleep(0.005)
+    return found
+
+
+def test_an_invitation_survives_the_store() -> None:
+    assert Invitation.unpack(INVITATION.pack()) == INVITATION
+
+
+# ---- is there a run to join? ----------------------------------------------------------------------------------
+
+
+def test_nobody_is_a_newcomer_where_nothing_runs(environment: LightningEnvironment) -> None:
+    assert Newcomer.find(environment, 2) is None  # no store
+    store = host(environment)
+    assert Newcomer.find(environment, 2) is None  # a run that is just starting
+    JoinRequests(environment).announce(ADDRESS)
+    assert store.check(["lightning_hetero/run"])
+    assert Newcomer.find(environment, 2) is not None
+
+
+def test_only_ranks_that_somebody_else_started_can_join(
+    requests: JoinRequests, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    environment = LightningEnvironment()
+    assert Newcomer.find(environment, 2) is not None
+    assert Newcomer.find(environment, 0) is None
+    assert Newcomer.find(TorchElasticEnvironment(), 2) is None
+    with monkeypatch.context() as patch:
+        patch.delenv("LOCAL_RANK")
+        assert Newcomer.find(environment, 2) is None  # Lightning will start the ranks
+    monkeypatch.setenv("LIGHTNING_HETERO_LAUNCHER_PID", "1")
+    assert Newcomer.find(environment, 2) is None
+
+
+# ---- asking and answering -------------------------------------------------------------------------------------
+
+
+def test_who_asks_is_found_as_often_as_one_looks_and_invited_once(environment: Any, requests: JoinRequests) -> None:
+    assert requests.asking([1, 2]) == []
+    waiting = Waiting(environment)
+    assert asked(requests, [1, 2]) == [2] == requests.asking([1, 2])
+    assert requests.asking([1]) == []
+    requests.invite(2, INVITATION)
+    assert waiting.ended() == INVITATION == waiting.newcomer.invitation
+    assert requests.asking([1, 2]) == []
+    again = Waiting(environment)  # it died, and has no use for the invitation before
+    assert asked(requests, [2]) == [2]
+    later = replace(INVITATION, checkpoint="b.ckpt", generation=10, members=(0, 1, 2), meetings=50)
+    requests.invite(2, later)
+    assert again.ended() == later
+
+
+def test_several_wait_at_once(environment: Any, requests: JoinRequests) -> None:
+    waiting = {rank: Waiting(environment, rank) for rank in (1, 2)}
+    asked(requests, [1])
+    asked(requests, [2])
+    assert requests.asking([1, 2, 3]) == [1, 2]
+    for rank in waiting:
+        requests.invite(rank, INVITATION)
+    assert [thread.ended() for thread in waiting.values()] == [INVITATION, INVITATION]
+
+
+def test_who_has_died_since_he_asked_is_not_there(
+    environment: Any, requests: JoinRequests, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(join, "_ANSWER_S", 0.1)
+    store = dist.TCPStore(environment.main_address, environment.main_port, is_master=False)
+    store.set("lightning_hetero/asks/2", "4711")
+    assert requests.asking([2]) == []
+    assert not store.check(["lightning_hetero/asks/2"])  # nobody waits for him a second time
+    monkeypatch.setattr(join, "_ANSWER_S", 20.0)
+    waiting = Waiting(environment)
+    assert asked(requests, [2]) == [2]
+    requests.invite(2, INVITATION)
+    assert waiting.ended() == INVITATION
+
+
+def test_an_invitation_that_nobody_has_read_is_not_for_the_next(environment: Any, requests: JoinRequests) -> None:
+    requests.invite(2, INVITATION)
+    waiting = Waiting(environment)
+    assert asked(requests, [2]) == [2]
+    requests.close([2])
+    assert "ended before another epoch began" in str(waiting.ended())
+
+
+# ---- stores come and go ---------------------------------------------------------------------------------------
+
+
+def test_who_asks_before_the_death_was_noticed_asks_again_in_the_next_store(environment: Any) -> None:
+    store = host(environment)
+    requests = JoinRequests(environment)
+    requests.announce(ADDRESS)
+    waiting = Waiting(environment)
+    while not store.check(["lightning_hetero/asks/2"]):
+        time.sleep(0.005)
+    assert requests.asking([2]) == []  # nobody was missed yet
+    del store
+    assert requests.host(ADDRESS) == ""
+    assert asked(requests, [2]) == [2]
+    requests.invite(2, INVITATION)
+    assert waiting.ended() == INVITATION
+    requests.close([2])
+
+
+def test_without_a_store_the_run_has_ended(environment: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(join, "_SILENT_S", 0.3)
+    with pytest.raises(RuntimeError, match="the run that rank 2 wanted to join has ended"):
+        Newcomer(environment, 2).wait()
+
+
+@pytest.mark.parametrize("whose", ["torch's", "ours"])
+def test_the_end_of_a_run_sends_home_who_waits_and_who_comes_later(environment: Any, whose: str) -> None:
+    requests = JoinRequests(environment)
+    store = host(environment) if whose == "torch's" else None
+    if store is None:
+        assert requests.host(ADDRESS) == ""
+    else:
+        requests.announce(ADDRESS)
+    waiting = Waiting(environment)
+    look = dist.TCPStore(environment.main_address, environment.main_port, is_master=False)
+    while not look.check(["lightning_hetero/asks/2"]):
+        time.sleep(0.005)
+    requests.close([1, 2])
+    assert "ended before another epoch began; start all ranks" in str(waiting.ended())
+    if store is not None:  # torch's store stays, e.g. for trainer.test
+        assert Newcomer.find(environment, 2) is None
+        assert "ended before another epoch began" in str(Waiting(environment).ended())
+    requests.close([1, 2])
+
+
+def test_a_store_without_an_announcement_yet_will_have_one(environment: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(join, "_LOOK_S", 20.0)
+    store = host(environment)
+    waiting = Waiting(environment)
+    while not store.check(["lightning_hetero/asks/2"]):
+        time.sleep(0.005)
+    requests = JoinRequests(environment)
+    requests.announce(ADDRESS)
+    requests._store = store  # as if it hosted it
+    assert asked(requests, [2]) == [2]
+    requests.invite(2, INVITATION)
+    assert waiting.ended() == INVITATION
+    requests.close([])
+
+
+def test_where_no_store_can_be_nobody_joins_and_nothing_is_lost(environment: Any) -> None:
+    taken = host(environment)
+    assert "no rank can come again into this run" in JoinRequests(environment).host(ADDRESS)
+    del taken
+    through_a_file = JoinRequests(RankEnvironment(0, 2))
+    through_a_file.announce(ADDRESS)
+    assert "no rank can come again into this run" in through_a_file.host(ADDRESS)
+    assert through_a_file.asking([1]) == []
+    through_a_file.close([0, 1])

@@ -1,0 +1,117 @@
+"""Where parameters, buffers and gradients lie in flat memory."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_hetero.stale.runtime.memory.codecs import TopK
+from lightning_hetero.stale.runtime.memory.entry import ALIGN_BYTES
+from lightning_hetero.stale.runtime.memory.hyper_parameters import HyperParameters
+from lightning_hetero.stale.runtime.memory.layout import FlatLayout
+from tests.ranks.stale.note import mlp, sgd
+
+pytestmark = pytest.mark.usefixtures("float64")
+
+
+def all_kinds() -> list[tuple[str, Tensor]]:
+    torch.manual_seed(0)
+    last = torch.randn(4, 3, 5, 5).to(memory_format=torch.channels_last)
+    return [
+        ("scalar", torch.tensor(3.5)),
+        ("matrix", torch.randn(3, 5, dtype=torch.float32)),
+        ("transposed", torch.randn(3, 5).t()),
+        ("last", last),
+        ("half", torch.randn(7).bfloat16()),
+        ("complex", torch.randn(2, 2, dtype=torch.complex64)),
+        ("empty", torch.zeros(0, 4)),
+        ("integer", torch.arange(5)),
+        ("bool", torch.tensor([True, False])),
+        ("expanded", torch.arange(3.0).expand(2, 3)),
+        ("strided", torch.randn(4, 8)[:, ::2]),
+        ("one", torch.randn(1, 6)[:, :1]),
+    ]
+
+
+def test_every_tensor_survives_the_area_in_its_own_format() -> None:
+    named = all_kinds()
+    tensors = [t for _, t in named]
+    before = [t.clone() for t in tensors]
+    layout = FlatLayout.of(named[:6], named[6:])
+    area = torch.full((layout.bytes,), 255, dtype=torch.uint8)
+    layout.adopt(area, tensors)
+    for view, tensor, old, (start, stop) in zip(
+        layout.views(area), tensors, before, layout.ranges, strict=True
+    ):
+        assert torch.equal(view, old) and torch.equal(tensor, old)
+        assert view.dtype == old.dtype
+        assert start % ALIGN_BYTES == 0 and stop - start == old.numel() * old.element_size()
+        assert tensor.numel() == 0 or tensor.data_ptr() == area.data_ptr() + start
+    assert dict(named)["last"].is_contiguous(memory_format=torch.channels_last)
+    assert dict(named)["transposed"].stride() == (1, 5)
+    assert layout.views(area)[9].is_contiguous()  # what overlapped has got room
+    ranges = sorted(layout.ranges)
+    assert all(a[1] <= b[0] for a, b in pairwise(ranges))
+    assert layout.parameter_bytes <= layout.ranges[6][0]
+
+
+def test_tied_tensors_appear_once() -> None:
+    a, b = torch.zeros(3), torch.zeros(3)
+    layout = FlatLayout.of([("a", a), ("again", a), ("b", b)], [("c", torch.ones(1)), ("a buffer", b)])
+    assert [e.name for e in layout.parameters] == ["a", "b"]
+    assert [e.name for e in layout.buffers] == ["c"]
+
+
+def test_the_digest_tells_whatever_matters() -> None:
+    def make(**changes: Any) -> FlatLayout:
+        shape, dtype = changes.get("shape", (3, 4)), changes.get("dtype", torch.float32)
+        weight = nn.Parameter(torch.zeros(shape, dtype=dtype))
+        if changes.get("transposed"):
+            weight = nn.Parameter(torch.zeros(shape[::-1], dtype=dtype).t())
+        optimizers = [changes.get("optimizer", torch.optim.SGD)([weight])]
+        named = [(changes.get("name", "weight"), weight)]
+        buffers = [] if changes.get("parameter") else [("b", torch.zeros(2))]
+        more = [("b", torch.zeros(2))] if changes.get("parameter") else []
+        return FlatLayout.of(named + more, buffers, optimizers=optimizers, codec=changes.get("codec"))
+
+    assert make().digest == make().digest
+    changes = [
+        {"shape": (4, 3)}, {"dtype": torch.float64}, {"name": "w"}, {"transposed": True}, {"parameter": True},
+        {"optimizer": torch.optim.Adam}, {"codec": "bf16"}, {"codec": "fp16"}, {"codec": TopK(0.1)},
+        {"codec": TopK(0.2)},
+    ]  # fmt: skip
+    assert len({make(**change).digest for change in [{}, *changes]}) == len(changes) + 1
+
+
+def test_the_slot_has_room_for_everything_without_overlap() -> None:
+    model = mlp()
+    layout = FlatLayout.of(
+        list(model.named_parameters()), list(model.named_buffers()), optimizers=sgd(model), codec=TopK(0.3)
+    )
+    ranges = [layout.present, layout.number_range, *layout.buffer_ranges, *layout.gradient_ranges]
+    assert all(start % ALIGN_BYTES == 0 for start, _ in ranges)
+    assert all(a[1] <= b[0] for a, b in pairwise(ranges))
+    assert ranges[-1][1] <= layout.slot_bytes
+    assert layout.number_range[1] - layout.number_range[0] == 8 * HyperParameters(sgd(model)).size
+
+
+@pytest.mark.parametrize(
+    ("tensor", "words"),
+    [
+        (torch.eye(3).to_sparse(), "sparse"),
+        (nn.LazyLinear(2).weight, "lazy.*forward"),
+    ],
+)
+def test_what_has_no_place_is_refused_by_name(tensor: Tensor, words: str) -> None:
+    with pytest.raises(ValueError, match=f"'odd'.*{words}"):
+        FlatLayout.of([("odd", tensor)])
+
+
+def test_an_area_must_fit() -> None:
+    layout = FlatLayout.of([("a", torch.zeros(3))])
+    with pytest.raises(ValueError, match="uint8 of shape"):
+        layout.views(torch.zeros(layout.bytes + 1, dtype=torch.uint8))

@@ -1,0 +1,142 @@
+"""Pair groups, the transport between nodes, under Lightning on one node: exact, resumable, and no death spreads."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+from lightning_hetero.stale.runtime.processes.fork import host_store
+from lightning_hetero.transport.base import Arrived, Ask, Reply, Request, Say
+from lightning_hetero.transport.pairs.listener import PairLink, PairListener
+from tests.e2e.stale.scripts import launch_externally, nothing_left
+from tests.ranks.exact_models import Gan, Groups
+from tests.ranks.harness import run_ranks
+from tests.ranks.kit import Toy, Weights, rank_trainer, regression, single, stale, weights
+from tests.ranks.resume_kit import Saver
+from tests.ranks.stale.fits import Noting, Seen, check_once
+from tests.ranks.stale.fits import fit as noted_fit
+from tests.ranks.stale.models import ManualClip, indexed
+
+pytestmark = pytest.mark.ranks
+EXACT = 1e-12
+SAMPLES, BATCH, EPOCHS = 110, 24, 3
+MODELS: dict[str, type[Toy]] = {"plain": Toy, "groups": Groups, "two optimizers": Gan, "clipping": ManualClip}
+
+
+def pairs(**kwargs: Any) -> Any:
+    return stale(**{"policy": "bsp", "transport": "pairs", **kwargs})
+
+
+def loader(per_device: int) -> DataLoader:
+    return DataLoader(regression(SAMPLES), batch_size=per_device, shuffle=True)
+
+
+def fit(rank: int, world: int, name: str) -> tuple[Weights, int]:
+    module = MODELS[name]()
+    trainer = rank_trainer(rank, world, pairs(), max_epochs=EPOCHS)
+    trainer.fit(module, loader(BATCH // world))
+    return weights(module), trainer.global_step
+
+
+@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("name", MODELS)
+def test_weights_are_those_of_one_process(name: str, world: int) -> None:
+    module = MODELS[name]()
+    untrained = weights(module)
+    oracle = single(module, regression(SAMPLES), BATCH, max_epochs=EPOCHS)
+    assert weights(module).distance(untrained) > 1e-3
+    for result, step in run_ranks(world, fit, name):
+        assert result.distance(weights(module)) <= EXACT
+        assert step == oracle.global_step
+
+
+def samples_job(rank: int, world: int) -> Seen:
+    strategy = {"policy": "flexible", "transport": "pairs"}
+    return noted_fit(rank, world, DataLoader(indexed(SAMPLES), batch_size=8, shuffle=True), strategy=strategy,
+                     module=Noting())  # fmt: skip
+
+
+def test_under_a_policy_that_waits_for_nobody_each_sample_counts_once() -> None:
+    ranks = run_ranks(3, samples_job)
+    check_once(ranks, [range(SAMPLES)] * EPOCHS)
+    assert len({r.steps for r in ranks}) == 1
+    assert all(r.weights.distance(ranks[0].weights) == 0.0 for r in ranks)
+
+
+def saving_job(rank: int, world: int, folder: str) -> None:
+    trainer = rank_trainer(rank, world, pairs(), max_epochs=EPOCHS, callbacks=[Saver(folder, [(1, 2)])])
+    trainer.fit(Groups(), loader(BATCH // world))
+
+
+def resuming_job(rank: int, world: int, path: str) -> Weights:
+    module = Groups()
+    rank_trainer(rank, world, pairs(), max_epochs=EPOCHS).fit(module, loader(BATCH // world), ckpt_path=path)
+    return weights(module)
+
+
+@pytest.mark.parametrize("now", [2, 3])
+def test_the_servers_state_comes_back_over_the_pair(tmp_path: Path, now: int) -> None:
+    """In the middle of the second epoch: Adam's state, which only the server has, and which samples are left."""
+    path = tmp_path / "batch-1-2.ckpt"
+    run_ranks(2, saving_job, str(tmp_path))
+    saved = torch.load(path, weights_only=True)
+    moments = saved["optimizer_states"][0]["state"]
+    assert moments and all(float(m["step"]) == 8.0 and m["exp_avg_sq"].any() for m in moments.values())
+    module = Groups()
+    single(module, regression(SAMPLES), BATCH, max_epochs=EPOCHS)
+    for result in run_ranks(now, resuming_job, str(path)):
+        assert result.distance(weights(module)) <= EXACT
+
+
+def test_the_last_answer_reaches_a_worker_that_is_late_to_receive_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The server ends when the last worker has left: it must not cut off its own answer, or that worker fails."""
+    token = bytes(16)
+    store = host_store("127.0.0.1", timedelta(seconds=20))
+    listener = PairListener(store, ranks=[0], slot_bytes=8, parameter_bytes=8, token=token)
+
+    def answer_and_end() -> None:
+        while not any(isinstance(event, Arrived) for event in listener.events(None)):
+            pass
+        listener.reply(0, Reply(kind=Say.DONE))
+        listener.close()
+
+    server = threading.Thread(target=answer_and_end)
+    server.start()
+    link = PairLink(listener.address, 0, token=token)
+    expect = link._expect
+
+    def late(*args: Any) -> Any:
+        time.sleep(0.05)
+        return expect(*args)
+
+    monkeypatch.setattr(link, "_expect", late)
+    try:
+        assert link.call(Request(kind=Ask.LEAVE)).kind is Say.DONE
+    finally:
+        link.close()
+        server.join()
+
+
+@pytest.fixture
+def clean(tmp_path: Path) -> Iterator[None]:
+    with nothing_left(tmp_path):
+        yield
+
+
+@pytest.mark.timeout(200)
+@pytest.mark.usefixtures("clean")
+@pytest.mark.parametrize("rank", [0, 2])
+def test_the_others_go_on_without_a_killed_rank(tmp_path: Path, rank: int) -> None:
+    ended = launch_externally(tmp_path, transport="pairs", fault=["kill", rank], at=[1, 0])
+    left = [r for r in range(3) if r != rank]
+    assert ended.code == [-9 if r == rank else 0 for r in range(3)], ended.screens
+    ended.finished(24, left)
+    assert f"rank {rank} died; the others go on without, on 2 devices" in ended.screens

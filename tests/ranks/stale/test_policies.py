@@ -1,0 +1,196 @@
+"""Every policy through whole fits, with ranks that are slow: what must hold whatever the timing."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch.callbacks import Callback
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from lightning_hetero.stale.decide.policy import Asp, Buffered, Drop, Flexible, Saps
+from tests.ranks.data.indexed import indexed
+from tests.ranks.harness import run_ranks
+from tests.ranks.kit import Toy, Weights, rank_trainer, single, stale, weights
+from tests.ranks.stale.models import Counted, Indexed
+
+pytestmark = pytest.mark.ranks
+SAMPLES, BATCH, EPOCHS = 110, 24, 6
+# Low: when the machine is busy some updates are the mean of a few samples only, at full worth, hence noisy.
+LR = 0.01
+TICKS = 5
+
+
+class Slow(Callback):
+    """The ranks take ``sample_s`` for each sample, in fill-ins, too, and the last of them eight times as long."""
+
+    def __init__(self, sample_s: float) -> None:
+        self.sample_s = sample_s
+
+    def on_before_backward(self, trainer: Any, pl_module: Any, loss: Tensor) -> None:
+        times = 8 if trainer.global_rank == trainer.world_size - 1 else 1
+        time.sleep(times * self.sample_s * (trainer.strategy.current_samples() or 0))
+
+
+class Spans(Callback):
+    """What the server says is applied, at the end of each epoch; and that all ranks hold the same weights then."""
+
+    def __init__(self) -> None:
+        self.applied: list[list[list[int]]] = []
+        self.version: list[int] = []
+
+    def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+        state = trainer.strategy._run.worker.state()
+        self.applied.append(state["coordinator"]["applied"])
+        self.version.append(state["version"])
+
+
+class Scheduled(Indexed):
+    """Stepped every step by Lightning."""
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=LR, momentum=0.5)
+        schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.99)
+        return [optimizer], [{"scheduler": schedule, "interval": "step"}]
+
+
+class ByHand(Scheduled):
+    """Two optimizers and schedulers stepped by hand."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        first, second = self.optimizers()  # type: ignore[misc]
+        loss = super().training_step(batch, batch_idx)
+        first.zero_grad()
+        second.zero_grad()
+        self.manual_backward(loss)
+        first.step()
+        second.step()
+        for schedule in self.lr_schedulers():  # type: ignore[union-attr]
+            schedule.step()
+
+    def configure_optimizers(self) -> Any:
+        first, _, last = self.net.children()
+        optimizers = [torch.optim.SGD(part.parameters(), lr=LR) for part in (first, last)]
+        return optimizers, [torch.optim.lr_scheduler.ExponentialLR(o, 0.99) for o in optimizers]
+
+
+def mean_loss(trained: Weights) -> float:
+    model = Toy()
+    model.load_state_dict(trained)
+    _, x, y = indexed(SAMPLES).tensors
+    with torch.no_grad():
+        return float(nn.functional.mse_loss(model.net(x), y))
+
+
+class Result:
+    """What a rank saw."""
+
+    def __init__(self, module: Indexed, trainer: Any, counted: Counted, spans: Spans) -> None:
+        self.weights = weights(module)
+        self.seen: list[int] = [i for batch in module.seen for i in batch]  # type: ignore[misc]
+        self.step = trainer.global_step
+        self.lr = [group["lr"] for o in trainer.optimizers for group in o.param_groups]
+        self.metrics = counted.epochs
+        self.applied, self.version = spans.applied, spans.version
+
+
+def job(
+    rank: int, world: int, make: Callable[[], Any], policy: Any, sample_s: float, epochs: int, trainer: dict[str, Any]
+) -> Result:
+    module, counted, spans = make(), Counted(), Spans()
+    callbacks = [counted, spans, Slow(sample_s)]
+    fit = rank_trainer(rank, world, stale(policy=policy), callbacks=callbacks, max_epochs=epochs, **trainer)
+    fit.fit(module, DataLoader(indexed(SAMPLES), batch_size=BATCH // world, shuffle=True))
+    return Result(module, fit, counted, spans)
+
+
+def check(
+    results: list[Result], oracle: Weights, *, steps: int, lr: float, every: bool = True, bound: int | None = None
+) -> None:
+    """Asserts what holds whatever the timing.
+
+    Args:
+        oracle: what a single process trains.
+        every: every sample of an epoch is applied exactly once.
+        bound: versions that an applied contribution may be old.
+    """
+    epochs = len(results[0].metrics)
+    first, untrained = results[0], mean_loss(weights(Toy()))
+    for result in results:
+        assert result.step == steps
+        assert result.lr == pytest.approx([lr] * len(result.lr), rel=1e-12)
+        assert all(torch.equal(result.weights[k], v) for k, v in first.weights.items())
+        assert result.metrics == first.metrics
+        assert result.version == first.version and result.applied == first.applied
+    fallen, expected = (untrained - mean_loss(w) for w in (first.weights, oracle))
+    # Staleness and smaller updates cost something; the rest is the same recipe.
+    assert fallen > 0.5 * expected > 0.02
+    metrics = first.metrics[-1]
+    accepted = sum(metrics["samples"].values())
+    if every:
+        assert first.applied == [[[0, SAMPLES]]] * epochs
+        assert accepted == epochs * SAMPLES
+    else:
+        assert epochs * SAMPLES / 2 <= accepted <= epochs * SAMPLES
+    computed = Counter(i for result in results for i in result.seen)
+    assert sum(computed.values()) == accepted + sum(metrics["discarded"].values())
+    if every:
+        assert all(computed[i] >= epochs for i in range(SAMPLES))
+    if bound is not None:
+        assert max(map(int, metrics["staleness"])) <= bound
+
+
+def trained_alone(make: Callable[[], Any], epochs: int, **trainer: Any) -> Weights:
+    module = make()
+    single(module, indexed(SAMPLES), BATCH, max_epochs=epochs, **trainer)
+    return weights(module)
+
+
+POLICIES: dict[str, tuple[Any, bool, int | None]] = {
+    "saps": (Saps(threshold=3, bound=6), True, 6),
+    "asp": (Asp(damping="dynsgd_per_worker"), True, None),
+    "ssp": ("ssp", True, None),
+    "drop": (Drop(bound=2), True, 2),
+    "buffered": (Buffered(k=2), True, 2),
+    "backup": ("backup", False, 0),
+    "bsp": ("bsp", True, 0),
+    "overlap": (Flexible(overlap=True), True, 2),
+    "delay compensation": (Asp(compensation=0.1), True, None),
+}
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_every_policy_trains(name: str) -> None:
+    policy, every, bound = POLICIES[name]
+    results = run_ranks(3, job, Scheduled, policy, 2e-4, EPOCHS, {})
+    oracle = trained_alone(Scheduled, EPOCHS)
+    check(results, oracle, steps=EPOCHS * TICKS, lr=LR * 0.99 ** (EPOCHS * TICKS), every=every, bound=bound)
+
+
+@pytest.mark.parametrize(
+    ("make", "accumulate", "steps", "scheduled"),  # the latter per epoch
+    [
+        (Scheduled, 1, TICKS, TICKS),
+        (Scheduled, 3, 2, 2),
+        (ByHand, 1, 2 * TICKS, TICKS),
+    ],
+    ids=["plain", "accumulation", "manual"],
+)
+def test_a_rank_eight_times_slower(make: Any, accumulate: int, steps: int, scheduled: int) -> None:
+    """Steps, schedules and samples are those of equal ranks; the slow one has less of the work."""
+    epochs = EPOCHS * accumulate
+    options = {"accumulate_grad_batches": accumulate} if accumulate > 1 else {}
+    results = run_ranks(3, job, make, "flexible", 5e-4, epochs, options)
+    oracle = trained_alone(make, epochs, **options)
+    check(results, oracle, steps=epochs * steps, lr=LR * 0.99 ** (epochs * scheduled), bound=2)
+    shares = results[0].metrics[-1]["samples"]
+    assert shares.get("2", 0) < min(shares["0"], shares["1"])

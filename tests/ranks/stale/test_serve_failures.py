@@ -1,0 +1,276 @@
+"""The parameter server with overflows, NaN, dead, stopped and confused workers."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from torch import Tensor
+
+from lightning_hetero.stale.decide.policy import Asp, Bsp, Flexible, Policy
+from lightning_hetero.stale.runtime.messages import Met
+from lightning_hetero.transport.base import Ask, RemoteFailureError, Reply, Request
+from lightning_hetero.transport.flags import PushFlag, Word
+from tests.ranks.stale.kit import Script, Setting, Trainee, automatic, ends_of, spans
+from tests.ranks.stale.reference import (
+    ENDS,
+    EPOCHS,
+    SAMPLES,
+    data,
+    differ,
+    epochs,
+    equal_speed,
+    mlp,
+    mse,
+    replay,
+    sgd,
+)
+
+pytestmark = pytest.mark.usefixtures("float64")
+
+
+def test_an_overflow_anywhere_skips_the_whole_update_and_everybody_knows() -> None:
+    x, y = data(5)
+    bad_tick = 2
+
+    def step(trainee: Trainee, grant: Reply, positions: list[int]) -> Reply:
+        mse(trainee.model, x[positions], y[positions]).backward()
+        overflow = trainee.rank == 1 and trainee.tick == bad_tick
+        if overflow:
+            for p in trainee.model.parameters():
+                assert p.grad is not None
+                p.grad.fill_(math.inf)
+        flags = PushFlag.FINAL | (PushFlag.OVERFLOW if overflow else PushFlag(0))
+        return trainee.worker.push(flags, steps=1, zeroes=1)
+
+    model = mlp()
+    setting = Setting(model, sgd, Bsp(), 3)
+    script = Script(setting, step, epochs, workers=3, work_s=equal_speed).run()
+    expected, (optimizer,) = (other := copy.deepcopy(model)), sgd(other)
+    for _ in range(EPOCHS):
+        for tick, (a, b) in enumerate(zip([0, *ENDS], ENDS, strict=False)):
+            optimizer.zero_grad()
+            mse(expected, x[a:b], y[a:b]).backward()
+            if tick != bad_tick:
+                optimizer.step()
+    assert differ(expected, setting.model) <= 1e-12
+    assert setting.coordinator.version == EPOCHS * len(ENDS)
+    assert setting.server.counts.overflows == EPOCHS
+    word = Word.of(steps=1, overflow=True)
+    for trainee in script.trainees:
+        assert trainee.words == [word if t == bad_tick else 1 for t in range(len(ENDS))] * EPOCHS
+
+
+def poisoned(x: Tensor, y: Tensor) -> Callable[[Trainee, Reply, list[int]], Reply]:
+    def step(trainee: Trainee, grant: Reply, positions: list[int]) -> Reply:
+        mse(trainee.model, x[positions], y[positions]).backward()
+        if trainee.rank == 1 and trainee.tick == 2:
+            gradient = list(trainee.model.parameters())[2].grad
+            assert gradient is not None
+            gradient[0, 0] = math.nan
+        return trainee.worker.push(steps=1, zeroes=1)
+
+    return step
+
+
+def test_a_nan_ends_the_run_and_names_worker_batch_and_parameter() -> None:
+    x, y = data(5)
+    setting = Setting(mlp(), sgd, Bsp(), 3)
+    told: dict[int, str] = {}
+
+    def body(trainee: Trainee) -> None:
+        try:
+            epochs(trainee)
+        except RemoteFailureError as error:
+            told[trainee.rank] = str(error)
+            with pytest.raises(RemoteFailureError, match="worker 1"):  # whoever asks later is told, too
+                trainee.worker.meet(99)
+
+    Script(setting, poisoned(x, y), body, workers=3, work_s=equal_speed).run()
+    assert told.keys() == {0, 1, 2}
+    assert all(
+        "worker 1" in t and "batch 2" in t and "'2.weight'" in t and "'skip'" in t for t in told.values()
+    )
+    assert setting.coordinator.version == 2
+    assert all(bool(p.isfinite().all()) for p in setting.model.parameters())
+
+
+def test_a_nan_may_be_left_out() -> None:
+    x, y = data(5)
+    model = mlp()
+    setting = Setting(model, sgd, Bsp(), 3, nonfinite="skip")
+    script = Script(setting, poisoned(x, y), epochs, workers=3, work_s=equal_speed).run()
+    expected, (optimizer,) = (other := copy.deepcopy(model)), sgd(other)
+    for _ in range(EPOCHS):
+        for tick, (a, b) in enumerate(zip([0, *ENDS], ENDS, strict=False)):
+            kept = [i for i in range(a, b) if tick != 2 or not a + 2 <= i < a + 4]  # worker 1's third of six
+            optimizer.zero_grad()
+            mse(expected, x[kept], y[kept]).backward()
+            optimizer.step()
+    assert differ(expected, setting.model) <= 1e-12
+    assert setting.server.counts.discarded == {"nonfinite": 2 * EPOCHS}
+    for trainee in script.trainees:
+        assert any("worker 1" in text and "'2.weight'" in text for text in trainee.texts)
+
+
+@pytest.mark.parametrize("policy", [Flexible(), Bsp(), Asp()], ids=str)
+def test_the_others_finish_the_epoch_of_a_dead_worker(policy: Policy) -> None:
+    x, y = data(5)
+    setting = Setting(mlp(), sgd, policy, 3)
+    met: list[Met] = []
+
+    def body(trainee: Trainee) -> None:
+        trainee.epoch(0, ENDS)
+        met.append(trainee.worker.meet(0))
+
+    script = Script(setting, automatic(x, y, mse), body, workers=3, work_s=equal_speed, kill={2: 4.0}).run()
+    applied = [c.lease for u in setting.coordinator.updates for c in u.contributions]
+    positions = {lease: some for t in script.trainees for lease, _, some in t.log}
+    assert sorted(p for lease in applied for p in positions[lease]) == list(range(SAMPLES))
+    assert differ(replay(setting, script, x, y), setting.model) <= 1e-12
+    assert [(list(m.alive), m.generation) for m in met] == [([0, 1], 1)] * 2
+    for trainee in script.trainees[:2]:
+        assert sum("worker 2 is gone (killed)" in text for text in trainee.texts) == 1
+    assert setting.server.counts.reissued["its worker is dead"] == 2
+
+
+@pytest.mark.parametrize(("policy", "reason"), [(Flexible(), None), (Bsp(), "stalled")], ids=str)
+def test_a_stopped_workers_late_push_is_refused_politely_and_it_goes_on(
+    policy: Policy, reason: str | None
+) -> None:
+    """Worker 2 stands still from its second chunk on until the others have long begun the next epoch."""
+    x, y = data(5)
+    setting = Setting(mlp(), sgd, policy, 3, liveness_s=2.0)
+    stopped: list[float] = []
+
+    def work_s(rank: int, samples: int, now_s: float) -> float:
+        if rank == 2 and now_s > 2.0 and not stopped:
+            stopped.append(now_s)
+            return 400.0
+        return 1.0 + samples
+
+    def body(trainee: Trainee) -> None:
+        for epoch in range(4):
+            trainee.epoch(epoch, ENDS)
+
+    script = Script(setting, automatic(x, y, mse), body, workers=3, work_s=work_s).run()
+    assert len(stopped) == 1
+    assert setting.server.counts.discarded["gone"] > 0
+    assert (
+        reason is None or setting.server.counts.reissued[reason] > 0
+    )  # the default issues them a second time
+    assert setting.coordinator.version == 4 * len(ENDS)
+    assert sum(u.samples for u in setting.coordinator.updates) == 4 * SAMPLES
+    assert script.trainees[2].words[: len(ENDS)] == [1] * len(ENDS)
+    assert differ(replay(setting, script, x, y), setting.model) <= 1e-12
+
+
+def test_a_failure_is_told_to_everybody() -> None:
+    x, y = data(5)
+    setting = Setting(mlp(), sgd, Bsp(), 3)
+    told: dict[int, str] = {}
+
+    def body(trainee: Trainee) -> None:
+        if trainee.rank == 0:
+            trainee.worker.abort("disk full in worker zero")
+            return
+        try:
+            epochs(trainee)
+        except RemoteFailureError as error:
+            told[trainee.rank] = str(error)
+
+    Script(setting, automatic(x, y, mse), body, workers=3, work_s=equal_speed).run()
+    assert told.keys() == {1, 2}
+    assert all("disk full in worker zero" in text and "worker 0" in text for text in told.values())
+
+
+@pytest.mark.parametrize(
+    ("what", "words"),
+    [
+        ("ends", ["worker 1", "worker 0", "disagree", "20 samples in 4 batches"]),
+        ("layout", ["worker 1", "the server", "model"]),
+        ("meeting", ["0 at meeting 7 (a)", "1 at meeting 7 (b)"]),
+        ("future", ["worker 1", "batch 3", "the server in 0"]),
+        ("optimizer", ["worker 1", "[4] of 1"]),
+        ("weight", ["worker 1", "weight=nan"]),
+        ("samples", ["worker 1", "samples=99"]),
+    ],
+)
+def test_confused_workers_end_the_run_with_a_reason(what: str, words: list[str]) -> None:
+    x, y = data(5)
+    setting = Setting(mlp(), sgd, Bsp(), 2)
+    told: dict[int, str] = {}
+
+    def wrong(trainee: Trainee) -> None:
+        worker = trainee.worker
+        odd = trainee.rank == 1
+        if what == "layout" and odd:
+            object.__setattr__(worker, "layout", copy.copy(worker.layout))
+            object.__setattr__(worker.layout, "digest", "another")
+        worker.begin_epoch(0, ends_of(20, 5) if what == "ends" and odd else ENDS)
+        if what == "meeting":
+            worker.meet(7, "ab"[trainee.rank])
+        reply = worker.claim(0, 3 if what == "future" and odd else 0)
+        worker.pull()
+        positions = spans(reply.numbers)
+        mse(trainee.model, x[positions], y[positions]).backward()
+        options: dict[str, Any] = {}
+        if odd:
+            cases = {"optimizer": {"steps": 16}, "weight": {"weight": math.nan}, "samples": {"samples": 99}}
+            options = cases.get(what, {})
+        worker.push(**options)
+
+    def body(trainee: Trainee) -> None:
+        try:
+            wrong(trainee)
+            trainee.worker.meet(0)
+        except RemoteFailureError as error:
+            told[trainee.rank] = str(error)
+
+    Script(setting, automatic(x, y, mse), body, workers=2, work_s=equal_speed).run()
+    assert told.keys() == {0, 1}
+    assert all(word in text for text in told.values() for word in words), told
+
+
+def test_a_torn_push_is_discarded_and_its_samples_are_granted_again() -> None:
+    x, y = data(5)
+    torn: list[int] = []
+
+    def step(trainee: Trainee, grant: Reply, positions: list[int]) -> Reply:
+        mse(trainee.model, x[positions], y[positions]).backward()
+        if trainee.rank == 1 and not torn:
+            torn.append(grant.lease)
+            request = Request(kind=Ask.PUSH, lease=grant.lease, samples=len(positions), flags=1, slot=12345)
+            return trainee.worker.granted(trainee.worker.link.call(request))
+        return trainee.worker.push(steps=1, zeroes=1)
+
+    setting = Setting(mlp(), sgd, Flexible(), 2)
+    Script(setting, step, epochs, workers=2, work_s=equal_speed).run()
+    assert setting.server.counts.discarded["torn"] > 0
+    assert sum(u.samples for u in setting.coordinator.updates) == EPOCHS * SAMPLES
+    assert torn[0] not in [c.lease for u in setting.coordinator.updates for c in u.contributions]
+
+
+def test_a_worker_that_comes_again_takes_part() -> None:
+    """Dead in the first epoch, back in the second; the transport tells `Joined` again."""
+    x, y = data(5)
+    setting = Setting(mlp(), sgd, Flexible(), 2)
+    generations: list[int] = []
+
+    def body(trainee: Trainee) -> None:
+        for epoch in range(EPOCHS):
+            trainee.epoch(epoch, ENDS)
+            generations.append(trainee.worker.meet(epoch).generation)
+
+    script = Script(setting, automatic(x, y, mse), body, workers=2, work_s=equal_speed)
+    server, members = script.server, script.server._live_workers
+    script.run()
+    assert generations == [0] * 4
+    assert members.generation == 0 and server.finished
+    members.joined(5)
+    assert members.generation == 1 and not server.finished
+    members.gone(5, "killed")
+    assert members.generation == 2 and server.finished

@@ -1,0 +1,171 @@
+"""The parameter server's state: sent, taken up again, resumed; and arguments that make no server."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_hetero.stale.decide.policy import Bsp
+from lightning_hetero.stale.runtime.messages import state_bytes, state_of
+from tests.ranks.stale.kit import Pusher, Script, Setting, Trainee, automatic
+from tests.ranks.stale.reference import (
+    ENDS,
+    EPOCHS,
+    SAMPLES,
+    data,
+    differ,
+    epochs,
+    equal_speed,
+    groups,
+    mlp,
+    mse,
+    sgd,
+)
+
+pytestmark = pytest.mark.usefixtures("float64")
+
+
+@pytest.mark.parametrize("make", [sgd, groups])
+def test_a_fresh_server_goes_on_bit_by_bit_from_the_state(make: Any) -> None:
+    x, y = data(5)
+    states: list[Any] = []
+    updates: list[int] = []
+
+    def first(trainee: Trainee) -> None:
+        epochs(trainee)
+        states.append(trainee.worker.state())
+        updates.append(trainee.worker.measures().counts.updates)
+        trainee.epoch(2, ENDS)
+
+    whole = Setting(mlp(), make, Bsp(), 1)
+    Script(whole, automatic(x, y, mse), first, workers=1, work_s=equal_speed).run()
+    (state,) = states
+    assert state["version"] == EPOCHS * len(ENDS) == state["coordinator"]["version"]
+    assert updates == [state["version"]]
+
+    half = Setting(mlp(), make, Bsp(), 1)
+    Script(half, automatic(x, y, mse), epochs, workers=1, work_s=equal_speed).run()
+    rest = Setting(half.model, make, Bsp(), 1)
+    for optimizer, held in zip(rest.optimizers, state["optimizers"], strict=True):
+        optimizer.load_state_dict({**held, "param_groups": optimizer.state_dict()["param_groups"]})
+    rest.coordinator.load_state_dict(state["coordinator"])
+    Script(rest, automatic(x, y, mse), lambda t: t.epoch(2, ENDS), workers=1, work_s=equal_speed).run()
+    assert rest.coordinator.version == 3 * len(ENDS)
+    assert differ(whole.model, rest.model) == 0.0
+    one, other = whole.optimizers[0].state_dict(), rest.optimizers[0].state_dict()
+    assert one["param_groups"] == other["param_groups"]
+    torch.testing.assert_close(one["state"], other["state"], rtol=0, atol=0)
+
+
+def test_an_epoch_is_resumed_in_the_middle() -> None:
+    x, y = data(5)
+    setting = Setting(mlp(), sgd, Bsp(), 2, ahead=1)
+    replies: dict[int, tuple[int, ...]] = {}
+
+    def body(trainee: Trainee) -> None:
+        trainee.epoch(0, ENDS, tick=2, applied=[(0, 12)])
+        trainee.worker.meet(0)
+        replies[trainee.rank] = tuple(trainee.worker.begin_epoch(1, ENDS, tick=2, applied=[(0, 12)]).numbers)
+
+    script = Script(setting, automatic(x, y, mse), body, workers=2, work_s=equal_speed).run()
+    assert sorted(p for t in script.trainees for _, _, some in t.log for p in some) == list(
+        range(12, SAMPLES)
+    )
+    assert setting.coordinator.version == len(ENDS) - 2
+    assert script.trainees[0].words == [1] * (len(ENDS) - 2)
+    assert {rank: numbers[:2] for rank, numbers in replies.items()} == {
+        0: (12, 15),
+        1: (15, 18),
+    }  # worth fetching
+
+
+def test_a_state_of_plain_values_and_tensors_survives() -> None:
+    adam = torch.optim.Adam([p := nn.Parameter(torch.randn(3, 4))])
+    p.grad = torch.ones_like(p)
+    adam.step()
+    tree = {
+        "optimizer": adam.state_dict(),
+        1: (1, 2.5, -math.inf, 1e-300, 2**70, True, None, "ü"),
+        None: [torch.tensor(7), torch.zeros(0, 3), torch.tensor([True, False]), torch.ones(2, 2).bfloat16()],
+        "strided": torch.arange(12.0).reshape(3, 4).t(),
+        "empty": [{}, [], ()],
+        1.5: {True: torch.tensor(1j)},
+    }
+    again: Any = state_of(state_bytes(tree))
+    assert repr(again) == repr(tree)
+    assert type(again[1]) is tuple and math.isnan(state_of(state_bytes({0: math.nan}))[0])  # type: ignore[index]
+
+
+class _Ours:
+    """Neither plain nor a tensor."""
+
+
+@pytest.mark.parametrize("bad", [_Ours(), {1: {2: _Ours()}}, [torch.nn.Linear]])
+def test_a_state_of_anything_else_is_refused(bad: Any) -> None:
+    with pytest.raises(ValueError, match=r"no state of a server: [\s\S]*(Ours|Linear)"):
+        state_of(state_bytes({"state": bad}))
+
+
+def test_a_damaged_state_is_refused() -> None:
+    good = state_bytes({"a": torch.arange(20), "b": [1]})
+    for bad in (good[:7], b"X" + good[1:], good[:-100], good[:20]):
+        with pytest.raises(ValueError, match="no state of a server"):
+            state_of(bad)
+
+
+# ---- arguments --------------------------------------------------------------------------------------------------
+
+
+class _Nowhere:
+    def publish(self, version: int, parameters: Tensor) -> None:
+        pass
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"nonfinite": "ignore"}, "ignore.*'stop' or 'skip'"),
+        ({"compensation": -1.0}, "-1.0.*>= 0"),
+        ({"shards": 0}, "shards=0.*>= 1"),
+        ({"divide_by": 0.0}, "divide_by=0.0"),
+    ],
+)
+def test_bad_arguments_are_named(options: dict[str, Any], words: str) -> None:
+    setting = Setting(mlp(), sgd, Bsp(), 1)
+    setting.options = options
+    with pytest.raises(ValueError, match=words):
+        setting.serve_on(_Nowhere())  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("cls", [torch.optim.LBFGS, torch.optim.SparseAdam])
+def test_optimizers_that_cannot_run_in_the_server_are_refused(cls: Any) -> None:
+    setting = Setting(mlp(), lambda m: [cls(m.parameters())], Bsp(), 1)
+    with pytest.raises(ValueError, match=f"{cls.__name__}.*parameter server.*ddp"):
+        setting.serve_on(_Nowhere())  # type: ignore[arg-type]
+
+
+def test_optimizers_must_update_the_area() -> None:
+    setting = Setting(mlp(), sgd, Bsp(), 1)
+    setting.optimizers = sgd(mlp())
+    with pytest.raises(ValueError, match=r"'0\.weight'.*adopt"):
+        setting.serve_on(_Nowhere())  # type: ignore[arg-type]
+
+
+def test_a_new_parameter_group_is_refused_at_the_worker() -> None:
+    model = mlp()
+    setting = Setting(model, sgd, Bsp(), 1)
+
+    def body(trainee: Trainee) -> None:
+        worker: Pusher = trainee.worker
+        worker.begin_epoch(0, ENDS)
+        worker.claim(0, 0)
+        trainee.optimizers[0].add_param_group({"params": [nn.Parameter(torch.zeros(1))]})
+        with pytest.raises(ValueError, match=r"param_group.*configure_optimizers"):
+            worker.push(steps=1)
+
+    x, y = data(5)
+    Script(setting, automatic(x, y, mse), body, workers=1, work_s=equal_speed).run()

@@ -1,0 +1,212 @@
+"""Transports for the conformance suite: a listener here, workers as threads or as real processes.
+
+    place.start(0, worker, *args)     worker(link, talk, *args) runs in a thread or a process of its own
+    crew.talk.send(...), .recv()      a pipe to it; what it returns or raises comes as its last word
+    place.serve(until=...)            plays the server with a small script
+"""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing as mp
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+from torch.distributed import TCPStore
+
+from lightning_hetero.transport.base import Arrived, Happened, Listener, Reply, Say, WorkerLink
+from lightning_hetero.transport.pairs.listener import PairLink, PairListener
+from lightning_hetero.transport.shared_memory.listener import SharedMemoryLink, SharedMemoryListener
+from tests.ranks import harness
+from tests.ranks.transport.in_process import InProcess
+
+__all__ = ["CONTINUE", "DONE", "KINDS", "PATIENCE_S", "STOP", "TOKEN", "Crew", "Place", "open_place", "spawn"]
+
+KINDS = ("in_process", "shared_memory", "pairs")
+PATIENCE_S = 30.0  # for what must happen; a busy machine takes its time
+TOKEN = b"0123456789abcdef"
+
+DONE = Reply(kind=Say.DONE)
+STOP, CONTINUE = getattr(signal, "SIGSTOP", 19), getattr(signal, "SIGCONT", 18)
+
+Worker = Callable[..., Any]
+
+
+@dataclass
+class Crew:
+    """A worker under way."""
+
+    rank: int
+    talk: Connection
+    process: Any = None
+    thread: threading.Thread | None = None
+    _kill: Callable[[], None] = field(default=lambda: None)
+
+    def says(self) -> Any:
+        """Returns the next thing it said."""
+        assert self.talk.poll(PATIENCE_S), f"worker {self.rank} said nothing for {PATIENCE_S} s"
+        word = self.talk.recv()
+        if isinstance(word, tuple) and word and word[0] == "raised":
+            raise AssertionError(f"worker {self.rank}: {word[1]}")
+        return word
+
+    def result(self) -> Any:
+        """Returns its last word, after its end."""
+        kind, value = self.says()
+        assert kind == "done"
+        self.join()
+        return value
+
+    def kill(self) -> None:
+        """SIGKILL, or what comes nearest for a thread."""
+        if self.process is not None:
+            self.process.kill()
+            self.process.join()
+        self._kill()
+
+    def signal(self, number: int) -> None:
+        os.kill(self.process.pid, number)
+
+    def join(self) -> None:
+        waiting: Any = self.process or self.thread
+        waiting.join(PATIENCE_S)
+        assert not waiting.is_alive()
+
+    def end(self) -> None:
+        if self.process is not None:
+            self.process.kill()
+            self.process.join()
+            self.process.close()
+        elif self.thread is not None:
+            with contextlib.suppress(OSError):
+                self.talk.send("end")
+            self.thread.join(PATIENCE_S)
+            assert not self.thread.is_alive(), f"the thread of worker {self.rank} hangs"
+        self.talk.close()
+
+
+def connect(kind: str, address: str, rank: int) -> WorkerLink:
+    if kind == "shared_memory":
+        return SharedMemoryLink(address, rank, connect_timeout_s=PATIENCE_S)
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    return PairLink(address, rank, token=TOKEN, connect_timeout_s=PATIENCE_S)
+
+
+def _run(connected: Callable[[], WorkerLink], worker: Worker, talk: Connection, args: tuple[Any, ...]) -> None:
+    try:
+        link = connected()
+        try:
+            value = worker(link, talk, *args)
+        finally:
+            link.close()
+        talk.send(("done", value))
+    except BaseException as error:
+        with contextlib.suppress(OSError):
+            talk.send(("raised", repr(error)))
+
+
+def _process(kind: str, address: str, rank: int, worker: Worker, talk: Connection, args: tuple[Any, ...]) -> None:
+    torch.set_num_threads(1)
+    _run(lambda: connect(kind, address, rank), worker, talk, args)
+
+
+def spawn(target: Callable[..., None], *args: Any) -> Any:
+    """Starts a process like the rank harness."""
+    process = harness.process_context().Process(target=target, args=args, daemon=False)
+    process.start()
+    return process
+
+
+class Place:
+    """A listener with workers of one kind."""
+
+    def __init__(self, kind: str, listener: Listener, address: str, hub: InProcess | None = None) -> None:
+        self.kind, self.listener, self.address = kind, listener, address
+        self._hub = hub
+        self.crews: list[Crew] = []
+
+    @property
+    def processes(self) -> bool:
+        return self._hub is None
+
+    def start(self, rank: int, worker: Worker, *args: Any) -> Crew:
+        """Starts a worker, which connects; ``worker(link, talk, *args)`` must be at module level."""
+        mine, its = mp.Pipe()
+        if (hub := self._hub) is not None:
+            thread = threading.Thread(target=_run, args=(lambda: hub.link(rank), worker, its, args), daemon=True)
+            crew = Crew(rank, mine, thread=thread, _kill=lambda: hub.kill(rank))
+            thread.start()
+        else:
+            process = spawn(_process, self.kind, self.address, rank, worker, its, args)
+            its.close()
+            crew = Crew(rank, mine, process=process)
+        self.crews.append(crew)
+        return crew
+
+    def until(
+        self, *wanted: Happened | type[Arrived], answer: Callable[[Arrived], Reply | None] | None = None
+    ) -> list[Happened]:
+        """Returns what happened until all of ``wanted`` did; ``answer`` replies to requests meanwhile."""
+        missing = list(wanted)
+        seen: list[Happened] = []
+        deadline = time.monotonic() + PATIENCE_S
+        while missing:
+            rest_s = deadline - time.monotonic()
+            assert rest_s > 0, f"{missing} did not happen within {PATIENCE_S} s, but {seen[-10:]}"
+            for event in self.listener.events(rest_s):
+                seen.append(event)
+                matching = [w for w in missing if w == event or w is type(event)]
+                for one in matching[:1]:
+                    missing.remove(one)
+                reply = answer(event) if answer is not None and isinstance(event, Arrived) else None
+                if reply is not None:
+                    self.listener.reply(event.rank, reply)
+        return seen
+
+    def arrived(self) -> Arrived:
+        """Returns the next request."""
+        seen = self.until(Arrived)
+        (request,) = [event for event in seen if isinstance(event, Arrived)]
+        return request
+
+
+@contextlib.contextmanager
+def open_place(
+    kind: str, workers: int = 3, slot_bytes: int = 1 << 16, parameter_bytes: int = 1 << 16
+) -> Iterator[Place]:
+    """Opens a listener for ranks 0..workers-1; ends what is left of them afterwards."""
+    store, before = None, os.environ.get("GLOO_SOCKET_IFNAME")
+    if kind == "in_process":
+        hub = InProcess(workers, slot_bytes, parameter_bytes)
+        place = Place(kind, hub.listener, "", hub)
+    elif kind == "shared_memory":
+        listener = SharedMemoryListener.create(
+            None, ranks=range(workers), slot_bytes=slot_bytes, parameter_bytes=parameter_bytes
+        )
+        place = Place(kind, listener, listener.address)
+    else:
+        os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+        store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        pairs = PairListener(
+            store, ranks=range(workers), slot_bytes=slot_bytes, parameter_bytes=parameter_bytes, token=TOKEN
+        )
+        place = Place(kind, pairs, pairs.address)
+    try:
+        yield place
+    finally:
+        place.listener.close()
+        for crew in place.crews:
+            crew.end()
+        if kind == "pairs":
+            if before is None:
+                del os.environ["GLOO_SOCKET_IFNAME"]
+            else:
+                os.environ["GLOO_SOCKET_IFNAME"] = before
+        del store

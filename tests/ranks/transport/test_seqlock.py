@@ -1,0 +1,222 @@
+"""What transports are made of: packed messages, slots, published parameters, frames, mailboxes."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import fields
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lightning_hetero.transport import seqlock as areas
+from lightning_hetero.transport.base import Arrived, Ask, Gone, Joined, Reply, Request, Say, TornSlotError
+from lightning_hetero.transport.mailbox import Mailbox
+from lightning_hetero.transport.pairs.frames import Frame, Kind
+from lightning_hetero.transport.pairs.handshake import check_hello, hello
+from lightning_hetero.transport.pairs.link import _gaps
+from lightning_hetero.transport.pairs.snapshots import Snapshots
+from lightning_hetero.transport.seqlock import PAGE_BYTES, ParameterArea, Slot
+from lightning_hetero.transport.sockets import Hello, WireError
+
+int32, int64 = st.integers(-(1 << 31), (1 << 31) - 1), st.integers(-(1 << 63), (1 << 63) - 1)
+uint16, uint32 = st.integers(0, (1 << 16) - 1), st.integers(0, (1 << 32) - 1)
+payload = {"numbers": st.lists(int64).map(tuple), "text": st.text()}
+reals = st.floats(allow_nan=False)
+
+requests = st.builds(
+    Request, kind=st.sampled_from(Ask), epoch=int32, tick=int32, substep=uint16, lease=int64, samples=int32,
+    weight=reals, compute_s=reals, flags=uint32, steps=uint32, zeroes=uint32,
+    slot=st.integers(0, (1 << 64) - 1), **payload,
+)  # fmt: skip
+replies = st.builds(
+    Reply, kind=st.sampled_from(Say), epoch=int32, tick=int32, version=int64, lease=int64, micro=uint16,
+    hint_start=int64, hint_end=int64, generation=int32, flags=uint32, **payload,
+)  # fmt: skip
+
+
+# ---- messages ---------------------------------------------------------------------------------------------
+
+
+@given(requests | replies)
+def test_a_message_survives_packing(message: Request | Reply) -> None:
+    packed = message.pack()
+    head, body = packed[: message.SIZE], packed[message.SIZE :]
+    assert type(message).body_size(head) == len(body)
+    assert type(message).unpack(head, body) == message
+
+
+@given(st.sampled_from([Request, Reply]), st.binary(max_size=200), st.binary(max_size=40))
+def test_garbage_is_a_message_or_a_value_error(kind: type[Request] | type[Reply], head: bytes, body: bytes) -> None:
+    try:
+        message = kind.unpack(head, body)
+    except ValueError:
+        return
+    assert len(message.pack()) == len(head) + len(body)
+
+
+@pytest.mark.parametrize("message", [Request(kind=Ask.PUSH, numbers=(1, 2), text="x"), Reply(kind=Say.DONE)])
+def test_a_payload_of_another_size_is_refused(message: Request | Reply) -> None:
+    packed = message.pack()
+    with pytest.raises(ValueError, match="announced"):
+        type(message).unpack(packed[: message.SIZE], packed[message.SIZE :] + b"!")
+
+
+@pytest.mark.parametrize("field", [f.name for f in fields(Request) if f.name in ("epoch", "substep", "steps", "slot")])
+def test_a_number_too_large_for_its_field_is_named(field: str) -> None:
+    with pytest.raises(ValueError, match=rf"{field}={1 << 64}"):
+        Request(kind=Ask.PUSH, **{field: 1 << 64}).pack()
+
+
+def test_greetings_survive_packing_and_others_do_not() -> None:
+    greeting = Hello(3, bytes(range(16)))
+    assert Hello.unpack(greeting.pack()) == greeting
+    with pytest.raises(WireError, match="protocol"):
+        Hello.unpack(b"x" * len(greeting.pack()))
+    check_hello(hello(3, 2, b"secret" * 3), 3, 2, b"secret" * 3)
+    for rank, generation, token in ((4, 2, b"secret" * 3), (3, 1, b"secret" * 3), (3, 2, b"public" * 3)):
+        with pytest.raises(WireError, match="token"):
+            check_hello(hello(3, 2, b"secret" * 3), rank, generation, token)
+    with pytest.raises(WireError, match="protocol"):
+        check_hello(b"", 3, 2, b"secret" * 3)
+
+
+@given(st.sampled_from(Kind), int64, int64, st.integers(0, 1 << 40), st.binary(max_size=Frame.INLINE_BYTES))
+def test_frames_have_one_size_and_survive_packing(kind: Kind, first: int, second: int, size: int, body: bytes) -> None:
+    for frame in (Frame(kind, first, second, len(body), body), Frame(kind, first, second, 1000 + size)):
+        assert len(frame.pack()) == Frame.SIZE and Frame.unpack(frame.pack()) == frame
+
+
+@given(st.binary(min_size=200, max_size=300))
+def test_what_is_no_frame_is_refused(data: bytes) -> None:
+    with pytest.raises(WireError):
+        Frame.unpack(data)
+
+
+@given(st.lists(st.tuples(st.integers(0, 20), st.integers(0, 20)).map(lambda p: (min(p), max(p)))))
+def test_gaps_are_what_spans_leave(spans: list[tuple[int, int]]) -> None:
+    covered = {at for start, stop in spans for at in range(start, stop)}
+    gaps = [at for start, stop in _gaps(spans, 20) for at in range(start, stop)]
+    assert gaps == [at for at in range(20) if at not in covered]
+
+
+# ---- slots and parameters ---------------------------------------------------------------------------------
+
+
+def test_a_slot_is_whole_between_close_and_open_only() -> None:
+    slot = Slot.empty(100)
+    assert slot.data.shape == (100,) and slot.data.data_ptr() == slot._memory.data_ptr() + PAGE_BYTES
+    for sequence in (0, 2):
+        with pytest.raises(TornSlotError, match="nothing yet"):
+            slot.check(sequence)
+    numbers = []
+    for _ in range(3):
+        slot.open()
+        with pytest.raises(TornSlotError, match="being written"):
+            slot.check(slot.sequence)
+        numbers.append(slot.close())
+        assert slot.check(numbers[-1]) is slot.data
+    assert sorted(set(numbers)) == numbers
+    for old in numbers[:-1]:
+        with pytest.raises(TornSlotError, match=f"holds content {numbers[-1]}"):
+            slot.check(old)
+    with pytest.raises(RuntimeError, match="without open_slot"):
+        slot.close()
+
+
+def test_a_slot_left_open_by_the_dead_is_torn_until_the_next_writer_closes_it() -> None:
+    slot = Slot.empty(8)
+    slot.open()
+    torn = slot.sequence
+    slot.open()  # the successor
+    assert slot.sequence % 2 == 1 and slot.sequence != torn
+    assert slot.check(slot.close()) is slot.data
+
+
+def test_parameters_are_read_as_they_were_published_last() -> None:
+    area = ParameterArea(torch.zeros(ParameterArea.size(10), dtype=torch.uint8), 10)
+    into = torch.zeros(10, dtype=torch.uint8)
+    assert area.newest() == -1
+    with pytest.raises(RuntimeError, match="published"):
+        area.read(into)
+    for version in (5, 6, 9, 2):  # whatever the server says
+        area.publish(version, torch.full((10,), version, dtype=torch.uint8))
+        assert area.newest() == area.read(into) == version and into.tolist() == [version] * 10
+
+
+@pytest.mark.parametrize(("published", "copies"), [(0, 1), (1, 1), (2, 2), (3, 2)])
+def test_a_reader_retries_only_if_overtaken_twice(
+    published: int, copies: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While the reader copies, the writer publishes so many more versions."""
+    area = ParameterArea(torch.zeros(ParameterArea.size(10), dtype=torch.uint8), 10)
+    area.publish(1, torch.full((10,), 1, dtype=torch.uint8))
+    into, made, copy_bytes = torch.zeros(10, dtype=torch.uint8), 0, areas.copy_bytes
+
+    def overtaken(out: torch.Tensor, source: torch.Tensor, threads: int) -> None:
+        nonlocal made
+        if out is not into:
+            copy_bytes(out, source, threads)
+            return
+        copy_bytes(out[:5], source[:5], threads)
+        for version in range(2, 2 + published) if not made else ():
+            area.publish(version, torch.full((10,), version, dtype=torch.uint8))
+        made += 1
+        copy_bytes(out[5:], source[5:], threads)
+
+    monkeypatch.setattr(areas, "copy_bytes", overtaken)
+    version = area.read(into)
+    assert made == copies and into.tolist() == [version] * 10
+    assert version == (1 if copies == 1 else 1 + published)
+
+
+@pytest.mark.parametrize("threads", [1, 2, 3, 9])
+@pytest.mark.parametrize("size_bytes", [1, PAGE_BYTES - 1, 3 * PAGE_BYTES, 10 * PAGE_BYTES + 7])
+def test_threads_copy_every_byte_and_no_other(
+    size_bytes: int, threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(areas, "_LARGE_BYTES", PAGE_BYTES)
+    source = torch.arange(size_bytes).to(torch.uint8)
+    memory = torch.full((size_bytes + 2,), 99, dtype=torch.uint8)
+    areas.copy_bytes(memory[1:-1], source, threads)
+    assert torch.equal(memory[1:-1], source) and memory[0] == memory[-1] == 99
+
+
+def test_a_snapshot_stays_whole_while_it_is_lent() -> None:
+    snapshots = Snapshots(4)
+    with snapshots.borrow() as lent:
+        assert lent == (-1, None) and snapshots.version == -1
+    snapshots.publish(0, torch.full((4,), 0, dtype=torch.uint8))
+    with snapshots.borrow() as (first, data):
+        for version in range(1, 10):
+            snapshots.publish(version, torch.full((4,), version, dtype=torch.uint8))
+        assert first == 0 and data is not None and data.tolist() == [0] * 4 and snapshots.version == 9
+        with snapshots.borrow() as (newest, other):
+            assert newest == 9 and other is not None and other.tolist() == [9] * 4
+    addresses = set()
+    for version in range(10, 20):
+        snapshots.publish(version, torch.full((4,), version, dtype=torch.uint8))
+        with snapshots.borrow() as (_, data):
+            assert data is not None and data.tolist() == [version] * 4
+            addresses.add(data.data_ptr())
+    assert len(addresses) <= 2  # memory is used again
+
+
+# ---- mailbox ----------------------------------------------------------------------------------------------
+
+
+def test_a_mailbox_keeps_the_order_and_wakes_who_waits() -> None:
+    box = Mailbox()
+    told: list[int] = []
+    box.put(Joined(0))
+    box.subscribe(lambda: told.append(1))
+    assert told == [1]
+    box.put(Gone(0))
+    assert box.collect(None) == [Joined(0), Gone(0)] and box.collect(0.0) == [] and told == [1, 1]
+    box.wake()
+    assert box.collect(None) == [] and len(told) == 3
+    later = threading.Timer(0.02, lambda: box.put(Arrived(1, Request(kind=Ask.MEET))))
+    later.start()
+    assert box.collect(None) == [Arrived(1, Request(kind=Ask.MEET))]
+    later.join()
