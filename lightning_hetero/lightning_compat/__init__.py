@@ -29,6 +29,7 @@ from lightning_hetero.lightning_compat.batches import (
 from lightning_hetero.lightning_compat.empty_batches import finds_learning_rate, skip_empty_batches
 from lightning_hetero.lightning_compat.loaders import (
     count_val_batches,
+    fetch_limit,
     is_train_iterator,
     keep_train_sampler,
     overfits,
@@ -94,6 +95,7 @@ __all__ = [
     "divert_logs",
     "dummy_batch_unlogged",
     "epoch_running",
+    "fetch_limit",
     "finds_learning_rate",
     "is_last_prediction",
     "is_train_iterator",

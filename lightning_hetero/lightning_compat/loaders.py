@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "count_val_batches",
+    "fetch_limit",
     "is_train_iterator",
     "keep_train_sampler",
     "overfits",
@@ -88,6 +89,16 @@ def count_val_batches(trainer: Trainer, *, begin: bool = False) -> None:
     ]
     if begin:
         loop.reset()
+
+
+def fetch_limit(trainer: Trainer) -> float:
+    """Batches of an epoch that the training loop fetches at most (``limit_train_batches``); inf without a limit.
+
+    Not always ``num_training_batches``, which `StochasticWeightAveraging` raises by one for its last epoch.
+    """
+    combined = trainer.fit_loop._combined_loader
+    limits = None if combined is None else combined.limits
+    return min(limits, default=math.inf) if limits else math.inf
 
 
 def is_train_iterator(trainer: Trainer, iterator: object) -> bool:

@@ -47,6 +47,15 @@ def test_val_loaders() -> None:
     assert len(found) == 2 and found[0] is loaders[0] and found[1] is loaders[1], VERSIONS
 
 
+@pytest.mark.parametrize(("limit", "expected"), [(1.0, 4), (0.5, 2), (3, 3), (99, 4)])
+def test_fetch_limit(limit: float, expected: int) -> None:
+    ask = Ask(compat.fetch_limit, "on_train_batch_start")
+    trainer = quiet_trainer(devices=1, callbacks=[ask], max_epochs=1, limit_train_batches=limit)
+    assert compat.fetch_limit(trainer) == float("inf")
+    trainer.fit(Toy(), DataLoader(regression(SAMPLES), batch_size=BATCH))
+    assert set(ask.answers["on_train_batch_start"]) == {expected}, VERSIONS
+
+
 @pytest.mark.parametrize(("limit", "expected"), [(1.0, [10, 10]), (0.5, [5, 5]), (7, [7, 7]), (3, [3, 3])])
 @pytest.mark.parametrize("begin", [False, True])
 def test_count_val_batches(limit: float, expected: list[int], begin: bool) -> None:

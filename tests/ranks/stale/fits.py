@@ -113,17 +113,18 @@ class Late(Callback):
     Args:
         rank: which one.
         at: ``"start"``: before its first claim of an epoch; ``"middle"``: in its first batch after the epoch's first.
+        patience_s: how long it waits for them at most; longer where they certainly come.
     """
 
-    def __init__(self, rank: int, at: str, versions: int) -> None:
-        self.rank, self.at, self.versions = rank, at, versions
+    def __init__(self, rank: int, at: str, versions: int, *, patience_s: float = 2.0) -> None:
+        self.rank, self.at, self.versions, self.patience_s = rank, at, versions, patience_s
         self.epoch = -1
         self.passed = 0  # ticks without a batch
 
     def wait(self, trainer: Any) -> None:
         if trainer.global_rank == self.rank:
             link = trainer.strategy._run.worker.link
-            goal, until_s = link.newest_version() + self.versions, time.monotonic() + 2.0
+            goal, until_s = link.newest_version() + self.versions, time.monotonic() + self.patience_s
             while link.newest_version() < goal and time.monotonic() < until_s:
                 time.sleep(0.001)
 

@@ -172,7 +172,7 @@ class Case:
     options: dict[str, Any] = field(default_factory=dict)
     callbacks: Callable[[], Sequence[Callback]] = tuple
     trace: bool = True  # False: the callbacks leave none, stock DDP trains without them
-    late: bool = True  # so are the counters if a rank is late
+    late: str | None = "middle"  # so are the counters if a rank is late there, see `Late`; None: not tried
 
 
 def checkpoints() -> list[Callback]:
@@ -197,7 +197,7 @@ CASES: dict[str, Case] = {
         Counting, {"max_epochs": 3}, lambda: [GradientAccumulationScheduler({0: 5, 1: 1, 2: 3})]
     ),
     "averages with BatchNorm": Case(
-        Normed, {"max_epochs": 4}, lambda: [StochasticWeightAveraging(0.01, swa_epoch_start=1)], late=False
+        Normed, {"max_epochs": 4}, lambda: [StochasticWeightAveraging(0.01, swa_epoch_start=1)], late=None
     ),
     "finder": Case(Counting, callbacks=lambda: [LearningRateFinder(num_training_steps=9, **UNDECIDED)]),
     "finder restarts": Case(
@@ -208,7 +208,7 @@ CASES: dict[str, Case] = {
 
 def fit(rank: int, world: int, name: str, engine: str) -> tuple[Facts, Weights]:
     case = CASES[name]
-    module, late = case.module(), [Late(1, "middle", 2)] if engine == "late" else []
+    module, late = case.module(), [Late(1, str(case.late), 2)] if engine == "late" else []
     strategy: Any = stale() if late else stale(policy=Bsp())
     if engine == "ddp":
         strategy = DDPStrategy(process_group_backend="gloo", find_unused_parameters=True)
@@ -264,7 +264,7 @@ def test_counters_and_weights_are_those_of_stock_ddp(name: str) -> None:
         statistics = {key: found.pop(key) for key in list(found) if key.startswith("norm.")}
         expected = Weights({key: value for key, value in expected.items() if not key.startswith("norm.")})
         assert found.distance(expected) <= EXACT
-        if statistics:  # of stock DDP rank 0's samples, here all of them
+        if name == "averages with BatchNorm":  # of stock DDP rank 0's samples, here all of them
             mean = regression(SAMPLES).tensors[0].mean(0)
             torch.testing.assert_close(statistics["norm.running_mean"], mean, rtol=0, atol=EXACT)
             assert int(statistics["norm.num_batches_tracked"]) == SAMPLES // (2 * BATCH)
@@ -272,6 +272,50 @@ def test_counters_and_weights_are_those_of_stock_ddp(name: str) -> None:
             late = rank[name]["late"][0]
             assert late["steps"] == stock["steps"]
             assert [e[:2] for e in late["ends"]] == [e[:2] for e in facts["ends"]]
+
+
+class Counts(Callback):
+    """Notes the steps counted in a batch, and those a rank would count that the batch went by without."""
+
+    def __init__(self) -> None:
+        self.steps: list[int] = []
+        self.passed: list[int] = []
+        self._before = 0
+
+    def on_train_batch_start(self, trainer: Any, *_: Any) -> None:
+        self._before = trainer.global_step
+
+    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+        self.steps.append(trainer.global_step - self._before)
+        self.passed.append(int(trainer.strategy._run.binder.ticks._counts_step()))
+
+
+COUNTED: dict[str, tuple[dict[str, Any], Callable[[], list[Callback]]]] = {
+    "all": ({}, list),
+    "windows of 5": ({"accumulate_grad_batches": 5}, list),
+    "windows in a part of the epoch": ({"accumulate_grad_batches": 3, "limit_train_batches": 5}, list),
+    "averages renewed": ({}, lambda: [StochasticWeightAveraging(0.01, swa_epoch_start=1)]),
+    "averages renewed in a part": (
+        {"limit_train_batches": 5, "accumulate_grad_batches": 2},
+        lambda: [StochasticWeightAveraging(0.01, swa_epoch_start=1)],
+    ),
+}
+
+
+def counted(rank: int, world: int, name: str) -> tuple[list[int], list[int]]:
+    options, callbacks = COUNTED[name]
+    counts = Counts()
+    trainer = rank_trainer(
+        rank, world, stale(policy=Bsp()), max_epochs=3, callbacks=[*callbacks(), counts], **options
+    )
+    trainer.fit(Normed(), DataLoader(regression(SAMPLES), batch_size=BATCH))
+    return counts.steps, counts.passed
+
+
+@pytest.mark.parametrize("name", COUNTED)
+def test_a_batch_counts_as_many_steps_whether_a_rank_trains_it_or_not(name: str) -> None:
+    for steps, passed in run_ranks(2, counted, name):
+        assert sum(steps) and passed == steps
 
 
 # ---- values of a step ---------------------------------------------------------------------------------------------

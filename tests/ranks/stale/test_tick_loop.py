@@ -177,7 +177,7 @@ class EpochLogs(Logs):
 LATENESS: dict[str, tuple[int, Callback | None]] = {
     "barrier": (86, None),
     "late at the start": (86, Late(2, "start", 2)),
-    "late for the whole epoch": (86, Late(2, "start", 6)),
+    "late for the whole epoch": (86, Late(2, "start", 6, patience_s=60.0)),
     "late in the middle": (86, Late(2, "middle", 3)),
     "too few samples": (2, None),
 }
