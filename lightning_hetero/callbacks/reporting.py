@@ -34,6 +34,10 @@ class Reporting(EventSource):
         """Samples of the batch this rank is training on; 0: a dummy that counts nothing; ``None``: not known."""
         return None
 
+    def ask_report(self) -> None:
+        """Says while a batch runs that `step_report` and `engine_metrics` are wanted at its end, so that what they need
+        can travel with what the batch sends anyway; without it they may communicate. Other ranks need not be asked."""
+
     def step_report(self) -> StepReport | None:
         """Samples, own work and waiting of all ranks; ``None`` if nothing (new) is known."""
         return None

@@ -6,6 +6,7 @@
 ``pairing``   which ranks measure their link when, and what the other links are
 ``nodes``     how many processes a scheduler puts on each node
 ``score``     how far ranks fall behind
+``what_if``   what other ways to train would give
 
 What measures a cluster is in `lightning_hetero.measure`. Traces (`lightning_hetero.record`) can be read from here, too.
 """

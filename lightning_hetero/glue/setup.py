@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from lightning.fabric.strategies import STRATEGY_REGISTRY
@@ -16,24 +15,15 @@ if TYPE_CHECKING:
     from lightning.pytorch import Trainer
     from lightning.pytorch.strategies import DDPStrategy
 
-__all__ = ["CHECKPOINT_KEY", "add_monitor", "refuse_elsewhere", "register"]
+__all__ = ["CHECKPOINT_KEY", "has_monitor", "refuse_elsewhere", "register"]
 
 CHECKPOINT_KEY = "lightning_hetero"
 """The one top-level key added to a checkpoint; stock Lightning ignores it."""
 
 
-def add_monitor(trainer: Trainer) -> Callable[[], None]:
-    """Adds a `StragglerMonitor` if the user has not given one; returns what takes it away again."""
-    callbacks = compat.trainer_callbacks(trainer)
-    if any(isinstance(c, StragglerMonitor) for c in callbacks):
-        return lambda: None
-    monitor = StragglerMonitor()
-    callbacks.append(monitor)
-
-    def remove() -> None:
-        callbacks[:] = [c for c in callbacks if c is not monitor]
-
-    return remove
+def has_monitor(trainer: Trainer) -> bool:
+    """Whether the user has put a `StragglerMonitor` among the callbacks."""
+    return any(isinstance(callback, StragglerMonitor) for callback in compat.trainer_callbacks(trainer))
 
 
 def register(cls: type[DDPStrategy], registry: Any, name: str, description: str) -> None:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal, TypeVar
 
 import torch
 from lightning.fabric.utilities.rank_zero import rank_zero_warn
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from lightning.pytorch.trainer.states import TrainerFn
 
 from lightning_hetero.callbacks.reporting import Reporting
@@ -25,7 +26,7 @@ from lightning_hetero.glue.nodes import UnevenNodesStrategy
 from lightning_hetero.glue.one_device import OneDeviceFit
 from lightning_hetero.glue.refusals import Refusals
 from lightning_hetero.glue.run import EngineRun
-from lightning_hetero.glue.setup import CHECKPOINT_KEY, add_monitor, register
+from lightning_hetero.glue.setup import CHECKPOINT_KEY, has_monitor, register
 from lightning_hetero.lightning_compat.strategies import syncs_batch_norm
 from lightning_hetero.types import Event, LossReduction, StepReport
 
@@ -50,7 +51,7 @@ class HeteroStrategy(UnevenNodesStrategy, Reporting, Generic[Run]):
             mean is taken, as by DDP: the sum over the global batch divided by the number of devices.
         batch_weight: what the loss is a mean over if not samples, e.g. tokens: ``batch -> number``. A method of that
             name on the LightningModule serves too.
-        monitor: add a `StragglerMonitor` if the Trainer has none.
+        monitor: say in one line at the end of a fit who did what. Numbers while training: `StragglerMonitor`.
         accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin: as in `DDPStrategy`.
         ddp_comm_state, ddp_comm_hook, ddp_comm_wrapper: as in `DDPStrategy`; refused on several devices by an engine
             without DDP's all-reduce.
@@ -159,10 +160,7 @@ class HeteroStrategy(UnevenNodesStrategy, Reporting, Generic[Run]):
             if fitting:
                 self._begin_on_one_device(trainer)
         elif fitting or self.evaluates:
-            remove_monitor = add_monitor(trainer) if fitting and self._monitor else None
             self._run = self.begin(trainer)
-            if remove_monitor is not None:  # the callbacks are the user's again after the fit
-                self._run.undo.callback(remove_monitor)
 
     def _attached_trainer(self) -> Trainer | None:
         """The trainer of the module, as soon as there are both."""
@@ -196,6 +194,14 @@ class HeteroStrategy(UnevenNodesStrategy, Reporting, Generic[Run]):
         super().setup_optimizers(trainer)
         if self.world_size > 1:
             self.refusals.check_optimizers(self.optimizers)
+
+    def on_train_end(self) -> None:
+        super().on_train_end()
+        run = self._run
+        # No callback of our own: a user's callbacks, hooks and loggers see what they see under stock DDP.
+        if run is not None and self._monitor and self.is_global_zero and not has_monitor(run.trainer):
+            if summary := run.summary():
+                rank_zero_info(summary)
 
     def on_exception(self, exception: BaseException) -> None:
         super().on_exception(exception)
@@ -276,6 +282,10 @@ class HeteroStrategy(UnevenNodesStrategy, Reporting, Generic[Run]):
 
     def current_samples(self) -> int | None:
         return None if self._run is None else self._run.current_samples()
+
+    def ask_report(self) -> None:
+        if self._run is not None:
+            self._run.ask_report()
 
     def step_report(self) -> StepReport | None:
         return None if self._run is None else self._run.step_report()

@@ -59,6 +59,7 @@ from lightning_hetero.lightning_compat.progress import (
     epoch_running,
     is_last_prediction,
     last_batch_done,
+    logging_step,
     only_forward,
     resume_from,
     step_limit,
@@ -73,6 +74,7 @@ from lightning_hetero.lightning_compat.results import (
     log_interval,
     metrics_frozen,
     reduced_names,
+    show_on_progress_bar,
     unlogged,
 )
 from lightning_hetero.lightning_compat.transfer import batch_to_device
@@ -104,6 +106,7 @@ __all__ = [
     "log_again",
     "log_interval",
     "logged_reduction",
+    "logging_step",
     "metrics_frozen",
     "only_forward",
     "overfits",
@@ -113,6 +116,7 @@ __all__ = [
     "resume_from",
     "run_again",
     "running_hook",
+    "show_on_progress_bar",
     "size_of_batch",
     "skip_empty_batches",
     "step_limit",

@@ -18,6 +18,7 @@ __all__ = [
     "epoch_running",
     "is_last_prediction",
     "last_batch_done",
+    "logging_step",
     "only_forward",
     "resume_from",
     "step_limit",
@@ -66,6 +67,12 @@ def step_limit(trainer: Trainer) -> int | None:
     """Optimizer steps still allowed by ``max_steps``; None without a limit."""
     limit = trainer.fit_loop.epoch_loop.max_steps
     return None if limit < 0 else max(0, limit - trainer.global_step)
+
+
+def logging_step(trainer: Trainer) -> int:
+    """The step that Lightning gives to loggers for the batch that runs; public ``global_step`` is one more at a batch's
+    end, and counts each optimizer in manual optimization. Once a batch is over, it is the next one's."""
+    return trainer.fit_loop.epoch_loop._batches_that_stepped
 
 
 def accumulates_now(trainer: Trainer) -> bool:

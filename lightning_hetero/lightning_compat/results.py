@@ -22,6 +22,7 @@ __all__ = [
     "log_interval",
     "metrics_frozen",
     "reduced_names",
+    "show_on_progress_bar",
     "unlogged",
 ]
 
@@ -29,6 +30,15 @@ __all__ = [
 def log_interval(trainer: Trainer) -> int:
     """``log_every_n_steps``; public, set by a connector."""
     return trainer.log_every_n_steps  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def show_on_progress_bar(trainer: Trainer, name: str, value: float) -> None:
+    """Puts a value on the progress bar and nowhere else, on this rank.
+
+    ``self.log`` would put it into ``callback_metrics``, too; reading public ``progress_bar_metrics`` in order to change
+    them reduces over ranks at an epoch's end.
+    """
+    trainer._logger_connector._progress_bar_metrics[name] = value
 
 
 def reduced_names(trainer: Trainer) -> list[str]:

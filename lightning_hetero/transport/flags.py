@@ -8,23 +8,27 @@ __all__ = ["PushFlag", "ReplyFlag", "Word"]
 
 
 class PushFlag(IntFlag):
-    """Bits of `Request.flags` of a push.
+    """Bits of `Request.flags` of a push; of a claim only the last one.
 
     FINAL: the last push of the batch; it is a claim for the same tick, too.
     OVERFLOW: gradients overflowed under mixed precision (AMP); the whole update is skipped, as under DDP.
+    MEASURES: the answer that the batch is over is to bring what the server has counted.
     """
 
     FINAL = 1
     OVERFLOW = 2
+    MEASURES = 4
 
 
 class ReplyFlag(IntFlag):
     """Bits of `Reply.flags`.
 
     CHANGED: the sub-step was applied, so the published parameters differ although their version is the same.
+    MEASURES: the text is what the server has counted, as the worker asked for with `PushFlag.MEASURES`.
     """
 
     CHANGED = 1
+    MEASURES = 2
 
 
 class Word:

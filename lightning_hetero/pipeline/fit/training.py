@@ -50,7 +50,6 @@ class TrainBatches:
 
     Attributes:
         part: this rank's part of the batch that runs, or ran last.
-        report: on the last batch, the same on all ranks.
     """
 
     def __init__(
@@ -64,9 +63,22 @@ class TrainBatches:
         self._place, self._binder, self._events = place, binder, events
         self._keeps_gradients = is_overridden("optimizer_zero_grad", self._module)
         self.part: Part | None = None
-        self.report: StepReport | None = None
+        self._last: tuple[Part, list[float]] | None = None  # what all ranks' last step took
         self._pending: dict[nn.Parameter, Tensor] = {}
         self._skips = False  # whether some rank's gradients overflowed, for a gradient scaler
+
+    @property
+    def report(self) -> StepReport | None:
+        """On the last batch, the same on all ranks; None before the first one."""
+        if self._last is None:
+            return None
+        (part, columns), world = self._last, self._place.channel.world_size
+        rows = zip(columns[:world], columns[world : 2 * world], columns[2 * world :], strict=True)
+        records = tuple(
+            SpeedSample(rank=r, step=part.step, samples=round(n), compute_s=compute_s, wait_s=wait_s)
+            for r, (n, compute_s, wait_s) in enumerate(rows)
+        )
+        return StepReport(epoch=part.epoch, step=part.step, records=records, predicted_s=self._place.predicted_s)
 
     def open(self) -> None:
         """The next train batch is on the device: which part of the global batch is it."""
@@ -161,12 +173,7 @@ class TrainBatches:
         row = [0.0] * (3 * world)
         row[rank::world] = [samples, busy_s, wait_s]
         loss, *columns = self._place.logs.publish([own * self._trainer.accumulate_grad_batches, *row])
-        rows = zip(columns[:world], columns[world : 2 * world], columns[2 * world :], strict=True)
-        records = tuple(
-            SpeedSample(rank=r, step=part.step, samples=round(n), compute_s=compute_s, wait_s=wait_s)
-            for r, (n, compute_s, wait_s) in enumerate(rows)
-        )
-        self.report = StepReport(epoch=part.epoch, step=part.step, records=records, predicted_s=self._place.predicted_s)
+        self._last = (part, columns)
         data = {"samples": part.samples, "compute_s": busy_s, "wait_s": wait_s}
         self._events.note("step", part.epoch, part.step, data)
         return torch.tensor(loss, device=self._place.settings.device, dtype=torch.float32)

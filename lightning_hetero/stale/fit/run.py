@@ -200,27 +200,34 @@ class StaleRun(EngineRun[GrantedBinder]):
         loop = self.loop_in_use
         return loop.samples if loop is not None else None
 
-    def step_report(self) -> StepReport | None:
-        """Per rank samples, own work and waiting per update, since this rank's last call; asks the server.
+    def ask_report(self) -> None:
+        if (worker := self.worker) is not None:
+            worker.ask_measures()
 
-        ``None`` outside of training, and if nothing was updated since.
+    def step_report(self) -> StepReport | None:
+        """Per rank samples, own work and waiting per update, since this rank's last call.
+
+        Asks the server, unless the last answer has brought it, see `ask_report`. ``None`` outside of training, if
+        nothing was updated since, and while a report that was asked for has not come.
         """
         measures = self._measures()
         return None if measures is None else self._since.report(measures, self._members.world_size)
 
     def engine_metrics(self) -> dict[str, float]:
-        """Staleness, work in vain and the server's times so far, see `report.engine_metrics`; asks the server."""
+        """Staleness, work in vain and the server's times so far, see `report.engine_metrics`; asks as `step_report`."""
         measures = self._measures()
         return {} if measures is None else report.engine_metrics(measures, self._members.world_size)
 
     def summary(self) -> str | None:
         """One line on who did how much and how stale it was; ``None`` outside of training or before an update."""
-        measures = self._measures()
-        return None if measures is None else report.summary(measures, self._members.world_size)
+        worker = self.worker
+        return None if worker is None else report.summary(worker.measures(), self._members.world_size)
 
     def _measures(self) -> Measures | None:
         worker = self.worker
-        return None if worker is None else worker.measures()
+        if worker is None or worker.awaits_measures:
+            return None
+        return worker.brought or worker.measures()
 
     # ---- training ends ----------------------------------------------------------------------------------------
 

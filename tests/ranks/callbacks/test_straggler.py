@@ -1,7 +1,8 @@
-"""`StragglerMonitor`: what it logs, when, and who adds it."""
+"""`StragglerMonitor`: what it reports, where and when; and what an engine shows without it."""
 
 from __future__ import annotations
 
+import logging
 import re
 import warnings
 from collections.abc import Sequence
@@ -9,36 +10,70 @@ from typing import Any
 
 import pytest
 from lightning.pytorch.callbacks import Callback
-from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.loggers import CSVLogger, Logger
 from lightning.pytorch.strategies import DDPStrategy
 from torch.utils.data import DataLoader
 
-from lightning_hetero import BatchRebalancer, LoadBalancedStrategy, StragglerMonitor
+from lightning_hetero import (
+    BoundedStalenessStrategy,
+    HeteroPipelineStrategy,
+    LoadBalancedStrategy,
+    StragglerMonitor,
+)
+from lightning_hetero.transport.base import Ask
 from tests.ranks.harness import run_ranks
-from tests.ranks.kit import Toy, balanced, rank_trainer, regression
+from tests.ranks.kit import Toy, balanced, rank_trainer, regression, stale
 
 SAMPLES, BATCH = 80, 16
+STEPS = SAMPLES // BATCH
 
 
 def loader(batch_size: int = BATCH // 2, samples: int = SAMPLES) -> DataLoader:
     return DataLoader(regression(samples), batch_size=batch_size)
 
 
-class Seen(Callback):
-    """Notes the logged ``hetero/*`` values after every batch and epoch, and the step they were measured on."""
+class Noting(Logger):
+    """A user's logger that notes its calls, on whatever rank."""
 
     def __init__(self) -> None:
-        self.steps: list[dict[str, float]] = []
+        super().__init__()
+        self.calls: list[tuple[int | None, dict[str, float]]] = []
+
+    @property
+    def name(self) -> str:
+        return "noting"
+
+    @property
+    def version(self) -> int:
+        return 0
+
+    def log_hyperparams(self, *args: Any, **kwargs: Any) -> None:
+        pass
+
+    def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
+        self.calls.append((step, dict(metrics)))
+
+
+def ours(names: Any) -> set[str]:
+    return {name for name in names if name.startswith("hetero/")}
+
+
+class Seen(Callback):
+    """Notes where ``hetero/*`` turns up, and what the strategy reports."""
+
+    def __init__(self) -> None:
         self.reports: list[Any] = []
         self.bars: list[set[str]] = []
-        self.epochs: list[dict[str, float]] = []
+        self.elsewhere: set[str] = set()
         self.summary: str | None = None
+        self.calls: list[tuple[int | None, dict[str, float]]] = []  # of the logger, with ours
+        self.lines: list[str] = []
 
     def on_train_batch_end(
         self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        self.steps.append({k: float(v) for k, v in trainer.logged_metrics.items() if k.startswith("hetero/")})
-        self.bars.append(set(trainer.progress_bar_metrics))
+        self.bars.append(ours(trainer.progress_bar_metrics))
+        self.elsewhere |= ours(trainer.logged_metrics) | ours(trainer.callback_metrics)
         self.reports.append(
             trainer.strategy.step_report() if hasattr(trainer.strategy, "step_report") else None
         )
@@ -46,19 +81,47 @@ class Seen(Callback):
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         if hasattr(trainer.strategy, "summary"):
             self.summary = trainer.strategy.summary()
-        self.epochs.append(
-            {k: float(v) for k, v in trainer.callback_metrics.items() if k.startswith("hetero/")}
-        )
+        self.elsewhere |= ours(trainer.logged_metrics) | ours(trainer.callback_metrics)
+
+
+class Lines(logging.Handler):
+    """What is said at level INFO, inside of ``with``."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.INFO)
+        self.lines: list[str] = []
+        self._logger = logging.getLogger("lightning.pytorch.utilities.rank_zero")
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(record.getMessage())
+
+    def __enter__(self) -> Lines:
+        self._before = self._logger.level
+        self._logger.setLevel(logging.INFO)
+        self._logger.addHandler(self)
+        return self
+
+    def __exit__(self, *args: object) -> None:
+        self._logger.removeHandler(self)
+        self._logger.setLevel(self._before)
+
+
+def fit(rank: int, world: int, strategy: Any, *callbacks: Callback, **kwargs: Any) -> tuple[Seen, list[str]]:
+    """Returns what was seen, and the names of the other values that the logger was given."""
+    seen, logger = Seen(), Noting()
+    options = {"max_epochs": 2, "log_every_n_steps": 1, "logger": logger, **kwargs}
+    with Lines() as said:
+        trainer = rank_trainer(rank, world, strategy, callbacks=[*callbacks, seen], **options)
+        trainer.fit(Toy(), loader())
+    seen.lines = [line for line in said.lines if line.startswith(("hetero_", "StragglerMonitor"))]
+    seen.calls = [call for call in logger.calls if ours(call[1])]
+    return seen, [",".join(sorted(values)) for _, values in logger.calls if not ours(values)]
 
 
 def monitor_job(rank: int, world: int) -> tuple[Seen, Seen]:
-    ours, stock = Seen(), Seen()
-    for seen, strategy in ((ours, balanced()), (stock, DDPStrategy(process_group_backend="gloo"))):
-        callbacks = [StragglerMonitor(every_n_steps=2), seen]
-        options = {"max_epochs": 2, "log_every_n_steps": 1, "logger": CSVLogger(type(strategy).__name__)}
-        trainer = rank_trainer(rank, world, strategy, callbacks=callbacks, **options)
-        trainer.fit(Toy(), loader())
-    return ours, stock
+    one, _ = fit(rank, world, balanced(), StragglerMonitor(every_n_steps=2))
+    stock, _ = fit(rank, world, DDPStrategy(process_group_backend="gloo"), StragglerMonitor(every_n_steps=2))
+    return one, stock
 
 
 def silent_job(rank: int, world: int) -> list[str]:
@@ -88,7 +151,7 @@ def keys(names: Sequence[str]) -> set[str]:
 
 
 def check_derived(values: dict[str, float]) -> None:
-    """Scores, extremes and imbalance follow from the logged times (float32 in the logs)."""
+    """Scores, extremes and imbalance follow from the reported times."""
     times = [values[f"hetero/compute_s/rank{r}"] for r in range(2)]
     shares = [max(1.0, values[f"hetero/share/rank{r}"]) for r in range(2)]
     assert min(times) > 0
@@ -101,37 +164,41 @@ def check_derived(values: dict[str, float]) -> None:
         assert (values[f"hetero/{name}/max"], values[f"hetero/{name}/min"]) == (max(both), min(both))
 
 
-def test_the_monitor_logs_what_the_ranks_have_exchanged(monitored: list[tuple[Seen, Seen]]) -> None:
-    for ours, _ in monitored:
-        logged = [(values, report) for values, report in zip(ours.steps, ours.reports, strict=True) if values]
-        assert len(ours.steps) == 10 and logged
-        for values, report in logged:
-            assert values.keys() in (keys(NAMES), keys((*NAMES, "predicted_s")))
-            check_derived(values)
-            assert sum(values[f"hetero/share/rank{r}"] for r in range(2)) >= BATCH
-            assert report is not None
-        assert logged[-1][0].keys() == keys((*NAMES, "predicted_s"))
-        assert "hetero/imbalance" in ours.bars[-1]
+def test_rank_0_gives_its_loggers_what_the_ranks_have_exchanged(monitored: list[tuple[Seen, Seen]]) -> None:
+    (first, _), (second, _) = monitored
+    assert first.calls and not second.calls
+    for step, values in first.calls:
+        assert values.keys() in (keys(NAMES), keys((*NAMES, "predicted_s")))
+        check_derived(values)
+        assert sum(values[f"hetero/share/rank{r}"] for r in range(2)) >= BATCH
+        assert step is not None
+        report = first.reports[step]  # the very numbers of the step that the logger is told
+        assert [values[f"hetero/compute_s/rank{r}"] for r in range(2)] == [r.compute_s for r in report.records]
+    assert first.calls[-1][1].keys() == keys((*NAMES, "predicted_s"))
+
+
+def test_the_monitor_reports_every_n_steps_and_at_the_end_of_an_epoch(monitored: list[tuple[Seen, Seen]]) -> None:
+    """Steps as Lightning's own values have them, from 0; an epoch has 5. Nothing is known in the very first ones."""
+    steps = [step for step, _ in monitored[0][0].calls]
+    assert set(steps) - {2} <= {1, 3, 4, 5, 7, 9} and {4, 5, 7, 9} <= set(steps)
+    assert steps == sorted(set(steps))
+
+
+def test_one_value_is_on_the_progress_bar_and_none_elsewhere(monitored: list[tuple[Seen, Seen]]) -> None:
+    for one, stock in monitored:
+        assert one.elsewhere == stock.elsewhere == set()
     first, second = monitored
-    assert first[0].steps == second[0].steps  # the same on every rank
+    assert first[0].bars[-1] == first[1].bars[-1] == {"hetero/imbalance"}
+    assert second[0].bars[-1] == second[1].bars[-1] == set()
 
 
-def test_the_monitor_logs_every_n_steps_and_at_the_end_of_an_epoch(monitored: list[tuple[Seen, Seen]]) -> None:
-    """Values of step 2k stay in ``logged_metrics`` during step 2k + 1, unless that is the last of 5 batches."""
-    for ours, _ in monitored:
-        changed = [i for i in range(2, 11) if ours.steps[i - 1] != ours.steps[i - 2]]
-        assert set(changed) <= {2, 4, 5, 6, 8, 10}
-        assert 5 in changed
-
-
-def test_with_stock_ddp_the_monitor_logs_means_of_the_epoch(monitored: list[tuple[Seen, Seen]]) -> None:
-    for _, stock in monitored:
-        assert not stock.steps[0]
-        (values,) = stock.epochs
+def test_with_stock_ddp_the_monitor_reports_means_of_the_epoch(monitored: list[tuple[Seen, Seen]]) -> None:
+    calls = monitored[0][1].calls
+    assert [step for step, _ in calls] == [STEPS - 1, 2 * STEPS - 1] and not monitored[1][1].calls
+    for _, values in calls:
         assert values.keys() == keys(NAMES)  # nothing is predicted there
         check_derived(values)
         assert [values[f"hetero/share/rank{r}"] for r in range(2)] == [BATCH / 2] * 2
-    assert monitored[0][1].epochs == monitored[1][1].epochs
 
 
 def test_the_last_line_tells_the_shares(monitored: list[tuple[Seen, Seen]]) -> None:
@@ -139,11 +206,25 @@ def test_the_last_line_tells_the_shares(monitored: list[tuple[Seen, Seen]]) -> N
         r"hetero_balanced: shares (\d+)/(\d+), [\d.]+ ms of work per batch;"
         r" equal shares would take [\d.]+ times as long"
     )
-    for ours, _ in monitored:
-        assert ours.summary is not None
-        found = re.fullmatch(pattern, ours.summary)
+    for one, _ in monitored:
+        assert one.summary is not None
+        found = re.fullmatch(pattern, one.summary)
         assert found and int(found[1]) + int(found[2]) == BATCH
     assert monitored[0][0].summary == monitored[1][0].summary
+    assert monitored[0][0].lines == [monitored[0][0].summary]
+
+
+def test_with_stock_ddp_the_last_lines_tell_what_engines_would_give(monitored: list[tuple[Seen, Seen]]) -> None:
+    (line,) = monitored[0][1].lines
+    pattern = (
+        r"StragglerMonitor: a step took ([\d.]+) ms; for slower ranks the 2 ranks waited [\d.]+ of ([\d.]+)"
+        r" device-seconds \(\d+ %\)\.\nIf work grows .* with strategy='hetero_balanced', .* at best with 'hetero_stale',"
+        r" and .* with DDP without rank [01], the slowest\."
+    )
+    found = re.fullmatch(pattern, line)
+    assert found, line
+    # Two ranks, ten steps; the text has one decimal.
+    assert float(found[2]) == pytest.approx(2 * 2 * STEPS * float(found[1]) * 1e-3, abs=0.06)
 
 
 def test_the_monitor_refuses_a_bad_interval() -> None:
@@ -151,37 +232,183 @@ def test_the_monitor_refuses_a_bad_interval() -> None:
         StragglerMonitor(every_n_steps=0)
 
 
-class Neighbours(Callback):
-    """Notes our callbacks beside it, in every fit."""
+# ---- what a step costs ------------------------------------------------------------------------------------------
+
+
+def asked_job(rank: int, world: int) -> tuple[list[str], int, int]:
+    """Requests of the ranks to the stale engine's server in a fit without and with a monitor, and reports built."""
+    kinds: list[list[str]] = []
+    for monitor in ([], [StragglerMonitor(every_n_steps=3)]):
+        asked: list[str] = []
+        kinds.append(asked)
+
+        class Count(Callback):
+            def on_train_batch_start(
+                self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int, asked: list[str] = asked
+            ) -> None:
+                link = trainer.strategy._run.worker.link
+                if "call" not in vars(link):
+                    call = link.call
+                    link.call = lambda request, **kw: asked.append(request.kind.name) or call(request, **kw)
+
+        logger = Noting()
+        trainer = rank_trainer(
+            rank, world, stale(policy="bsp"), callbacks=[Count(), *monitor], max_epochs=1, logger=logger
+        )
+        trainer.fit(Toy(), loader())
+    steps = [step for step, values in logger.calls if ours(values)]
+    return sorted(set(kinds[0]) ^ set(kinds[1])), kinds[1].count(Ask.METRICS.name), len(steps)
+
+
+def test_the_stale_engines_server_is_asked_for_nothing_but_the_last_line() -> None:
+    first, second = run_ranks(2, asked_job)
+    assert first == ([Ask.METRICS.name], 1, 2)  # steps 3 and 5
+    assert second == ([], 0, 0)
+
+
+class Counting(LoadBalancedStrategy):
+    """Counts how often a report is asked for and built."""
+
+    built = 0
+
+    def step_report(self) -> Any:
+        self.built += 1
+        return super().step_report()
+
+
+def built_job(rank: int, world: int) -> tuple[int, int]:
+    strategy = Counting(process_group_backend="gloo", monitor=False, exchange_every=1)
+    trainer = rank_trainer(
+        rank, world, strategy, callbacks=[StragglerMonitor(every_n_steps=4)], max_epochs=1, logger=Noting(),
+        accumulate_grad_batches=2,
+    )  # fmt: skip
+    trainer.fit(Toy(), loader(samples=16 * BATCH))
+    return strategy.built, trainer.global_step
+
+
+def test_nothing_is_built_in_steps_that_are_not_reported() -> None:
+    """Sixteen batches are eight steps of two; every fourth is reported, and once."""
+    assert run_ranks(2, built_job) == [(2, 8), (0, 8)]
+
+
+# ---- without a monitor ------------------------------------------------------------------------------------------
+
+
+class Watching(Callback):
+    """Calls of a user's callback and module hooks, and the Trainer's callbacks and metrics at each."""
 
     def __init__(self) -> None:
-        self.seen: list[list[str]] = []
+        self.calls: list[str] = []
+        self.callbacks: set[str] = set()
 
-    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        self.seen.append(ours_among(trainer))
+    def note(self, trainer: Any, name: str) -> None:
+        self.calls.append(name)
+        ours = [type(c).__name__ for c in trainer.callbacks]
+        self.callbacks.add(",".join(ours))
+
+    def metrics(self, trainer: Any, name: str) -> None:
+        kinds = (trainer.callback_metrics, trainer.logged_metrics, trainer.progress_bar_metrics)
+        self.note(trainer, f"{name} {[sorted(kind) for kind in kinds]}")
+
+    def on_train_start(self, trainer: Any, *args: Any) -> None:
+        self.metrics(trainer, "start")
+
+    def on_train_batch_start(self, trainer: Any, *args: Any) -> None:
+        self.note(trainer, "batch start")
+
+    def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
+        self.metrics(trainer, "batch end")
+
+    def on_train_epoch_end(self, trainer: Any, *args: Any) -> None:
+        self.note(trainer, "epoch end")
+
+    def on_train_end(self, trainer: Any, *args: Any) -> None:
+        self.metrics(trainer, "end")
 
 
-def ours_among(trainer: Any) -> list[str]:
-    names = [type(callback).__name__ for callback in vars(trainer)["callbacks"]]
-    return sorted(name for name in names if name in ("BatchRebalancer", "StragglerMonitor"))
+class Hooked(Toy):
+    """Notes its own hooks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.called: list[str] = []
+
+    def log(self, name: str, *args: Any, **kwargs: Any) -> None:
+        self.called.append(f"log {name}")
+        super().log(name, *args, **kwargs)
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        self.called.append("batch end")
+
+    def on_train_end(self) -> None:
+        self.called.append("end")
 
 
-def added_job(rank: int, world: int) -> list[list[list[str]]]:
-    found = []
-    for strategy, callbacks in (
-        (LoadBalancedStrategy(), []),
-        (LoadBalancedStrategy(monitor=False), []),
-        (LoadBalancedStrategy(), [StragglerMonitor(), BatchRebalancer()]),
-    ):
-        neighbours = Neighbours()
-        trainer = rank_trainer(rank, world, strategy, callbacks=[neighbours, *callbacks], max_epochs=1)
-        for epochs in (1, 2):  # a second fit adds nothing more
-            trainer.fit_loop.max_epochs = epochs
-            trainer.fit(Toy(), loader())
-        found.append([*neighbours.seen, ours_among(trainer)])
-    return found
+def watched(rank: int, world: int, strategy: Any) -> tuple[list[str], list[str], list[str], set[str], list[str]]:
+    watching, logger, module = Watching(), Noting(), Hooked()
+    with Lines() as said:
+        trainer = rank_trainer(
+            rank, world, strategy, callbacks=[watching], max_epochs=2, log_every_n_steps=1, logger=logger
+        )
+        before = list(trainer.callbacks)
+        trainer.fit(module, loader())
+    assert trainer.callbacks == before
+    logged = [f"{step} {sorted(values)}" for step, values in logger.calls]
+    lines = [line for line in said.lines if line.startswith("hetero_")]
+    return watching.calls, module.called, logged, watching.callbacks, lines
 
 
-def test_the_monitor_is_added_for_a_fit_unless_given_or_declined() -> None:
-    both, monitor = ["BatchRebalancer", "StragglerMonitor"], ["StragglerMonitor"]
-    assert run_ranks(2, added_job) == [[[monitor, monitor, []], [[], [], []], [both, both, both]]] * 2
+def drop_in_job(rank: int, world: int) -> list[Any]:
+    backend: dict[str, Any] = {"process_group_backend": "gloo"}
+    return [
+        watched(rank, world, strategy)
+        for strategy in (
+            DDPStrategy(**backend),
+            LoadBalancedStrategy(**backend),
+            HeteroPipelineStrategy(**backend),
+            BoundedStalenessStrategy(policy="bsp", **backend),
+        )
+    ]
+
+
+@pytest.mark.stock_ddp("logging: loggers, callbacks and metrics see the calls of stock DDP, in its order")
+def test_user_code_sees_what_it_sees_under_stock_ddp() -> None:
+    for rank, (stock, *engines) in enumerate(run_ranks(2, drop_in_job)):
+        assert stock[2] and stock[4] == []
+        for name, engine in zip(("balanced", "pipeline", "stale"), engines, strict=True):
+            assert engine[:3] == stock[:3], name
+            if name != "stale":  # where ranks meet is a callback
+                assert engine[3] == stock[3], name
+            # One line, which is what ``monitor`` is: said, not logged.
+            assert len(engine[4]) == (rank == 0), name
+            assert all(line.startswith(f"hetero_{name}: ") for line in engine[4])
+
+
+def quiet_job(rank: int, world: int) -> list[int]:
+    return [
+        len(fit(rank, world, LoadBalancedStrategy(process_group_backend="gloo", monitor=monitor), *callbacks)[0].lines)
+        for monitor, callbacks in ((True, []), (False, []), (True, [StragglerMonitor()]), (False, [StragglerMonitor()]))
+    ]
+
+
+def test_the_line_is_told_once_unless_declined() -> None:
+    assert run_ranks(2, quiet_job) == [[1, 0, 1, 1], [0, 0, 0, 0]]
+
+
+def csv_job(rank: int, world: int, folder: str) -> None:
+    trainer = rank_trainer(
+        rank, world, balanced(), callbacks=[StragglerMonitor()], max_epochs=2, log_every_n_steps=2,
+        logger=CSVLogger(folder, name="", version="csv"),
+    )  # fmt: skip
+    trainer.fit(Toy(), loader())
+
+
+def test_values_stand_at_lightnings_own_steps(tmp_path: Any) -> None:
+    run_ranks(2, csv_job, str(tmp_path))
+    head, *rows = [line.split(",") for line in (tmp_path / "csv" / "metrics.csv").read_text().splitlines()]
+    column = {name: i for i, name in enumerate(head)}
+    steps = {
+        name: {row[column["step"]] for row in rows if row[column[name]]} for name in ("loss_step", "hetero/imbalance")
+    }
+    assert steps["loss_step"] == {"1", "3", "5", "7", "9"}
+    assert {"5", "7", "9"} <= steps["hetero/imbalance"] <= steps["loss_step"] | {"2", "4"}

@@ -23,12 +23,14 @@ from lightning_hetero.stale.decide.effects import (
     Reissued,
     Updated,
 )
-from lightning_hetero.stale.decide.report.counts import Counts
+from lightning_hetero.stale.decide.report.counts import Counts, Measures
+from lightning_hetero.stale.runtime.messages import measures_text
 from lightning_hetero.stale.runtime.serve.agreement import AnnouncedEpochs, LiveWorkers
 from lightning_hetero.stale.runtime.serve.manual_steps import ManualSteps
 from lightning_hetero.stale.runtime.serve.open_batch import OpenBatch
 from lightning_hetero.stale.runtime.serve.replies import Replies
 from lightning_hetero.transport.base import Request, Say
+from lightning_hetero.transport.flags import PushFlag, ReplyFlag
 
 __all__ = ["Executor", "Pushed"]
 
@@ -100,7 +102,10 @@ class Executor:
             elif isinstance(effect, Passed):
                 asked = self._answered(effect.rank, now)
                 words = self._epochs.words(self._epochs.number)[asked.tick :]
-                self._replies.answer(effect.rank, Say.PASSED, tick=effect.tick, numbers=words)
+                flags, text = self.measures_for(asked)
+                self._replies.answer(
+                    effect.rank, Say.PASSED, tick=effect.tick, numbers=words, flags=flags, text=text
+                )
             elif isinstance(effect, Accepted):
                 assert pushed is not None
                 self._counts.accepted(effect.rank, effect.samples, effect.staleness, pushed.request.compute_s)
@@ -116,6 +121,16 @@ class Executor:
             else:
                 assert isinstance(effect, Reissued)
                 self._counts.reissued[effect.reason] += effect.samples
+
+    def measures_for(self, request: Request) -> tuple[int, str]:
+        """Returns flags and text of an answer: what was counted, if the request asks for it."""
+        if not request.flags & PushFlag.MEASURES:
+            return 0, ""
+        return int(ReplyFlag.MEASURES), self.measures_text()
+
+    def measures_text(self) -> str:
+        """Returns what was counted so far and is known now."""
+        return measures_text(Measures.take(self._counts, self._coordinator))
 
     def _answered(self, rank: int, now: float) -> Request:
         """Takes the claim of a worker that is answered now."""

@@ -18,9 +18,9 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_hetero.stale.decide.coordinator import Coordinator
-from lightning_hetero.stale.decide.report.counts import Counts, Measures
+from lightning_hetero.stale.decide.report.counts import Counts
 from lightning_hetero.stale.runtime.memory.layout import FlatLayout
-from lightning_hetero.stale.runtime.messages import Met, measures_text, state_bytes
+from lightning_hetero.stale.runtime.messages import Met, state_bytes
 from lightning_hetero.stale.runtime.serve.agreement import (
     AnnouncedEpochs,
     DisagreementError,
@@ -207,7 +207,7 @@ class ParameterServer:
             self.listener.share_state(state_bytes(self.state()))
             self._replies.answer(rank, Say.STATE)
         elif kind is Ask.METRICS:
-            self._replies.answer(rank, Say.DONE, text=measures_text(Measures.take(self.counts, self.coordinator)))
+            self._replies.answer(rank, Say.DONE, text=self._executor.measures_text())
         elif request.epoch < self._epochs.number:
             self._of_epoch_before(rank, request)
         else:
@@ -243,7 +243,11 @@ class ParameterServer:
         elif not 0 <= request.tick < len(words):
             raise ValueError(f"batch {request.tick} of epoch {request.epoch}, which had {len(words)}")
         else:
-            self._replies.answer(rank, Say.PASSED, epoch=request.epoch, tick=len(words), numbers=words[request.tick :])
+            flags, text = self._executor.measures_for(request)
+            self._replies.answer(
+                rank, Say.PASSED, epoch=request.epoch, tick=len(words), numbers=words[request.tick :], flags=flags,
+                text=text,
+            )  # fmt: skip
 
     def _settle_meeting(self) -> None:
         try:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
@@ -37,7 +38,7 @@ from lightning_hetero.transport.base import (
     ServerLostError,
     WorkerLink,
 )
-from lightning_hetero.transport.flags import PushFlag
+from lightning_hetero.transport.flags import PushFlag, ReplyFlag
 
 __all__ = ["Worker"]
 
@@ -57,6 +58,7 @@ class Worker:
     Attributes:
         link: as given.
         version: of the parameters pulled last; -1 before.
+        brought: what the server had counted when the last answer was given, if that brought it, see `ask_measures`.
 
     Raises:
         ValueError: parameters, buffers or optimizers are not the layout's.
@@ -85,6 +87,8 @@ class Worker:
         self._overlap = on_cuda or layout.slot_bytes > BUCKET_BYTES if overlap is None else overlap
         self._substeps_used = False
         self._buffers_pushed = False  # since the last pull
+        self._wanted = PushFlag(0)  # besides, with claims and pushes
+        self.brought: Measures | None = None
 
     @property
     def parameters(self) -> list[Parameter]:
@@ -145,9 +149,13 @@ class Worker:
     # ---- messages ---------------------------------------------------------------------------------------------
 
     def _call(self, request: Request) -> Reply:
+        self.brought = None
         reply = self.link.call(request)
         if reply.kind is Say.FAILED:
             raise failure_of(reply.text)
+        if reply.kind is Say.PASSED and reply.flags & ReplyFlag.MEASURES:
+            self._wanted, self.brought = PushFlag(0), measures_of(reply.text)
+            return replace(reply, text="")
         return reply
 
     def begin_epoch(
@@ -187,7 +195,7 @@ class Worker:
             RemoteFailureError: the run has failed.
             ServerLostError: the server is gone.
         """
-        return self._call(Request(kind=Ask.CLAIM, epoch=epoch, tick=tick))
+        return self._call(Request(kind=Ask.CLAIM, epoch=epoch, tick=tick, flags=int(self._wanted)))
 
     def push(
         self,
@@ -227,7 +235,7 @@ class Worker:
         self._clips = [(0, 0.0)] * len(self._clips)
         request = Request(
             kind=Ask.PUSH, epoch=epoch, tick=tick, substep=substep, lease=lease, samples=samples, weight=weight,
-            compute_s=compute_s, flags=int(flags), steps=steps, zeroes=zeroes, slot=slot,
+            compute_s=compute_s, flags=int(flags | self._wanted), steps=steps, zeroes=zeroes, slot=slot,
         )  # fmt: skip
         reply = self._call(request)
         self._substeps_used = self._substeps_used or not flags & PushFlag.FINAL
@@ -241,7 +249,17 @@ class Worker:
             what: its purpose; the same everywhere, or the run fails and names both sides.
         """
         reply = self._call(Request(kind=Ask.MEET, tick=number, text=what))
+        self._wanted = PushFlag(0)  # for a batch that is over
         return Met.read(reply.numbers, reply.generation, reply.text)
+
+    @property
+    def awaits_measures(self) -> bool:
+        """Whether `ask_measures` was called and the answer has not come."""
+        return bool(self._wanted)
+
+    def ask_measures(self) -> None:
+        """Has the answer that ends the batch bring what the server has counted, without a request of its own."""
+        self._wanted = PushFlag.MEASURES
 
     def measures(self) -> Measures:
         """Returns what the server has counted and knows of now."""
