@@ -119,29 +119,30 @@ class Measuring(Reporting):
 
 
 class Log:
-    """Stands in for a LightningModule that collects the names it is given."""
+    """Stands in for a logger that collects the names it is given."""
 
     def __init__(self) -> None:
         self.names: set[str] = set()
 
-    def log(self, name: str, *args: Any, **kwargs: Any) -> None:
-        self.names.add(name)
-
-    def log_dict(self, values: dict[str, Any], **kwargs: Any) -> None:
-        self.names |= set(values)
+    def log_metrics(self, metrics: dict[str, float], step: int) -> None:
+        self.names |= set(metrics)
 
 
 def logged_names(engine_metrics: dict[str, float]) -> set[str]:
-    """What `StragglerMonitor` logs for two ranks of an engine with such metrics, with ``{r}`` for the rank."""
-    monitor, log = StragglerMonitor(every_n_steps=1), Log()
+    """What `StragglerMonitor` reports for two ranks of an engine with such metrics, with ``{r}`` for the rank."""
+    monitor, log = StragglerMonitor(prog_bar=False), Log()
     records = [SpeedSample(rank=r, step=0, samples=4, compute_s=0.1, wait_s=0.1) for r in range(2)]
     strategy = Measuring()
     strategy.report = StepReport(epoch=0, step=0, records=tuple(records), predicted_s=(0.1, 0.1))
     strategy.metrics = engine_metrics
-    trainer: Any = SimpleNamespace(global_step=1, is_last_batch=False, strategy=strategy, loggers=[None])
-    module: Any = log
+    loop = SimpleNamespace(epoch_loop=SimpleNamespace(_batches_that_stepped=0))
+    trainer: Any = SimpleNamespace(
+        is_last_batch=True, is_global_zero=True, log_every_n_steps=1, strategy=strategy, loggers=[log], fit_loop=loop
+    )
+    module: Any = None
     monitor.on_train_start(trainer, module)
-    monitor.on_train_batch_end(trainer, module, None, None, 0)
+    monitor.on_train_batch_start(trainer, module, (), 0)
+    monitor.on_train_batch_end(trainer, module, None, (), 0)
     return {re.sub(r"rank\d+", "rank{r}", name) for name in log.names}
 
 

@@ -25,6 +25,7 @@ from lightning.pytorch.tuner.tuning import Tuner
 from torch import Tensor
 from torch.utils.data import DataLoader, DistributedSampler
 
+from lightning_hetero import StragglerMonitor
 from tests.ranks.harness import RankEnvironment, run_ranks
 from tests.ranks.kit import Toy, Weights, balanced, rank_trainer, regression, single, weights
 
@@ -99,8 +100,8 @@ def callbacks_job(rank: int, world: int, folder: str) -> dict[str, Any]:
     best = ModelCheckpoint(f"{folder}/best", monitor="val", save_top_k=1, filename="best")
     stop = EarlyStopping("val", patience=2, min_delta=10.0)  # nothing improves by that much: stops at epoch 2
     trainer = rank_trainer(
-        rank, world, balanced(monitor=True), max_epochs=9, enable_checkpointing=True, log_every_n_steps=1,
-        callbacks=[best, stop, LearningRateMonitor("step"), TQDMProgressBar(refresh_rate=1)],
+        rank, world, balanced(), max_epochs=9, enable_checkpointing=True, log_every_n_steps=1,
+        callbacks=[best, stop, LearningRateMonitor("step"), TQDMProgressBar(refresh_rate=1), StragglerMonitor()],
         logger=CSVLogger(folder, name="", version="csv"), profiler="simple", enable_progress_bar=True,
     )  # fmt: skip
     trainer.fit(module, loader(), loader(5))

@@ -333,10 +333,6 @@ class Hooked(Toy):
         super().__init__()
         self.called: list[str] = []
 
-    def log(self, name: str, *args: Any, **kwargs: Any) -> None:
-        self.called.append(f"log {name}")
-        super().log(name, *args, **kwargs)
-
     def on_train_batch_end(self, *args: Any) -> None:
         self.called.append("batch end")
 
@@ -354,7 +350,7 @@ def watched(rank: int, world: int, strategy: Any) -> tuple[list[str], list[str],
         trainer.fit(module, loader())
     assert trainer.callbacks == before
     logged = [f"{step} {sorted(values)}" for step, values in logger.calls]
-    lines = [line for line in said.lines if line.startswith("hetero_")]
+    lines = [line for line in said.lines if line.startswith("hetero_") and "\n" not in line]  # the plan has several
     return watching.calls, module.called, logged, watching.callbacks, lines
 
 
@@ -371,7 +367,9 @@ def drop_in_job(rank: int, world: int) -> list[Any]:
     ]
 
 
-@pytest.mark.stock_ddp("logging: loggers, callbacks and metrics see the calls of stock DDP, in its order")
+@pytest.mark.stock_ddp(
+    "logging: loggers, callbacks and metrics as under stock DDP, call for call", "balanced", "stale", "pipeline"
+)
 def test_user_code_sees_what_it_sees_under_stock_ddp() -> None:
     for rank, (stock, *engines) in enumerate(run_ranks(2, drop_in_job)):
         assert stock[2] and stock[4] == []

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch.callbacks import Callback, LambdaCallback, StochasticWeightAveraging
+from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.tuner import Tuner
 from torch import nn
 from torch.utils.data import DataLoader, SequentialSampler
@@ -70,6 +71,28 @@ def test_last_batch_done() -> None:
     fit(ask)
     assert ask.answers["on_train_batch_end"] == [False, False, False, True] * 2, VERSIONS
     assert ask.answers["on_train_epoch_end"] == [True, True], VERSIONS
+
+
+def test_logging_step() -> None:
+    """The step that Lightning gives the logger with the values of a batch, and of an epoch one less."""
+    ask = Ask(compat.logging_step, "on_train_batch_start", "on_train_batch_end", "on_train_epoch_end")
+    steps: list[int | None] = []
+
+    class Steps(CSVLogger):
+        def log_metrics(self, metrics: Any, step: int | None = None) -> None:
+            steps.append(step)
+
+    class Logs(Toy):
+        def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+            loss = self.loss(batch)
+            self.log("loss", loss, on_step=True, on_epoch=True)
+            return loss
+
+    train(Logs(), ask, log_every_n_steps=1, accumulate_grad_batches=2, max_epochs=2, logger=Steps("."))
+    assert ask.answers["on_train_batch_start"] == [0, 0, 1, 1, 2, 2, 3, 3], VERSIONS
+    assert ask.answers["on_train_batch_end"] == [0, 0, 1, 1, 2, 2, 3, 3], VERSIONS
+    assert ask.answers["on_train_epoch_end"] == [2, 4], VERSIONS
+    assert steps == [0, 1, 1, 2, 3, 3], VERSIONS
 
 
 def test_is_last_prediction() -> None:

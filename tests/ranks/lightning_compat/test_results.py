@@ -17,7 +17,7 @@ from torchmetrics.classification import BinaryPrecision, BinaryRecall
 from lightning_hetero import lightning_compat as compat
 from tests.ranks.harness import run_ranks
 from tests.ranks.kit import Toy, quiet_trainer, rank_trainer, regression
-from tests.ranks.lightning_compat.kit import BATCH, SAMPLES, VERSIONS, Ask, Validated, fit, train
+from tests.ranks.lightning_compat.kit import BATCH, SAMPLES, STEPS, VERSIONS, Ask, Each, Validated, fit, train
 
 
 def test_log_interval() -> None:
@@ -193,6 +193,29 @@ def names(rank: int, world: int) -> tuple[list[str], list[str]]:
 def test_reduced_names() -> None:
     assert run_ranks(2, names) == [(["training_step.metric", "training_step.synced"], ["validation_step.val"])] * 2
     assert compat.reduced_names(quiet_trainer(devices=1)) == []
+
+
+def test_show_on_progress_bar() -> None:
+    """It is on the bar from then on, beside what is logged there, and in no other place; the next fit forgets it."""
+    bars: list[dict[str, float]] = []
+
+    class Logs(Toy):
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            loss = self.loss(batch)
+            self.log("own", float(batch_idx), prog_bar=True)
+            return loss
+
+        def on_train_batch_end(self, *args: Any) -> None:
+            bars.append({name: float(value) for name, value in self.trainer.progress_bar_metrics.items()})
+
+    show = Each(lambda t: compat.show_on_progress_bar(t, "shown", 7.0) if t.global_step == 1 else None)
+    trainer = train(Logs(), show, logger=False)
+    assert bars == [{"own": 0.0}, *({"own": float(i), "shown": 7.0} for i in range(1, STEPS))], VERSIONS
+    assert set(trainer.callback_metrics) == {"own"} and "shown" not in trainer.logged_metrics, VERSIONS
+    trainer.fit_loop.max_epochs = 2
+    bars.clear()
+    trainer.fit(Logs(), DataLoader(regression(SAMPLES), batch_size=BATCH))
+    assert bars[0].keys() == {"own"}, VERSIONS
 
 
 def test_unlogged() -> None:

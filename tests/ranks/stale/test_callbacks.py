@@ -213,10 +213,10 @@ def test_hooks_that_look_at_no_batch_are_called_for_every_batch_on_every_rank() 
 
 
 class Figures(Callback):
-    """Notes what the monitor logged, and what the strategy says before and at the end."""
+    """Notes what the strategy says before and at the end, and what the monitor reported."""
 
     def __init__(self) -> None:
-        self.steps: list[dict[str, float]] = []
+        self.steps: list[dict[str, float]] = []  # of rank 0
         self.before: Any = ()
         self.summary: str | None = None
         self.metrics: dict[str, float] = {}
@@ -225,11 +225,21 @@ class Figures(Callback):
         strategy = trainer.strategy
         self.before = (strategy.step_report(), strategy.engine_metrics(), strategy.summary())
 
-    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        self.steps.append({k: float(v) for k, v in trainer.logged_metrics.items() if k.startswith("hetero/")})
-
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         self.summary, self.metrics = trainer.strategy.summary(), trainer.strategy.engine_metrics()
+
+
+class Noted(CSVLogger):
+    """Has a callback note what the monitor reports."""
+
+    def __init__(self, folder: str, figures: Figures) -> None:
+        super().__init__(folder)
+        self._figures = figures
+
+    def log_metrics(self, metrics: Any, step: int | None = None) -> None:
+        if any(name.startswith("hetero/") for name in metrics):
+            self._figures.steps.append(dict(metrics))
+        super().log_metrics(metrics, step)
 
 
 def recorded(rank: int, world: int, late: bool) -> tuple[Figures, list[Any]]:
@@ -241,7 +251,7 @@ def recorded(rank: int, world: int, late: bool) -> tuple[Figures, list[Any]]:
     callbacks += [waiting] if late else []
     trainer = rank_trainer(
         rank, world, stale() if late else stale(policy=Bsp()), callbacks=callbacks, max_epochs=EPOCHS,
-        logger=CSVLogger(str(folder)),
+        logger=Noted(str(folder), figures),
     )  # fmt: skip
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -271,10 +281,12 @@ def test_the_trace_tells_of_every_tick(late: bool) -> None:
 
 
 @pytest.mark.parametrize("late", [False, True])
-def test_the_monitor_logs_what_the_server_counted(late: bool) -> None:
-    for figures, _ in recordings(late):
+def test_the_monitor_reports_what_the_server_counted(late: bool) -> None:
+    (first, _), (second, _) = recordings(late)
+    assert first.steps and not second.steps  # only rank 0 reports
+    logged = first.steps[-1]
+    for figures in (first, second):
         assert figures.before == (None, {}, None)  # the server has not started
-        logged = figures.steps[-1]
         for name in ("share", "compute_s", "wait_s"):
             assert {f"hetero/{name}/{who}" for who in ("rank0", "rank1", "max", "min")} <= logged.keys()
         assert {f"hetero/{name}" for name in figures.metrics} <= logged.keys()
@@ -283,10 +295,10 @@ def test_the_monitor_logs_what_the_server_counted(late: bool) -> None:
         assert figures.metrics["hold_s"] >= 0 and figures.metrics["apply_s"] > 0
         if late:  # an update may be of one part, which waits for nothing
             continue
-        assert max(step["hetero/hold_s"] for step in figures.steps if step) > 0
+        assert max(step["hetero/hold_s"] for step in first.steps) > 0
         assert figures.metrics["contribution/rank0"] == figures.metrics["contribution/rank1"] == 0.5
         assert figures.metrics["staleness_max"] == figures.metrics["stale_fraction"] == 0.0
         assert figures.metrics["discarded_samples"] == 0.0
         # Two equal parts per update, and perhaps one that waits for the next.
-        ends = [s["hetero/share/rank0"] + s["hetero/share/rank1"] for s in figures.steps if s]
+        ends = [s["hetero/share/rank0"] + s["hetero/share/rank1"] for s in first.steps]
         assert ends and all(BATCH <= end <= 3 * BATCH for end in ends)
