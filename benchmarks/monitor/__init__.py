@@ -1,0 +1,1 @@
+"""What it costs to be watched: steps with a `StragglerMonitor` against steps without."""
