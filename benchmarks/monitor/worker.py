@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor, nn
@@ -28,7 +28,9 @@ from lightning_hetero import (
 )
 
 ENGINES = {"stock DDP": DDPStrategy, "balanced": LoadBalancedStrategy, "stale": BoundedStalenessStrategy}
-RANKS, STEP_S, BATCH, WARM_UP = 4, 0.020, 8, 10
+RANKS, STEP_S, BATCH = 4, 0.020, 8
+KINDS = ("without", "with", "without again")
+BLOCK = 8  # steps
 
 
 class Model(LightningModule):
@@ -48,79 +50,92 @@ class Model(LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.01)
 
 
-class Stopwatch(Callback):
-    """Duration of each step on this rank, from the start of a batch to the start of the next."""
-
-    def __init__(self) -> None:
-        self._starts_s: list[float] = []
-
-    def on_train_batch_start(self, *args: Any) -> None:
-        self._starts_s.append(time.perf_counter())
-
-    def steps_s(self) -> list[float]:
-        steps_s = [b - a for a, b in zip(self._starts_s, self._starts_s[1:], strict=False)]
-        return steps_s[WARM_UP:]
-
-
-class Timed(StragglerMonitor):
-    """Notes how long its own hooks take in each step."""
+class Switched(StragglerMonitor):
+    """A monitor that is off, on and off again for `BLOCK` steps at a time; notes every step and its own part of it."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.hooks_s: list[float] = []
+        self._starts_s: dict[int, float] = {}  # by batch: under stale some go by without this rank
+        self._hooks_s: dict[int, float] = {}
+        self._on = False
 
-    def on_train_batch_start(self, *args: Any) -> None:
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         began_s = time.perf_counter()
-        super().on_train_batch_start(*args)
-        self.hooks_s.append(time.perf_counter() - began_s)
+        self._starts_s[batch_idx] = began_s
+        self._on = KINDS[batch_idx // BLOCK % len(KINDS)] == "with"
+        if self._on:
+            super().on_train_batch_start(trainer, pl_module, batch, batch_idx)
+        self._hooks_s[batch_idx] = time.perf_counter() - began_s
 
-    def on_train_batch_end(self, *args: Any) -> None:
+    def on_before_backward(self, *args: Any) -> None:
+        if self._on:
+            super().on_before_backward(*args)
+
+    def on_after_backward(self, *args: Any) -> None:
+        if self._on:
+            super().on_after_backward(*args)
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
         began_s = time.perf_counter()
-        super().on_train_batch_end(*args)
-        self.hooks_s[-1] += time.perf_counter() - began_s
+        if self._on:
+            super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
+        if batch_idx in self._hooks_s:
+            self._hooks_s[batch_idx] += time.perf_counter() - began_s
+
+    def cycles(self) -> dict[str, list[list[float]]]:
+        """Steps [s] by kind and cycle, without the first cycle and the first step of a block; and the hooks'."""
+        starts_s, length = self._starts_s, BLOCK * len(KINDS)
+        steps_s = {i: starts_s[i + 1] - s for i, s in starts_s.items() if i + 1 in starts_s}
+        found: dict[str, list[list[float]]] = {kind: [] for kind in (*KINDS, "hooks")}
+        for first in range(length, max(starts_s) - length + 1, length):
+            blocks = [
+                [i for i in range(first + k * BLOCK + 1, first + (k + 1) * BLOCK) if i in steps_s]
+                for k in range(len(KINDS))
+            ]
+            if min(map(len, blocks)) < BLOCK // 2:
+                continue
+            for kind, block in zip(KINDS, blocks, strict=True):
+                found[kind].append([round(steps_s[i], 6) for i in block])
+            found["hooks"].append([round(self._hooks_s[i], 7) for i in blocks[KINDS.index("with")]])
+        return found
 
 
-def train(engine: str, steps: int, folder: str, *, monitored: bool) -> tuple[list[float], list[float]]:
-    """Runs one training; returns this rank's steps, and what a monitor's hooks took of them [s]."""
+def train(engine: str, cycles: int, folder: str) -> dict[str, list[list[float]]]:
+    """Runs one training; returns what this rank's monitor has noted."""
+    steps = (cycles + 1) * BLOCK * len(KINDS) + 1
     samples = BATCH * RANKS * steps
     x = torch.randn(samples, 16, generator=torch.Generator().manual_seed(1))
-    watch, monitor, logs = Stopwatch(), Timed(), Path(folder) / "logs"
+    monitor, logs = Switched(), Path(folder) / "logs"
     trainer = Trainer(
         accelerator="cpu", devices=RANKS, strategy=ENGINES[engine](process_group_backend="gloo"), max_epochs=1,
         log_every_n_steps=1, logger=CSVLogger(logs, name="", version="run"), enable_checkpointing=False,
         enable_progress_bar=False, enable_model_summary=False,
-        callbacks=[
-            watch, ThrottleCallback(Scenario(speeds=[1.0] * RANKS, step_s=STEP_S)),
-            *([monitor] if monitored else []),
-        ],
+        callbacks=[monitor, ThrottleCallback(Scenario(speeds=[1.0] * RANKS, step_s=STEP_S))],
     )  # fmt: skip
     trainer.fit(Model(), DataLoader(TensorDataset(x, x.sum(1, keepdim=True)), batch_size=BATCH))
     dist.barrier()
     if dist.get_rank() == 0:
         shutil.rmtree(logs)
     dist.barrier()
-    return watch.steps_s(), monitor.hooks_s[WARM_UP:]
+    return monitor.cycles()
 
 
 def main() -> None:
-    repeats, steps, folder, path = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], Path(sys.argv[4])
+    repeats, cycles, folder, path = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], Path(sys.argv[4])
     warnings.simplefilter("ignore")
     for name in ("lightning.pytorch", "lightning.fabric"):
         logging.getLogger(name).setLevel(logging.ERROR)
     torch.set_num_threads(1)
     dist.init_process_group("gloo")  # Lightning keeps an existing group
-    kinds = {"without": False, "with": True, "without again": False}
-    names = (*kinds, "hooks")
-    result: dict[str, dict[str, list[list[float]]]] = {engine: {name: [] for name in names} for engine in ENGINES}
-    for repeat in range(repeats):
-        for engine, runs in result.items():
-            for kind in list(kinds)[:: -1 if repeat % 2 else 1]:
-                steps_s, hooks_s = train(engine, steps, folder, monitored=kinds[kind])
-                runs[kind].append([round(s, 6) for s in steps_s])
-                if hooks_s:
-                    runs["hooks"].append([round(s, 7) for s in hooks_s])
-        if dist.get_rank() == 0:
-            path.write_text(json.dumps(result))
+    result: dict[str, dict[str, list[list[float]]]] = {engine: {} for engine in ENGINES}
+    for _ in range(repeats):
+        for engine, noted in result.items():
+            for kind, blocks in train(engine, cycles, folder).items():
+                noted.setdefault(kind, []).extend(blocks)
+    if dist.get_rank() == 0:
+        path.write_text(json.dumps(result))
     dist.barrier()
     dist.destroy_process_group()
 

@@ -219,7 +219,7 @@ class _OwnTiming:
         )
 
     def take_sums(self) -> Tensor:
-        """Returns and forgets this epoch's sums over steps: 1, samples, own work [s], waiting [s], exchange alone [s]."""
+        """Returns and forgets this epoch's sums over steps: 1, samples, own work, waiting, exchange alone [s]."""
         exchange_s = exchange_alone(self._waits_s, self._world_size)
         sums, self._sums = [*self._sums, self._sums[0] * exchange_s], [0.0] * 4
         self._waits_s.clear()

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal, TypeVar
 
 import torch
 from lightning.fabric.utilities.rank_zero import rank_zero_warn
-from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from lightning_hetero.callbacks.reporting import Reporting
 from lightning_hetero.glue.checks import (
@@ -199,9 +199,10 @@ class HeteroStrategy(UnevenNodesStrategy, Reporting, Generic[Run]):
         super().on_train_end()
         run = self._run
         # No callback of our own: a user's callbacks, hooks and loggers see what they see under stock DDP.
-        if run is not None and self._monitor and self.is_global_zero and not has_monitor(run.trainer):
-            if summary := run.summary():
-                rank_zero_info(summary)
+        if run is None or not (self._monitor and self.is_global_zero) or has_monitor(run.trainer):
+            return
+        if summary := run.summary():
+            rank_zero_info(summary)
 
     def on_exception(self, exception: BaseException) -> None:
         super().on_exception(exception)

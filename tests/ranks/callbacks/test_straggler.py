@@ -179,7 +179,7 @@ def test_rank_0_gives_its_loggers_what_the_ranks_have_exchanged(monitored: list[
 
 def test_the_monitor_reports_every_n_steps_and_at_the_end_of_an_epoch(monitored: list[tuple[Seen, Seen]]) -> None:
     """Steps as Lightning's own values have them, from 0; an epoch has 5. Nothing is known in the very first ones."""
-    steps = [step for step, _ in monitored[0][0].calls]
+    steps = [step for step, _ in monitored[0][0].calls if step is not None]
     assert set(steps) - {2} <= {1, 3, 4, 5, 7, 9} and {4, 5, 7, 9} <= set(steps)
     assert steps == sorted(set(steps))
 
@@ -218,8 +218,8 @@ def test_with_stock_ddp_the_last_lines_tell_what_engines_would_give(monitored: l
     (line,) = monitored[0][1].lines
     pattern = (
         r"StragglerMonitor: a step took ([\d.]+) ms; for slower ranks the 2 ranks waited [\d.]+ of ([\d.]+)"
-        r" device-seconds \(\d+ %\)\.\nIf work grows .* with strategy='hetero_balanced', .* at best with 'hetero_stale',"
-        r" and .* with DDP without rank [01], the slowest\."
+        r" device-seconds \(\d+ %\)\.\nIf work grows .* with strategy='hetero_balanced', .* at best with"
+        r" 'hetero_stale', and .* with DDP without rank [01], the slowest\."
     )
     found = re.fullmatch(pattern, line)
     assert found, line
@@ -368,7 +368,8 @@ def drop_in_job(rank: int, world: int) -> list[Any]:
 
 
 @pytest.mark.stock_ddp(
-    "logging: nothing is logged beside what you log; hooks and loggers see the same calls", "balanced", "stale", "pipeline"
+    "logging: nothing is logged beside what you log; hooks and loggers see the same calls",
+    "balanced", "stale", "pipeline",
 )
 def test_user_code_sees_what_it_sees_under_stock_ddp() -> None:
     for rank, (stock, *engines) in enumerate(run_ranks(2, drop_in_job)):

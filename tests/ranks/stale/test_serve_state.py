@@ -61,6 +61,37 @@ def test_a_fresh_server_goes_on_bit_by_bit_from_the_state(make: Any) -> None:
     torch.testing.assert_close(one["state"], other["state"], rtol=0, atol=0)
 
 
+def test_counts_come_with_the_answer_that_ends_a_batch() -> None:
+    """If they were asked for; they are what a request just then would bring, and the next request forgets them."""
+    x, y = data(5)
+    seen: list[Any] = []
+
+    def body(trainee: Trainee) -> None:
+        worker = trainee.worker
+
+        def ask_in_the_last_batch(_: Trainee, epoch: int, tick: int) -> None:
+            seen.append(worker.brought)
+            if tick == len(ENDS) - 1:
+                worker.ask_measures()
+                assert worker.awaits_measures
+
+        trainee.before = ask_in_the_last_batch
+        trainee.epoch(0, ENDS)
+        brought = worker.brought
+        assert brought is not None and not worker.awaits_measures
+        now = worker.measures()
+        assert worker.brought is None and trainee.texts == []  # no notice to people
+        assert brought.counts.updates == now.counts.updates == len(ENDS)
+        assert brought.counts.samples == now.counts.samples and brought.tick == now.tick
+
+        worker.ask_measures()
+        worker.meet(0)
+        assert not worker.awaits_measures  # nobody asks for a batch that is over
+
+    Script(Setting(mlp(), sgd, Bsp(), 1), automatic(x, y, mse), body, workers=1, work_s=equal_speed).run()
+    assert seen == [None] * len(ENDS)
+
+
 def test_an_epoch_is_resumed_in_the_middle() -> None:
     x, y = data(5)
     setting = Setting(mlp(), sgd, Bsp(), 2, ahead=1)
