@@ -6,7 +6,7 @@
 ``orders``    from the user's train loader to the order of an epoch
 ``refusals``  what an engine refuses on several devices, with its reasons
 ``checks``    arguments out of range, and error messages that name the cause
-``setup``     registering names, the monitor
+``setup``     registering names
 ``nodes``     nodes with different numbers of processes
 ``metrics``   means of logged values over ranks with batches of different sizes
 """

@@ -1,4 +1,4 @@
-"""What a strategy is to Lightning before and around a fit: names, checkpoint key, monitor (layer L)."""
+"""What a strategy is to Lightning before and around a fit: names, checkpoint key (layer L)."""
 
 from __future__ import annotations
 
