@@ -13,10 +13,12 @@ import gc
 import os
 import random
 import signal
+import socket
+import stat
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from multiprocessing import resource_tracker
 from pathlib import Path
 
@@ -150,8 +152,17 @@ def listening_ports() -> Iterator[None]:
 
 
 def _listening() -> set[tuple[str, int]]:
-    connections = psutil.Process().net_connections(kind="tcp")
-    return {(c.laddr.ip, c.laddr.port) for c in connections if c.status == psutil.CONN_LISTEN}
+    """Asks each of our sockets: the system's table, which psutil reads, is of all processes and takes milliseconds."""
+    found = set()
+    for name in os.listdir("/dev/fd"):
+        with suppress(OSError):  # closed meanwhile, as the list's own
+            if not stat.S_ISSOCK(os.fstat(int(name)).st_mode):
+                continue
+            with socket.socket(fileno=os.dup(int(name))) as ours:
+                listens = ours.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
+                if listens and ours.family in (socket.AF_INET, socket.AF_INET6):
+                    found.add(ours.getsockname()[:2])
+    return found
 
 
 @contextmanager
