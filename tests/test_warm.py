@@ -99,6 +99,41 @@ def test_what_a_script_starts_runs_as_python_would_run_it(tmp_path: Path) -> Non
     assert done.stderr.count("ValueError: broken") == cold.stderr.count("ValueError: broken") == 1
 
 
+MULTIPROCESSING = """
+import json, multiprocessing as mp, os, sys
+
+def report(line, word):
+    line.send([__name__, word, os.environ["MINE"], os.getcwd(), "lightning" in sys.modules, os.getpid()])
+    print(word, flush=True)
+    if word == "raise": raise ValueError("broken")
+
+if __name__ == "__main__":
+    for method in ("spawn", "forkserver"):
+        context, pids = mp.get_context(method), set()
+        for word in ("end", "raise"):
+            os.environ["MINE"] = "this"
+            ours, theirs = context.Pipe()
+            process = context.Process(target=report, args=(theirs, word))
+            process.start()
+            theirs.close()
+            *said, pid = ours.recv()
+            process.join(60.0)
+            print(method, said, pid == process.pid, process.exitcode, flush=True)
+"""
+
+
+def test_what_multiprocessing_spawns_is_warm(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(MULTIPROCESSING)
+    done = warm.run(["script.py"], tmp_path, os.environ, 60.0)
+    expected = []
+    for method in ("spawn", "forkserver"):
+        for word, code in (("end", 0), ("raise", 1)):
+            said = ["__mp_main__", word, "this", str(tmp_path), True]
+            expected += [word, f"{method} {said} True {code}"]
+    assert done.stdout.splitlines() == expected, done.stderr
+    assert done.returncode == 0 and done.stderr.count("ValueError: broken") == 2
+
+
 def test_unused_spare_processes_end_with_their_script(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text("import os; os.kill(os.getpid(), 9)")
     assert warm.run(["script.py"], tmp_path, os.environ, 60.0).returncode == -signal.SIGKILL

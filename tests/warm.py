@@ -6,8 +6,9 @@
 
 Each script runs in a fork of one process that did nothing but imports (`tests.preload`): as ``__main__``, with a
 folder, an environment and a screen of its own, and with the end of any program, traceback and exit hooks included.
-The first Pythons that a script starts by itself, as Lightning does its other ranks, are warm, too, if they are given
-``env`` and ``cwd`` at most: true children of it, forked before it began.
+The first Pythons that a script starts by itself, as Lightning does its other ranks, are warm, too: true children of it,
+forked before it began. They are those of `subprocess.Popen` with ``env`` and ``cwd`` at most, and those with which
+`multiprocessing` spawns a process or a server of forks.
 What it shares with its siblings, unlike programs that are started one by one, is the seed of Python's hashes.
 A test of starting itself starts Python.
 """
@@ -15,8 +16,10 @@ A test of starting itself starts Python.
 from __future__ import annotations
 
 import atexit
+import fcntl
 import io
 import json
+import multiprocessing.util
 import os
 import runpy
 import signal
@@ -35,6 +38,8 @@ __all__ = ["WarmProcess", "close", "pids", "run", "start"]
 ROOT = Path(__file__).resolve().parents[1]
 _POLL_S = 0.01
 _SPARES = 3  # as many as one program starts at a time
+_MOST_FILES = 64
+_ABOVE = 512  # numbers of files that nobody uses
 
 
 class WarmProcess:
@@ -188,7 +193,7 @@ def _receive(line: socket.socket) -> tuple[bytes, list[int]]:
     """Returns one message, and the files that came with it; an empty one if the other side has gone."""
     message, files = b"", []
     while not message.endswith(b"\n"):
-        part, more, _, _ = socket.recv_fds(line, 1 << 16, 2)
+        part, more, _, _ = socket.recv_fds(line, 1 << 16, _MOST_FILES)
         files += more
         message += part
         if not part:
@@ -232,10 +237,15 @@ def _become(request: dict[str, Any], files: list[int]) -> list[str]:
         global _parent
         _parent = os.getpid()
         subprocess.Popen = _WarmPopen
+        multiprocessing.util.spawnv_passfds = _spawn
     os.chdir(request["folder"])
     os.environ.clear()
     os.environ.update(request["environ"])
-    for number, file in enumerate(files, 1):
+    numbers = [1, 2, *request.get("keep", ())]
+    above = [fcntl.fcntl(file, fcntl.F_DUPFD, _ABOVE) for file in files]  # out of the way of the numbers wanted
+    for file in files:
+        os.close(file)
+    for file, number in zip(above, numbers, strict=True):
         os.dup2(file, number)
         os.close(file)
     return request["command"]
@@ -301,6 +311,22 @@ class _WarmPopen(subprocess.Popen[bytes]):
             os.kill(self.pid, sig)
 
 
+_cold_spawn = multiprocessing.util.spawnv_passfds
+
+
+def _spawn(path: Any, args: Sequence[Any], keep: Sequence[int]) -> int:
+    """As of `multiprocessing`: starts ``args`` with the files to keep under their numbers; returns the process id."""
+    command = list(args[args.index("-c") :]) if "-c" in args else ["-c", ""]
+    ours = command[1].startswith(("from multiprocessing.spawn import", "from multiprocessing.forkserver import"))
+    if not ours or not _spares or os.getpid() != _parent:
+        return _cold_spawn(path, args, keep)
+    pid, line = _spares.pop(0)
+    numbers = sorted({*keep})
+    with line:
+        _send(line, _request(command, os.getcwd(), os.environ) | {"keep": numbers}, 1, 2, *numbers)
+    return pid
+
+
 def _is_script(args: Any) -> bool:
     return isinstance(args, list) and args[0] == sys.executable and (args[1] == "-m" or args[1].endswith(".py"))
 
@@ -316,6 +342,10 @@ def _play(command: list[str]) -> None:
     if command[0] == "-m":
         sys.argv, sys.path = command[1:], [os.getcwd(), *paths]
         runpy.run_module(command[1], run_name="__main__", alter_sys=True)
+    elif command[0] == "-c":
+        sys.argv, sys.path = ["-c", *command[2:]], ["", *paths]
+        main = sys.modules["__main__"] = ModuleType("__main__")
+        exec(command[1], vars(main))
     else:  # not `runpy.run_path`, which shows the script another name of itself than Python does
         script = os.path.abspath(command[0])
         sys.argv, sys.path = command, [os.path.dirname(script), *paths]
