@@ -14,7 +14,7 @@ import psutil
 
 from tests import warm
 
-__all__ = ["environ", "left_in", "run", "two_at_a_time"]
+__all__ = ["environ", "left_in", "run", "two_at_a_time", "warm_torchrun"]
 
 K = TypeVar("K")
 T = TypeVar("T")
@@ -23,6 +23,25 @@ ROOT = Path(__file__).resolve().parents[2]
 
 _LAUNCHERS = ("PL_", "SLURM_", "TORCHELASTIC_", "MASTER_")
 _RANKS = ("RANK", "LOCAL_RANK", "NODE_RANK", "GROUP_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
+
+
+# torchrun, but for how it starts a process: as a fork of one that has imported Lightning already, see `tests.warm`
+_TORCHRUN = """
+import subprocess
+import sys
+
+from torch.distributed import run
+from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
+
+
+def start(args, env, stdout, stderr, start_new_session):
+    assert args[1] == "-u" and (stdout, stderr) == (None, None)
+    return subprocess.Popen([sys.executable, *args[2:]], env=env)
+
+
+subprocess_handler.Popen = start
+run.main(sys.argv[1:])
+"""
 
 
 def environ(**more: str) -> dict[str, str]:
@@ -44,6 +63,12 @@ def run(
     return subprocess.run(
         [sys.executable, *command], cwd=folder, env=environ(), capture_output=True, text=True, timeout=timeout_s
     )
+
+
+def warm_torchrun(folder: Path) -> str:
+    """Puts torchrun as a script into ``folder``, with processes that start warm; returns its name."""
+    (folder / "torchrun.py").write_text(_TORCHRUN)
+    return "torchrun.py"
 
 
 def two_at_a_time(jobs: Mapping[K, Callable[[], T]]) -> dict[K, Future[T]]:

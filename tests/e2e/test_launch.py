@@ -121,6 +121,7 @@ WAYS: dict[str, list[str]] = {
     **{s: [s] for s in ("hetero_balanced", "hetero_balanced_fork", "hetero_balanced_forkserver", "object_spawn")},
     "torchrun": ["object"],
 }
+COLD = ("torchrun", "object_spawn")  # new Pythons throughout; Popen's are, in `tests.e2e.test_examples`
 FAULTS = [
     ("object", 1, "kill"), ("object", 0, "kill"), ("object", 1, "exception"), ("object", 0, "exception"),
     ("object_spawn", 1, "exception"),
@@ -135,7 +136,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
     jobs = {}
     for way, strategy in WAYS.items():
         options = TORCHRUN if way == "torchrun" else ()
-        jobs[way] = ([*options, "script.py", *strategy], {"cold": way in ("hetero_balanced", "torchrun")})
+        jobs[way] = ([*options, "script.py", *strategy], {"cold": way in COLD, "timeout_s": 300.0})
     for strategy, rank, kind in FAULTS:
         jobs[strategy, rank, kind] = (["script.py", strategy, str(rank), kind], {"timeout_s": 60.0})
     folders = {name: tmp_path_factory.mktemp("run") for name in jobs}

@@ -18,28 +18,11 @@ import torch
 from torch import nn
 
 from tests import warm
-from tests.e2e.programs import ROOT, environ, left_in
+from tests.e2e.programs import ROOT, environ, left_in, warm_torchrun
 from tests.e2e.stale.scripts import free_port
 
 pytestmark = pytest.mark.timeout(200)
 
-# torchrun, but for how it starts a process: as a fork of one that has imported Lightning already, see `tests.warm`
-TORCHRUN = """
-import subprocess
-import sys
-
-from torch.distributed import run
-from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
-
-
-def start(args, env, stdout, stderr, start_new_session):
-    assert args[1] == "-u" and (stdout, stderr) == (None, None)
-    return subprocess.Popen([sys.executable, *args[2:]], env=env)
-
-
-subprocess_handler.Popen = start
-run.main(sys.argv[1:])
-"""
 SCRIPT = Path(__file__).with_name("nodes_script.py")
 ENGINES = ("balanced", "stale", "pipeline")
 # global rank: (local rank, node)
@@ -69,7 +52,6 @@ def run_together(folder: Path, programs: list[tuple[list[str], dict[str, str]]])
 
 def torchrun(folder: Path) -> Said:
     """Runs the first two lines of the page, for two nodes of three and one process."""
-    (folder / "torchrun.py").write_text(TORCHRUN)
     lines = re.findall(r"^torchrun (.*) train\.py$", (ROOT / "docs" / "nodes.md").read_text(), flags=re.M)[:2]
     here = {"--nnodes=3": "--nnodes=2", "--nproc-per-node=6": "--nproc-per-node=3", "$HEAD": "localhost"}
     here["29500"] = str(free_port())
@@ -77,7 +59,7 @@ def torchrun(folder: Path) -> Said:
     for word, instead in here.items():
         lines = [line.replace(word, instead) for line in lines]
     script = [str(SCRIPT), "auto", ",".join(ENGINES)]
-    return run_together(folder, [(["torchrun.py", *line.split(), *script], {}) for line in lines])
+    return run_together(folder, [([warm_torchrun(folder), *line.split(), *script], {}) for line in lines])
 
 
 def slurm(folder: Path) -> Said:

@@ -36,6 +36,7 @@ __all__ = [
 ]
 
 TRAIN, VALID, BATCH, EPOCHS = 96, 24, 4, 3
+_LIMIT_S = {False: 60.0, True: 300.0}  # warm and cold: importing takes long on a busy machine
 
 SCRIPT = """
 import gc
@@ -238,25 +239,22 @@ def collect(folder: Path, processes: Sequence[Process], outputs: Sequence[Path],
     return Ended(codes, [path.read_text() for path in outputs], ranks, ended_at_s)
 
 
-def launch(folder: Path, *options: str, cold: bool = False, limit_s: float = 60.0, **asked: Any) -> Ended:
-    """Runs the script as a user would: ``python script.py``; if ``cold``, with Python's ``options`` in between."""
+def launch(folder: Path, *options: str, cold: bool = False, **asked: Any) -> Ended:
+    """Runs the script as a user would: ``python script.py``, with ``options`` in between."""
     write_script(folder)
     output = folder / "said"
-    process = _start(folder, ["script.py", json.dumps(asked)], environ(), output, options, cold=cold)
-    return collect(folder, [process], [output], limit_s)
+    process = _start(folder, [*options, "script.py", json.dumps(asked)], environ(), output, cold=cold)
+    return collect(folder, [process], [output], _LIMIT_S[cold])
 
 
-def launch_externally(
-    folder: Path, ranks: int = 3, *, cold: bool = False, limit_s: float = 60.0, **asked: Any
-) -> Ended:
+def launch_externally(folder: Path, ranks: int = 3, **asked: Any) -> Ended:
     """Starts every rank by itself, each with a screen of its own."""
     write_script(folder)
     port, outputs = free_port(), [folder / f"said{rank}" for rank in range(ranks)]
     processes = [
-        start_rank(folder, rank, output, port=port, ranks=ranks, cold=cold, **asked)
-        for rank, output in enumerate(outputs)
+        start_rank(folder, rank, output, port=port, ranks=ranks, **asked) for rank, output in enumerate(outputs)
     ]
-    return collect(folder, processes, outputs, limit_s)
+    return collect(folder, processes, outputs, _LIMIT_S[False])
 
 
 def write_script(folder: Path) -> None:
@@ -271,27 +269,21 @@ def free_port() -> int:
 
 
 def start_rank(
-    folder: Path, rank: int, output: Path, *, port: int, ranks: int, script: str = "script.py", cold: bool = False,
-    **asked: Any,
-) -> Process:  # fmt: skip
+    folder: Path, rank: int, output: Path, *, port: int, ranks: int, script: str = "script.py", **asked: Any
+) -> Process:
     """Starts one rank by itself; the ranks meet at ``port``."""
     command = [script, json.dumps({**asked, "ranks": ranks})]
     its = environ(
         LOCAL_RANK=str(rank), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), WORLD_SIZE=str(ranks), NODE_RANK="0"
     )
-    return _start(folder, command, its, output, cold=cold)
+    return _start(folder, command, its, output, cold=False)
 
 
-def _start(
-    folder: Path, command: Sequence[str], its: dict[str, str], output: Path, options: Sequence[str] = (), *,
-    cold: bool,
-) -> Process:  # fmt: skip
-    assert cold or not options, "they are Python's"
+def _start(folder: Path, command: Sequence[str], its: dict[str, str], output: Path, *, cold: bool) -> Process:
     with output.open("a") as said:
         if not cold:
             return warm.start(command, folder, its, said.fileno(), said.fileno())
-        command = [sys.executable, *options, *command]
-        return subprocess.Popen(command, cwd=folder, env=its, stdout=said, stderr=said)
+        return subprocess.Popen([sys.executable, *command], cwd=folder, env=its, stdout=said, stderr=said)
 
 
 @contextmanager

@@ -1,4 +1,7 @@
-"""The stale engine starts, trains and ends in the same way however its processes are started."""
+"""The stale engine starts, trains and ends in the same way however its processes are started.
+
+How a launcher starts Python itself is no engine's business: `tests.e2e.test_launch` has the others cold.
+"""
 
 from __future__ import annotations
 
@@ -10,19 +13,19 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.programs import two_at_a_time
+from tests.e2e.programs import two_at_a_time, warm_torchrun
 from tests.e2e.stale.scripts import Ended, launch, launch_externally, nothing_left
 
 pytestmark = pytest.mark.timeout(400)
 
-TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+TORCHRUN = ("--standalone", "--nproc-per-node", "2")
 WAYS: dict[str, Callable[[Path], Ended]] = {
     "popen": partial(launch, cold=True, start="popen", ranks=2),
     "spawn": partial(launch, start="spawn", ranks=2),
     "fork": partial(launch, start="fork", ranks=2),
     "forkserver": partial(launch, start="forkserver", ranks=2),
-    "torchrun": lambda folder: launch(folder, *TORCHRUN, cold=True, ranks=2),
-    "by somebody else": partial(launch_externally, cold=True, ranks=2),
+    "torchrun": lambda folder: launch(folder, warm_torchrun(folder), *TORCHRUN, ranks=2),
+    "by somebody else": partial(launch_externally, ranks=2),
 }
 
 

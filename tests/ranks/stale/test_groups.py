@@ -6,7 +6,6 @@ import contextlib
 import json
 import os
 import signal
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -24,6 +23,7 @@ from lightning_hetero.stale.runtime.processes.groups import (
     rebuild_default_group,
     shrink_sampler,
 )
+from tests import warm
 from tests.ranks.harness import run_ranks
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -50,6 +50,7 @@ from lightning_hetero.stale.runtime.processes.fork import fork_server, host_stor
 from lightning_hetero.stale.runtime.processes.groups import leave_default_group, rebuild_default_group
 
 TIMEOUT = timedelta(seconds=100)
+os.setsid()  # all of it is killed at once, should it hang
 
 def body(ready, orphaned):
     store = host_store("127.0.0.1", TIMEOUT)
@@ -114,14 +115,15 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("regroup")
     (folder / "script.py").write_text(SCRIPT)
     environ = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    command = [sys.executable, "script.py", json.dumps(SCENARIOS)]
+    command = ["script.py", json.dumps(SCENARIOS)]
     with (folder / "said").open("w") as said:
-        script = subprocess.Popen(command, cwd=folder, env=environ, stdout=said, stderr=said, start_new_session=True)
+        script = warm.start(command, folder, environ, said.fileno(), said.fileno())
     try:
         assert script.wait(80) == 0, (folder / "said").read_text()
     finally:
         with contextlib.suppress(ProcessLookupError):  # usually nobody is left
             os.killpg(script.pid, signal.SIGKILL)
+        script.kill()
         script.wait()
     return folder
 

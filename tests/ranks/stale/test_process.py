@@ -7,7 +7,6 @@ import os
 import signal
 import socket
 import subprocess
-import sys
 import threading
 import time
 import warnings
@@ -43,13 +42,9 @@ def wait_for(condition: Callable[[], bool], timeout_s: float = 20.0) -> None:
         time.sleep(0.005)
 
 
-def script(folder: Path, text: str, *, cold: bool = False) -> subprocess.CompletedProcess[str]:
+def script(folder: Path, text: str) -> subprocess.CompletedProcess[str]:
     (folder / "script.py").write_text(text)
-    environ = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    if not cold:
-        return warm.run(["script.py"], folder, environ, 60.0)
-    command = [sys.executable, "script.py"]
-    return subprocess.run(command, cwd=folder, env=environ, capture_output=True, text=True, timeout=60)
+    return warm.run(["script.py"], folder, {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}, 60.0)
 
 
 def test_it_reports_serves_and_is_reaped() -> None:
@@ -269,7 +264,6 @@ assert server.stop(20.0) == 0
 end.set()
 print("parent ends")
 """,
-        cold=True,
     )
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""
