@@ -15,6 +15,7 @@ from lightning_hetero import HeteroPipelineStrategy
 from tests.ranks.kit import FEATURES, Toy, Weights, rank_trainer, regression, weights
 
 WIDTH, LAYERS = 8, 6
+SAMPLES = 208  # 13 global batches of 16
 
 PLANS: dict[str, dict[str, Any]] = {
     "1x1": {"groups": [{"ranks": [0], "cuts": [0, 6], "samples": 16, "micro_samples": 4}]},
@@ -83,7 +84,7 @@ def pipeline(plan: Any, **kwargs: Any) -> HeteroPipelineStrategy:
 
 
 def loaders(data: Dataset | None, batch: int, validate: bool = False) -> list[DataLoader]:
-    data = data if data is not None else regression(400)
+    data = data if data is not None else regression(SAMPLES)
     found = [DataLoader(data, batch_size=batch, shuffle=True)]
     return found + [DataLoader(regression(40, seed=9), batch_size=5)] * validate
 

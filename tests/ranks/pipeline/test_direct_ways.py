@@ -21,7 +21,7 @@ from lightning_hetero.pipeline.runtime.execute.messages import Message
 from lightning_hetero.transport.pairs.frames import FOREVER
 from tests.ranks.harness import run_ranks
 from tests.ranks.kit import regression, single, weights
-from tests.ranks.pipeline.kit import Deep, fit, pipeline
+from tests.ranks.pipeline.kit import SAMPLES, Deep, fit, pipeline
 from tests.ranks.pipeline.models import assert_same
 from tests.ranks.pipeline.variants import Breaks
 
@@ -171,7 +171,7 @@ def trained(rank: int, world: int, plan: str) -> Any:
 @pytest.mark.parametrize("plan", ["1x4", "2x2"])
 def test_a_fit_over_direct_ways_trains_the_weights_of_one_process(plan: str) -> None:
     module = Deep()
-    single(module, regression(400), 16, max_epochs=2)
+    single(module, regression(SAMPLES), 16, max_epochs=2)
     for found in run_ranks(4, trained, plan, timeout_s=120.0):
         assert found.distance(weights(module)) <= 1e-12
 

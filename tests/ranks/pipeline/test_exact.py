@@ -11,7 +11,7 @@ import torch
 from tests.ranks.harness import run_ranks
 from tests.ranks.kit import Weights, regression, single, weights
 from tests.ranks.pipeline import variants
-from tests.ranks.pipeline.kit import WORLD, Deep, fit, pipeline
+from tests.ranks.pipeline.kit import SAMPLES, WORLD, Deep, fit, pipeline
 
 EXACT = 1e-12
 
@@ -35,7 +35,7 @@ CASES: dict[str, tuple[type[Deep], dict[str, Any], dict[str, Any]]] = {  # modul
 }
 
 
-LONG = ("plain", "clipped by norm", "accumulated, last window short")  # 50 steps; the others 25
+LONG = ("plain", "clipped by norm", "accumulated, last window short")  # 26 steps; the others 13
 NAMES = {
     "1x2": tuple(CASES),
     "2x2": (*LONG, "unused", "token weights"),
@@ -61,7 +61,7 @@ def job(rank: int, world: int, plan: str, names: tuple[str, ...]) -> dict[str, t
 def oracle(name: str) -> tuple[Weights, dict[str, float]]:
     make, _, options = CASES[name]
     module = make()
-    trainer = single(module, regression(400), 16, max_epochs=epochs(name), **options)  # 25 batches each
+    trainer = single(module, regression(SAMPLES), 16, max_epochs=epochs(name), **options)
     return weights(module), {k: float(v) for k, v in trainer.callback_metrics.items()}
 
 
@@ -102,7 +102,7 @@ def test_a_sum_is_divided_by_the_ranks_as_under_ddp() -> None:
     ranks = run_ranks(2, summed)
     module = variants.Summed()
     module.loss = lambda batch: variants.Summed.loss(module, batch) / 2  # type: ignore[method-assign]
-    single(module, regression(400), 16, max_epochs=1)
+    single(module, regression(SAMPLES), 16, max_epochs=1)
     for found in ranks:
         assert found.distance(weights(module)) <= EXACT
 
@@ -113,7 +113,7 @@ def summed(rank: int, world: int) -> Weights:
 
 def autocast(rank: int, world: int) -> tuple[Weights, Weights]:
     def trained(**options: Any) -> Weights:
-        data = regression(400, dtype=torch.float32)
+        data = regression(SAMPLES, dtype=torch.float32)
         return fit(rank, world, Deep(torch.float32), pipeline("1x2"), data=data, max_epochs=1, **options)[0]
 
     return trained(), trained(precision="bf16-mixed")
@@ -121,7 +121,7 @@ def autocast(rank: int, world: int) -> tuple[Weights, Weights]:
 
 @pytest.mark.stock_ddp("precision: bf16, mixed", "pipeline")
 def test_bf16_is_as_good_as_on_one_device() -> None:
-    data = regression(400, dtype=torch.float32)
+    data = regression(SAMPLES, dtype=torch.float32)
     modules = [Deep(torch.float32), Deep(torch.float32)]
     single(modules[0], data, 16, max_epochs=1)
     single(modules[1], data, 16, max_epochs=1, precision="bf16-mixed")

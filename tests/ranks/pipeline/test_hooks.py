@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, default_collate
 from lightning_hetero import HeteroPipelineStrategy
 from tests.ranks.harness import run_ranks
 from tests.ranks.kit import Weights, quiet_trainer, rank_trainer, regression, single, weights
-from tests.ranks.pipeline.kit import LAYERS, WIDTH, Block, Deep, fit, pipeline
+from tests.ranks.pipeline.kit import LAYERS, SAMPLES, WIDTH, Block, Deep, fit, pipeline
 
 LED = {"groups": [{"ranks": [1, 0], "cuts": [0, 2, 6], "samples": 16, "micro_samples": 3}]}  # rank 0 is a member
 TWO = {"groups": [{"ranks": [1], "cuts": [0, 6], "samples": 11, "micro_samples": 4},
@@ -294,7 +294,7 @@ def halved(rank: int, world: int) -> Weights:
 
 def test_keyword_arguments_reach_the_step() -> None:
     expected = Factored(0.5)
-    single(expected, regression(400), 16, max_epochs=1)
+    single(expected, regression(SAMPLES), 16, max_epochs=1)
     for found in run_ranks(2, halved):
         assert found.distance(weights(expected)) <= 1e-12
 
