@@ -105,11 +105,13 @@ def balanced(results: Results) -> str:
     (swapped,) = results.cases(": steps to 5% of ideal after swap")
     equal = [f"{results[f'{case}: ours / DDP']:.2f} times (at {case.partition(' steps')[0]})"
              for case in results.cases(": ours / DDP")]  # fmt: skip
+    steps = results[f"{swapped}: steps to 5% of ideal after swap"]
     critical_us = results["exchange + decision on the critical path, 4 ranks, gloo"]
     return _joined(
         _table(head, rows),
-        f"After the swap the shares are right again {results[f'{swapped}: steps to 5% of ideal after swap']:.0f} steps"
-        f" later. On two *equal* devices a step takes {', '.join(equal)} stock DDP's; exchange and decision cost {critical_us:.0f} us of the critical path.",
+        f"After the swap the shares are right again {steps:.0f} steps later. On two *equal*"
+        f" devices a step takes {', '.join(equal)} stock DDP's; exchange and decision cost {critical_us:.0f} us of the"
+        " critical path.",
     )
 
 
