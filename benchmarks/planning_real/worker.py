@@ -1,7 +1,4 @@
-"""One rank: trains every case by every engine, and notes what each predicted and what it took; started by torchrun.
-
-Each rank has one core to itself; the parameter server of the stale engine has that of rank 0, where it is started.
-"""
+"""One rank: trains every case by every engine, and notes what each predicted and what it took; started by `rank`."""
 
 from __future__ import annotations
 
@@ -25,15 +22,7 @@ from benchmarks.planning_real.models import CASES, Case
 from lightning_hetero import BoundedStalenessStrategy, HeteroPipelineStrategy, LoadBalancedStrategy
 from lightning_hetero.types import StepReport
 
-__all__ = ["train"]
-
-ENGINES = ("ddp", "balanced", "stale", "pipeline", "pipeline, one chain")
-
-
-def pin(core: int) -> None:
-    """Binds this process, its threads and what they will start to one core."""
-    for thread in os.listdir("/proc/self/task"):
-        os.sched_setaffinity(int(thread), {core})
+__all__ = ["main", "train"]
 
 
 def strategy(engine: str) -> Any:
@@ -111,7 +100,6 @@ def train(engine: str, case: Case, steps: int) -> dict[str, Any]:
 
 def main() -> None:
     path, setting = Path(sys.argv[1]), json.loads(sys.argv[2])
-    pin(setting["cores"][int(os.environ["LOCAL_RANK"])])
     warnings.simplefilter("ignore")
     for name in ("lightning.pytorch", "lightning.fabric", "lightning_hetero"):
         logging.getLogger(name).setLevel(logging.ERROR)
@@ -119,7 +107,7 @@ def main() -> None:
     every: dict[str, dict[str, Any]] = {}
     for case in (case for case in CASES if case.name in setting["cases"]):
         every[case.name] = {}
-        for engine in ENGINES:
+        for engine in setting["engines"]:
             mine = train(engine, case, setting["steps"])
             ranks: list[Any] = [None] * dist.get_world_size()
             dist.all_gather_object(ranks, mine)
@@ -130,7 +118,3 @@ def main() -> None:
                 path.write_text(json.dumps(every))
     dist.barrier()
     dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main()

@@ -30,7 +30,8 @@ def run(*, predicted_s: list[float | None], compute_s: list[float], step_s: floa
 
 def test_predictions_one_step_ahead_are_of_the_slowest_ranks_work() -> None:
     one = compared("balanced", run(predicted_s=[0.3, 0.4], compute_s=[0.5, 0.1], step_s=0.8))
-    assert one is not None and one.used is None
+    assert one is not None
+    assert one.used == pytest.approx(0.7)
     assert (one.predicted_s, one.measured_s, one.step, one.work) == pytest.approx((0.4, 0.8, 0.5, 0.8))
 
 
@@ -51,15 +52,20 @@ def test_who_predicts_nothing_is_left_out(engine: str) -> None:
     assert compared(engine, run(predicted_s=predicted, compute_s=[1.0, 1.0], step_s=1.0)) is None
 
 
-def repeats() -> list[dict[str, dict[str, Any]]]:
-    def one(times: float) -> dict[str, Any]:
+def repeats() -> dict[str, list[dict[str, dict[str, Any]]]]:
+    """The same by both clocks, but for the predictions of own work, twice as high by the processor's."""
+
+    def one(times: float, work_s: float) -> dict[str, Any]:
         return {
             "ddp": run(predicted_s=[], compute_s=[], step_s=1.0),
-            "balanced": run(predicted_s=[0.4, 0.4], compute_s=[0.5, 0.5], step_s=times),
-            "pipeline": run(predicted_s=[0.4, 0.4], compute_s=[0.5, 0.5], step_s=times, plan_s=0.5),
+            "balanced": run(predicted_s=[work_s] * 2, compute_s=[0.5, 0.5], step_s=times),
+            "pipeline": run(predicted_s=[work_s] * 2, compute_s=[0.5, 0.5], step_s=times, plan_s=0.5),
         }
 
-    return [{"mlp": one(times), "gpt": one(2 * times)} for times in (0.5, 1.0, 4.0)]
+    return {
+        clock: [{"mlp": one(times, work_s), "gpt": one(2 * times, work_s)} for times in (0.5, 1.0, 4.0)]
+        for clock, work_s in (("wall", 0.4), ("processor", 0.8))
+    }
 
 
 def test_figures_are_medians_over_repeats_and_ranges_over_models() -> None:
@@ -69,7 +75,9 @@ def test_figures_are_medians_over_repeats_and_ranges_over_models() -> None:
     assert found["gpt, balanced: step, predicted / measured"] == pytest.approx(0.2)
     assert found["mlp, pipeline: step, predicted / measured"] == pytest.approx(0.5)
     assert found["mlp, pipeline: own work, predicted / measured"] == pytest.approx(0.8)
-    assert found["mlp, pipeline: work to processor time, predicted / measured"] == pytest.approx(0.8)
+    assert found["mlp, pipeline: own work, processor time, predicted / measured"] == pytest.approx(1.6)
+    whole = "own work to all processor time of a step, predicted / measured"
+    assert found[f"mlp, pipeline: {whole}"] == pytest.approx(1.6)
     ends = [found[f"all models, balanced: step, predicted / measured, {e}"] for e in ("least", "median", "greatest")]
     assert ends == pytest.approx([0.2, 0.3, 0.4])
     assert not any("ddp" in name for name in found)
@@ -78,7 +86,7 @@ def test_figures_are_medians_over_repeats_and_ranges_over_models() -> None:
 def test_the_table_shows_median_least_and_greatest() -> None:
     _, _, first, second, *others = table(repeats()).splitlines()
     assert first == "| mlp | balanced | 400.0 (400.0 to 400.0) | 1000.0 (500.0 to 4000.0) | 0.40 (0.10 to 0.80) |" \
-        " 0.80 (0.80 to 0.80) | – | – |"  # fmt: skip
+        " 0.80 (0.80 to 0.80) | 1.60 (1.60 to 1.60) | 1.60 (1.60 to 1.60) | – |"  # fmt: skip
     assert second.startswith("| mlp | pipeline | 500.0 (") and second.endswith(" | 1:2 0:4 (2+2+1) |")
     assert len(others) == 2
 
