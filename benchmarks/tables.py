@@ -88,9 +88,7 @@ def _span(values: Sequence[float], form: str = "{:.2f}", last: str = "") -> str:
 def balanced(results: Results) -> str:
     """Of README: every case with its gain, and what equal devices pay."""
     rows = []
-    for case in sorted(results.cases(": our step"), key=lambda case: int(case.split()[0])):  # by number of ranks
-        if not case[0].isdigit():
-            continue
+    for case in sorted(results.cases(": speed-up over DDP"), key=lambda case: int(case.split()[0])):  # by ranks
         bias = results.text(f"{case}: static uneven sampler, unweighted: relative gradient error", "{:.2f}")
         rows.append([
             case,
@@ -224,6 +222,30 @@ def pipeline_besides(results: Results) -> str:
     )
 
 
+def predictions(results: Results) -> str:
+    """Of README: how well each engine's model foretells what it is asked about."""
+    kinds = {
+        "own work, processor time": "own work, processor time",
+        "own work": "own work, by the wall clock",
+        "step": "step, by the wall clock",
+    }
+    rows = []
+    for engine in ("balanced", "stale", "pipeline", "pipeline, one chain"):
+        row = [engine]
+        for kind in kinds:
+            name = f"all models, {engine}: {kind}, predicted / measured"
+            each = [results.text(f"{name}, {which}", "{:.2f}") for which in ("median", "least", "greatest")]
+            row.append(_DASH if _DASH in each else "{} ({} to {})".format(*each))
+        rows.append(row)
+    loads = results.raw["load_before"]
+    return _joined(
+        _table(["predicted / measured", *kinds.values()], rows),
+        f"Medians over the models, in brackets the least and the greatest of them; {len(loads)} starts of everything, a"
+        f" core for each of two ranks. The load average was {_span(loads, '{:.0f}')} when they began: above two, other"
+        " programs lengthen steps, which the wall clock counts and the processor time does not.",
+    )
+
+
 BLOCKS: dict[str, tuple[str, Callable[[Results], str]]] = {
     "balanced": ("balanced", balanced),
     "stale": ("stale", stale),
@@ -231,6 +253,7 @@ BLOCKS: dict[str, tuple[str, Callable[[Results], str]]] = {
     "stale simulated": ("stale", stale_simulated),
     "pipeline": ("pipeline", pipeline),
     "pipeline besides": ("pipeline", pipeline_besides),
+    "predictions": ("planning_real", predictions),
 }
 """What a page's mark names -> the benchmark, and the text that is made of its results."""
 
