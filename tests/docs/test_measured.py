@@ -59,7 +59,8 @@ def test_other_results_make_other_tables(tmp_path: Path) -> None:
         report = json.loads(kept)
         for figure in report["figures"]:
             figure["value"] *= 1.5
-        for row in [row for rows in report["raw"].values() if isinstance(rows, list) for row in rows]:
+        lists = [rows for rows in report["raw"].values() if isinstance(rows, list)]
+        for row in [row for rows in lists for row in rows if isinstance(row, dict)]:
             row.update({key: value * 1.5 for key, value in row.items() if type(value) is float})
         copy.write_text(json.dumps(report))
         before = re.search(rf"<!-- {name}: .*?<!-- end -->", page_with(page), re.S)
