@@ -1,20 +1,29 @@
-"""Writes what a benchmark measured: results.json for machines, results.md for readers, a table on screen."""
+"""Writes what a benchmark measured: results.json for machines, results.md for readers, a table on screen.
+
+``python -m benchmarks.report [--check]`` writes every results.md again from its results.json, or says which ones are
+not what it would write: the first line of results.md says so when the code has changed since.
+"""
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import platform
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-__all__ = ["write_results"]
+from benchmarks.provenance import ROOT, changed_files, provenance
+
+__all__ = ["page_of", "write_results"]
 
 FIELDS = ("name", "value", "unit", "goal", "holds")
 PACKAGES = ("lightning-hetero", "lightning", "torch", "numpy", "scipy")
+_STARTED_S = time.time()  # a benchmark imports this before it measures
 
 
 def write_results(
@@ -22,10 +31,10 @@ def write_results(
 ) -> None:
     """Writes ``folder/results.json`` and ``folder/results.md`` and prints the latter.
 
-    Machine, versions and command are collected here; host and user names and file paths are left out.
+    Machine, versions, command and code (see `provenance`) are collected here; host and user names are left out.
 
     Args:
-        folder: the benchmark's own folder, ``benchmarks/<claim>``; it names the command.
+        folder: the benchmark's own folder, ``benchmarks/<claim>``, or any other while it is run by ``python -m``.
         title: one line.
         figures: dicts with exactly the keys name, value, unit, goal (str or None), holds (bool or None).
         raw: all repeats, by name; plain JSON values.
@@ -40,9 +49,11 @@ def write_results(
             raise ValueError(
                 f"figure {figure!r} has the keys {sorted(figure)}, need exactly {sorted(FIELDS)}"
             )
+    name = _running() or folder.name
     report = {
         "title": title,
-        "command": " ".join(["python", "-m", f"benchmarks.{folder.name}", *sys.argv[1:]]),
+        "command": " ".join(["python", "-m", f"benchmarks.{name}", *sys.argv[1:]]),
+        "code": provenance(name, since_s=_STARTED_S),
         "machine": {
             "platform": f"{platform.system()} {platform.machine()}",
             "processor": _processor(),
@@ -54,11 +65,47 @@ def write_results(
         "raw": raw,
     }
     text = json.dumps(report, indent=1, default=_plain, allow_nan=False)
-    table = _markdown(report)
+    table = page_of(report, name)
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "results.json").write_text(text + "\n", encoding="utf-8")
     (folder / "results.md").write_text(table, encoding="utf-8")
     print(table)
+
+
+def page_of(report: dict[str, Any], name: str, *, root: Path = ROOT) -> str:
+    """Returns results.md.
+
+    Args:
+        report: what results.json holds.
+        name: of the benchmark.
+        root: of the checkout whose code is compared with the report's.
+    """
+    warning = _warning(report.get("code"), name, root)
+    return (f"> **{warning}** Run the command below again.\n\n" if warning else "") + _markdown(report)
+
+
+def _warning(code: dict[str, Any] | None, name: str, root: Path) -> str:
+    """Says why the figures may not be those of the present code; empty: they are."""
+    if code is None:
+        return "It is not known which code was measured here."
+    if code["edited_while_running"]:
+        return "The code was edited while this was measured."
+    if changed_files(name, code, root=root):
+        return f"The code has changed since this was measured{_at(code)}."
+    return ""
+
+
+def _at(code: dict[str, Any]) -> str:
+    if code["commit"] is None:
+        return ""
+    return f" (at {code['commit'][:12]}{' with uncommitted changes' if code['uncommitted'] else ''})"
+
+
+def _running() -> str | None:
+    """Returns the name of the benchmark that this process runs by ``python -m``."""
+    spec = getattr(sys.modules["__main__"], "__spec__", None)
+    package, _, name = getattr(spec, "parent", "").partition(".")
+    return name if package == "benchmarks" and name else None
 
 
 def _processor() -> str:
@@ -92,12 +139,14 @@ def _markdown(report: dict[str, Any]) -> str:
     rows = [[_cell(figure[field]) for field in FIELDS] for figure in report["figures"]]
     machine = report["machine"]
     versions = ", ".join(f"{name} {version}" for name, version in report["versions"].items())
+    code = report.get("code")
     parts = [
         f"# {report['title']}",
         f"`{report['command']}`",
         _table(rows),
         report["notes"],
-        f"{machine['processor']}, {machine['cpu_count']} cores; {machine['platform']}; {versions}.",
+        f"{machine['processor']}, {machine['cpu_count']} cores; {machine['platform']}; {versions}."
+        + (f" Code: digest {code['digest']}{_at(code)}." if code else ""),
     ]
     return "\n\n".join(part for part in parts if part) + "\n"
 
@@ -114,3 +163,32 @@ def _cell(value: Any) -> str:
         return "yes" if value else "**no**"
     text = f"{value:.4g}" if isinstance(value, float) else str(value)
     return text.replace("|", "\\|")
+
+
+def _reports() -> Iterator[tuple[Path, dict[str, Any]]]:
+    """Yields the folder and the report of every benchmark that has one."""
+    for path in sorted((ROOT / "benchmarks").glob("*/results.json")):
+        yield path.parent, json.loads(path.read_text(encoding="utf-8"))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--check", action="store_true", help="write nothing; exit 1 if a results.md is not up to date")
+    check = parser.parse_args().check
+    behind: list[str] = []
+    for folder, report in _reports():
+        page, code = page_of(report, folder.name), report.get("code")
+        path = folder / "results.md"
+        print(f"{folder.name}: {_warning(code, folder.name, ROOT) or 'measured with the present code'}")
+        for file in changed_files(folder.name, code) if code else ():
+            print(f"    {file}")
+        if path.read_text(encoding="utf-8") != page:
+            behind.append(str(path.relative_to(ROOT)))
+            if not check:
+                path.write_text(page, encoding="utf-8")
+    if check and behind:
+        sys.exit(f"not up to date: {', '.join(behind)}; run: python -m benchmarks.report")
+
+
+if __name__ == "__main__":
+    main()

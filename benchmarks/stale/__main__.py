@@ -16,6 +16,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
+from benchmarks.provenance import provenance
 from benchmarks.report import write_results
 from benchmarks.stale import real, simulated
 from benchmarks.stale.cases import CASES, FINAL_SEEDS
@@ -120,7 +121,7 @@ def main() -> None:
     simulated_rows = simulated.run(quick=args.quick, jobs=args.jobs) if args.part != "real" else []
     real_rows: list[dict[str, Any]] = []
     if args.part != "simulated":
-        cache = Path(__file__).parent / ".cache" / "real.jsonl"
+        cache = Path(__file__).parent / ".cache" / f"real-{provenance('stale')['digest']}.jsonl"  # of this code only
         results = real.run_all(cache, quick=args.quick, seeds=SEEDS)
         real_rows = real.summarize(results, quick=args.quick, seeds=SEEDS)
     beside(real_rows, simulated_rows)

@@ -20,7 +20,6 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
-import lightning_hetero
 from benchmarks.stale.cases import (
     CASES,
     CONTENDERS,
@@ -154,7 +153,8 @@ def run_one(job: Job) -> Result:
 @cache
 def code_digest() -> int:
     """Returns a digest of the code that results depend on, without comments and docstrings."""
-    package, here = Path(lightning_hetero.__file__).parent, Path(__file__).parent
+    here = Path(__file__).parent
+    package = here.parents[1] / "lightning_hetero"
     found: dict[Path, str] = {}
     todo = [here / "learning.py", here / "cases.py"]
     todo += [package / "stale/decide/simulate/simulator.py", package / "balanced/decide/policy.py"]

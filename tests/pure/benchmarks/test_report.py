@@ -227,18 +227,18 @@ def test_the_report_is_two_files_and_a_table(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("sys.argv", ["prog", "--quick"])
-    folder = tmp_path / "claim"
-    folder.mkdir()
+    folder = tmp_path / "solvers"  # the name of a benchmark, whose code the report is of
     repeats = {"case": {"steps_s": [0.1]}}
     write_results(folder, title="A claim", figures=FIGURES, raw=repeats, notes="Read this.")
     report = json.loads((folder / "results.json").read_text())
     assert report["figures"] == FIGURES and report["raw"] == repeats
-    assert report["command"] == "python -m benchmarks.claim --quick"
+    assert report["command"] == "python -m benchmarks.solvers --quick"
     assert report["machine"]["cpu_count"] and report["versions"]["python"] and report["versions"]["torch"]
+    assert "lightning_hetero/solvers/minimax.py" in report["code"]["files"]
     text = (folder / "results.md").read_text()
     assert capsys.readouterr().out.strip() == text.strip()
     lines = text.splitlines()
-    assert lines[0] == "# A claim" and "Read this." in lines
+    assert "# A claim" in lines and "Read this." in lines
     assert "| met | 0.9812 |  | >= 0.97 | yes |" in lines
     assert "| missed \\| late | 3 | steps | <= 2 | **no** |" in lines
     assert "| no goal | 1.5 | ms | – | – |" in lines
@@ -256,5 +256,5 @@ def test_an_incomplete_figure_is_refused(tmp_path: Path, change: dict[str, Any])
 @pytest.mark.parametrize(("value", "error"), [(math.nan, ValueError), (object(), TypeError)])
 def test_what_is_no_json_leaves_no_half_report(tmp_path: Path, value: object, error: type[Exception]) -> None:
     with pytest.raises(error):
-        write_results(tmp_path, title="t", figures=FIGURES, raw={"x": value})
+        write_results(tmp_path / "solvers", title="t", figures=FIGURES, raw={"x": value})
     assert list(tmp_path.iterdir()) == []
