@@ -74,12 +74,12 @@ def check_choice(name: str, value: object, allowed: Sequence[object]) -> None:
         raise ValueError(f"{name}={value!r} must be one of {allowed}")
 
 
-def check_ddp_arguments(kwargs: Mapping[str, Any], strategy_name: str) -> None:
+def check_ddp_arguments(kwargs: Mapping[str, Any], strategy: type) -> None:
     """Refuses what neither a strategy nor DDP knows.
 
     Args:
         kwargs: what the strategy would pass on to `DDPStrategy` and `DistributedDataParallel`.
-        strategy_name: class of the strategy, for the message.
+        strategy: class of the strategy, whose own arguments and whose bases' may be meant.
 
     Raises:
         TypeError: an unknown argument; names the nearest known one.
@@ -88,9 +88,10 @@ def check_ddp_arguments(kwargs: Mapping[str, Any], strategy_name: str) -> None:
     known.add("model_averaging_period")
     for name in kwargs:
         if name not in known:
-            near = difflib.get_close_matches(name, known, n=1)
+            own = {parameter for base in strategy.__mro__ for parameter in inspect.signature(base.__init__).parameters}
+            near = difflib.get_close_matches(name, sorted(known | own), n=1)
             hint = f"; did you mean {near[0]!r}?" if near else ""
-            raise TypeError(f"{strategy_name} and DistributedDataParallel have no argument {name!r}{hint}")
+            raise TypeError(f"{strategy.__name__} and DistributedDataParallel have no argument {name!r}{hint}")
 
 
 def check_averaging(kwargs: Mapping[str, Any], ddp_comm_state: object | None) -> None:

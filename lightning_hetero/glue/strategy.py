@@ -56,7 +56,9 @@ class HeteroStrategy(UnevenNodesStrategy, Reporting, Generic[Run]):
         ddp_comm_state, ddp_comm_hook, ddp_comm_wrapper: as in `DDPStrategy`; refused on several devices by an engine
             without DDP's all-reduce.
         process_group_backend, timeout, start_method: as in `DDPStrategy`.
-        **kwargs: of `DistributedDataParallel`; without effect in an engine that has no such wrapper.
+        **kwargs: of `DistributedDataParallel`. An engine without it has no use for them on several devices: those that
+            change what is trained are refused there, others named in one warning; parameters that a loss does not use
+            need no ``find_unused_parameters``.
 
     Attributes:
         engine: the engine's word, in checkpoints and in the alias ``hetero_<engine>``.
@@ -95,7 +97,7 @@ class HeteroStrategy(UnevenNodesStrategy, Reporting, Generic[Run]):
         start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
         **kwargs: Any,
     ) -> None:
-        check_ddp_arguments(kwargs, type(self).__name__)
+        check_ddp_arguments(kwargs, type(self))
         check_counts(global_batch_size=global_batch_size)
         check_choice("batch_sampler", batch_sampler, ("refuse", "pool"))
         check_choice("loss_reduction", loss_reduction, ("mean", "sum"))
@@ -123,6 +125,7 @@ class HeteroStrategy(UnevenNodesStrategy, Reporting, Generic[Run]):
             batch_weight=batch_weight,
         )
         self._monitor = monitor
+        self._checked = False  # arguments against several devices
         self._run: Run | None = None
         self._one_device: OneDeviceFit | None = None  # while it fits on one device
         self._finished: dict[str, Any] = {}  # what the last fit would write into a checkpoint
@@ -146,9 +149,11 @@ class HeteroStrategy(UnevenNodesStrategy, Reporting, Generic[Run]):
             TypeError: with the reason.
         """
         super().set_world_ranks()
-        if self.world_size > 1:
+        if self.world_size > 1 and not self._checked:  # Lightning comes here again when a fit begins
             check_averaging(self.ddp_arguments, self._comm_arguments[0])
             self.refusals.check_comm_hooks(*self._comm_arguments)
+            self.refusals.check_ddp_arguments(self.ddp_arguments, type(self).__name__)
+            self._checked = True
 
     def setup_environment(self) -> None:
         super().setup_environment()

@@ -82,7 +82,7 @@ class HeteroPipelineStrategy(WholeCheckpointsDDP):
         carrier: what suspends a training step: ``"greenlet"``, ``"thread"``, or ``"auto"``.
         cache_folder: where measurements are kept between runs; ``None``: nowhere.
         **ddp: arguments shared by all engines, and `DDPStrategy`'s own; see `HeteroStrategy`. Those of
-            `DistributedDataParallel` have no effect: there is no wrapper.
+            `DistributedDataParallel`, which is not used here, are refused or named in a warning.
 
     Raises:
         ValueError: an argument is out of range.

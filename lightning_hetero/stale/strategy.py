@@ -65,7 +65,7 @@ class BoundedStalenessStrategy(ElasticDDPStrategy[StaleRun]):
         shards: threads that share the server's work; default by model size.
         transport: ``"auto"``: shared memory on the server's node, pair groups to other nodes; ``"pairs"``: these only.
         **ddp: arguments shared by all engines, and `DDPStrategy`'s own; see `HeteroStrategy`. Those of
-            `DistributedDataParallel` have no effect: there is no wrapper.
+            `DistributedDataParallel`, which is not used here, are refused or named in a warning.
 
     Raises:
         ValueError: an argument is out of range.

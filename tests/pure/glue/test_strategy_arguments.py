@@ -58,6 +58,52 @@ def test_shared_arguments_are_checked_in_every_engine(
     assert repr(cls()) == f"<{cls.__name__} for lightning.pytorch.Trainer>"
 
 
+def make_trainer(strategy: DDPStrategy, devices: int = 2) -> Trainer:
+    return Trainer(accelerator="cpu", devices=devices, strategy=strategy, logger=False)
+
+
+@pytest.mark.parametrize("cls", ENGINES)
+def test_what_tunes_a_wrapper_that_is_not_there_is_said_once(cls: type[DDPStrategy]) -> None:
+    silent = cls(static_graph=False, find_unused_parameters=True, process_group_backend="gloo")  # type: ignore[arg-type]
+    make_trainer(silent)
+    tuned = {"static_graph": True, "bucket_cap_mb": 3, "find_unused_parameters": True}
+    make_trainer(cls(**tuned), devices=1)  # type: ignore[arg-type]
+    strategy = cls(**tuned)  # type: ignore[arg-type]
+    if cls is LoadBalancedStrategy:  # the wrapper is there
+        make_trainer(strategy)
+        return
+    with pytest.warns(UserWarning, match="static_graph=True, bucket_cap_mb=3 has no effect with " + cls.__name__):
+        make_trainer(strategy)
+    strategy.set_world_ranks()  # again, when a fit begins
+
+
+@pytest.mark.stock_ddp("precision: `mixed_precision` of DistributedDataParallel", "stale", "pipeline",
+                       refused="there is no wrapper to do it; use the Trainer's `precision`")
+@pytest.mark.parametrize("cls", [BoundedStalenessStrategy, HeteroPipelineStrategy])
+@pytest.mark.parametrize("name", ["mixed_precision", "process_group", "device_mesh", "param_to_hook_all_reduce"])
+def test_what_would_change_the_training_through_a_wrapper_is_refused(cls: type[DDPStrategy], name: str) -> None:
+    make_trainer(cls(**{name: object()}), devices=1)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=f"{cls.__name__} cannot honour {name}, .* there is no Distr.*'hetero_balanced'"):
+        make_trainer(cls(**{name: object()}))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("cls", "wrong", "meant"),
+    [
+        (LoadBalancedStrategy, "dead_bnd", "dead_band"),
+        (LoadBalancedStrategy, "global_batchsize", "global_batch_size"),
+        (BoundedStalenessStrategy, "complession", "compression"),
+        (HeteroPipelineStrategy, "backbon", "backbone"),
+        (HeteroPipelineStrategy, "time_out", "timeout"),
+    ],
+)
+def test_a_misspelt_argument_comes_with_the_one_of_ours_that_is_near(
+    cls: type[DDPStrategy], wrong: str, meant: str
+) -> None:
+    with pytest.raises(TypeError, match=f"have no argument '{wrong}'; did you mean '{meant}'"):
+        cls(**{wrong: 1})  # type: ignore[arg-type]
+
+
 @pytest.mark.stock_ddp("launching: the registry's names, e.g. `ddp_spawn_find_unused_parameters_true`",
                        "balanced", "stale", "pipeline")
 @pytest.mark.parametrize("cls", ENGINES)
