@@ -14,6 +14,7 @@ __all__ = [
     "check_choice",
     "check_counts",
     "check_ddp_arguments",
+    "check_flags",
     "check_same_settings",
     "name_lost_peer",
     "refuse_fabric",
@@ -72,6 +73,16 @@ def check_choice(name: str, value: object, allowed: Sequence[object]) -> None:
     """
     if value not in allowed:
         raise ValueError(f"{name}={value!r} must be one of {allowed}")
+
+
+def check_flags(**flags: bool) -> None:
+    """Checks arguments that are true or false.
+
+    Raises:
+        ValueError: one is something else, e.g. the word ``"no"``.
+    """
+    for name, value in flags.items():
+        check_choice(name, value, (True, False))
 
 
 def check_ddp_arguments(kwargs: Mapping[str, Any], strategy: type) -> None:

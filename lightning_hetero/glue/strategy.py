@@ -19,6 +19,7 @@ from lightning_hetero.glue.checks import (
     check_choice,
     check_counts,
     check_ddp_arguments,
+    check_flags,
     name_lost_peer,
 )
 from lightning_hetero.glue.loaders import SharedSettings
@@ -101,6 +102,12 @@ class HeteroStrategy(UnevenNodesStrategy, Reporting, Generic[Run]):
         check_counts(global_batch_size=global_batch_size)
         check_choice("batch_sampler", batch_sampler, ("refuse", "pool"))
         check_choice("loss_reduction", loss_reduction, ("mean", "sum"))
+        check_choice("start_method", start_method, ("popen", "spawn", "fork", "forkserver"))
+        check_flags(monitor=monitor)
+        if not (batch_weight is None or callable(batch_weight)):
+            raise TypeError(f"batch_weight={batch_weight!r} must be a function of the batch, or None")
+        if not isinstance(timeout, timedelta | None):
+            raise TypeError(f"timeout={timeout!r} must be a datetime.timedelta, or None")
         super().__init__(
             accelerator=accelerator,
             parallel_devices=parallel_devices,

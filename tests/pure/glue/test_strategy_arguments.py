@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import re
 from datetime import timedelta
+from typing import get_args, get_type_hints
 
 import pytest
 from jsonargparse import ArgumentParser
 from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import DDPStrategy, Strategy, StrategyRegistry
 
-from lightning_hetero import BoundedStalenessStrategy, HeteroPipelineStrategy, LoadBalancedStrategy
+from lightning_hetero import BoundedStalenessStrategy, HeteroPipelineStrategy, LoadBalancedStrategy, predictors
+from lightning_hetero.predictors import PredictorName
+from lightning_hetero.stale.decide import policy
+from lightning_hetero.stale.decide.policy import PolicyName
+from lightning_hetero.stale.runtime.memory import codecs
 
 ENGINES = [LoadBalancedStrategy, BoundedStalenessStrategy, HeteroPipelineStrategy]
 
@@ -102,6 +108,62 @@ def test_a_misspelt_argument_comes_with_the_one_of_ours_that_is_near(
 ) -> None:
     with pytest.raises(TypeError, match=f"have no argument '{wrong}'; did you mean '{meant}'"):
         cls(**{wrong: 1})  # type: ignore[arg-type]
+
+
+WRONG: list[tuple[type[DDPStrategy], str, object, str]] = [
+    *((cls, "monitor", "no", "monitor='no' must be one of (True, False)") for cls in ENGINES),
+    *((cls, "batch_weight", 5, "batch_weight=5 must be a function") for cls in ENGINES),
+    *((cls, "timeout", 5, "timeout=5 must be a datetime.timedelta") for cls in ENGINES),
+    *((cls, "start_method", "popn", "start_method='popn' must be one of") for cls in ENGINES),
+    (LoadBalancedStrategy, "dead_band", "abc", "dead_band='abc' must be a finite number >= 0"),
+    (LoadBalancedStrategy, "min_samples", "abc", "min_samples='abc' must be a whole number >= 0"),
+    (LoadBalancedStrategy, "max_samples", [4, -1], "max_samples=-1 of rank 1 must be a whole number"),
+    (LoadBalancedStrategy, "policy", "kalman", "policy='kalman' must be a BalancePolicy"),
+    (LoadBalancedStrategy, "rebalance", "no", "rebalance='no' must be one of"),
+    (LoadBalancedStrategy, "waiting_modules", 5, "waiting_modules=5 must be a list of classes"),
+    (LoadBalancedStrategy, "waiting_modules", ["Linear"], "waiting_modules=['Linear'] must be a list of classes"),
+    (BoundedStalenessStrategy, "grace", "abc", "Flexible(grace='abc') must be a number >= 0"),
+    (BoundedStalenessStrategy, "liveness_s", "abc", "liveness_s='abc' must be > 0 (seconds)"),
+    (BoundedStalenessStrategy, "predictor", 5, "predictor=5 must be a name or a lightning_hetero.predictors.Predictor"),
+    (BoundedStalenessStrategy, "compression", 5, "compression=5 must be None, 'bf16', 'fp16' or a codec"),
+    (HeteroPipelineStrategy, "cluster", "nope", "cluster='nope' must be 'probe', a description (see conf/cluster)"),
+    (HeteroPipelineStrategy, "cluster", 5, "cluster=5 must be a mapping"),
+    (HeteroPipelineStrategy, "cluster", {"devises": []}, "devises"),
+    (HeteroPipelineStrategy, "plan", 5, "plan=5 must be a mapping"),
+    (HeteroPipelineStrategy, "plan", {"groups": []}, "plan.groups=[] must be a list of one or more groups"),
+    (HeteroPipelineStrategy, "profile", 5, "profile=5 must be a mapping"),
+    (HeteroPipelineStrategy, "seed", "a", "seed='a' must be a whole number, or None"),
+    (HeteroPipelineStrategy, "backbone", 5, "backbone=5 must be the name of an attribute"),
+    (HeteroPipelineStrategy, "emulate_links", 3, "emulate_links=3 must be one of (True, False)"),
+]
+
+
+@pytest.mark.parametrize(("cls", "name", "value", "words"), WRONG, ids=lambda value: getattr(value, "engine", str(value)))
+def test_a_wrong_value_is_refused_by_name_when_it_is_given(
+    cls: type[DDPStrategy], name: str, value: object, words: str
+) -> None:
+    with pytest.raises((TypeError, ValueError), match=re.escape(words)):
+        cls(**{name: value})  # type: ignore[arg-type]
+
+
+def test_a_policy_that_has_no_use_for_an_argument_names_it_and_those_that_have() -> None:
+    with pytest.raises(ValueError, match=r"policy='asp' has no use for bound=2; .*: flexible, saps, ssp, drop, buffered$"):
+        BoundedStalenessStrategy(policy="asp", bound=2)
+    with pytest.raises(ValueError, match=r"policy='bsp' has no use for bound=1 and grace=0.5; .* that has: flexible$"):
+        BoundedStalenessStrategy(policy="bsp", bound=1, grace=0.5)
+
+
+def test_bounds_for_another_number_of_ranks_are_refused_when_the_trainer_is_made() -> None:
+    with pytest.raises(ValueError, match="min_samples lists 3 ranks, but there are 2"):
+        make_trainer(LoadBalancedStrategy(min_samples=[1, 2, 3]))
+
+
+def test_names_for_type_checkers_are_those_that_are_known() -> None:
+    assert set(get_args(PredictorName)) == set(predictors._KNOWN)
+    assert get_args(PolicyName) == tuple(policy._KNOWN)
+    assert get_args(codecs.CodecName) == tuple(codecs._NAMES)
+    hints = {name: get_type_hints(BoundedStalenessStrategy.__init__)[name] for name in ("policy", "predictor", "compression")}
+    assert str not in {kind for hint in hints.values() for kind in get_args(hint)}
 
 
 @pytest.mark.stock_ddp("launching: the registry's names, e.g. `ddp_spawn_find_unused_parameters_true`",

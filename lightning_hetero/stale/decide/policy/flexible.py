@@ -36,7 +36,7 @@ class Flexible(Pooled):
 
     def __init__(self, *, bound: int = 2, grace: float = 0.1, overlap: bool = False) -> None:
         self.bound = whole("Flexible", "bound", bound, 0)
-        if not grace >= 0.0:
+        if not (isinstance(grace, int | float) and grace >= 0.0):
             raise ValueError(f"Flexible(grace={grace!r}) must be a number >= 0, a fraction of a step")
         if type(overlap) is not bool:
             raise TypeError(f"Flexible(overlap={overlap!r}) must be True or False")
