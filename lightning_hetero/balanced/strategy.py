@@ -210,16 +210,6 @@ class LoadBalancedStrategy(HeteroStrategy[BalancedRun]):
     # ---- what others may ask ----------------------------------------------------------------------------------
 
     @property
-    def effective_batch_size(self) -> int | None:
-        """Samples per optimizer step: the global batch times the user's ``accumulate_grad_batches``."""
-        size, trainer = self.global_batch_size, self._attached_trainer()
-        if size is None or trainer is None:
-            return None
-        return size * (
-            trainer.accumulate_grad_batches if self._run is None else self._run.binder.user_accumulation
-        )
-
-    @property
     def rebalancer(self) -> BatchRebalancer | None:
         """The `BatchRebalancer` in charge, the Trainer's or else one of our own; ``None`` outside a fit.
 
@@ -233,12 +223,3 @@ class LoadBalancedStrategy(HeteroStrategy[BalancedRun]):
     def policy_in_use(self) -> BalancePolicy:
         """The policy that decides: a `BatchRebalancer`'s own, else the strategy's."""
         return self._run.policy if self._run is not None else self.policy
-
-    @property
-    def shares(self) -> tuple[int, ...]:
-        """Samples per rank of a full batch, as now in force; empty before training."""
-        if self._one_device is not None:
-            size = self.global_batch_size
-            return () if size is None else (size,)
-        controller = self._run.binder.controller if self._run is not None else None
-        return controller.policy.shares if controller is not None else ()

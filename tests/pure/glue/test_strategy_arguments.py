@@ -8,9 +8,10 @@ from typing import get_args, get_type_hints
 
 import pytest
 from jsonargparse import ArgumentParser
-from lightning.pytorch import Trainer
+from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.strategies import DDPStrategy, Strategy, StrategyRegistry
 
+import lightning_hetero
 from lightning_hetero import BoundedStalenessStrategy, HeteroPipelineStrategy, LoadBalancedStrategy, predictors
 from lightning_hetero.predictors import PredictorName
 from lightning_hetero.stale.decide import policy
@@ -34,6 +35,16 @@ def test_inherited_arguments_reach_the_constructor_from_a_command_line(cls: type
     assert isinstance(strategy, cls)
     assert (strategy.global_batch_size, strategy.timeout) == (96, timedelta(minutes=10))  # type: ignore[attr-defined]
     assert strategy._ddp_kwargs["find_unused_parameters"] is True
+
+
+def test_command_lines_offer_our_strategies_and_callbacks_and_nothing_internal() -> None:
+    parser = ArgumentParser(exit_on_error=False)
+    parser.add_argument("--strategy", type=Strategy)
+    parser.add_argument("--callback", type=Callback)
+    offered = set(re.findall(r"lightning_hetero[\w.]+", "".join(parser.format_help().split())))
+    public = {f"lightning_hetero.{name}" for name in lightning_hetero.__all__}
+    assert {f"lightning_hetero.{cls.__name__}" for cls in ENGINES} <= offered
+    assert offered - {"lightning_hetero.cli.train.FitClock"} <= public  # if a test has imported the command
 
 
 @pytest.mark.parametrize("cls", ENGINES)
@@ -61,7 +72,9 @@ def test_shared_arguments_are_checked_in_every_engine(
 ) -> None:
     with pytest.raises(error, match=words):
         Trainer(accelerator="cpu", devices=2, strategy=cls(**arguments), logger=False)  # type: ignore[arg-type]
-    assert repr(cls()) == f"<{cls.__name__} for lightning.pytorch.Trainer>"
+    name = f"<{cls.__name__} for lightning.pytorch.Trainer: hetero_{cls.engine}, global batch"  # type: ignore[attr-defined]
+    assert repr(cls()) == f"{name} of the loader>"
+    assert repr(cls(global_batch_size=96)) == f"{name} 96>"  # type: ignore[arg-type]
 
 
 def make_trainer(strategy: DDPStrategy, devices: int = 2) -> Trainer:
