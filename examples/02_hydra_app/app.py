@@ -1,4 +1,4 @@
-"""An application of its own, laid out like lightning-hydra-template; nothing in it is ours but the model and the data.
+r"""An application of its own, laid out like lightning-hydra-template; nothing in it is ours but the model and the data.
 
 Hydra finds the groups ``strategy``, ``cluster`` and ``emulation`` because lightning-hetero is installed
 (``pip install -e .`` in a checkout will do). This app reads its strategy from ``trainer.strategy``, so that is where
@@ -6,7 +6,8 @@ they go:
 
     python examples/02_hydra_app/app.py trainer=ddp                                    # stock DDP, as the app has it
     python examples/02_hydra_app/app.py trainer=ddp trainer.strategy=hetero_balanced   # by name
-    python examples/02_hydra_app/app.py trainer=ddp +strategy@trainer.strategy=hetero_balanced trainer.strategy.dead_band=0.05
+    python examples/02_hydra_app/app.py trainer=ddp +strategy@trainer.strategy=hetero_balanced \
+        trainer.strategy.dead_band=0.05                                                # with arguments
     python examples/02_hydra_app/app.py trainer=ddp +emulation@callbacks.throttle=one_straggler \
         +callbacks.throttle._target_=lightning_hetero.ThrottleCallback                 # with an emulated straggler
 """

@@ -111,7 +111,8 @@ def _check_numbers(name: str, value: object) -> None:
     if value is None:
         return
     listed = isinstance(value, Sequence) and not isinstance(value, str)
-    for rank, number in enumerate(cast("Sequence[object]", value) if listed else [value]):
+    values = cast("Sequence[object]", value) if listed else [cast("object", value)]
+    for rank, number in enumerate(values):
         if type(number) is not int or number < 0:
             of = f" of rank {rank}" if listed else ""
             raise ValueError(
@@ -171,12 +172,13 @@ class BalancePolicy:
         surprise: float = 0.1,
         solver: Callable[..., Allocation] = minimax,
     ) -> None:
-        for name, value in (
-            ("dead_band", dead_band),
-            ("min_gain_s", min_gain_s),
-            ("noise_guard", noise_guard),
-            ("surprise", surprise),
-        ):
+        numbers: dict[str, Any] = {  # whatever a command line has made of them
+            "dead_band": dead_band,
+            "min_gain_s": min_gain_s,
+            "noise_guard": noise_guard,
+            "surprise": surprise,
+        }
+        for name, value in numbers.items():
             if not (isinstance(value, int | float) and math.isfinite(value) and value >= 0):
                 raise ValueError(f"{name}={value!r} must be a finite number >= 0")
         for name, value in (("cooldown", cooldown), ("warmup", warmup)):

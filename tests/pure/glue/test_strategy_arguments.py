@@ -12,7 +12,12 @@ from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.strategies import DDPStrategy, Strategy, StrategyRegistry
 
 import lightning_hetero
-from lightning_hetero import BoundedStalenessStrategy, HeteroPipelineStrategy, LoadBalancedStrategy, predictors
+from lightning_hetero import (
+    BoundedStalenessStrategy,
+    HeteroPipelineStrategy,
+    LoadBalancedStrategy,
+    predictors,
+)
 from lightning_hetero.predictors import PredictorName
 from lightning_hetero.stale.decide import policy
 from lightning_hetero.stale.decide.policy import PolicyName
@@ -102,7 +107,8 @@ def test_what_tunes_a_wrapper_that_is_not_there_is_said_once(cls: type[DDPStrate
 @pytest.mark.parametrize("name", ["mixed_precision", "process_group", "device_mesh", "param_to_hook_all_reduce"])
 def test_what_would_change_the_training_through_a_wrapper_is_refused(cls: type[DDPStrategy], name: str) -> None:
     make_trainer(cls(**{name: object()}), devices=1)  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match=f"{cls.__name__} cannot honour {name}, .* there is no Distr.*'hetero_balanced'"):
+    words = f"{cls.__name__} cannot honour {name}, .* there is no Distr.*'hetero_balanced'"
+    with pytest.raises(TypeError, match=words):
         make_trainer(cls(**{name: object()}))  # type: ignore[arg-type]
 
 
@@ -151,7 +157,7 @@ WRONG: list[tuple[type[DDPStrategy], str, object, str]] = [
 ]
 
 
-@pytest.mark.parametrize(("cls", "name", "value", "words"), WRONG, ids=lambda value: getattr(value, "engine", str(value)))
+@pytest.mark.parametrize(("cls", "name", "value", "words"), WRONG, ids=lambda v: getattr(v, "engine", str(v)))
 def test_a_wrong_value_is_refused_by_name_when_it_is_given(
     cls: type[DDPStrategy], name: str, value: object, words: str
 ) -> None:
@@ -160,7 +166,8 @@ def test_a_wrong_value_is_refused_by_name_when_it_is_given(
 
 
 def test_a_policy_that_has_no_use_for_an_argument_names_it_and_those_that_have() -> None:
-    with pytest.raises(ValueError, match=r"policy='asp' has no use for bound=2; .*: flexible, saps, ssp, drop, buffered$"):
+    others = "flexible, saps, ssp, drop, buffered"
+    with pytest.raises(ValueError, match=f"policy='asp' has no use for bound=2; .*: {others}$"):
         BoundedStalenessStrategy(policy="asp", bound=2)
     with pytest.raises(ValueError, match=r"policy='bsp' has no use for bound=1 and grace=0.5; .* that has: flexible$"):
         BoundedStalenessStrategy(policy="bsp", bound=1, grace=0.5)
@@ -175,8 +182,8 @@ def test_names_for_type_checkers_are_those_that_are_known() -> None:
     assert set(get_args(PredictorName)) == set(predictors._KNOWN)
     assert get_args(PolicyName) == tuple(policy._KNOWN)
     assert get_args(codecs.CodecName) == tuple(codecs._NAMES)
-    hints = {name: get_type_hints(BoundedStalenessStrategy.__init__)[name] for name in ("policy", "predictor", "compression")}
-    assert str not in {kind for hint in hints.values() for kind in get_args(hint)}
+    hints = get_type_hints(BoundedStalenessStrategy.__init__)
+    assert str not in {kind for name in ("policy", "predictor", "compression") for kind in get_args(hints[name])}
 
 
 @pytest.mark.stock_ddp("launching: the registry's names, e.g. `ddp_spawn_find_unused_parameters_true`",

@@ -197,13 +197,15 @@ def read_cluster(given: Cluster | Mapping[str, Any] | str | Path | None) -> Clus
     """Returns the cluster that was given, however it was.
 
     Args:
-        given: a description, see `cluster_from_plain`, or the path of a trace with one; ``"probe"`` and ``None`` are left.
+        given: a description, see `cluster_from_plain`, or the path of a trace with one; ``"probe"`` and ``None`` stay.
 
     Raises:
         TypeError, ValueError: it is none of these, or the description is wrong.
     """
-    if given is None or isinstance(given, str) and given == "probe":
-        return given
+    if given is None:
+        return None
+    if isinstance(given, str) and given == "probe":
+        return "probe"
     return _recorded_cluster(given) if isinstance(given, str | Path) else cluster_from_plain(given)
 
 
