@@ -249,6 +249,7 @@ def in_rank_zero() -> bool:
 
 @pytest.mark.parametrize("codes", [["end 1.5", "die 0", "end .6"], ["end 1.5", "die .3", "die 0"]], ids=["one", "two"])
 def test_processes_go_on_without_one(codes: list[str], quiet_forks: None, caplog: Any) -> None:
+    caplog.set_level(logging.INFO, logger="lightning_hetero")
     own = processes(codes, in_rank_zero)
     assert own.launch(play, codes) == "from rank 0"
     dead = {rank for rank, code in enumerate(codes) if code.startswith("die")}
