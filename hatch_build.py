@@ -1,7 +1,7 @@
 """Build hook: ships the top-level ``conf/`` and the Hydra plugin inside the wheel.
 
-Only a standard wheel needs it: an editable install finds both in the checkout (``dev-mode-dirs`` in
-pyproject.toml and `lightning_hetero._conf.config_root`), and hatchling would refuse the mapping there.
+Only a standard wheel needs it: in an editable install the plugin is found through ``dev-mode-dirs`` in
+pyproject.toml and finds ``conf/`` beside the package, and hatchling would refuse the mapping there.
 """
 
 from __future__ import annotations

@@ -1,35 +1,33 @@
-"""An application of its own that borrows one thing: the config group ``strategy``.
+r"""An application of its own, laid out like lightning-hydra-template; nothing in it is ours but the model and the data.
 
-`conf/` here has no folder ``strategy``; Hydra finds the group because lightning-hetero is installed
-(``pip install -e .`` in a checkout will do).
+Hydra finds the groups ``strategy``, ``cluster`` and ``emulation`` because lightning-hetero is installed
+(``pip install -e .`` in a checkout will do). This app reads its strategy from ``trainer.strategy``, so that is where
+they go:
 
-    python examples/02_hydra_app/app.py                            # hetero_balanced, from conf/config.yaml
-    python examples/02_hydra_app/app.py strategy=ddp
-    python examples/02_hydra_app/app.py strategy.predictor=ewma
+    python examples/02_hydra_app/app.py trainer=ddp                                    # stock DDP, as the app has it
+    python examples/02_hydra_app/app.py trainer=ddp trainer.strategy=hetero_balanced   # by name
+    python examples/02_hydra_app/app.py trainer=ddp +strategy@trainer.strategy=hetero_balanced \
+        trainer.strategy.dead_band=0.05                                                # with arguments
+    python examples/02_hydra_app/app.py trainer=ddp +emulation@callbacks.throttle=one_straggler \
+        +callbacks.throttle._target_=lightning_hetero.ThrottleCallback                 # with an emulated straggler
 """
 
 from __future__ import annotations
 
 import hydra
 from hydra.utils import instantiate
-from lightning.pytorch import Trainer, seed_everything
+from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer, seed_everything
 from omegaconf import DictConfig
 
-from lightning_hetero.demo import DigitsCNN, DigitsData
 
-
-@hydra.main(version_base="1.3", config_path="conf", config_name="config")
+@hydra.main(version_base="1.3", config_path="configs", config_name="train")
 def main(cfg: DictConfig) -> None:
     seed_everything(cfg.seed, verbose=False)
-    trainer = Trainer(
-        **cfg.trainer,
-        strategy=instantiate(cfg.strategy, _convert_="all"),
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    )
-    trainer.fit(DigitsCNN(lr=cfg.lr), datamodule=DigitsData(batch_size=cfg.batch_size))
+    model: LightningModule = instantiate(cfg.model)
+    data: LightningDataModule = instantiate(cfg.data)
+    callbacks: list[Callback] = [instantiate(callback) for callback in cfg.callbacks.values()]
+    trainer: Trainer = instantiate(cfg.trainer, callbacks=callbacks, logger=False)
+    trainer.fit(model, datamodule=data)
     if trainer.is_global_zero:
         accuracy = float(trainer.callback_metrics["val_acc"])
         print(f"{type(trainer.strategy).__name__}: val_acc {accuracy:.3f}")

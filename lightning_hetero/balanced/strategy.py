@@ -25,12 +25,12 @@ from lightning_hetero.balanced.fit.loaders import BatchSettings
 from lightning_hetero.balanced.fit.rebalancer import BatchRebalancer
 from lightning_hetero.balanced.fit.run import BalancedRun, BalanceSettings
 from lightning_hetero.data.stream import StreamMode
-from lightning_hetero.glue.checks import check_choice, check_counts
+from lightning_hetero.glue.checks import check_choice, check_counts, check_flags
 from lightning_hetero.glue.metrics import integer_mean_, is_mean, weighted_mean_
 from lightning_hetero.glue.refusals import Refusals
 from lightning_hetero.glue.strategy import HeteroStrategy
 from lightning_hetero.lightning_compat.patches import patched
-from lightning_hetero.predictors import Predictor
+from lightning_hetero.predictors import Predictor, PredictorName
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
@@ -78,7 +78,7 @@ class LoadBalancedStrategy(HeteroStrategy[BalancedRun]):
         self,
         accelerator: Any = None,
         *,
-        predictor: str | Predictor = "kalman",
+        predictor: PredictorName | Predictor = "kalman",
         dead_band: float = 0.02,
         cooldown: int = 0,
         min_samples: int | Sequence[int] | None = None,
@@ -95,6 +95,12 @@ class LoadBalancedStrategy(HeteroStrategy[BalancedRun]):
         super().__init__(accelerator=accelerator, **ddp)
         check_counts(quantum=quantum, exchange_every=exchange_every)
         check_choice("stream", stream, (None, "infinite", "shared"))
+        check_flags(rebalance=rebalance, sample_weighted_metrics=sample_weighted_metrics)
+        if not isinstance(policy, BalancePolicy | None):
+            raise TypeError(f"policy={policy!r} must be a BalancePolicy, or None; names are for predictor=")
+        for kind in waiting_modules if isinstance(waiting_modules, Sequence) else [waiting_modules]:
+            if not (isinstance(kind, type) and issubclass(kind, nn.Module)):
+                raise TypeError(f"waiting_modules={waiting_modules!r} must be a list of classes of modules")
         if policy is not None and (predictor, dead_band, cooldown) != ("kalman", 0.02, 0):
             raise ValueError("give either a whole policy, or predictor, dead_band and cooldown, not both")
         self.policy = policy or BalancePolicy(predictor=predictor, dead_band=dead_band, cooldown=cooldown)
@@ -113,6 +119,11 @@ class LoadBalancedStrategy(HeteroStrategy[BalancedRun]):
         )
 
     # ---- set-up -----------------------------------------------------------------------------------------------
+
+    def set_world_ranks(self) -> None:
+        super().set_world_ranks()
+        if self.world_size > 1:
+            self.settings.batches.bounds.check_ranks(self.world_size)
 
     def begin(self, trainer: Trainer) -> BalancedRun:
         run = BalancedRun(trainer, self.shared, self.settings, timeout=self.timeout, device=self.root_device)
@@ -199,16 +210,6 @@ class LoadBalancedStrategy(HeteroStrategy[BalancedRun]):
     # ---- what others may ask ----------------------------------------------------------------------------------
 
     @property
-    def effective_batch_size(self) -> int | None:
-        """Samples per optimizer step: the global batch times the user's ``accumulate_grad_batches``."""
-        size, trainer = self.global_batch_size, self._attached_trainer()
-        if size is None or trainer is None:
-            return None
-        return size * (
-            trainer.accumulate_grad_batches if self._run is None else self._run.binder.user_accumulation
-        )
-
-    @property
     def rebalancer(self) -> BatchRebalancer | None:
         """The `BatchRebalancer` in charge, the Trainer's or else one of our own; ``None`` outside a fit.
 
@@ -222,12 +223,3 @@ class LoadBalancedStrategy(HeteroStrategy[BalancedRun]):
     def policy_in_use(self) -> BalancePolicy:
         """The policy that decides: a `BatchRebalancer`'s own, else the strategy's."""
         return self._run.policy if self._run is not None else self.policy
-
-    @property
-    def shares(self) -> tuple[int, ...]:
-        """Samples per rank of a full batch, as now in force; empty before training."""
-        if self._one_device is not None:
-            size = self.global_batch_size
-            return () if size is None else (size,)
-        controller = self._run.binder.controller if self._run is not None else None
-        return controller.policy.shares if controller is not None else ()

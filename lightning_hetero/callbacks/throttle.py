@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from lightning.fabric.utilities.rank_zero import rank_zero_warn
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
 
@@ -76,6 +77,11 @@ class ThrottleCallback(Callback):
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """A strategy whose ranks do different parts of a step sleeps by itself, see `Reporting.emulate`."""
+        if stage == "fit" and (unused := self.scenario.unused(trainer.world_size)):
+            rank_zero_warn(
+                f"the emulated scenario describes more ranks than the {trainer.world_size} that train; without effect:"
+                f" {'; '.join(unused)}"
+            )
         reporting = reporting_of(trainer) if stage == "fit" else None
         self._taken_over = reporting is not None and reporting.emulate(self.scenario)
 

@@ -22,11 +22,11 @@ import torch
 from hydra.core.hydra_config import HydraConfig
 from hydra.experimental.callback import Callback as HydraCallback
 from hydra.utils import instantiate
+from lightning.fabric.utilities.rank_zero import rank_zero_warn
 from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
 from omegaconf import DictConfig
 
 from lightning_hetero import lightning_compat as compat
-from lightning_hetero._conf import config_root
 from lightning_hetero.callbacks import ThrottleCallback
 from lightning_hetero.cli.jobs import end_children, isolated_job, job_number
 from lightning_hetero.cli.summary import (
@@ -37,11 +37,14 @@ from lightning_hetero.cli.summary import (
     ranks_from_json,
     summarise_ranks,
 )
+from lightning_hetero.pipeline.strategy import HeteroPipelineStrategy
 from lightning_hetero.record import read_events
 
 __all__ = ["ComparisonTable", "FitClock", "build", "main", "run_job"]
 
 RESULT_FILE = "result.json"
+CONF = Path(__file__).resolve().parent / "conf"
+"""The command's own configuration; groups for every app are in the top-level ``conf``, found by our Hydra plugin."""
 
 
 def build(config: Any, **arguments: Any) -> Any:
@@ -128,8 +131,28 @@ def run_job(cfg: DictConfig) -> float | None:
     return result["metric"]["value"]
 
 
+def check_groups(cfg: DictConfig, strategy: Any) -> None:
+    """Says what was chosen and is read by nobody.
+
+    Raises:
+        ValueError: a key beside the one that the command reads; with the place where it belongs.
+    """
+    for group, read, of in (("emulation", "scenario", "a scenario's"), ("cluster", "spec", "a cluster's")):
+        for name in sorted(set(cfg.get(group) or {}) - {read}):
+            raise ValueError(
+                f"nobody reads {group}.{name}: {of} arguments are {group}.{read}.*, here {group}.{read}.{name}=..."
+            )
+    if cfg.get("cluster") and cfg.cluster.spec is not None and not isinstance(strategy, HeteroPipelineStrategy):
+        rank_zero_warn(
+            f"the chosen cluster has no effect: {type(strategy).__name__} reads no description of devices, which"
+            " strategy=hetero_pipeline plans with; emulation=... makes devices unequal for every strategy"
+        )
+
+
 def make_trainer(cfg: DictConfig, output_dir: Path) -> Trainer:
     """Returns the trainer with the configured strategy, loggers, callbacks and emulated devices."""
+    strategy = build(cfg.strategy)
+    check_groups(cfg, strategy)
     callbacks = [
         build(callback) for callback in (cfg.callbacks or {}).values() if callback is not None
     ]
@@ -138,9 +161,7 @@ def make_trainer(cfg: DictConfig, output_dir: Path) -> Trainer:
     if scenario is not None:
         callbacks.append(ThrottleCallback(scenario))
     loggers = [build(logger) for logger in (cfg.logger or {}).values() if logger is not None]
-    return build(
-        cfg.trainer, strategy=build(cfg.strategy), callbacks=callbacks, logger=loggers or False
-    )
+    return build(cfg.trainer, strategy=strategy, callbacks=callbacks, logger=loggers or False)
 
 
 def final_metrics(
@@ -203,7 +224,7 @@ def job_report(result: dict[str, Any]) -> str:
     return f"{headline}\n{rank_table(ranks)}" if ranks else headline
 
 
-@hydra.main(version_base="1.3", config_path=config_root(), config_name="train")
+@hydra.main(version_base="1.3", config_path=str(CONF), config_name="train")
 def main(cfg: DictConfig) -> float | None:
     """Entry point of ``lightning-hetero-train`` and ``python -m lightning_hetero.cli.train``."""
     for message in UPSTREAM_WARNINGS:

@@ -235,6 +235,23 @@ class Scenario:
         caps = cast("tuple[int | None, ...]", self.mem_samples or ())
         return caps[rank] if rank < len(caps) else None
 
+    def unused(self, world_size: int) -> tuple[str, ...]:
+        """Returns what is said of ranks that there are not, as words; empty if all of it applies."""
+        lists: list[tuple[str, Sequence[float]]] = [("speeds", self.speeds)]
+        single = [(f"a fault ({f.kind})", f.rank) for f in cast("tuple[Fault, ...]", self.faults)]
+        for change in self.changes:
+            if isinstance(change, SpeedChange):
+                lists.append((f"speeds from step {change.step} on", change.speeds))
+            elif isinstance(change, Slowdown):
+                single.append(("a slowdown", change.rank))
+        caps = cast("tuple[int | None, ...]", self.mem_samples or ())
+        single += [("a cap of memory", rank) for rank, cap in enumerate(caps) if cap is not None]
+        beyond = [(what, values[world_size:]) for what, values in lists]
+        return (
+            *(f"{what} beyond the first {world_size}: {list(rest)}" for what, rest in beyond if rest),
+            *(f"{what} of rank {rank}" for what, rank in single if rank >= world_size),
+        )
+
     def _reference_s(self, samples: float) -> float:
         if not self.emulated:
             raise ValueError(

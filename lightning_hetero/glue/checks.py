@@ -14,6 +14,7 @@ __all__ = [
     "check_choice",
     "check_counts",
     "check_ddp_arguments",
+    "check_flags",
     "check_same_settings",
     "name_lost_peer",
     "refuse_fabric",
@@ -74,12 +75,22 @@ def check_choice(name: str, value: object, allowed: Sequence[object]) -> None:
         raise ValueError(f"{name}={value!r} must be one of {allowed}")
 
 
-def check_ddp_arguments(kwargs: Mapping[str, Any], strategy_name: str) -> None:
+def check_flags(**flags: bool) -> None:
+    """Checks arguments that are true or false.
+
+    Raises:
+        ValueError: one is something else, e.g. the word ``"no"``.
+    """
+    for name, value in flags.items():
+        check_choice(name, value, (True, False))
+
+
+def check_ddp_arguments(kwargs: Mapping[str, Any], strategy: type) -> None:
     """Refuses what neither a strategy nor DDP knows.
 
     Args:
         kwargs: what the strategy would pass on to `DDPStrategy` and `DistributedDataParallel`.
-        strategy_name: class of the strategy, for the message.
+        strategy: class of the strategy, whose own arguments and whose bases' may be meant.
 
     Raises:
         TypeError: an unknown argument; names the nearest known one.
@@ -88,9 +99,10 @@ def check_ddp_arguments(kwargs: Mapping[str, Any], strategy_name: str) -> None:
     known.add("model_averaging_period")
     for name in kwargs:
         if name not in known:
-            near = difflib.get_close_matches(name, known, n=1)
+            own = {parameter for base in strategy.__mro__ for parameter in inspect.signature(base.__init__).parameters}
+            near = difflib.get_close_matches(name, sorted(known | own), n=1)
             hint = f"; did you mean {near[0]!r}?" if near else ""
-            raise TypeError(f"{strategy_name} and DistributedDataParallel have no argument {name!r}{hint}")
+            raise TypeError(f"{strategy.__name__} and DistributedDataParallel have no argument {name!r}{hint}")
 
 
 def check_averaging(kwargs: Mapping[str, Any], ddp_comm_state: object | None) -> None:

@@ -10,6 +10,7 @@ them from the launcher. What is left is the Trainer's arguments, which are made 
 from __future__ import annotations
 
 import os
+from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -106,6 +107,7 @@ class UnevenNodesStrategy(CheckedSettingsStrategy):
     ``-1``), and ``num_nodes`` may be left out.
     """
 
+    @abstractmethod  # to be extended
     def set_world_ranks(self) -> None:
         """Called when the Trainer is made, with its devices and nodes, and again before a process group is."""
         launch = launch_of(self.cluster_environment)

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import inspect
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
+from lightning.fabric.utilities.rank_zero import rank_zero_warn
 from lightning.pytorch.callbacks import StochasticWeightAveraging
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from lightning_hetero.lightning_compat import trainer_callbacks
@@ -18,12 +21,23 @@ if TYPE_CHECKING:
 
 __all__ = ["Refusals"]
 
+# Arguments of `DistributedDataParallel` where there is none. Others only tune it: without effect, with a warning.
+_HELD_ANYWAY = {"find_unused_parameters"}  # parameters that a loss does not use need no flag
+_CHANGE_WHAT_IS_TRAINED = {
+    "delay_all_reduce_named_params",
+    "device_mesh",
+    "mixed_precision",
+    "param_to_hook_all_reduce",
+    "process_group",
+}
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Refusals:
     """An engine's reasons, each a whole message; ``None``: it takes that.
 
     Attributes:
+        no_wrapper: why there is no `DistributedDataParallel`, so that arguments for it mean nothing.
         comm_hooks: against DDP's communication hooks.
         lbfgs: against `torch.optim.LBFGS`.
         sync_batch_norm: against synchronised BatchNorm.
@@ -31,11 +45,35 @@ class Refusals:
         zero: against `torch.distributed.optim.ZeroRedundancyOptimizer`.
     """
 
+    no_wrapper: str | None = None
     comm_hooks: str | None = None
     lbfgs: str | None = None
     sync_batch_norm: str | None = None
     averaged_batch_norm: str | None = None
     zero: str | None = None
+
+    def check_ddp_arguments(self, given: Mapping[str, Any], strategy_name: str) -> None:
+        """Refuses arguments for `DistributedDataParallel`, or names them in one warning, where there is none.
+
+        Args:
+            given: of those that `DistributedDataParallel` knows; its defaults say nothing.
+            strategy_name: class of the strategy, for messages.
+
+        Raises:
+            TypeError: without one of them something else would be trained; with the reason.
+        """
+        if self.no_wrapper is None:
+            return
+        default = {n: p.default for n, p in inspect.signature(DistributedDataParallel.__init__).parameters.items()}
+        idle = [n for n, value in given.items() if n not in _HELD_ANYWAY and value != default.get(n)]
+        if refused := [name for name in idle if name in _CHANGE_WHAT_IS_TRAINED]:
+            raise TypeError(
+                f"{strategy_name} cannot honour {', '.join(refused)}, which DistributedDataParallel would:"
+                f" {self.no_wrapper}. Drop it, or use strategy='hetero_balanced'"
+            )
+        if idle:
+            named = ", ".join(f"{name}={given[name]!r}" for name in idle)
+            rank_zero_warn(f"{named} has no effect with {strategy_name}: {self.no_wrapper}")
 
     def check_comm_hooks(self, *given: object | None) -> None:
         """Refuses what was given.

@@ -127,6 +127,16 @@ class EngineRun(Reporting, ABC, Generic[Binder]):
     def resume(self, state: Mapping[str, Any]) -> None:
         """Takes a checkpoint's state, of this engine or another, before the loaders are set up; empty: stock DDP's."""
 
+    @property
+    def user_accumulation(self) -> int:
+        """Batches per optimizer step, as the user has asked."""
+        return self.trainer.accumulate_grad_batches
+
+    @property
+    def shares(self) -> tuple[int, ...]:
+        """Samples per rank of a full batch, as last decided; empty before anything is."""
+        return ()
+
     def step_events(self) -> list[Event]:
         return self.events.take(self.channel.rank)
 

@@ -54,6 +54,7 @@ def register(cls: type[DDPStrategy], registry: Any, name: str, description: str)
                 cls,
                 description=f"{description} with `start_method` '{start_method}' {more or ''}".strip(),
                 start_method=start_method,
+                override=True,  # of what our Hydra plugin has registered before this was imported
                 **more,
             )
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal, TypeVar
 
@@ -19,6 +20,7 @@ from lightning_hetero.glue.checks import (
     check_choice,
     check_counts,
     check_ddp_arguments,
+    check_flags,
     name_lost_peer,
 )
 from lightning_hetero.glue.loaders import SharedSettings
@@ -36,6 +38,16 @@ if TYPE_CHECKING:
 __all__ = ["HeteroStrategy"]
 
 Run = TypeVar("Run", bound=EngineRun[Any])
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Kept:
+    """What the last fit's strategy says of it when it is over; see the properties of the same names."""
+
+    global_batch_size: int | None = None
+    effective_batch_size: int | None = None
+    shares: tuple[int, ...] = ()
+    report: StepReport | None = None
 
 
 class HeteroStrategy(UnevenNodesStrategy, Reporting, Generic[Run]):
@@ -56,7 +68,9 @@ class HeteroStrategy(UnevenNodesStrategy, Reporting, Generic[Run]):
         ddp_comm_state, ddp_comm_hook, ddp_comm_wrapper: as in `DDPStrategy`; refused on several devices by an engine
             without DDP's all-reduce.
         process_group_backend, timeout, start_method: as in `DDPStrategy`.
-        **kwargs: of `DistributedDataParallel`; without effect in an engine that has no such wrapper.
+        **kwargs: of `DistributedDataParallel`. An engine without it has no use for them on several devices: those that
+            change what is trained are refused there, others named in one warning; parameters that a loss does not use
+            need no ``find_unused_parameters``.
 
     Attributes:
         engine: the engine's word, in checkpoints and in the alias ``hetero_<engine>``.
@@ -95,10 +109,16 @@ class HeteroStrategy(UnevenNodesStrategy, Reporting, Generic[Run]):
         start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
         **kwargs: Any,
     ) -> None:
-        check_ddp_arguments(kwargs, type(self).__name__)
+        check_ddp_arguments(kwargs, type(self))
         check_counts(global_batch_size=global_batch_size)
         check_choice("batch_sampler", batch_sampler, ("refuse", "pool"))
         check_choice("loss_reduction", loss_reduction, ("mean", "sum"))
+        check_choice("start_method", start_method, ("popen", "spawn", "fork", "forkserver"))
+        check_flags(monitor=monitor)
+        if not (batch_weight is None or callable(batch_weight)):
+            raise TypeError(f"batch_weight={batch_weight!r} must be a function of the batch, or None")
+        if not isinstance(timeout, timedelta | None):
+            raise TypeError(f"timeout={timeout!r} must be a datetime.timedelta, or None")
         super().__init__(
             accelerator=accelerator,
             parallel_devices=parallel_devices,
@@ -123,12 +143,16 @@ class HeteroStrategy(UnevenNodesStrategy, Reporting, Generic[Run]):
             batch_weight=batch_weight,
         )
         self._monitor = monitor
+        self._checked = False  # arguments against several devices
         self._run: Run | None = None
         self._one_device: OneDeviceFit | None = None  # while it fits on one device
         self._finished: dict[str, Any] = {}  # what the last fit would write into a checkpoint
+        self._kept = Kept()
 
     def __repr__(self) -> str:  # what Fabric prints when it refuses a strategy of the Trainer
-        return f"<{type(self).__name__} for lightning.pytorch.Trainer>"
+        batch, shares = self.global_batch_size, "/".join(map(str, self.shares))
+        known = f"global batch {'of the loader' if batch is None else batch}{f', shares {shares}' if shares else ''}"
+        return f"<{type(self).__name__} for lightning.pytorch.Trainer: hetero_{self.engine}, {known}>"
 
     def __getstate__(self) -> dict:
         return {**super().__getstate__(), "_run": None, "_one_device": None}
@@ -146,9 +170,11 @@ class HeteroStrategy(UnevenNodesStrategy, Reporting, Generic[Run]):
             TypeError: with the reason.
         """
         super().set_world_ranks()
-        if self.world_size > 1:
+        if self.world_size > 1 and not self._checked:  # Lightning comes here again when a fit begins
             check_averaging(self.ddp_arguments, self._comm_arguments[0])
             self.refusals.check_comm_hooks(*self._comm_arguments)
+            self.refusals.check_ddp_arguments(self.ddp_arguments, type(self).__name__)
+            self._checked = True
 
     def setup_environment(self) -> None:
         super().setup_environment()
@@ -160,6 +186,7 @@ class HeteroStrategy(UnevenNodesStrategy, Reporting, Generic[Run]):
             if fitting:
                 self._begin_on_one_device(trainer)
         elif fitting or self.evaluates:
+            self._kept = Kept() if fitting else self._kept
             self._run = self.begin(trainer)
 
     def _attached_trainer(self) -> Trainer | None:
@@ -169,6 +196,7 @@ class HeteroStrategy(UnevenNodesStrategy, Reporting, Generic[Run]):
         return None
 
     def _begin_on_one_device(self, trainer: Trainer) -> None:
+        self._kept = Kept()
         self._one_device = OneDeviceFit(trainer, self.shared, type(self).__name__)
         if idle := self.idle_on_one_device():
             given = ", ".join(f"{name}={value!r}" for name, value in idle.items())
@@ -211,6 +239,7 @@ class HeteroStrategy(UnevenNodesStrategy, Reporting, Generic[Run]):
         name_lost_peer(exception, self.global_rank)
 
     def teardown(self) -> None:
+        self.keep()
         alone, self._one_device = self._one_device, None
         if alone is not None:
             self._finished = alone.state_dict()
@@ -221,6 +250,14 @@ class HeteroStrategy(UnevenNodesStrategy, Reporting, Generic[Run]):
                 self._finished = {} if run.failed else run.state_dict()
             run.close()
         super().teardown()
+
+    def keep(self) -> None:
+        """Keeps what is asked for after a fit, e.g. in a notebook; nothing after an evaluation."""
+        if self._one_device is None and (self._run is None or not self._run.fitting):
+            return
+        size, effective, shares = self.global_batch_size, self.effective_batch_size, self.shares
+        report = self.step_report() or self._kept.report
+        self._kept = Kept(global_batch_size=size, effective_batch_size=effective, shares=shares, report=report)
 
     def check_module(self, module: LightningModule) -> None:
         """Refuses a module that the engine cannot train on several devices.
@@ -272,10 +309,28 @@ class HeteroStrategy(UnevenNodesStrategy, Reporting, Generic[Run]):
     @property
     def global_batch_size(self) -> int | None:
         """Samples of all ranks per step; ``None`` before the loaders are known, unless it was given."""
-        known = self._run.binder.global_batch_size if self._run is not None else None
+        known = self._run.binder.global_batch_size if self._run is not None else self._kept.global_batch_size
         if self._one_device is not None:
             known = self._one_device.global_batch_size
         return known if known is not None else self.shared.global_batch_size
+
+    @property
+    def effective_batch_size(self) -> int | None:
+        """Samples per optimizer step: the global batch times the user's ``accumulate_grad_batches``."""
+        size, trainer = self.global_batch_size, self._attached_trainer()
+        if self._run is None and self._one_device is None and self._kept.effective_batch_size is not None:
+            return self._kept.effective_batch_size
+        if size is None or trainer is None:
+            return None
+        return size * (trainer.accumulate_grad_batches if self._run is None else self._run.user_accumulation)
+
+    @property
+    def shares(self) -> tuple[int, ...]:
+        """Samples per rank of a full batch, as last decided, also after the fit; empty before anything is."""
+        if self._one_device is not None:
+            size = self.global_batch_size
+            return () if size is None else (size,)
+        return self._kept.shares if self._run is None else self._run.shares
 
     @property
     def measures(self) -> bool:
@@ -289,7 +344,13 @@ class HeteroStrategy(UnevenNodesStrategy, Reporting, Generic[Run]):
             self._run.ask_report()
 
     def step_report(self) -> StepReport | None:
-        return None if self._run is None else self._run.step_report()
+        """Samples, own work and waiting of all ranks; ``None`` if nothing (new) is known; after a fit its last one."""
+        if self._run is None:
+            return self._kept.report
+        report = self._run.step_report()
+        if report is not None:
+            self._kept = replace(self._kept, report=report)
+        return report
 
     def step_events(self) -> list[Event]:
         return [] if self._run is None else self._run.step_events()

@@ -128,7 +128,7 @@ class TolerantScriptLauncher(_SubprocessScriptLauncher):
                     continue
                 if proc.returncode < 0 and failed_at_s is None and self._tolerates():
                     self.tolerated.add(rank)
-                    _warn_of_death(rank, proc.returncode)
+                    _note_death(rank, proc.returncode)
                 elif failed_at_s is None:
                     failed_at_s = time.monotonic()
                     _LOG.error("local rank %d ended with code %d; everybody ends", rank, proc.returncode)
@@ -256,7 +256,7 @@ class TolerantProcessLauncher(_MultiProcessingLauncher):
                 del processes.sentinels[sentinel]
                 if code:
                     self.tolerated.add(rank)
-                    _warn_of_death(rank, code)
+                    _note_death(rank, code)
 
     @staticmethod
     def _end_all(processes: Any, failed: Any) -> NoReturn:
@@ -294,12 +294,12 @@ def _tolerated(questions: Connection, rank_zero: Any) -> bool:
     return False
 
 
-def _warn_of_death(local_rank: int, code: int) -> None:
+def _note_death(local_rank: int, code: int) -> None:
     try:
         name = signal.Signals(-code).name
     except ValueError:
         name = f"signal {-code}"
-    _LOG.warning("local rank %d was killed by %s; the others go on without it", local_rank, name)
+    _LOG.info("local rank %d was killed by %s; the others go on without it", local_rank, name)
 
 
 def _wait_for_an_end(procs: list[subprocess.Popen], told: Connection | None = None) -> None:

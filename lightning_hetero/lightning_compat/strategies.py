@@ -1,7 +1,11 @@
-"""What is private of `DDPStrategy` (layer L)."""
+"""What is private of `DDPStrategy` (layer L).
+
+Abstract, so that command lines do not offer them as strategies.
+"""
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Callable
 from typing import Any
 
@@ -44,6 +48,7 @@ class CheckedSettingsStrategy(DDPStrategy):
     that in the strategy would hide the user's from the Trainer.
     """
 
+    @abstractmethod
     def check_settings(self, num_devices: int, num_nodes: int) -> None:
         """Raises what is wrong with the Trainer's settings; as Lightning does, by default."""
         assert self.cluster_environment is not None
@@ -76,9 +81,9 @@ class TolerantDDPStrategy(DDPStrategy):
                 self, start_method=self._start_method, tolerates=tolerates
             )
 
+    @abstractmethod
     def goes_on_without_a_rank(self) -> bool:
         """Whether the death of a rank (not rank 0) would be survived now; another thread asks."""
-        return False
 
     def choose_backend(self) -> str:
         """Settles and returns `process_group_backend`, for a rank that makes its process group by itself."""

@@ -20,10 +20,11 @@ from torch import Tensor
 
 from lightning_hetero import lightning_compat as compat
 from lightning_hetero.emulate.scenario import Scenario
-from lightning_hetero.glue.checks import check_choice, check_counts
+from lightning_hetero.glue.checks import check_choice, check_counts, check_flags
 from lightning_hetero.glue.metrics import integer_mean_, is_mean
 from lightning_hetero.lightning_compat.patches import patched
-from lightning_hetero.pipeline.decide.plans import describe_plan
+from lightning_hetero.pipeline.decide.plans import describe_plan, plan_from_plain
+from lightning_hetero.pipeline.decide.recorded_costs import model_from_plain
 from lightning_hetero.pipeline.fit.checkpoints import WholeCheckpointsDDP
 from lightning_hetero.pipeline.fit.plan.planning import (
     CannotDivideError,
@@ -32,6 +33,7 @@ from lightning_hetero.pipeline.fit.plan.planning import (
     PlanSettings,
     evaluation_plan,
     make_plan,
+    read_cluster,
 )
 from lightning_hetero.pipeline.fit.plan.rehearsal import Rehearsal
 from lightning_hetero.pipeline.fit.refusals import (
@@ -82,7 +84,7 @@ class HeteroPipelineStrategy(WholeCheckpointsDDP):
         carrier: what suspends a training step: ``"greenlet"``, ``"thread"``, or ``"auto"``.
         cache_folder: where measurements are kept between runs; ``None``: nowhere.
         **ddp: arguments shared by all engines, and `DDPStrategy`'s own; see `HeteroStrategy`. Those of
-            `DistributedDataParallel` have no effect: there is no wrapper.
+            `DistributedDataParallel`, which is not used here, are refused or named in a warning.
 
     Raises:
         ValueError: an argument is out of range.
@@ -120,11 +122,17 @@ class HeteroPipelineStrategy(WholeCheckpointsDDP):
         check_choice("depth", depth, ("auto", "per_link", "low_memory"))
         check_choice("stream", stream, (None, "shared"))
         check_choice("carrier", carrier, ("auto", "greenlet", "thread"))
+        check_flags(overlap=overlap, checkpoint_layers=checkpoint_layers, emulate_links=emulate_links)
+        if not (seed is None or type(seed) is int):
+            raise TypeError(f"seed={seed!r} must be a whole number, or None")
+        names = [backbone] if isinstance(backbone, str | None) else backbone
+        if not (isinstance(names, Sequence) and all(isinstance(name, str | None) for name in names)):
+            raise TypeError(f"backbone={backbone!r} must be the name of an attribute, a list of names, or None")
         self.backbone = backbone
         self.plan_settings = PlanSettings(
-            cluster=cluster,
-            profile=profile,
-            plan=plan,
+            cluster=read_cluster(cluster),
+            profile=None if profile is None else model_from_plain(profile),
+            plan=None if plan is None else plan_from_plain(plan),
             micro_batch_size=micro_batch_size,
             max_groups=max_groups,
             depth=depth,

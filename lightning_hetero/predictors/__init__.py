@@ -11,12 +11,16 @@
 
 from __future__ import annotations
 
+from typing import Literal, TypeAlias
+
 from lightning_hetero.predictors.base import Predictor
 from lightning_hetero.predictors.ewma import Ewma
 from lightning_hetero.predictors.kalman import Kalman
 from lightning_hetero.predictors.last import LastValue
 
-__all__ = ["Ewma", "Kalman", "LastValue", "Predictor", "by_name"]
+__all__ = ["Ewma", "Kalman", "LastValue", "Predictor", "PredictorName", "by_name"]
+
+PredictorName: TypeAlias = Literal["kalman", "ewma", "last"]
 
 _KNOWN: dict[str, type[Predictor]] = {"ewma": Ewma, "kalman": Kalman, "last": LastValue}
 

@@ -20,9 +20,9 @@ import torch.distributed as dist
 
 from lightning_hetero.glue.checks import check_choice, check_counts
 from lightning_hetero.glue.nodes import gather_nodes
-from lightning_hetero.predictors import Predictor
+from lightning_hetero.predictors import Predictor, PredictorName
 from lightning_hetero.predictors import by_name as predictor_by_name
-from lightning_hetero.stale.decide.policy import Policy
+from lightning_hetero.stale.decide.policy import Policy, PolicyName
 from lightning_hetero.stale.decide.policy import by_name as policy_by_name
 from lightning_hetero.stale.fit.elastic.ddp import ElasticDDPStrategy
 from lightning_hetero.stale.fit.elastic.meetings import Meetings
@@ -30,7 +30,7 @@ from lightning_hetero.stale.fit.refusals import REFUSALS, refuse_manual_scaling
 from lightning_hetero.stale.fit.run import StaleRun
 from lightning_hetero.stale.fit.settings import StaleSettings
 from lightning_hetero.stale.fit.tick_loop import TickLoop
-from lightning_hetero.stale.runtime.memory.codecs import Codec
+from lightning_hetero.stale.runtime.memory.codecs import Codec, CodecName
 from lightning_hetero.stale.runtime.memory.codecs import by_name as codec_by_name
 from lightning_hetero.stale.runtime.processes.start import ServerSettings
 
@@ -65,7 +65,7 @@ class BoundedStalenessStrategy(ElasticDDPStrategy[StaleRun]):
         shards: threads that share the server's work; default by model size.
         transport: ``"auto"``: shared memory on the server's node, pair groups to other nodes; ``"pairs"``: these only.
         **ddp: arguments shared by all engines, and `DDPStrategy`'s own; see `HeteroStrategy`. Those of
-            `DistributedDataParallel` have no effect: there is no wrapper.
+            `DistributedDataParallel`, which is not used here, are refused or named in a warning.
 
     Raises:
         ValueError: an argument is out of range.
@@ -81,12 +81,12 @@ class BoundedStalenessStrategy(ElasticDDPStrategy[StaleRun]):
         self,
         accelerator: Any = None,
         *,
-        policy: str | Policy = "flexible",
+        policy: PolicyName | Policy = "flexible",
         bound: int | None = None,
         grace: float | None = None,
         overlap: bool | None = None,
-        predictor: str | Predictor | None = None,
-        compression: str | Codec | None = None,
+        predictor: PredictorName | Predictor | None = None,
+        compression: CodecName | Codec | None = None,
         nonfinite: Literal["stop", "skip"] = "stop",
         liveness_s: float = 5.0,
         shards: int | None = None,
@@ -97,7 +97,7 @@ class BoundedStalenessStrategy(ElasticDDPStrategy[StaleRun]):
         check_counts(shards=shards)
         check_choice("nonfinite", nonfinite, ("stop", "skip"))
         check_choice("transport", transport, ("auto", "pairs"))
-        if not liveness_s > 0:
+        if not (isinstance(liveness_s, int | float) and liveness_s > 0):
             raise ValueError(f"liveness_s={liveness_s!r} must be > 0 (seconds)")
         options = {"bound": bound, "grace": grace, "overlap": overlap}
         given = {name: value for name, value in options.items() if value is not None}
@@ -109,7 +109,9 @@ class BoundedStalenessStrategy(ElasticDDPStrategy[StaleRun]):
             self.policy = policy_by_name(policy, **given)
         self.transport = transport
         self._predictor = predictor_by_name(predictor) if isinstance(predictor, str) else predictor
-        self._codec = codec_by_name(compression) if isinstance(compression, str) else compression
+        if not (self._predictor is None or callable(getattr(self._predictor, "fresh", None))):
+            raise TypeError(f"predictor={predictor!r} must be a name or a lightning_hetero.predictors.Predictor")
+        self._codec = None if compression is None else codec_by_name(compression)
         self._nonfinite: Literal["stop", "skip"] = nonfinite
         self._liveness_s = liveness_s
         self._shards = shards
@@ -189,6 +191,7 @@ class BoundedStalenessStrategy(ElasticDDPStrategy[StaleRun]):
     def on_train_end(self) -> None:
         super().on_train_end()
         if self._run is not None:
+            self.step_report()  # kept, while there is a server to ask
             self._run.finish()
 
     # ---- one step ---------------------------------------------------------------------------------------------

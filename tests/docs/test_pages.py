@@ -10,7 +10,9 @@ import gc
 import importlib
 import inspect
 import re
+import shlex
 from collections.abc import Iterator
+from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,10 +20,13 @@ import pytest
 import torch
 import torch.distributed as dist
 import yaml
+from hydra import compose, initialize_config_dir
 from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor, nn, optim
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
+from lightning_hetero import HeteroPipelineStrategy
+from lightning_hetero.cli.train import check_groups
 from tests.docs.kit import PAGES, ROOT
 
 FOLDERS = "benchmarks|conf|docs|examples|lightning_hetero|scripts|tests"
@@ -99,6 +104,34 @@ def test_yaml_parses_and_its_targets_exist(block: Block) -> None:
     assert yaml.safe_load(block.code)
     for name in re.findall(r"(?:_target_|class_path): ([\w.]+)", block.code):
         assert exists(name), name
+
+
+COMMANDS = sorted(
+    {
+        tuple(word for word in shlex.split(found, comments=True) if word not in ("-m", "--cfg", "job"))
+        for block in BLOCKS
+        if block.info == "bash"
+        for found in re.findall(r"lightning-hetero-train +(\S.*)$", block.code, flags=re.M)
+        if not found.startswith("#") and "NAME" not in found
+    }
+)
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
+def test_our_commands_compose(command: tuple[str, ...]) -> None:
+    """Each of a sweep's choices by itself; what is chosen by the last words, with all that come before."""
+    plain = [word for word in command if "," not in word or "[" in word]
+    swept = [[f"{key}={choice}" for choice in choices.split(",")] for key, choices in
+             (word.split("=", 1) for word in command if word not in plain)]  # fmt: skip
+    with initialize_config_dir(version_base="1.3", config_dir=str(ROOT / "lightning_hetero/cli/conf")):
+        for choice in product(*swept):
+            cfg = compose("train", overrides=["paths.output_dir=out", *plain, *choice])
+            check_groups(cfg, HeteroPipelineStrategy())
+            assert cfg.strategy._target_
+
+
+def test_the_commands_are_found() -> None:
+    assert ("strategy=ddp,hetero_balanced,hetero_stale",) in COMMANDS and len(COMMANDS) > 10
 
 
 def test_no_block_is_left_open() -> None:

@@ -54,7 +54,7 @@ def test_every_argument_is_in_the_group_file_or_listed_as_not(engine: Engine) ->
     paragraphs = re.split(r"\n\n", section(engine.page, "Arguments"))
     paragraph = next(p for p in paragraphs if "**Not in the group file**" in p)
     omitted = set(re.findall(r"`(\w+)`", paragraph.partition("**Not in the group file**")[2]))
-    group = set(yaml.safe_load(engine.group.read_text())) - {"_target_"}
+    group = set(yaml.safe_load(engine.group.read_text())) - {"_target_", "_convert_"}
     assert omitted <= set(engine.parameters)
     assert omitted.isdisjoint(group)
     assert omitted | group >= set(engine.parameters)
@@ -67,7 +67,7 @@ def test_the_group_file_keeps_the_defaults(engine: Engine) -> None:
     group = OmegaConf.to_container(alone, resolve=True)["strategy"]  # type: ignore[index,call-overload]
     ddp = inspect.signature(DistributedDataParallel).parameters
     for name, value in group.items():
-        if name != "_target_":
+        if name not in ("_target_", "_convert_"):
             assert value == {**ddp, **engine.parameters}[name].default, name
 
 
@@ -175,7 +175,8 @@ def test_every_argument_of_a_scenario_is_documented() -> None:
 
 def test_every_option_of_every_group_is_documented() -> None:
     table = {row[0].strip("`"): row[1] for row in rows(section(DOCS / "configuration.md", "The command"))}
-    folders = {path.name: path for path in (ROOT / "conf").iterdir() if any(path.glob("*.yaml"))}
+    roots = (ROOT / "conf", ROOT / "lightning_hetero/cli/conf")
+    folders = {path.name: path for root in roots for path in root.iterdir() if any(path.glob("*.yaml"))}
     assert set(table) == set(folders)
     for group, folder in folders.items():
         named = set(re.findall(r"`(\w+)`", table[group]))

@@ -49,8 +49,8 @@ def test_a_lost_rank_ends_stock_ddp_and_not_the_parameter_server() -> None:
     assert hetero.returncode == 0, hetero.stderr
     found = re.search(r"BoundedStalenessStrategy: (\d+) steps in [\d.]+ s, val_acc ([\d.]+)", hetero.stdout)
     assert found and int(found[1]) == 2 * 23 and float(found[2]) > 0.5
-    assert "local rank 1 was killed by SIGKILL; the others go on without it" in hetero.stderr
-    assert "rank 1 died; the others go on without, on 3 devices" in hetero.stderr
+    assert re.search(r"rank 1 died \(.*\); the others go on without, on 3 devices", hetero.stderr)
+    assert hetero.stderr.count("go on without") == 1
 
 
 def test_pipelines_of_small_devices_reach_the_perplexity_of_one_large_device() -> None:
@@ -65,7 +65,10 @@ def test_pipelines_of_small_devices_reach_the_perplexity_of_one_large_device() -
 
 
 def test_a_hydra_app_of_somebody_else() -> None:
-    assert "LoadBalancedStrategy: val_acc" in run("02_hydra_app/app.py", "strategy.predictor=ewma")
+    by_name = run("02_hydra_app/app.py", "trainer=ddp", "trainer.strategy=hetero_balanced", cold=True)
+    assert "LoadBalancedStrategy: val_acc" in by_name
+    node = ("+strategy@trainer.strategy=hetero_balanced", "trainer.strategy.predictor=ewma")
+    assert "LoadBalancedStrategy: val_acc" in run("02_hydra_app/app.py", "trainer=ddp", *node)
 
 
 def test_lightning_cli() -> None:

@@ -28,6 +28,8 @@ sys.path[:0] = [{folders}]
 sys.path[:] = [p for p in sys.path if p and p not in {hidden!r}]
 """
 
+GROUPS = ("strategy", "cluster", "emulation")  # what other apps are offered
+
 STRANGER = """
 import hydra
 from omegaconf import DictConfig, OmegaConf
@@ -42,7 +44,34 @@ main()
 """
 
 
+# Nothing is imported of ours; Lightning is, as in any app that trains with it.
+NAMES = """
+import hydra
+import lightning.pytorch
+import sys
+from omegaconf import DictConfig
+
+@hydra.main(config_path="my_conf", config_name="main", version_base="1.3")
+def main(cfg: DictConfig) -> None:
+    print("imported ours:", "lightning_hetero" in sys.modules)
+    for name in ("hetero_balanced", "hetero_stale_spawn", "hetero_pipeline_find_unused_parameters_true", "ddp"):
+        trainer = lightning.pytorch.Trainer(accelerator="cpu", devices=2, strategy=name, logger=False)
+        print(type(trainer.strategy).__name__)
+
+main()
+"""
+
+
 def python(folder: Path, script: str, *arguments: str, paths: tuple[Path, ...]) -> str:
+    """Returns what a script prints that must end well, see `start`."""
+    result = start(folder, script, *arguments, paths=paths)
+    assert result.returncode == 0, result.stdout + result.stderr
+    return result.stdout
+
+
+def start(
+    folder: Path, script: str, *arguments: str, paths: tuple[Path, ...]
+) -> subprocess.CompletedProcess[str]:
     """Runs ``script`` in ``folder`` in a fresh interpreter with ``paths`` first and the checkout hidden."""
     file = folder / "app.py"
     hidden = [str(ROOT), str(ROOT / "lightning_hetero" / "_hydra")]
@@ -50,7 +79,7 @@ def python(folder: Path, script: str, *arguments: str, paths: tuple[Path, ...]) 
     folders = ", ".join(repr(str(path)) for path in paths)
     file.write_text(ISOLATED.format(folders=folders, hidden=hidden) + script)
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    result = subprocess.run(
+    return subprocess.run(
         [sys.executable, str(file), *arguments],
         cwd=folder,
         env=environment,
@@ -58,8 +87,6 @@ def python(folder: Path, script: str, *arguments: str, paths: tuple[Path, ...]) 
         text=True,
         timeout=100,
     )
-    assert result.returncode == 0, result.stdout + result.stderr
-    return result.stdout
 
 
 @pytest.fixture(scope="session")
@@ -97,7 +124,9 @@ def test_the_wheel_contains_every_config_and_the_plugin(wheel: Path) -> None:
     names = set(zipfile.ZipFile(wheel).namelist())
     files = [path.relative_to(ROOT).as_posix() for path in (ROOT / "conf").rglob("*.yaml")]
     configs = {f"lightning_hetero/{file}" for file in files}
-    assert configs and configs <= names
+    own = ROOT / "lightning_hetero" / "cli" / "conf"
+    configs |= {path.relative_to(ROOT).as_posix() for path in own.rglob("*.yaml")}
+    assert "lightning_hetero/cli/conf/train.yaml" in configs and configs <= names
     plugin = {"hydra_plugins/lightning_hetero/__init__.py", "hydra_plugins/lightning_hetero/search_path.py"}
     assert plugin <= names
     assert {"lightning_hetero/conf/__init__.py", "lightning_hetero/py.typed"} <= names
@@ -139,21 +168,27 @@ def test_a_strangers_own_file_wins(stranger: Path, installed: Path) -> None:
     assert printed.startswith("mine: true")
 
 
-@pytest.mark.parametrize("kind", ["wheel", "checkout"])
-def test_config_root_points_at_the_files(kind: str, tmp_path: Path, request: pytest.FixtureRequest) -> None:
-    folder = request.getfixturevalue("installed") if kind == "wheel" else ROOT
-    # the file alone: importing the package would cost Lightning's import
-    module = folder / "lightning_hetero" / "_conf.py"
-    script = f"import runpy; print(runpy.run_path({str(module)!r})['config_root']())"
-    expected = "pkg://lightning_hetero.conf" if kind == "wheel" else str(ROOT / "conf")
-    assert python(tmp_path, script, paths=(folder,)).strip() == expected
+def test_a_strangers_app_is_offered_our_three_groups_and_nothing_else(stranger: Path, installed: Path) -> None:
+    printed = python(stranger, STRANGER, "--help", paths=(installed,))
+    listed = printed.partition("== Configuration groups ==")[2].partition("== Config ==")[0]
+    assert {line.split(":")[0] for line in listed.splitlines() if ": " in line} == set(GROUPS)
+    assert {path.name for path in (ROOT / "conf").iterdir() if path.is_dir()} == {*GROUPS}
+    done = start(stranger, STRANGER, "--config-name=train", paths=(installed,))  # a file that the app has forgotten
+    assert done.returncode != 0 and "Cannot find primary config 'train'" in done.stderr
 
 
-def test_config_root_says_where_it_looked(tmp_path: Path) -> None:
-    (tmp_path / "package").mkdir()
-    module = tmp_path / "package" / "_conf.py"
-    shutil.copy(ROOT / "lightning_hetero" / "_conf.py", module)
-    code = f"import runpy; runpy.run_path({str(module)!r})['config_root']()"
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100)
-    assert result.returncode != 0
-    assert "FileNotFoundError: no configuration in" in result.stderr
+def test_an_app_that_has_imported_lightning_may_name_our_strategies(stranger: Path, installed: Path) -> None:
+    printed = python(stranger, NAMES, paths=(installed,))
+    assert printed.splitlines() == [
+        "imported ours: False",
+        "LoadBalancedStrategy",
+        "BoundedStalenessStrategy",
+        "HeteroPipelineStrategy",
+        "DDPStrategy",
+    ]
+
+
+def test_the_command_finds_its_configuration_in_a_wheel(tmp_path: Path, installed: Path) -> None:
+    script = "from lightning_hetero.cli.train import main; main()"
+    printed = python(tmp_path, script, "strategy=hetero_stale", "--cfg", "job", paths=(installed,))
+    assert "BoundedStalenessStrategy" in printed and "lightning_hetero.demo.DigitsCNN" in printed

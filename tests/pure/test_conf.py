@@ -10,24 +10,28 @@ from typing import Any
 
 import pytest
 from hydra import compose, initialize_config_dir
-from hydra.utils import get_class
+from hydra.utils import get_class, instantiate
 from lightning.pytorch.strategies import DDPStrategy
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_hetero import BoundedStalenessStrategy, HeteroPipelineStrategy
-from lightning_hetero.cli.train import build
+from lightning_hetero.callbacks import ThrottleCallback
+from lightning_hetero.cli.train import FitClock, build, make_trainer
 from lightning_hetero.cluster import cluster_from_plain
+from lightning_hetero.demo import DigitsCNN, DigitsData
 from lightning_hetero.stale.decide.policy import Asp, Backup, Buffered, Drop, Flexible, Policy
 
-CONF = Path(__file__).resolve().parents[2] / "conf"
-FILES = sorted(CONF.rglob("*.yaml"))
+ROOT = Path(__file__).resolve().parents[2]
+OFFERED = ROOT / "conf"  # what every Hydra app finds
+CONF = ROOT / "lightning_hetero" / "cli" / "conf"  # the command's own
+FILES = sorted([*OFFERED.rglob("*.yaml"), *CONF.rglob("*.yaml")])
 # Given by the command line, not by YAML.
 INJECTED = {"lightning.pytorch.Trainer": {"strategy", "callbacks", "logger"}}
 
 
 def names(group: str) -> list[str]:
-    return sorted(path.stem for path in (CONF / group).glob("*.yaml"))
+    return sorted(path.stem for root in (OFFERED, CONF) for path in (root / group).glob("*.yaml"))
 
 
 def nodes_with_target(node: Any) -> Iterator[DictConfig]:
@@ -59,7 +63,7 @@ def callbacks_of(trainer: Any) -> list[Any]:
 def check_keys(node: DictConfig) -> None:
     target = get_class(node._target_)
     named, further = parameters(target)
-    keys = {str(key) for key in node} - {"_target_"}
+    keys = {str(key) for key in node} - {"_target_", "_convert_"}
     unknown = keys - set(named) - further
     assert not unknown, f"{node._target_} does not take {sorted(unknown)}"
     required = {
@@ -78,7 +82,7 @@ def composed(*overrides: str, hydra: bool = False) -> DictConfig:
         )
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: path.relative_to(CONF).as_posix())
+@pytest.mark.parametrize("path", FILES, ids=lambda path: f"{path.parent.name}/{path.name}")
 def test_every_key_is_an_argument_of_its_target(path: Path) -> None:
     for node in nodes_with_target(OmegaConf.load(path)):
         check_keys(node)
@@ -155,7 +159,7 @@ def test_policies_are_chosen_by_name_or_as_objects(overrides: list[str], policy:
     ("overrides", "words"),
     [
         (["strategy.policy=fast"], "unknown policy 'fast': choose one of flexible, saps"),
-        (["strategy.policy=asp", "strategy.grace=0.1"], "unexpected keyword argument 'grace'"),
+        (["strategy.policy=asp", "strategy.grace=0.1"], "policy='asp' has no use for grace=0.1; drop it, or choose"),
         ([f"+{POLICY}.Asp", "strategy.bound=1"], "give either a whole policy, or bound"),
         (["strategy.liveness_s=0"], "liveness_s=0 must be > 0"),
         (["strategy.compression=zip"], "must be None"),
@@ -195,14 +199,71 @@ def test_every_sweep_names_options_that_exist(sweep: str) -> None:
     assert cfg.hydra.mode.name == "MULTIRUN"
     for group, choices in cfg.hydra.sweeper.params.items():
         assert set(choices.split(",")) <= set(names(group))
-    assert cfg.hydra.sweeper.params.strategy == "ddp,hetero_balanced,hetero_stale"
+    assert sorted(cfg.hydra.sweeper.params.strategy.split(",")) == names("strategy")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "emulated"),
+    [
+        (["trainer=gpu"], False),
+        (["trainer=gpu", "experiment=digits"], False),
+        (["trainer=gpu", "emulation=equal"], True),
+        (["trainer=gpu", "experiment=stale_digits"], True),
+        ([], True),
+    ],
+    ids=str,
+)
+def test_real_devices_are_not_slowed_down_unless_somebody_says_so(overrides: list[str], emulated: bool) -> None:
+    cfg = composed(*overrides, "trainer.devices=3")
+    assert (cfg.emulation.scenario is not None) == emulated
+    assert cfg.trainer.devices == 3 and cfg.trainer.accelerator == ("gpu" if overrides else "cpu")
+
+
+@pytest.mark.parametrize(("group", "read"), [("emulation", "scenario"), ("cluster", "spec")])
+def test_a_key_that_nobody_reads_is_refused_with_its_place(group: str, read: str) -> None:
+    cfg = composed(f"+{group}.speeds=[1,0.5]")
+    with pytest.raises(ValueError, match=re.escape(f"nobody reads {group}.speeds")) as error:
+        make_trainer(cfg, Path("out"))
+    assert f"{group}.{read}.speeds=" in str(error.value)
+
+
+def test_a_cluster_for_an_engine_that_reads_none_is_said() -> None:
+    for strategy in ("ddp", "hetero_balanced", "hetero_stale"):
+        with pytest.warns(UserWarning, match="the chosen cluster has no effect"):
+            make_trainer(composed(f"strategy={strategy}", "cluster=islands"), Path("out"))
+    make_trainer(composed("strategy=hetero_pipeline", "cluster=islands"), Path("out"))
+
+
+def of_example(*overrides: str) -> DictConfig:
+    """Composes the app of examples/02_hydra_app, which is laid out like lightning-hydra-template."""
+    with initialize_config_dir(version_base="1.3", config_dir=str(ROOT / "examples/02_hydra_app/configs")):
+        return compose("train", overrides=list(overrides))
+
+
+@pytest.mark.parametrize("trainer", ["ddp", "default"])
+@pytest.mark.parametrize("name", [name for name in names("strategy") if name != "ddp"])
+def test_an_app_that_reads_its_strategy_from_the_trainer_takes_ours(trainer: str, name: str) -> None:
+    at = "trainer.strategy"
+    more = {"hetero_balanced": [f"{at}.min_samples=[2,2]"], "hetero_pipeline": ["+cluster=islands"]}.get(name, [])
+    cfg = of_example(f"trainer={trainer}", "trainer.devices=2", f"+strategy@{at}={name}", *more)
+    trainer_of = instantiate(cfg.trainer, callbacks=[], logger=False)
+    strategy = trainer_of.strategy
+    assert type(strategy).__name__ == cfg.trainer.strategy._target_.rpartition(".")[2] and strategy.world_size == 2
+    if name == "hetero_balanced":
+        assert strategy.settings.batches.bounds.lower == [2, 2]
+    if name == "hetero_pipeline":
+        assert [device.speed for device in strategy.plan_settings.cluster.devices] == [1.0, 1.0, 0.5, 0.5]
+
+
+def test_an_app_that_builds_callbacks_by_name_takes_an_emulation() -> None:
+    where = "callbacks.throttle"
+    target = f"+{where}._target_=lightning_hetero.ThrottleCallback"
+    cfg = of_example("trainer=ddp", f"+emulation@{where}=one_straggler", target)
+    callback = instantiate(cfg.callbacks.throttle)
+    assert isinstance(callback, ThrottleCallback) and callback.scenario.speed(0, 0) == 0.25
 
 
 def test_the_whole_configuration_becomes_objects() -> None:
-    from lightning_hetero.callbacks import ThrottleCallback
-    from lightning_hetero.cli.train import FitClock, build, make_trainer
-    from lightning_hetero.demo import DigitsCNN, DigitsData
-
     cfg = composed("trainer.default_root_dir=null")
     assert isinstance(build(cfg.model), DigitsCNN) and isinstance(build(cfg.data), DigitsData)
     for emulation, throttled in (("two_fast_two_slow", 1), ("none", 0)):

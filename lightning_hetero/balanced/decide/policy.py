@@ -12,9 +12,9 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
-from lightning_hetero.predictors import Predictor, by_name
+from lightning_hetero.predictors import Predictor, PredictorName, by_name
 from lightning_hetero.solvers import minimax, minimax_none_or_least
 from lightning_hetero.types import AffineCost, Allocation, SpeedSample
 
@@ -31,11 +31,27 @@ class ShareBounds:
         lower: least samples per rank, one number or one per rank; ``None``: a quarter of the equal share.
         upper: most samples per rank, one number or one per rank; ``None``: four times the equal share.
         least: a rank gets no sample or at least this many; 2 where BatchNorm cannot do with one.
+
+    Raises:
+        ValueError: a bound is no number of samples.
     """
 
     lower: Bound = None
     upper: Bound = None
     least: int = 1
+
+    def __post_init__(self) -> None:
+        _check_numbers("min_samples", self.lower)
+        _check_numbers("max_samples", self.upper)
+
+    def check_ranks(self, world_size: int) -> None:
+        """Checks what can be known before the global batch is.
+
+        Raises:
+            ValueError: a list of the wrong length, or bounds that cross.
+        """
+        low = _per_rank("min_samples", self.lower, world_size, 0)
+        _check_order(low, _per_rank("max_samples", self.upper, world_size, max(low)))
 
     def resolve(self, world_size: int, total: int, quantum: int = 1) -> tuple[list[int], list[int]]:
         """Returns bounds per rank as multiples of ``quantum``.
@@ -63,12 +79,7 @@ class ShareBounds:
             low[0] = least  # BatchNorm's statistics are rank 0's, as in any DDP
         low = [max(-(-a // quantum) * quantum, least) if a else 0 for a in low]
         up = [_down(b, quantum) if b >= least else 0 for b in up]
-        for rank, (a, b) in enumerate(zip(low, up, strict=True)):
-            if a > b:
-                raise ValueError(
-                    f"rank {rank} must get at least {a} and at most {b} samples, which no number meets"
-                    f" (multiples of {quantum}{self._why()}); lower min_samples or raise max_samples"
-                )
+        _check_order(low, up, f" (multiples of {quantum}{self._why()})")
         if sum(low) > total:
             raise ValueError(
                 f"min_samples={self.lower!r} asks for {sum(low)} samples on {world_size} ranks{self._why()}, but the"
@@ -93,10 +104,29 @@ def _per_rank(name: str, value: Bound, world_size: int, default: int) -> list[in
     values = [default if value is None else value] * world_size if not isinstance(value, Sequence) else list(value)
     if len(values) != world_size:
         raise ValueError(f"{name} lists {len(values)} ranks, but there are {world_size}: give one number per rank")
-    for rank, v in enumerate(values):
-        if type(v) is not int or v < 0:
-            raise ValueError(f"{name}={v!r} of rank {rank} must be a whole number >= 0 (samples)")
     return values
+
+
+def _check_numbers(name: str, value: object) -> None:
+    if value is None:
+        return
+    listed = isinstance(value, Sequence) and not isinstance(value, str)
+    values = cast("Sequence[object]", value) if listed else [cast("object", value)]
+    for rank, number in enumerate(values):
+        if type(number) is not int or number < 0:
+            of = f" of rank {rank}" if listed else ""
+            raise ValueError(
+                f"{name}={number!r}{of} must be a whole number >= 0 (samples), or a list of one per rank"
+            )
+
+
+def _check_order(low: Sequence[int], up: Sequence[int], why: str = "") -> None:
+    for rank, (a, b) in enumerate(zip(low, up, strict=True)):
+        if a > b:
+            raise ValueError(
+                f"rank {rank} must get at least {a} and at most {b} samples, which no number meets{why}; lower"
+                " min_samples or raise max_samples"
+            )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -133,7 +163,7 @@ class BalancePolicy:
     def __init__(
         self,
         *,
-        predictor: str | Predictor = "kalman",
+        predictor: PredictorName | Predictor = "kalman",
         dead_band: float = 0.02,
         min_gain_s: float = 0.0005,
         noise_guard: float = 4.0,
@@ -142,13 +172,14 @@ class BalancePolicy:
         surprise: float = 0.1,
         solver: Callable[..., Allocation] = minimax,
     ) -> None:
-        for name, value in (
-            ("dead_band", dead_band),
-            ("min_gain_s", min_gain_s),
-            ("noise_guard", noise_guard),
-            ("surprise", surprise),
-        ):
-            if not (math.isfinite(value) and value >= 0):
+        numbers: dict[str, Any] = {  # whatever a command line has made of them
+            "dead_band": dead_band,
+            "min_gain_s": min_gain_s,
+            "noise_guard": noise_guard,
+            "surprise": surprise,
+        }
+        for name, value in numbers.items():
+            if not (isinstance(value, int | float) and math.isfinite(value) and value >= 0):
                 raise ValueError(f"{name}={value!r} must be a finite number >= 0")
         for name, value in (("cooldown", cooldown), ("warmup", warmup)):
             if type(value) is not int or value < 0:

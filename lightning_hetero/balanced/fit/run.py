@@ -123,6 +123,15 @@ class BalancedRun(EngineRun[BalancedBinder]):
     def current_samples(self) -> int | None:
         return None if self.part is None else self.part.samples
 
+    @property
+    def user_accumulation(self) -> int:
+        return self.binder.user_accumulation
+
+    @property
+    def shares(self) -> tuple[int, ...]:
+        controller = self.binder.controller
+        return () if controller is None else controller.policy.shares
+
     def step_report(self) -> StepReport | None:
         controller = self.binder.controller
         return controller.report if controller is not None else None

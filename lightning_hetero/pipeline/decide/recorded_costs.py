@@ -47,13 +47,15 @@ def model_to_plain(model: ModelCost) -> dict[str, Any]:
     }
 
 
-def model_from_plain(plain: Mapping[str, Any]) -> ModelCost:
-    """Returns what `model_to_plain` was given.
+def model_from_plain(plain: Mapping[str, Any] | ModelCost) -> ModelCost:
+    """Returns what `model_to_plain` was given; a `ModelCost` as it is.
 
     Raises:
         TypeError: not a mapping.
         ValueError: a key is missing, or a value out of its range.
     """
+    if isinstance(plain, ModelCost):
+        return plain
     _check_mapping("profile", plain)
     if missing := {"layers", "before", "head"} - set(plain):
         raise ValueError(f"a model's cost lacks {sorted(missing)}: was it written by another version?")

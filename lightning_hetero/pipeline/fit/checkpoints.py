@@ -94,6 +94,7 @@ class WholeCheckpointsDDP(HeteroStrategy[PipelineRun]):
 
     def teardown(self) -> None:
         run = self._run
+        self.keep()
         if run is not None:
             try:
                 if run.fitting and not run.failed and run.place is not None:

@@ -19,6 +19,7 @@ __all__ = ["REFUSALS", "refuse_module", "refuse_no_optimizer", "warn_undivided"]
 
 
 REFUSALS = Refusals(
+    no_wrapper="there is no DistributedDataParallel: gradients of a layer go to the ranks that hold the same layer",
     comm_hooks="communication hooks change DDP's all-reduce, and there is none here: gradients of a layer go to the"
     " ranks that hold the same layer. Drop ddp_comm_hook, ddp_comm_wrapper and ddp_comm_state",
     lbfgs="LBFGS needs inner products over all parameters, and each rank of a pipeline holds some of them only;"

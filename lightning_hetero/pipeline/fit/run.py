@@ -124,6 +124,14 @@ class PipelineRun(EngineRun[PipelineBinder]):
         """Samples of the batch this rank is training on; 0 means a dummy: a member's, or a rank at rest."""
         return None if self.batches is None or self.batches.part is None else self.batches.part.samples
 
+    @property
+    def shares(self) -> tuple[int, ...]:
+        """Samples of each group, at its leader; members and ranks at rest have none."""
+        if self.place is None:
+            return ()
+        led = {group.ranks[0]: sum(group.micro_batches) for group in self.place.planned.plan.groups}
+        return tuple(led.get(rank, 0) for rank in range(self.channel.world_size))
+
     def step_report(self) -> StepReport | None:
         """Per rank samples, own work and the rest of the last step; ``None`` before the first one."""
         return None if self.batches is None else self.batches.report

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
 __all__ = ["REFUSALS", "refuse_manual_scaling"]
 
 REFUSALS = Refusals(
+    no_wrapper="there is no DistributedDataParallel: gradients go to a parameter server",
     comm_hooks="communication hooks change DDP's all-reduce, and there is none here: gradients go to a parameter"
     " server. For smaller messages pass compression='bf16', 'fp16' or TopK(ratio=...)",
     lbfgs="LBFGS evaluates the loss several times per step, and here the step is made in the parameter server;"

@@ -74,6 +74,7 @@ class StaleRun(EngineRun[GrantedBinder]):
         self.binder = GrantedBinder(trainer, channel, members, settings)
         self.loop: TickLoop | None = None
         self._since = report.Since()  # the last report
+        self._shares: tuple[int, ...] = ()
         self._settings, self._members, self._groups = settings, members, groups
         self._invited_to: Address | None = None if invitation is None else invitation.address
         self._stored: Mapping[str, Any] = {}
@@ -204,6 +205,12 @@ class StaleRun(EngineRun[GrantedBinder]):
         if (worker := self.worker) is not None:
             worker.ask_measures()
 
+    @property
+    def shares(self) -> tuple[int, ...]:
+        """Of the batch that was present when the server was last asked, by a report or metric; it is not asked now."""
+        return self._shares
+
+
     def step_report(self) -> StepReport | None:
         """Per rank samples, own work and waiting per update, since this rank's last call.
 
@@ -227,7 +234,10 @@ class StaleRun(EngineRun[GrantedBinder]):
         worker = self.worker
         if worker is None or worker.awaits_measures:
             return None
-        return worker.brought or worker.measures()
+        measures = worker.brought or worker.measures()
+        if any(measures.shares):
+            self._shares = measures.shares
+        return measures
 
     # ---- training ends ----------------------------------------------------------------------------------------
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from itertools import pairwise
 from typing import Any
 
@@ -133,9 +134,6 @@ def test_explicit_bounds_are_tightened_to_multiples_of_the_quantum() -> None:
             12,
             ("rank 1 must get at least 9 and at most 8", "lower min"),
         ),
-        (ShareBounds(lower=-1), 2, 8, ("min_samples=-1 of rank 0", "whole number >= 0")),
-        (ShareBounds(lower=[1, 1.5]), 2, 8, ("min_samples=1.5 of rank 1",)),  # type: ignore[list-item]
-        (ShareBounds(upper=True), 2, 8, ("max_samples=True of rank 0",)),
         (ShareBounds(), 4, 3, ("asks for 4 samples on 4 ranks", "has 3", "at least 4")),
         (ShareBounds(least=2), 2, 1, ("global batch of 1 samples is less than the 2", "BatchNorm")),
         (ShareBounds(least=2, upper=1), 2, 2, ("max_samples=1 admits 0 samples", "for BatchNorm")),
@@ -151,8 +149,40 @@ def test_bounds_that_cannot_be_met_are_named(
 
 
 @pytest.mark.parametrize(
+    ("bounds", "words"),
+    [
+        ({"lower": -1}, "min_samples=-1 must be a whole number >= 0 (samples), or a list of one per rank"),
+        ({"lower": [1, 1.5]}, "min_samples=1.5 of rank 1 must be"),
+        ({"upper": [4, None]}, "max_samples=None of rank 1 must be"),
+        ({"upper": True}, "max_samples=True must be"),
+        ({"lower": "abc"}, "min_samples='abc' must be"),
+    ],
+)
+def test_bounds_that_are_no_numbers_of_samples_are_refused_when_given(bounds: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(words)):
+        ShareBounds(**bounds)
+
+
+@pytest.mark.parametrize(
+    ("bounds", "words"),
+    [
+        (ShareBounds(lower=[1, 2]), "min_samples lists 2 ranks, but there are 4"),
+        (ShareBounds(upper=[1, 2]), "max_samples lists 2 ranks, but there are 4"),
+        (ShareBounds(lower=[1, 1, 9, 1], upper=8), "rank 2 must get at least 9 and at most 8 samples"),
+    ],
+)
+def test_bounds_that_do_not_fit_the_ranks_are_known_before_the_batch_is(bounds: ShareBounds, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        bounds.check_ranks(4)
+    ShareBounds(lower=[1, 1, 1, 1], upper=8).check_ranks(4)
+    ShareBounds(lower=9).check_ranks(4)
+
+
+@pytest.mark.parametrize(
     ("setting", "value"),
     [
+        ("dead_band", "abc"),
+        ("dead_band", None),
         ("dead_band", -0.1),
         ("dead_band", math.nan),
         ("min_gain_s", math.inf),

@@ -259,7 +259,7 @@ def test_yaml_files_are_valid_scenarios(path: Path) -> None:
         assert path.stem == "none"
         return
     arguments = {str(k): v for k, v in config.scenario.items()}
-    assert arguments.pop("_target_") == "lightning_hetero.Scenario"
+    assert arguments.pop("_target_") == "lightning_hetero.Scenario" and arguments.pop("_convert_") == "all"
     scenario = Scenario(**arguments)
     assert scenario.emulated
     assert scenario.ideal_step_s(4, 64) <= scenario.even_step_s(4, 64)
@@ -276,3 +276,17 @@ def test_the_yaml_files_promised_are_there() -> None:
         "dying_rank",
     }
     assert names <= {p.stem for p in CONF.glob("*.yaml")}
+
+
+def test_what_concerns_ranks_that_there_are_not_is_named() -> None:
+    scenario = Scenario(speeds=[1, 1, 0.5, 0.25], mem_samples={3: 8}).change([1, 2, 3], at_step=5)
+    scenario = scenario.slow(rank=2, factor=2).kill(rank=4, at_step=1)
+    assert scenario.unused(5) == ()
+    assert scenario.unused(2) == (
+        "speeds beyond the first 2: [0.5, 0.25]",
+        "speeds from step 5 on beyond the first 2: [3.0]",
+        "a fault (kill) of rank 4",
+        "a slowdown of rank 2",
+        "a cap of memory of rank 3",
+    )
+    assert Scenario(speeds=[1.0]).unused(4) == ()  # repeated

@@ -2,14 +2,26 @@
 
 from __future__ import annotations
 
+import re
 from datetime import timedelta
+from typing import get_args, get_type_hints
 
 import pytest
 from jsonargparse import ArgumentParser
-from lightning.pytorch import Trainer
+from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.strategies import DDPStrategy, Strategy, StrategyRegistry
 
-from lightning_hetero import BoundedStalenessStrategy, HeteroPipelineStrategy, LoadBalancedStrategy
+import lightning_hetero
+from lightning_hetero import (
+    BoundedStalenessStrategy,
+    HeteroPipelineStrategy,
+    LoadBalancedStrategy,
+    predictors,
+)
+from lightning_hetero.predictors import PredictorName
+from lightning_hetero.stale.decide import policy
+from lightning_hetero.stale.decide.policy import PolicyName
+from lightning_hetero.stale.runtime.memory import codecs
 
 ENGINES = [LoadBalancedStrategy, BoundedStalenessStrategy, HeteroPipelineStrategy]
 
@@ -28,6 +40,16 @@ def test_inherited_arguments_reach_the_constructor_from_a_command_line(cls: type
     assert isinstance(strategy, cls)
     assert (strategy.global_batch_size, strategy.timeout) == (96, timedelta(minutes=10))  # type: ignore[attr-defined]
     assert strategy._ddp_kwargs["find_unused_parameters"] is True
+
+
+def test_command_lines_offer_our_strategies_and_callbacks_and_nothing_internal() -> None:
+    parser = ArgumentParser(exit_on_error=False)
+    parser.add_argument("--strategy", type=Strategy)
+    parser.add_argument("--callback", type=Callback)
+    offered = set(re.findall(r"lightning_hetero[\w.]+", "".join(parser.format_help().split())))
+    public = {f"lightning_hetero.{name}" for name in lightning_hetero.__all__}
+    assert {f"lightning_hetero.{cls.__name__}" for cls in ENGINES} <= offered
+    assert offered - {"lightning_hetero.cli.train.FitClock"} <= public  # if a test has imported the command
 
 
 @pytest.mark.parametrize("cls", ENGINES)
@@ -55,7 +77,113 @@ def test_shared_arguments_are_checked_in_every_engine(
 ) -> None:
     with pytest.raises(error, match=words):
         Trainer(accelerator="cpu", devices=2, strategy=cls(**arguments), logger=False)  # type: ignore[arg-type]
-    assert repr(cls()) == f"<{cls.__name__} for lightning.pytorch.Trainer>"
+    name = f"<{cls.__name__} for lightning.pytorch.Trainer: hetero_{cls.engine}, global batch"  # type: ignore[attr-defined]
+    assert repr(cls()) == f"{name} of the loader>"
+    assert repr(cls(global_batch_size=96)) == f"{name} 96>"  # type: ignore[arg-type]
+
+
+def make_trainer(strategy: DDPStrategy, devices: int = 2) -> Trainer:
+    return Trainer(accelerator="cpu", devices=devices, strategy=strategy, logger=False)
+
+
+@pytest.mark.parametrize("cls", ENGINES)
+def test_what_tunes_a_wrapper_that_is_not_there_is_said_once(cls: type[DDPStrategy]) -> None:
+    silent = cls(static_graph=False, find_unused_parameters=True, process_group_backend="gloo")  # type: ignore[arg-type]
+    make_trainer(silent)
+    tuned = {"static_graph": True, "bucket_cap_mb": 3, "find_unused_parameters": True}
+    make_trainer(cls(**tuned), devices=1)  # type: ignore[arg-type]
+    strategy = cls(**tuned)  # type: ignore[arg-type]
+    if cls is LoadBalancedStrategy:  # the wrapper is there
+        make_trainer(strategy)
+        return
+    with pytest.warns(UserWarning, match="static_graph=True, bucket_cap_mb=3 has no effect with " + cls.__name__):
+        make_trainer(strategy)
+    strategy.set_world_ranks()  # again, when a fit begins
+
+
+@pytest.mark.stock_ddp("precision: `mixed_precision` of DistributedDataParallel", "stale", "pipeline",
+                       refused="there is no wrapper to do it; use the Trainer's `precision`")
+@pytest.mark.parametrize("cls", [BoundedStalenessStrategy, HeteroPipelineStrategy])
+@pytest.mark.parametrize("name", ["mixed_precision", "process_group", "device_mesh", "param_to_hook_all_reduce"])
+def test_what_would_change_the_training_through_a_wrapper_is_refused(cls: type[DDPStrategy], name: str) -> None:
+    make_trainer(cls(**{name: object()}), devices=1)  # type: ignore[arg-type]
+    words = f"{cls.__name__} cannot honour {name}, .* there is no Distr.*'hetero_balanced'"
+    with pytest.raises(TypeError, match=words):
+        make_trainer(cls(**{name: object()}))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("cls", "wrong", "meant"),
+    [
+        (LoadBalancedStrategy, "dead_bnd", "dead_band"),
+        (LoadBalancedStrategy, "global_batchsize", "global_batch_size"),
+        (BoundedStalenessStrategy, "complession", "compression"),
+        (HeteroPipelineStrategy, "backbon", "backbone"),
+        (HeteroPipelineStrategy, "time_out", "timeout"),
+    ],
+)
+def test_a_misspelt_argument_comes_with_the_one_of_ours_that_is_near(
+    cls: type[DDPStrategy], wrong: str, meant: str
+) -> None:
+    with pytest.raises(TypeError, match=f"have no argument '{wrong}'; did you mean '{meant}'"):
+        cls(**{wrong: 1})  # type: ignore[arg-type]
+
+
+WRONG: list[tuple[type[DDPStrategy], str, object, str]] = [
+    *((cls, "monitor", "no", "monitor='no' must be one of (True, False)") for cls in ENGINES),
+    *((cls, "batch_weight", 5, "batch_weight=5 must be a function") for cls in ENGINES),
+    *((cls, "timeout", 5, "timeout=5 must be a datetime.timedelta") for cls in ENGINES),
+    *((cls, "start_method", "popn", "start_method='popn' must be one of") for cls in ENGINES),
+    (LoadBalancedStrategy, "dead_band", "abc", "dead_band='abc' must be a finite number >= 0"),
+    (LoadBalancedStrategy, "min_samples", "abc", "min_samples='abc' must be a whole number >= 0"),
+    (LoadBalancedStrategy, "max_samples", [4, -1], "max_samples=-1 of rank 1 must be a whole number"),
+    (LoadBalancedStrategy, "policy", "kalman", "policy='kalman' must be a BalancePolicy"),
+    (LoadBalancedStrategy, "rebalance", "no", "rebalance='no' must be one of"),
+    (LoadBalancedStrategy, "waiting_modules", 5, "waiting_modules=5 must be a list of classes"),
+    (LoadBalancedStrategy, "waiting_modules", ["Linear"], "waiting_modules=['Linear'] must be a list of classes"),
+    (BoundedStalenessStrategy, "grace", "abc", "Flexible(grace='abc') must be a number >= 0"),
+    (BoundedStalenessStrategy, "liveness_s", "abc", "liveness_s='abc' must be > 0 (seconds)"),
+    (BoundedStalenessStrategy, "predictor", 5, "predictor=5 must be a name or a lightning_hetero.predictors.Predictor"),
+    (BoundedStalenessStrategy, "compression", 5, "compression=5 must be None, 'bf16', 'fp16' or a codec"),
+    (HeteroPipelineStrategy, "cluster", "nope", "cluster='nope' must be 'probe', a description (see conf/cluster)"),
+    (HeteroPipelineStrategy, "cluster", 5, "cluster=5 must be a mapping"),
+    (HeteroPipelineStrategy, "cluster", {"devises": []}, "devises"),
+    (HeteroPipelineStrategy, "plan", 5, "plan=5 must be a mapping"),
+    (HeteroPipelineStrategy, "plan", {"groups": []}, "plan.groups=[] must be a list of one or more groups"),
+    (HeteroPipelineStrategy, "profile", 5, "profile=5 must be a mapping"),
+    (HeteroPipelineStrategy, "seed", "a", "seed='a' must be a whole number, or None"),
+    (HeteroPipelineStrategy, "backbone", 5, "backbone=5 must be the name of an attribute"),
+    (HeteroPipelineStrategy, "emulate_links", 3, "emulate_links=3 must be one of (True, False)"),
+]
+
+
+@pytest.mark.parametrize(("cls", "name", "value", "words"), WRONG, ids=lambda v: getattr(v, "engine", str(v)))
+def test_a_wrong_value_is_refused_by_name_when_it_is_given(
+    cls: type[DDPStrategy], name: str, value: object, words: str
+) -> None:
+    with pytest.raises((TypeError, ValueError), match=re.escape(words)):
+        cls(**{name: value})  # type: ignore[arg-type]
+
+
+def test_a_policy_that_has_no_use_for_an_argument_names_it_and_those_that_have() -> None:
+    others = "flexible, saps, ssp, drop, buffered"
+    with pytest.raises(ValueError, match=f"policy='asp' has no use for bound=2; .*: {others}$"):
+        BoundedStalenessStrategy(policy="asp", bound=2)
+    with pytest.raises(ValueError, match=r"policy='bsp' has no use for bound=1 and grace=0.5; .* that has: flexible$"):
+        BoundedStalenessStrategy(policy="bsp", bound=1, grace=0.5)
+
+
+def test_bounds_for_another_number_of_ranks_are_refused_when_the_trainer_is_made() -> None:
+    with pytest.raises(ValueError, match="min_samples lists 3 ranks, but there are 2"):
+        make_trainer(LoadBalancedStrategy(min_samples=[1, 2, 3]))
+
+
+def test_names_for_type_checkers_are_those_that_are_known() -> None:
+    assert set(get_args(PredictorName)) == set(predictors._KNOWN)
+    assert get_args(PolicyName) == tuple(policy._KNOWN)
+    assert get_args(codecs.CodecName) == tuple(codecs._NAMES)
+    hints = get_type_hints(BoundedStalenessStrategy.__init__)
+    assert str not in {kind for name in ("policy", "predictor", "compression") for kind in get_args(hints[name])}
 
 
 @pytest.mark.stock_ddp("launching: the registry's names, e.g. `ddp_spawn_find_unused_parameters_true`",

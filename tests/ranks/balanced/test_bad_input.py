@@ -164,9 +164,8 @@ def refusing_job(rank: int, world: int, names: Sequence[str]) -> list[tuple[str,
     said = []
     for name in names:
         kwargs, module, loader, _, _ = CASES[name]
-        trainer = rank_trainer(rank, world, balanced(**kwargs), max_epochs=1)
         try:
-            trainer.fit(module(), loader())
+            rank_trainer(rank, world, balanced(**kwargs), max_epochs=1).fit(module(), loader())
         except Exception as error:
             said.append((type(error).__name__, str(error)))
         else:

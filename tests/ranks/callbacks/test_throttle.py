@@ -20,7 +20,7 @@ from lightning_hetero.callbacks.trace import HeteroTrace
 from lightning_hetero.emulate import Scenario
 from lightning_hetero.record import read_events
 from tests.ranks.callbacks.kit import WARNINGS, Net, NoBackward, fit
-from tests.ranks.emulate.kit import EMULATED, Time
+from tests.ranks.emulate.kit import Time
 
 CHANGING = Scenario(sample_s=0.01, step_s=0.1).slow(0, 2, at_step=4)
 EXPECTED = [CHANGING.work_s(0, step, samples) for step, samples in enumerate([4, 4, 2, 4, 4, 2])]
@@ -184,10 +184,18 @@ def test_samples_of_a_graph_batch_are_counted_by_the_loader(tmp_path: Path) -> N
 
 @WARNINGS
 def test_faults_end_a_fit_and_are_recorded(tmp_path: Path) -> None:
-    scenario = EMULATED.raise_at(rank=0, at_step=4)
+    scenario = Scenario(sample_s=0.01, step_s=0.1).raise_at(rank=0, at_step=4)
     with pytest.raises(RuntimeError, match="rank 0 at step 4"):
         fit(tmp_path, [HeteroTrace(), ThrottleCallback(scenario, throttle=Time().throttle)])
     *steps, fault = read_events(tmp_path / "hetero")[1:]
     assert [(e.epoch, e.step) for e in steps] == [(0, 0), (0, 1), (0, 2), (1, 0)]
     assert (fault.kind, fault.epoch, fault.step) == ("fault", 1, 1)
     assert "scripted fault" in fault.data["error"]
+
+
+@WARNINGS
+def test_a_scenario_of_more_ranks_than_train_is_said(tmp_path: Path) -> None:
+    time = Time()
+    callback = ThrottleCallback(Scenario(speeds=[1.0, 0.25], sample_s=0.01), throttle=time.throttle)
+    with pytest.warns(UserWarning, match=r"more ranks than the 1 that train; .*beyond the first 1: \[0.25\]"):
+        fit(tmp_path, [callback], max_epochs=1)

@@ -103,7 +103,7 @@ def test_a_sum_that_overflows_blames_nobody() -> None:
 
 @pytest.mark.parametrize("codec", ["int8", "", "BF16"])
 def test_unknown_codecs_are_named(codec: str) -> None:
-    with pytest.raises(ValueError, match=f"codec={codec!r}.*'bf16', 'fp16'"):
+    with pytest.raises(ValueError, match=f"compression={codec!r}.*'bf16', 'fp16'"):
         by_name(codec)
 
 

@@ -1,4 +1,4 @@
-"""Makes lightning-hetero's config groups (``strategy: hetero_balanced``) visible by name in any Hydra app.
+"""Makes lightning-hetero's strategies, clusters and emulations visible by name in any Hydra app.
 
 Every Hydra app on the machine imports this file at its start, whether it uses us or not. So it imports
 nothing of ours, and hands Hydra a folder rather than ``pkg://lightning_hetero.conf``: to resolve that address
@@ -7,13 +7,19 @@ Hydra would import `lightning_hetero` and with it torch and Lightning, seconds f
 
 from __future__ import annotations
 
+import sys
+from functools import partial
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 from hydra.core.config_search_path import ConfigSearchPath
 from hydra.plugins.search_path_plugin import SearchPathPlugin
 
 __all__ = ["LightningHeteroSearchPath"]
+
+ENGINES = ("balanced", "stale", "pipeline")
 
 
 def _conf_folder() -> Path | None:
@@ -26,10 +32,36 @@ def _conf_folder() -> Path | None:
     return None
 
 
+def _register_names() -> None:
+    """Lets ``trainer.strategy=hetero_balanced`` be a plain string in an app that has imported Lightning by now.
+
+    Lightning asks no entry point before it looks the string up: its ``callbacks_factory`` comes later. Importing
+    `lightning_hetero`, here or by the app, replaces these entries by the classes.
+    """
+    strategies = sys.modules.get("lightning.pytorch.strategies")
+    registry = getattr(strategies, "StrategyRegistry", None)
+    if strategies is None or registry is None:
+        return
+    stock = [name for name, entry in registry.items() if entry["strategy"] is strategies.DDPStrategy]
+    for ours in [name.replace("ddp", f"hetero_{engine}", 1) for engine in ENGINES for name in stock]:
+        if ours not in registry:
+            described = "of lightning-hetero, which is imported when this is chosen"
+            registry.register(ours, partial(_strategy_named, registry, ours), description=described)
+
+
+def _strategy_named(registry: Any, name: str) -> object:
+    import_module("lightning_hetero")
+    return registry.get(name)
+
+
 class LightningHeteroSearchPath(SearchPathPlugin):
-    """Appends our ``conf`` to the search path: last, so that an app's own file of the same name wins."""
+    """Appends our ``conf`` to the search path: last, so that an app's own file of the same name wins.
+
+    It holds nothing but what is meant for other apps; the command's own configuration is in ``cli/conf``.
+    """
 
     def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
         folder = _conf_folder()
         if folder is not None:
             search_path.append(provider="lightning-hetero", path=f"file://{folder.as_posix()}")
+        _register_names()

@@ -11,6 +11,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -26,11 +27,10 @@ from lightning_hetero.pipeline.decide.plans import (
     check_plan,
     emulated,
     in_one_piece,
-    plan_from_plain,
     replicas,
     unit_costs,
 )
-from lightning_hetero.pipeline.decide.recorded_costs import model_from_plain, recorded
+from lightning_hetero.pipeline.decide.recorded_costs import recorded
 from lightning_hetero.pipeline.fit.plan.rehearsal import Rehearsal, measure_model
 from lightning_hetero.pipeline.runtime.measure.around_backbone import NeverCalledError
 from lightning_hetero.pipeline.runtime.measure.memory import tensor_bytes
@@ -47,16 +47,24 @@ from lightning_hetero.types import Cluster, ModelCost, PipelinePlan
 if TYPE_CHECKING:
     from lightning_hetero.transport.side_channel import SideChannel
 
-__all__ = ["CannotDivideError", "PipelineSettings", "PlanResult", "PlanSettings", "evaluation_plan", "make_plan"]
+__all__ = [
+    "CannotDivideError",
+    "PipelineSettings",
+    "PlanResult",
+    "PlanSettings",
+    "evaluation_plan",
+    "make_plan",
+    "read_cluster",
+]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PlanSettings:
     """The strategy's arguments that concern the plan; see `HeteroPipelineStrategy`."""
 
-    cluster: Cluster | Mapping[str, Any] | str | None = None
-    profile: ModelCost | Mapping[str, Any] | None = None
-    plan: PipelinePlan | Mapping[str, Any] | None = None
+    cluster: Cluster | Literal["probe"] | None = None
+    profile: ModelCost | None = None
+    plan: PipelinePlan | None = None
     micro_batch_size: int | None = None
     max_groups: int | None = None
     depth: Literal["auto"] | DepthRule = "auto"
@@ -174,30 +182,44 @@ def _cluster(
 ) -> Cluster:
     given = settings.cluster
     world = channel.world_size
-    if isinstance(given, str) and given != "probe":
-        given = _recorded_cluster(given)
     if given is None and scenario is not None:
         speeds = [scenario.speed(rank, 0) for rank in range(world)]
         return override_cluster(equal_cluster(world), speeds=speeds)
     if given is None and settings.plan is not None:
         return equal_cluster(world)  # nothing is decided by it
-    known = None if given is None or isinstance(given, str) else cluster_from_plain(given)
+    known = given if isinstance(given, Cluster) else None
     return probe_cluster(
         channel.group, device, given=known, cache_folder=settings.cache_folder, now_s=time.time()
     )
 
 
-def _recorded_cluster(path: str) -> Cluster:
+def read_cluster(given: Cluster | Mapping[str, Any] | str | Path | None) -> Cluster | Literal["probe"] | None:
+    """Returns the cluster that was given, however it was.
+
+    Args:
+        given: a description, see `cluster_from_plain`, or the path of a trace with one; ``"probe"`` and ``None`` stay.
+
+    Raises:
+        TypeError, ValueError: it is none of these, or the description is wrong.
+    """
+    if given is None:
+        return None
+    if isinstance(given, str) and given == "probe":
+        return "probe"
+    return _recorded_cluster(given) if isinstance(given, str | Path) else cluster_from_plain(given)
+
+
+def _recorded_cluster(path: str | Path) -> Cluster:
     """Reads the cluster that an earlier run wrote into its trace."""
     try:
         found = recorded(read_events(path))
     except FileNotFoundError as error:
         raise ValueError(
-            f"cluster={path!r} must be 'probe', a description (see conf/cluster), a Cluster, None, or a trace"
+            f"cluster={str(path)!r} must be 'probe', a description (see conf/cluster), a Cluster, None, or a trace"
             f" written by HeteroTrace ({error})"
         ) from error
     if found is None:
-        raise ValueError(f"the trace {path!r} is of no pipeline: it holds no description of a cluster")
+        raise ValueError(f"the trace {str(path)!r} is of no pipeline: it holds no description of a cluster")
     return found[0]
 
 
@@ -206,8 +228,6 @@ def _decide(
 ) -> tuple[PipelinePlan, ModelCost | None, int]:
     module, backbone = step.module, step.backbone
     model = settings.profile
-    if model is not None and not isinstance(model, ModelCost):
-        model = model_from_plain(model)
     needs_times = scenario is not None and scenario.emulated
     if model is not None and len(model.layers) != len(backbone.layers):
         raise ValueError(f"profile has {len(model.layers)} layers, but the backbone has {len(backbone.layers)}")
@@ -224,7 +244,7 @@ def _decide(
         assert scenario is not None
         model = emulated(model, scenario)
     if settings.plan is not None:
-        return plan_from_plain(settings.plan), model, calls
+        return settings.plan, model, calls
     assert model is not None
     ties = tied(module, backbone.layers)
     spans = [(0 if tie.outside else min(tie.layers), max(tie.layers)) for tie in ties if tie.layers]
@@ -262,7 +282,7 @@ def evaluation_plan(
     layers, world = len(backbone.layers), channel.world_size
     sizes = [float(tensor_bytes([*layer.parameters(), *layer.buffers()])) for layer in backbone.layers]
     if settings.plan is not None:
-        plan = plan_from_plain(settings.plan)
+        plan = settings.plan
     elif tensor_bytes([*module.parameters(), *module.buffers()]) <= min(d.mem_bytes for d in cluster.devices):
         plan = replicas(layers, [1] * world)
     else:

@@ -18,7 +18,8 @@ these chunks is overdue, and then computes it a second time.
 
 from __future__ import annotations
 
-from typing import Any
+import inspect
+from typing import Any, Literal, TypeAlias
 
 from lightning_hetero.stale.decide.policy.asynchronous import Asp, Asynchronous, Buffered, Drop, Saps, Ssp
 from lightning_hetero.stale.decide.policy.barriers import Backup, Bsp
@@ -39,12 +40,15 @@ __all__ = [
     "Grant",
     "Hold",
     "Policy",
+    "PolicyName",
     "Pool",
     "Pooled",
     "Saps",
     "Ssp",
     "by_name",
 ]
+
+PolicyName: TypeAlias = Literal["flexible", "saps", "asp", "bsp", "ssp", "drop", "buffered", "backup"]
 
 _KNOWN: dict[str, type[Policy]] = {
     policy.name: policy for policy in (Flexible, Saps, Asp, Bsp, Ssp, Drop, Buffered, Backup)
@@ -56,12 +60,18 @@ def by_name(name: str, **settings: Any) -> Policy:
     ``"backup"``, with ``settings`` for its constructor.
 
     Raises:
-        ValueError: the name is unknown, or a setting is out of range.
-        TypeError: the policy has no such setting.
+        ValueError: the name is unknown, the policy has no such setting, or it is out of range.
     """
     if name not in _KNOWN:
         raise ValueError(
             f"unknown policy {name!r}: choose one of {', '.join(_KNOWN)}, or pass any Policy instance"
             " (for example Flexible(bound=1))"
+        )
+    takes = {known: inspect.signature(policy).parameters for known, policy in _KNOWN.items()}
+    if strange := [setting for setting in settings if setting not in takes[name]]:
+        others = [known for known in _KNOWN if all(setting in takes[known] for setting in strange)]
+        said = " and ".join(f"{setting}={settings[setting]!r}" for setting in strange)
+        raise ValueError(
+            f"policy={name!r} has no use for {said}; drop it, or choose a policy that has: {', '.join(others)}"
         )
     return _KNOWN[name](**settings)

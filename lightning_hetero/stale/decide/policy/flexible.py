@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from lightning_hetero.stale.decide.policy.base import Claim, Due, Grant, Hold, Holds, Pooled, whole
 
@@ -36,7 +36,8 @@ class Flexible(Pooled):
 
     def __init__(self, *, bound: int = 2, grace: float = 0.1, overlap: bool = False) -> None:
         self.bound = whole("Flexible", "bound", bound, 0)
-        if not grace >= 0.0:
+        given: Any = grace  # whatever a command line has made of it
+        if not (isinstance(given, int | float) and given >= 0.0):
             raise ValueError(f"Flexible(grace={grace!r}) must be a number >= 0, a fraction of a step")
         if type(overlap) is not bool:
             raise TypeError(f"Flexible(overlap={overlap!r}) must be True or False")

@@ -25,7 +25,7 @@ __all__ = ["Admission"]
 _COME_S = 20.0  # for somebody who has just answered to come to the new group
 
 
-class LastPoint(Checkpoint):
+class _LastPoint(Checkpoint):
     """Saves what a newcomer resumes from, after all hooks of an epoch's end: Lightning puts checkpoints last."""
 
     def __init__(self, admission: Admission) -> None:
@@ -63,7 +63,7 @@ class Admission:
         self._asking: list[int] = []
         self._checkpoint = ""
         self._callbacks = compat.trainer_callbacks(trainer)
-        self._point: LastPoint | None = None
+        self._point: _LastPoint | None = None
 
     def announce(self, address: Address) -> None:
         """Says where a rank that comes late, or again, finds this run's server; for the lowest of the ranks."""
@@ -75,7 +75,7 @@ class Admission:
     def expect(self) -> None:
         """Looks for newcomers after every epoch once somebody is missing."""
         if self._point is None and self._members.missing:
-            self._point = LastPoint(self)
+            self._point = _LastPoint(self)
             self._callbacks.append(self._point)
 
     def look(self) -> None:

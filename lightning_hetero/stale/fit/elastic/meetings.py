@@ -24,10 +24,10 @@ from lightning_hetero.stale.fit.session import Session
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
 
-__all__ = ["MeetingPoints", "Meetings"]
+__all__ = ["Meetings"]
 
 
-class MeetingPoints(Callback):
+class _MeetingPoints(Callback):
     """Before anything of Lightning or torchmetrics reduces over ranks, all live ranks meet at the server.
 
     Then they hold the same version, and a rank that died meanwhile is out of the group. First among the callbacks.
@@ -105,7 +105,7 @@ class Meetings:
         self._generation = 0
         self._advised = False
         self._callbacks = compat.trainer_callbacks(trainer)
-        self._point = MeetingPoints(self, members, admission, leave_step)
+        self._point = _MeetingPoints(self, members, admission, leave_step)
         self._callbacks.insert(0, self._point)
 
     def meet(self, what: str, *, pull: bool = False) -> None:
@@ -146,16 +146,15 @@ class Meetings:
         members = self._members
         if alive == members.alive:
             return
-        dead = sorted(set(members.alive) - set(alive))
+        led = 0 in members.alive and 0 not in alive
         self._groups.rebuild(alive, self._generation)
         if members.is_lowest:
             self._admission.announce(self._session.address)
         self._admission.expect()
-        if dead:
+        if led:  # of another's death rank 0 has told, when the server told it
             members.warn_once(
-                f"rank {', '.join(map(str, dead))} died; the others go on without, on {len(alive)} devices, with the"
-                f" same global batch; its samples were granted to them (epoch {self.trainer.current_epoch})"
-                + (f"; rank {alive[0]} writes checkpoints now, loggers of rank 0 log no more" if 0 in dead else "")
+                f"rank 0 died; the others go on without, on {len(alive)} devices, with the same global batch: rank"
+                f" {alive[0]} writes checkpoints now, loggers of rank 0 log no more"
             )
 
     def close(self) -> None:

@@ -11,14 +11,14 @@ from __future__ import annotations
 import cmath
 import math
 from abc import ABC, abstractmethod
-from typing import ClassVar
+from typing import ClassVar, Literal, TypeAlias
 
 import torch
 from torch import Tensor
 
 from lightning_hetero.stale.runtime.memory.entry import Entry
 
-__all__ = ["Cast", "Codec", "TopK", "by_name", "pool_dtype"]
+__all__ = ["Cast", "Codec", "CodecName", "TopK", "by_name", "pool_dtype"]
 
 _HALF = (torch.float16, torch.bfloat16)
 
@@ -176,6 +176,8 @@ class TopK(Codec):
         entry.flat(pool).index_add_(0, where, values, alpha=alpha)
 
 
+CodecName: TypeAlias = Literal["bf16", "fp16"]
+
 _NAMES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -191,6 +193,6 @@ def by_name(codec: Codec | str | None) -> Codec:
         return Cast()
     if codec not in _NAMES:
         raise ValueError(
-            f"codec={codec!r} must be None, {', '.join(map(repr, _NAMES))} or a codec such as TopK(0.01)"
+            f"compression={codec!r} must be None, {', '.join(map(repr, _NAMES))} or a codec such as TopK(0.01)"
         )
     return Cast(_NAMES[codec])

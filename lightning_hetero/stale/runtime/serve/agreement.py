@@ -62,7 +62,8 @@ class LiveWorkers:
             self.live.discard(rank)
             self.generation += 1
             self.notify(
-                f"worker {rank} is gone{f' ({reason})' if reason else ''}; its samples go to the others"
+                f"rank {rank} died{f' ({reason})' if reason else ''}; the others go on without, on {len(self.live)}"
+                " devices, with the same global batch: its samples go to them"
             )
 
     def left(self, rank: int) -> None:
