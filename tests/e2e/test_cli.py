@@ -113,7 +113,7 @@ def test_a_lost_rank_does_not_fail_the_command_where_the_others_go_on(tmp_path: 
     assert (result["strategy"], result["steps"], result["batches"]) == ("hetero_stale", 24, 24)
     assert result["metric"]["value"] is not None
     assert {0, 2} <= {rank["rank"] for rank in result["ranks"]}
-    assert re.search(r"rank 1 died \(.*\); the others go on without, on 2 devices", done.stderr)
+    assert re.search(r"rank 1 died.*; the others go on without, on 2 devices", done.stderr)
 
 
 def test_an_unknown_option_fails_before_anything_starts(tmp_path: Path) -> None:

@@ -49,7 +49,7 @@ def test_a_lost_rank_ends_stock_ddp_and_not_the_parameter_server() -> None:
     assert hetero.returncode == 0, hetero.stderr
     found = re.search(r"BoundedStalenessStrategy: (\d+) steps in [\d.]+ s, val_acc ([\d.]+)", hetero.stdout)
     assert found and int(found[1]) == 2 * 23 and float(found[2]) > 0.5
-    assert re.search(r"rank 1 died \(.*\); the others go on without, on 3 devices", hetero.stderr)
+    assert re.search(r"rank 1 died.*; the others go on without, on 3 devices", hetero.stderr)
     assert hetero.stderr.count("go on without") == 1
 
 
