@@ -43,13 +43,13 @@ NOTES = (
 )
 
 
-def launch(world_size: int, repeats: int, steps: int, quick: bool) -> dict[str, Any]:
+def launch(world_size: int, repeats: int, steps: int, trained_steps: int, quick: bool) -> dict[str, Any]:
     """Runs one group of ranks under torchrun and returns what rank 0 wrote."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "result.json"
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={world_size}"]
         command += ["-m", "benchmarks.pipeline.worker", str(world_size), str(repeats), str(steps)]
-        command += ["quick" if quick else "full", str(path)]
+        command += [str(trained_steps), "quick" if quick else "full", str(path)]
         subprocess.run(command, check=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
         return json.loads(path.read_text())
 
@@ -70,14 +70,15 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="two scenarios, shortened, one repeat; under a minute")
     parser.add_argument("--repeats", type=int, default=3, help="runs of each plan and engine")
     parser.add_argument("--steps", type=int, default=3, help="measured steps of a run")
+    parser.add_argument("--trained-steps", type=int, default=20, help="measured steps of a run under Lightning")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent, help="folder for results.json, results.md")
     args = parser.parse_args()
-    repeats, steps = (1, 2) if args.quick else (args.repeats, args.steps)
+    repeats, steps, trained = (1, 2, 4) if args.quick else (args.repeats, args.steps, args.trained_steps)
     every = cases(args.quick)
     raw: dict[str, dict[str, Any]] = {"walked": {}, "trained": {}, "overhead": {}, "load_before": {}}
     for world_size in sorted({case.world_size for case in every}):
         raw["load_before"][f"{world_size} ranks"] = os.getloadavg()[0]
-        for part, found in launch(world_size, repeats, steps, args.quick).items():
+        for part, found in launch(world_size, repeats, steps, trained, args.quick).items():
             raw[part] |= found
     for case in every:
         if case.world_size <= EXHAUSTIVE and not args.quick:
