@@ -14,9 +14,9 @@ on (Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parallel T
     end_k   = max(end_{k-1}, ready_k) + ring(bytes_k)
     exposed = end_last - max over r of (forward_r + backward_r)
 
-Our pipelines reduce beside the last backward pass likewise, but in buckets of 25 MiB from the first one on and by owners
-of layers; no model here is as large as one, so a device's bucket is complete at the end of its last backward pass and
-all of the exchange is exposed.
+Our pipelines reduce beside the last backward pass likewise, but in buckets of 25 MiB from the first one on and by
+owners of layers; no model here is as large as one, so a device's bucket is complete at the end of its last backward pass
+and all of the exchange is exposed.
 
 The ring all-reduce is the planner's, see `lightning_hetero.solvers.placement.sync`.
 """
@@ -40,7 +40,7 @@ class Bucket:
 
     Attributes:
         size_bytes: of all of them.
-        first: the part of the model that is the last to give its gradient: 0 before the layers, 1 the first of them, ...
+        first: the part of the model that gives its gradient last: 0 is before the layers, 1 the first of them, ...
     """
 
     size_bytes: float
