@@ -8,7 +8,8 @@ from typing import Any
 
 from benchmarks.pipeline.plans import CHAIN, STOCK
 from benchmarks.pipeline.scenarios import Case
-from benchmarks.pipeline.stalls import percentile, stalls
+from benchmarks.pipeline.stalls import stalls
+from benchmarks.steps import percentile
 
 __all__ = ["case_figures", "median_s", "overhead_figures", "table", "tables", "trained_figures"]
 

@@ -20,7 +20,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-__all__ = ["Collections", "Sleeper", "Span", "percentile", "stalls", "within"]
+from benchmarks.steps import percentile
+
+__all__ = ["Collections", "Sleeper", "Span", "stalls", "within"]
 
 NAP_S, LATE_S = 0.01, 0.002
 STALL = 1.3  # times the median of the engine
@@ -103,13 +105,6 @@ def within(spans: Iterable[Span], start_s: float, end_s: float) -> float:
     return sum(
         max(0.0, min(end_s, span.start_s + span.seconds) - max(start_s, span.start_s)) for span in spans
     )
-
-
-def percentile(values: Sequence[float], percent: float) -> float:
-    """Returns the smallest value that at least ``percent`` of all do not exceed (nearest rank)."""
-    ordered = sorted(values)
-    rank = -(-len(ordered) * percent // 100)
-    return ordered[max(0, int(rank) - 1)]
 
 
 def stalls(steps_s: Sequence[Sequence[float]], *others: Sequence[Sequence[float]]) -> list[tuple[float, ...]]:

@@ -13,13 +13,13 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.strategies import DDPStrategy
 from torch.utils.data import DataLoader
 
+from benchmarks.emulated import Emulated
 from benchmarks.pipeline.exchange import ddp_exposed_s
 from benchmarks.pipeline.models import Net, dataset, make, parameters_of
 from benchmarks.pipeline.plans import Entry, described, replica_sync_s
 from benchmarks.pipeline.scenarios import Case
 from benchmarks.pipeline.stalls import Collections, Sleeper, Span, within
-from lightning_hetero import HeteroPipelineStrategy, LoadBalancedStrategy, Scenario, ThrottleCallback
-from lightning_hetero.emulate import Pacer, Throttle
+from lightning_hetero import HeteroPipelineStrategy, LoadBalancedStrategy, Scenario
 from lightning_hetero.solvers.apportion import apportion
 from lightning_hetero.types import GroupPlan, ModelCost, PipelinePlan
 
@@ -126,29 +126,6 @@ def exchange_s(engine: str, case: Case, model: ModelCost, entry: Entry) -> tuple
     return (ddp_exposed_s(case, model, parameters_of(case.model), shares),) * world
 
 
-class Emulated(Callback):
-    """Finds out what emulated work was to take and took on this rank."""
-
-    def __init__(self, scenario: Scenario) -> None:
-        self.pacer: Pacer | None = None
-        self.throttle = ThrottleCallback(scenario, throttle=self._made)
-
-    def _made(self, *args: Any, **kwargs: Any) -> Throttle:
-        throttle = Throttle(*args, **kwargs)
-        self.pacer = throttle.pacer
-        return throttle
-
-    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if isinstance(trainer.strategy, HeteroPipelineStrategy):
-            run: Any = trainer.strategy._run
-            pace = run.place.busy.pace
-            self.pacer = None if pace is None else pace.pacer  # none on a rank at rest
-
-    def taken(self) -> float:
-        """What work took, as part of what it was to take; 1 if there was none."""
-        return self.pacer.taken_s / self.pacer.wanted_s if self.pacer is not None and self.pacer.wanted_s else 1.0
-
-
 def train(
     engine: str, case: Case, model: ModelCost, entry: Entry, *, steps: int, collections: Collections, sleeper: Sleeper
 ) -> dict[str, Any]:
@@ -182,7 +159,6 @@ def train(
         callbacks=[
             watch,
             held,
-            emulated.throttle,
             emulated,
             SlowLinks(exchange_s(engine, case, model, entry)[rank]),
         ],

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.pipeline.stalls import Collections, Sleeper, Span, percentile, stalls, within
+from benchmarks.pipeline.stalls import Collections, Sleeper, Span, stalls, within
+from benchmarks.steps import percentile
 
 
 def test_spans_count_as_far_as_they_lie_in_a_step() -> None:
