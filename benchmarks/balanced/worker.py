@@ -101,8 +101,8 @@ class CriticalPathProbe(Callback):
     """Seconds per step of what the engine does on a rank besides DDP's own work, after a warm-up.
 
     ``fetch``: waiting for the last exchange and deciding, before the batch is drawn: everybody waits for it.
-    ``beside``: sending and evaluating when the rank's own gradients are complete, while those of all are summed. Whether
-    the sums hide it is looked up in DDP's communication: where they were over before it was, all of it counts.
+    ``beside``: sending and evaluating when the rank's own gradients are complete, while those of all are summed.
+    Whether the sums hide it is looked up in DDP's communication: where they were over before it was, all of it counts.
     """
 
     KINDS = ("fetch_s", "beside_s", "critical_s")
@@ -282,8 +282,9 @@ def main() -> None:
     equals = [e.quick() if quick else e for e in equal_cases() if e.world_size == world_size]
     result["equal"] = {e.name: run_equal(e, max(repeats, 2 if quick else 9), rank) for e in equals}
     if world_size == 4:
-        paths = [replace(c, steps=60 if quick else 320) for c in (cases[0], equal_case(equals[1], equals[1].ddp_step_s))]
-        result["critical_path"] = {c.name: run_critical_path(c, rank) for c in paths}
+        paths = (cases[0], equal_case(equals[1], equals[1].ddp_step_s))
+        steps = 60 if quick else 320
+        result["critical_path"] = {c.name: run_critical_path(replace(c, steps=steps), rank) for c in paths}
     if rank == 0:
         path.write_text(json.dumps(result))
     dist.barrier()

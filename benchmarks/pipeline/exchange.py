@@ -15,8 +15,8 @@ on (Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parallel T
     exposed = end_last - max over r of (forward_r + backward_r)
 
 Our pipelines reduce beside the last backward pass likewise, but in buckets of 25 MiB from the first one on and by
-owners of layers; no model here is as large as one, so a device's bucket is complete at the end of its last backward pass
-and all of the exchange is exposed.
+owners of layers; no model here is as large as one, so a device's bucket is complete at the end of its last backward
+pass and all of the exchange is exposed.
 
 The ring all-reduce is the planner's, see `lightning_hetero.solvers.placement.sync`.
 """

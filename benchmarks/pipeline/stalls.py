@@ -1,8 +1,8 @@
 """Where the time of a step that took much longer than the others went: garbage collection, or the machine (no torch).
 
 Every rank notes its garbage collections; beside them a process that only sleeps notes how late it is woken. While it
-was, the machine was busy or a virtual machine stood still. All stamps are of `time.perf_counter`, which the processes of
-a machine share on Linux.
+was, the machine was busy or a virtual machine stood still. All stamps are of `time.perf_counter`, which the processes
+of a machine share on Linux.
 
 ``python -m benchmarks.pipeline.stalls FILE``: the sleeping process; ends when its standard input is closed.
 """

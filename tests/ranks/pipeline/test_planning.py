@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import random
 import re
+import weakref
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -128,10 +131,47 @@ class Twice(Deep):
         return nn.functional.mse_loss(self.head(self.model(self.model(self.before(x)))), y)
 
 
+class Cycle:
+    def __init__(self) -> None:
+        self.own = self
+
+
+LITTER: list[weakref.ref[Cycle]] = []  # not the module's: that is put back after measuring
+
+
+class Littering(Deep):
+    """Leaves reference cycles behind wherever its step runs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left: list[bool] = []
+
+    def loss(self, batch: Any) -> Tensor:
+        LITTER.append(weakref.ref(Cycle()))
+        return super().loss(batch)
+
+    def on_train_start(self) -> None:
+        self.left = [cycle() is not None for cycle in LITTER]
+
+
+@contextmanager
+def collecting_nothing() -> Iterator[None]:
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
 def good(rank: int, world: int) -> dict[str, dict[str, Any]]:
     found: dict[str, dict[str, Any]] = {}
     torch.manual_seed(rank)
     found["probed"] = run(rank, world, pipeline(None), DataLoader(Noisy(), batch_size=8, num_workers=0), Tracked())
+    littering = Littering()
+    LITTER.clear()
+    with collecting_nothing():
+        found["littering"] = run(rank, world, pipeline(None, cluster=FREE_LINK), module=littering)
+    found["littering"]["left"] = littering.left
     spec = OmegaConf.create({"cluster": FREE_LINK})  # as Hydra hands it over
     found["described"] = run(rank, world, pipeline(None, cluster=spec.cluster, micro_batch_size=4, max_groups=1))
     found["replicas"] = run(rank, world, pipeline(None, cluster=SLOW_LINK, profile=heavy(found["described"]["model"])))
@@ -170,6 +210,9 @@ def test_a_plan_is_found_and_trains() -> None:
     for name, found in first.items():
         assert all(rank[name]["plan"] == found["plan"] for rank in ranks), name
         assert all(rank[name]["weights"].distance(found["weights"]) == 0.0 for rank in ranks), name
+
+    left = first["littering"]["left"]  # of the steps that were measured
+    assert left and not any(left)
 
     notes = [rank["probed"]["notes"] for rank in ranks]
     assert any(note["after"]["held"] for note in notes)  # who rests is for the measured speeds to say
