@@ -19,7 +19,6 @@ import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor, nn
-from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Sampler, TensorDataset
 
@@ -114,19 +113,26 @@ class CriticalPathProbe(Callback):
         self.critical_s: list[float] = []
         self.hidden: list[bool] = []
         self._spent_s = {"full_shares": 0.0, "_step_measured": 0.0}
-        self._sums: list[torch.futures.Future[Any]] = []
+        self._sums: list[Any] = []
         self._over = True
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        model, run = trainer.strategy.model, trainer.strategy._run  # type: ignore[attr-defined]
+        model = trainer.strategy.model
         assert isinstance(model, DistributedDataParallel)
         model.register_comm_hook(dist.group.WORLD, self._sum)
-        self._wrap(run.binder.controller, "full_shares")
-        self._wrap(run, "_step_measured")
 
-    def _sum(self, group: Any, bucket: dist.GradBucket) -> torch.futures.Future[Any]:
-        self._sums.append(allreduce_hook(group, bucket))  # what DDP does without a hook
-        return self._sums[-1]
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 1:  # there is a controller since the first batch
+            run = trainer.strategy._run  # type: ignore[attr-defined]
+            self._wrap(run.binder.controller, "full_shares")
+            self._wrap(run, "_step_measured")
+
+    def _sum(self, group, bucket):  # type: ignore[no-untyped-def]  # DDP reads annotations and knows no words for them
+        """What DDP does without a hook."""
+        mean = bucket.buffer().div_(group.size())
+        work = dist.all_reduce(mean, group=group, async_op=True)
+        self._sums.append(work)  # not its future: that is done only when this thread lets go of the interpreter
+        return work.get_future().then(lambda future: future.value()[0])
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -150,7 +156,7 @@ class CriticalPathProbe(Callback):
             finally:
                 self._spent_s[name] += time.perf_counter() - before_s
                 if name == "_step_measured":
-                    self._over = all(future.done() for future in self._sums)
+                    self._over = all(work.is_completed() for work in self._sums)
 
         setattr(owner, name, timed)
 
