@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import LightningModule, Trainer
 
 from lightning_hetero import HeteroPipelineStrategy, Scenario, ThrottleCallback
 from lightning_hetero.emulate import Pacer, Throttle

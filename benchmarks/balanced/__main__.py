@@ -63,7 +63,8 @@ def main() -> None:
         "Compute is emulated by sleeping, real work included, in proportion to samples, so that more devices than cores"
         " run truthfully; everything else (Lightning, DDP, gloo, data loading) is real. The 1/8 device needs"
         " min_samples=1: the default keeps every rank above a quarter of the equal share. *Hidden*: the sums of DDP's"
-        " gradients were not over when the engine had sent and evaluated; else all of that counts.\n\n"
+        " gradients were not over when the engine had sent and evaluated; else all of that counts. Python's garbage is"
+        " collected before every run, of every engine.\n\n"
         + critical_path_table(path)
     )
     write_results(args.out, title="Balanced engine (LB-BSP)", figures=figures, raw=raw, notes=notes)

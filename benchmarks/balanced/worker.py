@@ -114,7 +114,7 @@ class CriticalPathProbe(Callback):
         self.hidden: list[bool] = []
         self._spent_s = {"full_shares": 0.0, "_step_measured": 0.0}
         self._sums: list[Any] = []
-        self._over = True
+        self._over, self._looks = True, False
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         model = trainer.strategy.model
@@ -126,13 +126,23 @@ class CriticalPathProbe(Callback):
             run = trainer.strategy._run  # type: ignore[attr-defined]
             self._wrap(run.binder.controller, "full_shares")
             self._wrap(run, "_step_measured")
+            self._looks = True
 
     def _sum(self, group, bucket):  # type: ignore[no-untyped-def]  # DDP reads annotations and knows no words for them
-        """What DDP does without a hook."""
+        """What DDP does without a hook; Python is told of the end only after `_look`, or it would delay that."""
         mean = bucket.buffer().div_(group.size())
-        work = dist.all_reduce(mean, group=group, async_op=True)
-        self._sums.append(work)  # not its future: that is done only when this thread lets go of the interpreter
-        return work.get_future().then(lambda future: future.value()[0])
+        told: torch.futures.Future[Tensor] = torch.futures.Future()
+        self._sums.append((dist.all_reduce(mean, group=group, async_op=True), told))
+        if not self._looks:
+            self._look()
+        return told
+
+    def _look(self) -> None:
+        """Whether DDP's sums are over."""
+        self._over = all(work.is_completed() for work, _ in self._sums)
+        for work, told in self._sums:
+            work.get_future().then(lambda future, told=told: told.set_result(future.value()[0]))
+        self._sums = []
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -144,7 +154,7 @@ class CriticalPathProbe(Callback):
             self.hidden.append(not self._over)
             self.critical_s.append(fetch_s + (beside_s if self._over else 0.0))
         self._spent_s = dict.fromkeys(self._spent_s, 0.0)
-        self._sums, self._over = [], True
+        self._over = True
 
     def _wrap(self, owner: Any, name: str) -> None:
         inner = getattr(owner, name)
@@ -156,7 +166,7 @@ class CriticalPathProbe(Callback):
             finally:
                 self._spent_s[name] += time.perf_counter() - before_s
                 if name == "_step_measured":
-                    self._over = all(work.is_completed() for work in self._sums)
+                    self._look()
 
         setattr(owner, name, timed)
 

@@ -41,7 +41,8 @@ NOTES = (
     " the best micro-batch, all by the model. *modelled*: makespan of the generated schedules and the"
     " synchronisation. *best of all plans*: all groups, orders, borders, sizes and shares tried, by the"
     " planner's model. In *ours* a stage is rank:layers. *torch*: `torch.distributed.pipelining`, which"
-    " sleeps inside its stages and has no emulated links.\n\n"
+    " sleeps inside its stages and has no emulated links. Python's garbage is collected before every run, of every"
+    " engine: a full collection, due some time after all imports, takes hundreds of milliseconds.\n\n"
 )
 
 

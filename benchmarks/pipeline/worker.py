@@ -5,6 +5,7 @@ Whatever is compared runs in turns within one group of processes, so that a busy
 
 from __future__ import annotations
 
+import gc
 import json
 import logging
 import sys
@@ -66,6 +67,7 @@ class Group:
         self, case: Case, model: ModelCost, entry: Entry, steps: int, *, warm_up: int = 1, **options: Any
     ) -> list[float]:
         """Returns the durations of a plan's steps."""
+        gc.collect()  # as before every run of every engine
         self._runs += 1
         walk = Walk(case, model, entry, wire=self.wire, name=f"run {self._runs}", **options)
         times_s = step_times_s(walk.step, steps, warm_up, leads=walk.leads)
@@ -87,6 +89,7 @@ class Group:
             if STOCK in runs and chain is not None:
                 (group,) = chain.groups
                 micro = len(group.micro_batches)
+                gc.collect()
                 runs[STOCK].append(run_stock(case, model, group.cuts, micro, self.steps))
         return {
             "steps_s": runs,
@@ -107,6 +110,7 @@ class Group:
         for _ in range(self.repeats):
             for engine in engines:
                 warm_up = BALANCED_WARM_UP if engine == "balanced" else WARM_UP
+                gc.collect()
                 found = training.train(
                     engine,
                     case,
@@ -150,6 +154,7 @@ class Group:
             ours_s = self.walk(case, model, entry, steps, warm_up=2, sleeps_inside=True, emulated=emulated)
             runs["ours"].append(ours_s)
             (group,) = entry.groups
+            gc.collect()
             stock_s = run_stock(case, model, group.cuts, MICRO_BATCHES, steps, warm_up=2, emulated=emulated)
             runs["torch"].append(stock_s)
         return {"steps_s": runs, "modelled_s": entry.modelled_s if emulated else None}

@@ -100,7 +100,7 @@ class ThrottleCallback(Callback):
         throttle = self._throttle
         if throttle is None or self._taken_over:
             return
-        if trainer.strategy.model is not pl_module:  # wrapped: DDP's forward waits for peers before it calls the module's
+        if trainer.strategy.model is not pl_module:  # wrapped: DDP's forward waits before it calls the module's
             self._hooks.append(pl_module.register_forward_pre_hook(lambda *_: throttle.begin_work()))
         for parameter in pl_module.parameters():
             if parameter.requires_grad:

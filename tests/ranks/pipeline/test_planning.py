@@ -9,6 +9,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -22,6 +23,7 @@ from torchmetrics import MeanMetric
 from lightning_hetero import Scenario, ThrottleCallback
 from lightning_hetero.pipeline.decide.plans import plan_to_plain
 from lightning_hetero.pipeline.decide.recorded_costs import model_to_plain
+from lightning_hetero.pipeline.runtime.own.gradients import GradientSync
 from tests.ranks.harness import run_ranks
 from tests.ranks.kit import rank_trainer, regression, single, weights
 from tests.ranks.pipeline.kit import FEATURES, LAYERS, WIDTH, Block, Deep, pipeline
@@ -173,10 +175,14 @@ def good(rank: int, world: int) -> dict[str, dict[str, Any]]:
         found["littering"] = run(rank, world, pipeline(None, cluster=FREE_LINK), module=littering)
     found["littering"]["left"] = littering.left
     spec = OmegaConf.create({"cluster": FREE_LINK})  # as Hydra hands it over
-    found["described"] = run(rank, world, pipeline(None, cluster=spec.cluster, micro_batch_size=4, max_groups=1))
+    with patch.object(GradientSync, "arm", autospec=True, side_effect=GradientSync.arm) as arm:
+        found["described"] = run(rank, world, pipeline(None, cluster=spec.cluster, micro_batch_size=4, max_groups=1))
+    found["described"]["armed"] = arm.call_count
     found["replicas"] = run(rank, world, pipeline(None, cluster=SLOW_LINK, profile=heavy(found["described"]["model"])))
     throttle = ThrottleCallback(Scenario(speeds=[1.0, 0.5], sample_s=2e-3))
-    found["emulated"] = run(rank, world, pipeline(None), callbacks=[throttle])
+    with patch.object(GradientSync, "arm", autospec=True, side_effect=GradientSync.arm) as arm:
+        found["emulated"] = run(rank, world, pipeline(None), callbacks=[throttle])
+    found["emulated"]["armed"] = arm.call_count
     plain = found["described"]
     given = OmegaConf.create({"profile": plain["model"], "plan": plain["plan"]})
     found["by profile"] = run(rank, world, pipeline(None, cluster=FREE_LINK, profile=given.profile, micro_batch_size=4,
@@ -210,6 +216,10 @@ def test_a_plan_is_found_and_trains() -> None:
     for name, found in first.items():
         assert all(rank[name]["plan"] == found["plan"] for rank in ranks), name
         assert all(rank[name]["weights"].distance(found["weights"]) == 0.0 for rank in ranks), name
+
+    # Sums are not begun in a real backward pass that is over long before the emulated one.
+    assert sum(rank["described"]["armed"] for rank in ranks) > 0
+    assert sum(rank["emulated"]["armed"] for rank in ranks) == 0
 
     left = first["littering"]["left"]  # of the steps that were measured
     assert left and not any(left)
