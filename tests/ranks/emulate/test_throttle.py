@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_hetero.emulate import Pacer, Scenario, Throttle
+from lightning_hetero.emulate import Scenario, Throttle
 from tests.ranks.emulate.kit import EMULATED, Time
 
 
@@ -95,7 +95,7 @@ def test_a_step_whose_backward_nobody_told_of_sleeps_at_its_end() -> None:
 @given(st.lists(st.floats(0.0, 0.049), min_size=1, max_size=20))
 def test_late_sleeps_are_made_up_for(late_s: list[float]) -> None:
     time = Time(late_s)
-    pacer = Pacer(clock=time.clock, sleep=time.sleep)
+    pacer = time.pacer()
     for _ in range(len(late_s) + 1):
         time.now_s += 0.1
         pacer.pace(0.8, 0.1)
@@ -106,7 +106,7 @@ def test_a_stall_is_not_hidden() -> None:
     """The same 50 ms are made up for, whether work comes in steps or in short pieces."""
     for wanted_s in (0.8, 0.02):
         time = Time(late_s=[1000.0])
-        pacer = Pacer(clock=time.clock, sleep=time.sleep)
+        pacer = time.pacer()
         for _ in range(100):
             pacer.pace(wanted_s, 0.0)
         assert time.now_s - 100.0 == pytest.approx(1000.0 + 100 * wanted_s - 0.05)
@@ -115,7 +115,7 @@ def test_a_stall_is_not_hidden() -> None:
 
 def test_a_late_sleep_is_spread_over_pieces_shorter_than_it() -> None:
     time = Time(late_s=[0.04])
-    pacer = Pacer(clock=time.clock, sleep=time.sleep)
+    pacer = time.pacer()
     for wanted_s, spent_s in ((0.08, 0.0), (0.03, 0.0), (0.03, 0.005)):
         time.now_s += spent_s
         pacer.pace(wanted_s, spent_s)
