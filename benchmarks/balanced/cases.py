@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from lightning_hetero.emulate import Scenario
+from lightning_hetero.emulate import Scenario, SlowSpells
 
 __all__ = ["Case", "EqualCase", "equal_cases", "unequal_cases"]
 
+SPELLS = SlowSpells(probability=1 / 30, factor=6.0, steps=8)  # a quarter of the steps, as in `benchmarks.stale`
 PATTERN = (1.0, 1.0, 0.5, 0.25)
 STRONG = (1.0, 1.0, 0.5, 0.125)
 
@@ -36,11 +37,23 @@ class Case:
     min_samples: int | None = None
 
     @property
+    def calm(self) -> bool:
+        """Whether speeds do not vary at random, so that the goals apply."""
+        return self.scenario.jitter == 0.0 and self.scenario.spells is None
+
+    @property
+    def equal(self) -> bool:
+        """Whether the devices are equally fast but for chance: a fixed division has nothing to divide unevenly."""
+        return len(set(self.scenario.speeds)) == 1 and self.swap_at is None
+
+    @property
     def global_batch(self) -> int:
         return self.per_rank * self.world_size
 
     def quick(self) -> Case:
         """The same case with fewer steps."""
+        if self.scenario.spells is not None:
+            return replace(self, steps=30)
         if self.swap_at is None:
             return replace(self, steps=16)
         speeds = list(self.scenario.speeds)
@@ -50,12 +63,25 @@ class Case:
 
 @dataclass(frozen=True, kw_only=True)
 class EqualCase:
-    """Equal devices: what the strategy costs when it cannot help. ``step_s`` is the emulated step."""
+    """Equal devices: what the strategy costs when it cannot help.
 
-    name: str
+    Attributes:
+        world_size: ranks.
+        ddp_step_s: what a step of stock DDP is to take, all in all [s]; the emulated work is made to fit.
+        steps: optimizer steps per run.
+    """
+
     world_size: int
-    step_s: float
+    ddp_step_s: float
     steps: int
+
+    @property
+    def name(self) -> str:
+        return f"{self.world_size} equal ranks, {self.ddp_step_s * 1e3:.0f} ms steps of stock DDP"
+
+    def quick(self) -> EqualCase:
+        """The same case with fewer steps."""
+        return replace(self, steps=40)
 
 
 def unequal_cases() -> list[Case]:
@@ -66,7 +92,7 @@ def unequal_cases() -> list[Case]:
         return Scenario(speeds=every, sample_s=0.0015, step_s=0.006, **more)  # type: ignore[arg-type]
 
     two = scenario((1.0, 0.25), 2)
-    four = scenario(PATTERN, 4)
+    four, equal = scenario(PATTERN, 4), scenario((1.0,), 4)
     return [
         Case(name="2 ranks 1:1/4", world_size=2, scenario=two),
         Case(name="4 ranks 1:1:1/2:1/4", world_size=4, scenario=four),
@@ -79,7 +105,15 @@ def unequal_cases() -> list[Case]:
             steps=60,
             swap_at=30,
         ),
-        Case(name="4 equal ranks", world_size=4, scenario=scenario((1.0,), 4)),
+        Case(name="4 equal ranks", world_size=4, scenario=equal),
+        Case(name="4 equal ranks, 10% jitter", world_size=4, scenario=equal.jittered(0.1)),
+        Case(name="4 equal ranks, slow spells", world_size=4, scenario=replace(equal, spells=SPELLS), steps=120),
+        Case(
+            name="4 ranks 1:1:1/2:1/4, slow spells",
+            world_size=4,
+            scenario=replace(four, spells=SPELLS),
+            steps=120,
+        ),
         Case(name="8 ranks 1:1:1/2:1/4 twice", world_size=8, scenario=scenario(PATTERN, 8)),
     ]
 
@@ -87,6 +121,7 @@ def unequal_cases() -> list[Case]:
 def equal_cases() -> list[EqualCase]:
     """Equal devices with short and ordinary steps."""
     return [
-        EqualCase(name="3 ms steps, 2 equal ranks", world_size=2, step_s=0.003, steps=300),
-        EqualCase(name="30 ms steps, 2 equal ranks", world_size=2, step_s=0.030, steps=60),
+        EqualCase(world_size=world_size, ddp_step_s=step_s, steps=steps)
+        for world_size in (2, 4)
+        for step_s, steps in ((0.003, 300), (0.010, 200), (0.030, 60))
     ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import logging
 import statistics
@@ -9,6 +10,7 @@ import sys
 import time
 import warnings
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +19,13 @@ import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Sampler, TensorDataset
 
 from benchmarks.balanced.cases import Case, EqualCase, equal_cases, unequal_cases
-from lightning_hetero import LoadBalancedStrategy, Scenario, ThrottleCallback
+from benchmarks.emulated import Emulated
+from benchmarks.steps import percentile
+from lightning_hetero import LoadBalancedStrategy, Scenario
 from lightning_hetero.solvers import apportion
 
 FEATURES = 16
@@ -92,54 +97,84 @@ class StaticShares(Sampler[list[int]]):
 
 
 class CriticalPathProbe(Callback):
-    """Seconds per step of everything the engine adds to DDP's own work, after a warm-up.
+    """Seconds per step of what the engine does on a rank besides DDP's own work, after a warm-up.
 
     ``fetch``: waiting for the last exchange and deciding, before the batch is drawn: everybody waits for it.
-    ``beside``: sending and evaluating while the gradients travel. It delays the step only if the gradient exchange
-    is over before; then (less than ``TAIL_S`` of waiting left after it) all of it counts as exposed.
+    ``beside``: sending and evaluating when the rank's own gradients are complete, while those of all are summed.
+    Whether the sums hide it is looked up in DDP's communication: where they were over before it was, all of it counts.
     """
 
-    TAIL_S = 50e-6
+    KINDS = ("fetch_s", "beside_s", "critical_s")
+    WARM_UP = 20
 
     def __init__(self) -> None:
         self.fetch_s: list[float] = []
         self.beside_s: list[float] = []
         self.critical_s: list[float] = []
-        self._spent = {"full_shares": 0.0, "_step_measured": 0.0}
-        self._run: Any = None
+        self.hidden: list[bool] = []
+        self._spent_s = {"full_shares": 0.0, "_step_measured": 0.0}
+        self._sums: list[Any] = []
+        self._over, self._looks = True, False
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        model = trainer.strategy.model
+        assert isinstance(model, DistributedDataParallel)
+        model.register_comm_hook(dist.group.WORLD, self._sum)
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        if batch_idx == 5:
-            self._run = trainer.strategy._run  # type: ignore[attr-defined]
-            self._wrap(self._run.binder.controller, "full_shares")
-            self._wrap(self._run, "_step_measured")
+        if batch_idx == 1:  # there is a controller since the first batch
+            run = trainer.strategy._run  # type: ignore[attr-defined]
+            self._wrap(run.binder.controller, "full_shares")
+            self._wrap(run, "_step_measured")
+            self._looks = True
+
+    def _sum(self, group, bucket):  # type: ignore[no-untyped-def]  # DDP reads annotations and knows no words for them
+        """What DDP does without a hook; Python is told of the end only after `_look`, or it would delay that."""
+        mean = bucket.buffer().div_(group.size())
+        told: torch.futures.Future[Tensor] = torch.futures.Future()
+        self._sums.append((dist.all_reduce(mean, group=group, async_op=True), told))
+        if not self._looks:
+            self._look()
+        return told
+
+    def _look(self) -> None:
+        """Whether DDP's sums are over."""
+        self._over = all(work.is_completed() for work, _ in self._sums)
+        for work, told in self._sums:
+            work.get_future().then(lambda future, told=told: told.set_result(future.value()[0]))
+        self._sums = []
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        if batch_idx > 6:
-            fetch_s, beside_s = self._spent["full_shares"], self._spent["_step_measured"]
-            hidden = self._run.probe.wait_s - beside_s > self.TAIL_S
+        if batch_idx >= self.WARM_UP:
+            fetch_s, beside_s = self._spent_s["full_shares"], self._spent_s["_step_measured"]
             self.fetch_s.append(fetch_s)
             self.beside_s.append(beside_s)
-            self.critical_s.append(fetch_s + (0.0 if hidden else beside_s))
-        self._spent = dict.fromkeys(self._spent, 0.0)
+            self.hidden.append(not self._over)
+            self.critical_s.append(fetch_s + (beside_s if self._over else 0.0))
+        self._spent_s = dict.fromkeys(self._spent_s, 0.0)
+        self._over = True
 
     def _wrap(self, owner: Any, name: str) -> None:
         inner = getattr(owner, name)
 
         def timed(*args: Any, **kwargs: Any) -> Any:
-            before = time.perf_counter()
+            before_s = time.perf_counter()
             try:
                 return inner(*args, **kwargs)
             finally:
-                self._spent[name] += time.perf_counter() - before
+                self._spent_s[name] += time.perf_counter() - before_s
+                if name == "_step_measured":
+                    self._look()
 
         setattr(owner, name, timed)
 
 
-def train(engine: str, case: Case, rank: int, *, probe: CriticalPathProbe | None = None) -> tuple[Stopwatch, Model]:
-    """Runs one training and returns its clock and its model."""
+def train(
+    engine: str, case: Case, rank: int, *, probe: CriticalPathProbe | None = None
+) -> tuple[Stopwatch, Model, Emulated]:
+    """Runs one training and returns its clock, its model and the emulated device."""
     samples = case.global_batch * (case.steps + 2)
     data, watch, model = dataset(samples), Stopwatch(), Model()
     kwargs: dict[str, Any] = {}
@@ -153,7 +188,8 @@ def train(engine: str, case: Case, rank: int, *, probe: CriticalPathProbe | None
         sampler = StaticShares(samples, apportion(speeds, case.global_batch, lower=1).shares, rank)
         loader = DataLoader(data, batch_sampler=sampler)
         kwargs["use_distributed_sampler"] = False
-    callbacks: list[Callback] = [watch, ThrottleCallback(case.scenario)]
+    emulated = Emulated(case.scenario)
+    callbacks: list[Callback] = [watch, emulated]
     trainer = Trainer(
         accelerator="cpu",
         devices=case.world_size,
@@ -166,8 +202,9 @@ def train(engine: str, case: Case, rank: int, *, probe: CriticalPathProbe | None
         callbacks=callbacks + ([probe] if probe else []),
         **kwargs,
     )
+    gc.collect()  # of the imports' and the last run's, or it comes in some step of some engine
     trainer.fit(model, loader)
-    return watch, model
+    return watch, model, emulated
 
 
 def true_gradient(case: Case) -> Tensor:
@@ -181,48 +218,71 @@ def true_gradient(case: Case) -> Tensor:
     return flat_gradient(model)
 
 
+def gathered(own: Any) -> list[Any]:
+    """Returns every rank's value, by rank. Collective."""
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, own)
+    return everyone
+
+
 def run_case(case: Case, repeats: int, rank: int) -> dict[str, Any]:
     """Runs every engine ``repeats`` times, interleaved; returns raw steps, shares and gradient errors of rank 0."""
     engines = ("ddp", "folk", "ours")
-    out: dict[str, Any] = {e: {"steps_s": [], "samples": [], "gradient_error": []} for e in engines}
+    fields = ("steps_s", "samples", "gradient_error", "taken")
+    out: dict[str, Any] = {engine: {field: [] for field in fields} for engine in engines}
     reference = true_gradient(case)
     for _ in range(repeats):
         for engine in engines:
-            if engine == "folk" and case.swap_at is not None:
-                continue  # a static division has no answer to a change of speed
-            watch, model = train(engine, case, rank)
-            samples: list[list[int]] = [[]] * case.world_size
-            dist.all_gather_object(samples, watch.samples)
+            if engine == "folk" and (case.swap_at is not None or case.equal):
+                continue  # a static division has no answer to a change of speed, and none to give on equal devices
+            watch, model, emulated = train(engine, case, rank)
             assert model.first_gradient is not None
             error = float((model.first_gradient - reference).norm() / reference.norm())
+            samples = gathered(watch.samples)
             out[engine]["steps_s"].append(watch.steps_s())
             out[engine]["samples"].append([list(step) for step in zip(*samples, strict=True)])
             out[engine]["gradient_error"].append(error)
+            out[engine]["taken"].append(max(gathered(emulated.taken())))
     return out
+
+
+def equal_case(case: EqualCase, step_s: float) -> Case:
+    """Returns devices whose work, real work included, takes ``step_s``."""
+    scenario = Scenario(speeds=[1.0], step_s=step_s)
+    return Case(name=case.name, world_size=case.world_size, scenario=scenario, per_rank=8, steps=case.steps)
+
+
+def fitted_step_s(case: EqualCase, rank: int, tries: int = 3) -> float:
+    """Returns the emulated work with which a step of stock DDP takes what the case says, as far as it can [s]."""
+    step_s = case.ddp_step_s
+    for _ in range(tries):
+        watch, *_ = train("ddp", equal_case(case, step_s), rank)
+        ddp_s = max(gathered(statistics.median(watch.steps_s()[5:])))
+        step_s = max(1e-4, step_s + case.ddp_step_s - ddp_s)  # real work remains, and what is no work
+    return step_s
 
 
 def run_equal(case: EqualCase, repeats: int, rank: int) -> dict[str, Any]:
-    """Medians of the step of stock DDP, stock DDP again (the noise) and ours, interleaved."""
-    scenario = Scenario(speeds=[1.0], step_s=case.step_s)
-    as_case = Case(name=case.name, world_size=case.world_size, scenario=scenario, per_rank=8, steps=case.steps)
-    out: dict[str, Any] = {"ddp": [], "ddp again": [], "ours": []}
+    """Steps of stock DDP, stock DDP again (the noise) and ours, interleaved: median, p95 and longest of each run."""
+    step_s = fitted_step_s(case, rank)
+    engines = ("ddp", "ddp again", "ours")
+    out: dict[str, Any] = {name: {e: [] for e in engines} for name in ("median_s", "p95_s", "longest_s", "taken")}
     for _ in range(repeats):
-        for engine in out:
-            watch, _ = train(engine.split()[0], as_case, rank)
-            out[engine].append(statistics.median(watch.steps_s()[5:]))
-    return out
+        for engine in engines:
+            watch, _, emulated = train(engine.split()[0], equal_case(case, step_s), rank)
+            steps_s = watch.steps_s()[5:]
+            out["median_s"][engine].append(statistics.median(steps_s))
+            out["p95_s"][engine].append(percentile(steps_s, 95))
+            out["longest_s"][engine].append(max(steps_s))
+            out["taken"][engine].append(max(gathered(emulated.taken())))
+    return {**out, "emulated_s": step_s}
 
 
-def run_critical_path(case: Case, rank: int) -> dict[str, list[list[float]]]:
-    """Seconds per step of exchange and decision, per kind and rank."""
+def run_critical_path(case: Case, rank: int) -> dict[str, list[list[Any]]]:
+    """Seconds per step of exchange and decision, per kind and rank, and whether DDP's sums hid what is beside them."""
     probe = CriticalPathProbe()
     train("ours", case, rank, probe=probe)
-    out = {}
-    for kind in ("fetch_s", "beside_s", "critical_s"):
-        everyone: list[list[float]] = [[]] * case.world_size
-        dist.all_gather_object(everyone, getattr(probe, kind))
-        out[kind] = everyone
-    return out
+    return {kind: gathered(getattr(probe, kind)) for kind in (*CriticalPathProbe.KINDS, "hidden")}
 
 
 def main() -> None:
@@ -235,10 +295,12 @@ def main() -> None:
     rank = dist.get_rank()
     cases = [c.quick() if quick else c for c in unequal_cases() if c.world_size == world_size]
     result: dict[str, Any] = {"cases": {c.name: run_case(c, repeats, rank) for c in cases}}
-    equals = [e for e in equal_cases() if e.world_size == world_size]
+    equals = [e.quick() if quick else e for e in equal_cases() if e.world_size == world_size]
     result["equal"] = {e.name: run_equal(e, max(repeats, 2 if quick else 9), rank) for e in equals}
     if world_size == 4:
-        result["critical_path"] = run_critical_path(cases[0], rank)
+        paths = (cases[0], equal_case(equals[1], equals[1].ddp_step_s))
+        steps = 60 if quick else 320
+        result["critical_path"] = {c.name: run_critical_path(replace(c, steps=steps), rank) for c in paths}
     if rank == 0:
         path.write_text(json.dumps(result))
     dist.barrier()

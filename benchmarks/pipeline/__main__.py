@@ -31,25 +31,28 @@ from benchmarks.report import write_results
 EXHAUSTIVE = 4  # devices, for which all plans are tried in half a minute
 NOTES = (
     "Emulated devices sleep for the time of their layers, real work included, so that eight of them run"
-    " truthfully on two cores; messages arrive as late as over the emulated links. Real are: layers,"
-    " gradients, optimizers, gloo, schedules, suspended training steps. Synchronisation of gradients is"
-    " charged behind the last backward pass, by the ring formula and for every engine alike. A micro-batch"
-    " costs `fixed_s` besides its samples, so small ones are not free. *Even*: consecutive ranks, equal"
+    " truthfully on two cores; one rule for all engines, see docs/emulation.md. Messages arrive as late as over the"
+    " emulated links. Real are: layers, gradients, optimizers, gloo, schedules, suspended training steps."
+    " Synchronisation of gradients over the emulated links is charged by the ring formula, behind the last backward"
+    " pass, less what the engine hides: stock DDP and the balanced engine reduce their first bucket of 1 MiB beside the"
+    " backward pass; ours, with buckets of 25 MiB, nothing of these models (`benchmarks/pipeline/exchange.py`). A"
+    " micro-batch costs `fixed_s` besides its samples, so small ones are not free. *Even*: consecutive ranks, equal"
     " shares, the better of borders by layers and by parameters, of textbook 1F1B and our schedule, and"
     " the best micro-batch, all by the model. *modelled*: makespan of the generated schedules and the"
     " synchronisation. *best of all plans*: all groups, orders, borders, sizes and shares tried, by the"
     " planner's model. In *ours* a stage is rank:layers. *torch*: `torch.distributed.pipelining`, which"
-    " sleeps inside its stages and has no emulated links.\n\n"
+    " sleeps inside its stages and has no emulated links. Python's garbage is collected before every run, of every"
+    " engine: a full collection, due some time after all imports, takes hundreds of milliseconds.\n\n"
 )
 
 
-def launch(world_size: int, repeats: int, steps: int, quick: bool) -> dict[str, Any]:
+def launch(world_size: int, repeats: int, steps: int, trained_steps: int, quick: bool) -> dict[str, Any]:
     """Runs one group of ranks under torchrun and returns what rank 0 wrote."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "result.json"
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={world_size}"]
         command += ["-m", "benchmarks.pipeline.worker", str(world_size), str(repeats), str(steps)]
-        command += ["quick" if quick else "full", str(path)]
+        command += [str(trained_steps), "quick" if quick else "full", str(path)]
         subprocess.run(command, check=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
         return json.loads(path.read_text())
 
@@ -70,14 +73,15 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="two scenarios, shortened, one repeat; under a minute")
     parser.add_argument("--repeats", type=int, default=3, help="runs of each plan and engine")
     parser.add_argument("--steps", type=int, default=3, help="measured steps of a run")
+    parser.add_argument("--trained-steps", type=int, default=20, help="measured steps of a run under Lightning")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent, help="folder for results.json, results.md")
     args = parser.parse_args()
-    repeats, steps = (1, 2) if args.quick else (args.repeats, args.steps)
+    repeats, steps, trained = (1, 2, 4) if args.quick else (args.repeats, args.steps, args.trained_steps)
     every = cases(args.quick)
     raw: dict[str, dict[str, Any]] = {"walked": {}, "trained": {}, "overhead": {}, "load_before": {}}
     for world_size in sorted({case.world_size for case in every}):
         raw["load_before"][f"{world_size} ranks"] = os.getloadavg()[0]
-        for part, found in launch(world_size, repeats, steps, args.quick).items():
+        for part, found in launch(world_size, repeats, steps, trained, args.quick).items():
             raw[part] |= found
     for case in every:
         if case.world_size <= EXHAUSTIVE and not args.quick:

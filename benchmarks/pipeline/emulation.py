@@ -2,7 +2,7 @@
 
 Our strategy lets a rank sleep after each computation (`lightning_hetero.pipeline.runtime.execute.emulated_pace`). A
 part that sleeps by itself, at the end of its forward and of its backward pass, takes the same time under any engine.
-Either way an emulated time includes the real work, and a sleep that took too long is made up for by the next ones.
+Either way a `Pacer` lets it take an emulated device's time, real work included.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_hetero.emulate import Pacer
 from lightning_hetero.types import AffineCost
 
 __all__ = ["Sleeping"]
@@ -30,7 +31,7 @@ class Sleeping(nn.Module):
         super().__init__()
         self.part, self.forward_cost, self.backward_cost = part, forward_cost, backward_cost
         self.began_s = 0.0
-        self._overslept_s = 0.0
+        self.pacer = Pacer()
 
     def forward(self, x: Tensor) -> Tensor:
         start_s = time.perf_counter()
@@ -39,16 +40,8 @@ class Sleeping(nn.Module):
         y = self.part(_Enter.apply(x, self, backward_s) if goes_on else x)
         if y.requires_grad:
             y = _Leave.apply(y, self, None if goes_on else backward_s)
-        self.sleep(start_s, self.forward_cost.seconds(len(x)))
+        self.pacer.pace(self.forward_cost.seconds(len(x)), time.perf_counter() - start_s)
         return y
-
-    def sleep(self, start_s: float, wanted_s: float) -> None:
-        """Sleeps until ``wanted_s`` have passed since ``start_s`` [s, time.perf_counter]."""
-        before_s = time.perf_counter()
-        pause_s = wanted_s - (before_s - start_s) - self._overslept_s
-        if pause_s > 0.0:
-            time.sleep(pause_s)
-        self._overslept_s = min(wanted_s, max(0.0, time.perf_counter() - before_s - pause_s))
 
 
 class _Enter(torch.autograd.Function):
@@ -59,7 +52,7 @@ class _Enter(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        ctx.owner.sleep(ctx.owner.began_s, ctx.backward_s)
+        ctx.owner.pacer.pace(ctx.backward_s, time.perf_counter() - ctx.owner.began_s)
         return grads[0], None, None
 
 
@@ -73,5 +66,5 @@ class _Leave(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
         ctx.owner.began_s = time.perf_counter()
         if ctx.backward_s is not None:
-            ctx.owner.sleep(ctx.owner.began_s, ctx.backward_s)
+            ctx.owner.pacer.pace(ctx.backward_s, 0.0)
         return grads[0], None, None

@@ -8,6 +8,8 @@ from typing import Any
 
 from benchmarks.pipeline.plans import CHAIN, STOCK
 from benchmarks.pipeline.scenarios import Case
+from benchmarks.pipeline.stalls import stalls
+from benchmarks.steps import percentile
 
 __all__ = ["case_figures", "median_s", "overhead_figures", "table", "tables", "trained_figures"]
 
@@ -15,11 +17,19 @@ Figure = dict[str, Any]
 Runs = Sequence[Sequence[float]]
 MODELLED, AGREEMENT, PLANNED = 0.95, 0.10, 1.02
 REPLICAS, OVERHEAD = 1.03, 1.05
+TAKEN = 1.02  # emulated work may have taken so much of what the scenario says, or the devices are not those described
+WORDS = {"ddp": "stock DDP", "balanced": "balanced", "replicas": "ours, plain DP", "ours": "ours"}
 
 
 def median_s(runs: Runs) -> float:
     """Returns the median over runs of their median step."""
     return statistics.median(statistics.median(run) for run in runs)
+
+
+def tail_s(runs: Runs) -> tuple[float, float]:
+    """Returns the 95th percentile (nearest rank) and the longest of all steps of all runs."""
+    every = [step_s for run in runs for step_s in run]
+    return percentile(every, 95), max(every)
 
 
 def ratio(above: Runs, below: Runs) -> float:
@@ -91,6 +101,14 @@ def trained_figures(case: Case, raw: Mapping[str, Any]) -> list[Figure]:
         value = ratio(runs["replicas"], runs["balanced"])
         name = f"{case.title}, Lightning: plain data parallelism, ours / balanced engine"
         figures.append(figure(name, value, "x", most=REPLICAS))
+    for engine, words in WORDS.items():
+        if engine in runs:
+            p95_s, longest_s = tail_s(runs[engine])
+            figures.append(figure(f"{case.title}, Lightning: {words}, p95 step", 1e3 * p95_s, "ms"))
+            figures.append(figure(f"{case.title}, Lightning: {words}, longest step", 1e3 * longest_s, "ms"))
+    taken = max(value for each in raw["taken"].values() for value in each)
+    name = f"{case.title}, Lightning: emulated work, taken / asked, greatest of all engines and ranks"
+    figures.append(figure(name, taken, "x", most=TAKEN))
     if raw["mem_bytes"] is not None:
         held = max(h / m for h, m in zip(raw["held_bytes"]["ours"], raw["mem_bytes"], strict=True))
         whole = raw["model_bytes"] / max(raw["mem_bytes"])
@@ -134,19 +152,31 @@ def tables(raw: Mapping[str, Any]) -> str:
             measured = median_s(runs)
             part = None if modelled is None else modelled / measured
             note = one["note"].get(name, "the even chain's borders and micro-batches, 1F1B, links free")
-            walked.append([title, name, _ms(measured), _ms(modelled), part, note])
-        walked += [[title, name, None, None, None, "fits no device's memory"] for name in one["does_not_fit"]]
-        walked.append([title, "bound", None, _ms(one["bound_s"]), None, "no plan is faster"])
-    engines = ("ddp", "balanced", "replicas", "ours")
+            walked.append([title, name, _ms(measured), *map(_ms, tail_s(runs)), _ms(modelled), part, note])
+        walked += [[title, name, *[None] * 5, "fits no device's memory"] for name in one["does_not_fit"]]
+        walked.append([title, "bound", None, None, None, _ms(one["bound_s"]), None, "no plan is faster"])
     trained = [
         [
             title,
-            *(_ms(median_s(one["steps_s"][engine])) if engine in one["steps_s"] else None for engine in engines),
+            *(_ms(median_s(one["steps_s"][engine])) if engine in one["steps_s"] else None for engine in WORDS),
             _ms(one["modelled_s"]),
             " ".join(f"{held / 1e6:.2f}" for held in one["held_bytes"]["ours"]),
             f"{one['model_bytes'] / 1e6:.2f}",
         ]
         for title, one in raw["trained"].items()
+    ]
+    engines = [
+        [title, words, *map(_ms, (median_s(runs), *tail_s(runs), one["exchange_s"][engine])), max(one["taken"][engine])]
+        for title, one in raw["trained"].items()
+        for engine, words in WORDS.items()
+        if (runs := one["steps_s"].get(engine)) is not None
+    ]
+    stalled = [
+        [title, words, *map(_ms, row)]
+        for title, one in raw["trained"].items()
+        for engine, words in WORDS.items()
+        if engine in one["steps_s"]
+        for row in stalls(*(one[name][engine] for name in ("steps_s", "gc_s", "late_s")))
     ]
     overhead = [
         [name, _ms(median_s(one["steps_s"]["ours"])), _ms(median_s(one["steps_s"]["torch"])), _ms(one["modelled_s"])]
@@ -154,11 +184,25 @@ def tables(raw: Mapping[str, Any]) -> str:
     ]
     return "\n\n".join(
         [
-            table(["scenario", "plan", "measured [ms]", "modelled [ms]", "modelled / measured", "made up of"], walked),
+            table(
+                ["scenario", "plan", "measured [ms]", "p95 [ms]", "longest [ms]", "modelled [ms]",
+                 "modelled / measured", "made up of"],
+                walked,
+            ),
             table(
                 ["Lightning", "stock DDP [ms]", "balanced [ms]", "ours, plain DP [ms]", "ours [ms]", "modelled [ms]",
                  "held by rank [MB]", "whole [MB]"],
                 trained,
+            ),
+            table(
+                ["Lightning", "engine", "median step [ms]", "p95 [ms]", "longest [ms]", "exchange not hidden [ms]",
+                 "emulated work, taken / asked"],
+                engines,
+            ),
+            table(
+                ["steps of more than 1.3 medians", "engine", "step [ms]", "garbage collection in it [ms]",
+                 "a process that only sleeps, woken late by [ms]"],
+                stalled,
             ),
             table(["overhead", "our walker [ms]", "torch.distributed.pipelining [ms]", "modelled [ms]"], overhead),
         ]

@@ -20,7 +20,7 @@ from lightning_hetero.pipeline.runtime.measure.layers import estimate_on_meta
 from lightning_hetero.pipeline.runtime.measure.memory import state_bytes, tensor_bytes, trained_bytes
 from lightning_hetero.types import AffineCost, LayerCost, ModelCost
 
-__all__ = ["MODELS", "Net", "costs_of", "dataset", "make"]
+__all__ = ["MODELS", "Net", "costs_of", "dataset", "make", "parameters_of"]
 
 OPTIMIZER = torch.optim.Adam
 WIDTHS = (64, 192, 256, 96, 256, 128, 320, 160, 256, 64, 384, 128, 256, 192, 96, 256, 64)
@@ -151,6 +151,16 @@ def dataset(model: str, samples: int) -> TensorDataset:
     width = EQUAL if model == "equal" else WIDTHS[0]
     x = torch.randn(samples, width, generator=generator)
     return TensorDataset(x, x.sin().sum(1, keepdim=True))
+
+
+def parameters_of(model: str) -> list[tuple[int, float]]:
+    """Returns each parameter's part of the model and size [bytes], in the order of the forward pass.
+
+    Parts: 0 is before the layers, 1 the first layer, ..., the last one the head.
+    """
+    net = make(model)
+    parts = [net.before, *net.layers, net.head]
+    return [(i, float(p.numel() * p.element_size())) for i, part in enumerate(parts) for p in part.parameters()]
 
 
 def costs_of(model: str, sample_s: float, fixed_s: float = 0.0) -> ModelCost:

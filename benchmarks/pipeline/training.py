@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -11,14 +13,17 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.strategies import DDPStrategy
 from torch.utils.data import DataLoader
 
-from benchmarks.pipeline.models import Net, dataset, make
-from benchmarks.pipeline.plans import Entry, described
+from benchmarks.emulated import Emulated
+from benchmarks.pipeline.exchange import ddp_exposed_s
+from benchmarks.pipeline.models import Net, dataset, make, parameters_of
+from benchmarks.pipeline.plans import Entry, described, replica_sync_s
 from benchmarks.pipeline.scenarios import Case
-from lightning_hetero import HeteroPipelineStrategy, LoadBalancedStrategy, Scenario, ThrottleCallback
+from benchmarks.pipeline.stalls import Collections, Sleeper, Span, within
+from lightning_hetero import HeteroPipelineStrategy, LoadBalancedStrategy, Scenario
 from lightning_hetero.solvers.apportion import apportion
 from lightning_hetero.types import GroupPlan, ModelCost, PipelinePlan
 
-__all__ = ["ENGINES", "train"]
+__all__ = ["ENGINES", "exchange_s", "train"]
 
 ENGINES = ("ddp", "balanced", "ours", "replicas")
 """``ours`` plans by itself; ``replicas`` is ours with a given plan, plain data parallelism."""
@@ -37,11 +42,18 @@ class Stopwatch(Callback):
         self.starts_s.append(time.perf_counter())
 
     def steps_s(self) -> list[float]:
-        return [b - a for a, b in zip(self.starts_s, self.starts_s[1:], strict=False)]
+        return [b - a for a, b in pairwise(self.starts_s)]
+
+    def within_s(self, spans: Sequence[Span]) -> list[float]:
+        """How much of each step the spans cover [s]."""
+        return [within(spans, a, b) for a, b in pairwise(self.starts_s)]
 
 
 class SlowLinks(Callback):
-    """Takes the time of a synchronisation over the emulated links, behind the real one, which is fast."""
+    """Takes the part of a synchronisation over the emulated links that nothing hides, behind the real one.
+
+    The real one, through the machine's memory, comes on top, once and behind the emulated work under every engine.
+    """
 
     def __init__(self, seconds: float) -> None:
         self.seconds = seconds
@@ -67,9 +79,14 @@ class Held(Callback):
         self.held_bytes = sum(t.numel() * t.element_size() for t in tensors)
 
 
+def _shares(case: Case) -> tuple[int, ...]:
+    """Samples in proportion to speed, at least one: what the balanced engine settles on."""
+    return apportion([device.speed for device in case.cluster.devices], case.global_batch, lower=1).shares
+
+
 def _replicas(case: Case) -> PipelinePlan:
-    """Every device a whole model, with samples in proportion to its speed."""
-    shares = apportion([device.speed for device in case.cluster.devices], case.global_batch, lower=1).shares
+    """Every device a whole model."""
+    shares = _shares(case)
     layers = len(make(case.model).layers)
     return PipelinePlan(
         groups=tuple(
@@ -95,8 +112,22 @@ def _strategy(engine: str, case: Case, model: ModelCost) -> Any:
     )
 
 
+def exchange_s(engine: str, case: Case, model: ModelCost, entry: Entry) -> tuple[float, ...]:
+    """Returns how long each rank waits for gradients on the emulated links, behind its last backward pass [s].
+
+    See `benchmarks.pipeline.exchange` for what each engine hides.
+    """
+    world = len(case.cluster.devices)
+    if engine == "ours":
+        return entry.sync_s
+    if engine == "replicas":
+        return (replica_sync_s(case, model),) * world
+    shares = (case.global_batch // world,) * world if engine == "ddp" else _shares(case)
+    return (ddp_exposed_s(case, model, parameters_of(case.model), shares),) * world
+
+
 def train(
-    engine: str, case: Case, model: ModelCost, entry: Entry, *, steps: int, replica_sync_s: float
+    engine: str, case: Case, model: ModelCost, entry: Entry, *, steps: int, collections: Collections, sleeper: Sleeper
 ) -> dict[str, Any]:
     """Trains for some steps; returns this run's step times and what every rank held. Collective.
 
@@ -106,12 +137,13 @@ def train(
         model: its costs.
         entry: our plan, which the strategy finds by itself; for its synchronisation.
         steps: of the optimizer.
-        replica_sync_s: emulated time of an all-reduce of all gradients among all devices [s].
+        collections: this process's garbage collections.
+        sleeper: a process beside; only rank 0's is looked at.
     """
     rank, world = dist.get_rank(), dist.get_world_size()
     speeds = [device.speed for device in case.cluster.devices]
-    sync_s = entry.sync_s[rank] if engine == "ours" else replica_sync_s
-    watch, held = Stopwatch(), Held()
+    scenario = Scenario(speeds=speeds, sample_s=case.sample_s, step_s=case.fixed_s)
+    watch, held, emulated = Stopwatch(), Held(), Emulated(scenario)
     net: Net = make(case.model)
     data = dataset(case.model, case.global_batch * (steps + 1))
     trainer = Trainer(
@@ -127,16 +159,30 @@ def train(
         callbacks=[
             watch,
             held,
-            ThrottleCallback(Scenario(speeds=speeds, sample_s=case.sample_s, step_s=case.fixed_s)),
-            SlowLinks(sync_s),
+            emulated,
+            SlowLinks(exchange_s(engine, case, model, entry)[rank]),
         ],
     )
     trainer.fit(net, DataLoader(data, batch_size=case.global_batch // world))
     planned = getattr(trainer.strategy, "planned", None)
-    everyone: list[tuple[list[float], int]] = [([], 0)] * world
-    dist.all_gather_object(everyone, (watch.steps_s(), held.held_bytes))
+    own = {
+        "steps_s": watch.steps_s(),
+        "gc_s": watch.within_s(collections.spans),
+        "late_s": watch.within_s(sleeper.late()) if rank == 0 else [],
+        "held_bytes": held.held_bytes,
+        "taken": emulated.taken(),
+    }
+    everyone: list[dict[str, Any]] = [{}] * world
+    dist.all_gather_object(everyone, own)
+
+    def slowest(name: str) -> list[float]:
+        return [max(values) for values in zip(*(one[name] for one in everyone), strict=True)]
+
     return {
-        "steps_s": [max(times) for times in zip(*(times for times, _ in everyone), strict=True)],
-        "held_bytes": [size for _, size in everyone],
+        "steps_s": slowest("steps_s"),
+        "gc_s": slowest("gc_s"),
+        "late_s": everyone[0]["late_s"],
+        "held_bytes": [one["held_bytes"] for one in everyone],
+        "taken": max(one["taken"] for one in everyone),
         "plan": None if planned is None else described(planned.plan.groups),
     }

@@ -68,7 +68,7 @@ class Walk:
         self.group = next((group for group in entry.groups if rank in group.ranks), None)
         self.leads = self.group is not None and self.group.ranks[0] == rank
         self.sync_s = entry.sync_s[rank] if emulated else 0.0
-        self.batch = case.global_batch
+        self.batch, self.emulated = case.global_batch, emulated
         self.runner: StageRunner | None = None
         self.pace: ScenarioPace | None = None
         self.optimizer: torch.optim.Optimizer | None = None
@@ -130,6 +130,7 @@ class Walk:
         if self.pace is not None:
             self.pace.begin(step)
         groups = self.entry.groups
+        arm = None if self.emulated else self.sync.arm  # as under the strategy: see `pipeline.fit.training`
         if self.runner is not None and self.group is not None:
             first = sum(len(group.micro_batches) for group in groups[: groups.index(self.group)])
             sizes = self.group.micro_batches
@@ -142,11 +143,11 @@ class Walk:
                         )
                         for i, n in enumerate(sizes)
                     ],
-                    before_last_backward=self.sync.arm,
+                    before_last_backward=arm,
                 )
             else:
                 numbers = range(first, first + len(sizes))
-                self.runner.serve(step, sizes, numbers, before_last_backward=self.sync.arm)
+                self.runner.serve(step, sizes, numbers, before_last_backward=arm)
         if self.pace is not None:
             self.pace.end()
         self.sync.finish()

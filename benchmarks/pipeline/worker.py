@@ -5,10 +5,12 @@ Whatever is compared runs in turns within one group of processes, so that a busy
 
 from __future__ import annotations
 
+import gc
 import json
 import logging
 import sys
 import warnings
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -25,9 +27,9 @@ from benchmarks.pipeline.plans import (
     even_entries,
     fits_whole,
     our_entry,
-    replica_sync_s,
 )
 from benchmarks.pipeline.scenarios import Case, cases
+from benchmarks.pipeline.stalls import Collections, Sleeper
 from benchmarks.pipeline.walk import Walk, run_stock, step_times_s
 from lightning_hetero.cluster.spec import equal_cluster
 from lightning_hetero.types import ModelCost
@@ -38,6 +40,7 @@ OVERHEADS = {  # name: samples, emulated time of one [s], steps
     "real work only, 4 equal stages": (2048, 0.0, 12),
 }
 MICRO_BATCHES = 16
+PER_STEP, PER_RUN = ("steps_s", "gc_s", "late_s"), ("steps_s", "gc_s", "late_s", "taken")
 
 
 class Group:
@@ -45,10 +48,15 @@ class Group:
 
     Args:
         repeats, steps: of everything that is measured.
+        trained_steps: of a run under Lightning: more, since rare stalls are looked for.
+        collections, sleeper: see `benchmarks.pipeline.stalls`.
     """
 
-    def __init__(self, repeats: int, steps: int) -> None:
-        self.repeats, self.steps = repeats, steps
+    def __init__(
+        self, repeats: int, steps: int, trained_steps: int, collections: Collections, sleeper: Sleeper
+    ) -> None:
+        self.repeats, self.steps, self.trained_steps = repeats, steps, trained_steps
+        self.collections, self.sleeper = collections, sleeper
         wire = dist.new_group(backend="gloo")
         assert isinstance(wire, dist.ProcessGroup)
         self.wire = wire
@@ -59,6 +67,7 @@ class Group:
         self, case: Case, model: ModelCost, entry: Entry, steps: int, *, warm_up: int = 1, **options: Any
     ) -> list[float]:
         """Returns the durations of a plan's steps."""
+        gc.collect()  # as before every run of every engine
         self._runs += 1
         walk = Walk(case, model, entry, wire=self.wire, name=f"run {self._runs}", **options)
         times_s = step_times_s(walk.step, steps, warm_up, leads=walk.leads)
@@ -80,6 +89,7 @@ class Group:
             if STOCK in runs and chain is not None:
                 (group,) = chain.groups
                 micro = len(group.micro_batches)
+                gc.collect()
                 runs[STOCK].append(run_stock(case, model, group.cuts, micro, self.steps))
         return {
             "steps_s": runs,
@@ -92,23 +102,33 @@ class Group:
     def train(self, case: Case) -> dict[str, Any]:
         """Trains under Lightning, by all engines that the memory allows, in turns."""
         model = costs_of(case.model, case.sample_s, case.fixed_s)
-        entry, sync_s = our_entry(case, model), replica_sync_s(case, model)
+        entry = our_entry(case, model)
         engines = training.ENGINES if fits_whole(case, model) else ("ours",)
-        runs: dict[str, list[list[float]]] = {engine: [] for engine in engines}
+        runs: dict[str, dict[str, list[Any]]] = {name: {engine: [] for engine in engines} for name in PER_RUN}
         held: dict[str, list[int]] = {}
         plans: dict[str, str | None] = {}
         for _ in range(self.repeats):
             for engine in engines:
                 warm_up = BALANCED_WARM_UP if engine == "balanced" else WARM_UP
+                gc.collect()
                 found = training.train(
-                    engine, case, model, entry, steps=warm_up + self.steps, replica_sync_s=sync_s
+                    engine,
+                    case,
+                    model,
+                    entry,
+                    steps=warm_up + self.trained_steps,
+                    collections=self.collections,
+                    sleeper=self.sleeper,
                 )
-                runs[engine].append(found["steps_s"][warm_up:])
+                for name in PER_STEP:
+                    runs[name][engine].append(found[name][warm_up:])
+                runs["taken"][engine].append(found["taken"])
                 held[engine], plans[engine] = found["held_bytes"], found["plan"]
         parts = (model.before, *model.layers, model.head)
         return {
-            "steps_s": runs,
+            **runs,
             "modelled_s": entry.modelled_s,
+            "exchange_s": {engine: max(training.exchange_s(engine, case, model, entry)) for engine in engines},
             "held_bytes": held,
             "plan": plans,
             "model_bytes": sum(part.state_bytes for part in parts),
@@ -134,28 +154,31 @@ class Group:
             ours_s = self.walk(case, model, entry, steps, warm_up=2, sleeps_inside=True, emulated=emulated)
             runs["ours"].append(ours_s)
             (group,) = entry.groups
+            gc.collect()
             stock_s = run_stock(case, model, group.cuts, MICRO_BATCHES, steps, warm_up=2, emulated=emulated)
             runs["torch"].append(stock_s)
         return {"steps_s": runs, "modelled_s": entry.modelled_s if emulated else None}
 
 
 def main() -> None:
-    world_size, repeats, steps = (int(word) for word in sys.argv[1:4])
-    quick, path = sys.argv[4] == "quick", Path(sys.argv[5])
+    world_size, repeats, steps, trained_steps = (int(word) for word in sys.argv[1:5])
+    quick, path = sys.argv[5] == "quick", Path(sys.argv[6])
     warnings.simplefilter("ignore")
     for name in ("lightning.pytorch", "lightning.fabric"):
         logging.getLogger(name).setLevel(logging.ERROR)
     torch.set_num_threads(1)
     dist.init_process_group("gloo")  # Lightning keeps an existing group
-    group = Group(repeats, steps)
-    mine = [case for case in cases(quick) if case.world_size == world_size]
-    result: dict[str, Any] = {
-        "walked": {case.title: group.compare(case) for case in mine},
-        "trained": {case.title: group.train(case) for case in mine if case.trained},
-        "overhead": {},
-    }
-    if world_size == 4:
-        result["overhead"] = {name: group.overhead(name) for name in OVERHEADS}
+    sleeper = Sleeper(path.with_suffix(".late"))
+    with Collections() as collections, sleeper if dist.get_rank() == 0 else nullcontext():
+        group = Group(repeats, steps, trained_steps, collections, sleeper)
+        mine = [case for case in cases(quick) if case.world_size == world_size]
+        result: dict[str, Any] = {
+            "walked": {case.title: group.compare(case) for case in mine},
+            "trained": {case.title: group.train(case) for case in mine if case.trained},
+            "overhead": {},
+        }
+        if world_size == 4:
+            result["overhead"] = {name: group.overhead(name) for name in OVERHEADS}
     if group.rank == 0:
         path.write_text(json.dumps(result))
     dist.barrier()

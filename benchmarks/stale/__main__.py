@@ -95,7 +95,8 @@ def tables(simulated_rows: list[dict[str, Any]], real_rows: list[dict[str, Any]]
     if real_rows:
         columns = {
             "task": "real", "cluster": "devices", "engine": "engine", "seeds": "seeds", "fit_s": "time [s]",
-            "spread_s": "range [s]", "to_ddp": "to DDP", "to_balanced": "to balanced", "to_bound": "to bound",
+            "spread_s": "range [s]", "p95_s": "p95 batch [s]", "longest_s": "longest [s]", "taken": "taken / asked",
+            "to_ddp": "to DDP", "to_balanced": "to balanced", "to_bound": "to bound",
             "simulated": "simulated: to bound", "loss_to_ddp": "loss/DDP", "stale_fraction": "stale",
             "max_staleness": "max", "recomputed": "recomputed [samples]", "hold_s": "held [s]",
         }  # fmt: skip
@@ -128,8 +129,9 @@ def main() -> None:
     notes = (
         f"Simulated: {len(FINAL_SEEDS)} seeds that chose nothing, medians; losses are geometric means of pairs. Real:"
         f" four processes on two cores, {len(SEEDS)} seeds, medians of ratios; compute is emulated by sleeping in"
-        " proportion to samples, and the model's own arithmetic, Lightning, data loading and transfers come on top, so"
-        " ratios to the bound are not those of the simulation. Slow spells follow the clock. `asp`, `drop`, `ssp`,"
+        " proportion to samples, real forward and backward included; Lightning, data loading and transfers come on top,"
+        " so ratios to the bound are not those of the simulation. Batches, p95 and longest, and what emulated work took"
+        " to what the scenario asks, are rank 0's. Slow spells follow the clock. `asp`, `drop`, `ssp`,"
         " `saps` and `buffered` make smaller updates, `backup` trains on fewer samples.\n\n"
     )
     figures = simulated_figures(simulated_rows) + real_figures(real_rows)

@@ -28,6 +28,7 @@ WORLD = 4
 PER_RANK = 16
 SPELL_STEP_S = 0.02
 ENGINES = ("ddp", "balanced", "flexible", "asp", "backup")
+EMULATION = 2  # of cached results: 1 had real work on top of the emulated
 SURVIVORS = ("flexible", "asp", "backup")  # what a killed rank does not end
 
 
@@ -82,7 +83,7 @@ TASKS = (Task(name="digits CNN", sample_s=0.0018, steps=138), Task(name="text tr
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """One training; its key in the cache is all of it."""
+    """One training; its key in the cache is all of it, and how devices are emulated."""
 
     task: str
     cluster: str
@@ -92,7 +93,7 @@ class Run:
 
 
 def key(run: Run) -> str:
-    return json.dumps(asdict(run), sort_keys=True)
+    return json.dumps({**asdict(run), "emulation": EMULATION}, sort_keys=True)
 
 
 def bound_s(cluster: Cluster, task: Task, seed: int, steps: int) -> float:
@@ -209,6 +210,9 @@ def _row(
         "seeds": len(own),
         "fit_s": median["fit_s"],
         "spread_s": max(r["fit_s"] for r in own.values()) - min(r["fit_s"] for r in own.values()),
+        "p95_s": statistics.median(r["p95_s"] for r in own.values()),
+        "longest_s": max(r["longest_s"] for r in own.values()),
+        "taken": max(r["taken"] for r in own.values()),
         "to_ddp": ratio("ddp", "fit_s"),
         "to_balanced": ratio("balanced", "fit_s"),
         "to_bound": statistics.median(own[s]["fit_s"] / bounds[s] for s in own),

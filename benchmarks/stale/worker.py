@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import logging
 import sys
 import time
 import warnings
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -14,17 +16,28 @@ import torch
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer, seed_everything
 from lightning.pytorch.strategies import DDPStrategy
 
+from benchmarks.emulated import Emulated
 from benchmarks.stale.real import CLUSTERS, PER_RANK, SPELL_STEP_S, TASKS, WORLD, Run, key
-from lightning_hetero import BoundedStalenessStrategy, LoadBalancedStrategy, ThrottleCallback
+from benchmarks.steps import percentile
+from lightning_hetero import BoundedStalenessStrategy, LoadBalancedStrategy
 from lightning_hetero.demo import CharTransformer, DigitsCNN, DigitsData, TopicsText
+
+WARM_UP = 3  # batches that are no steps yet
 
 
 class Clock(Callback):
-    """Seconds from the first batch to the end of training, and what the server counted."""
+    """Seconds from the first batch to the end of training, and of each of Lightning's batches, on this rank."""
 
     def __init__(self) -> None:
         self.fit_s = 0.0
         self._began_s = 0.0
+        self._starts_s: list[float] = []
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        self._starts_s.append(time.perf_counter())
+
+    def steps_s(self) -> list[float]:
+        return [b - a for a, b in pairwise(self._starts_s)][WARM_UP:]
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if not self._began_s:
@@ -93,6 +106,7 @@ def train(run: Run) -> dict[str, Any]:
     seed_everything(run.seed, verbose=False)
     model, data = task(run)
     clock, engine = Clock(), strategy(run.engine)
+    emulated = Emulated(scenario, step_every_s=SPELL_STEP_S if cluster.spells else None)
     metrics: dict[str, Any] = {}
     trainer = Trainer(
         accelerator="cpu",
@@ -107,14 +121,18 @@ def train(run: Run) -> dict[str, Any]:
         enable_model_summary=False,
         callbacks=[
             clock,
-            ThrottleCallback(scenario, step_every_s=SPELL_STEP_S if cluster.spells else None),
+            emulated,
             Keep(metrics),
         ],
     )
+    gc.collect()  # of the imports' and the last run's, or it comes in some step of some engine
     trainer.fit(model, datamodule=data)
     staleness = {int(k): v for k, v in metrics.get("staleness", {}).items()}
     return {
         "fit_s": clock.fit_s,
+        "p95_s": percentile(clock.steps_s(), 95),
+        "longest_s": max(clock.steps_s()),
+        "taken": emulated.taken(),
         "loss": loss_of(model, data) if trainer.is_global_zero else 0.0,
         "steps": trainer.global_step,
         "stale_fraction": metrics.get("stale_fraction", 0.0),

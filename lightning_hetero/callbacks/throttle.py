@@ -21,26 +21,26 @@ __all__ = ["ThrottleCallback"]
 class ThrottleCallback(Callback):
     """Emulates unequal devices under any Trainer and any strategy; only training steps are slowed down.
 
-    The sleep comes once per batch, before its first backward pass, so it is part of the rank's own compute
-    and every peer waits for it in the gradient exchange, as for a slow device. A batch without a backward
-    pass sleeps at its end. Under `HeteroPipelineStrategy` each stage sleeps for its own part of the work.
-    Validation, testing and prediction run at full speed.
+    Forward and backward of a batch take the scenario's time, real work included. The sleep comes once per batch, before
+    its first backward pass, so it is part of the rank's own compute and every peer waits for it in the gradient
+    exchange, as for a slow device; it leaves as much time as the backward passes before took, see
+    `lightning_hetero.emulate.Throttle`. A batch without a backward pass sleeps at its end. Under
+    `HeteroPipelineStrategy` each stage sleeps for its own part of the work, by the same rule. Validation, testing and
+    prediction run at full speed.
 
-    If the scenario gives no times but stretches real work, the backward pass counts as
-    ``backward_per_forward`` times the forward pass: once it runs, gradients are exchanged and its own time
-    cannot be told from waiting. This is an estimate; so are stretched forward passes that wait for peers,
-    e.g. for DDP's broadcast of BatchNorm buffers. Give ``sample_s`` where exact times matter.
+    Collectives inside of forward and backward, e.g. SyncBatchNorm's, count as work; DDP's broadcast of buffers and its
+    gradient exchange do not.
 
     Args:
         scenario: what to emulate; the rank is the Trainer's global rank.
         samples: counts the samples of a batch, ``batch -> int``; default: see
             `lightning_hetero.callbacks.samples.count_samples`.
-        backward_per_forward: time of a backward pass in forward passes, for stretched work: 2 because a
-            layer's backward pass takes two products (for its input and for its weights) for one of the
-            forward pass.
+        backward_per_forward: time of the first backward pass in forward passes, before one has been timed: 2 because a
+            layer's backward pass takes two products (for its input and for its weights) for one of the forward pass.
         step_every_s: let the scenario's steps pass with time, one every so many seconds since the fit began,
             instead of with the training's steps: a neighbour's load on a shared machine does not wait for us.
-        throttle: makes the runtime, ``(scenario, rank) -> Throttle``; injectable for tests, like ``clock``.
+        throttle: makes the runtime, ``(scenario, rank, backward_per_forward=...) -> Throttle``; injectable for tests,
+            like ``clock``.
 
     Raises:
         TypeError: ``scenario`` is no `Scenario`.
@@ -56,7 +56,7 @@ class ThrottleCallback(Callback):
         samples: Callable[[Any], int] | None = None,
         backward_per_forward: float = 2.0,
         step_every_s: float | None = None,
-        throttle: Callable[[Scenario, int], Throttle] = Throttle,
+        throttle: Callable[..., Throttle] = Throttle,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         if not isinstance(scenario, Scenario):
@@ -74,6 +74,7 @@ class ThrottleCallback(Callback):
         self._make_throttle = throttle
         self._throttle: Throttle | None = None  # made in fit: the callback is pickled before
         self._taken_over = False
+        self._hooks: list[Any] = []
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """A strategy whose ranks do different parts of a step sleeps by itself, see `Reporting.emulate`."""
@@ -86,10 +87,25 @@ class ThrottleCallback(Callback):
         self._taken_over = reporting is not None and reporting.emulate(self.scenario)
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._throttle = self._make_throttle(self.scenario, trainer.global_rank)
+        self._throttle = self._make_throttle(
+            self.scenario, trainer.global_rank, backward_per_forward=self._backward_per_forward
+        )
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._began_s = self._clock()
+
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Parameters may have been frozen or thawed since the last epoch."""
+        self._unhook()
+        throttle = self._throttle
+        if throttle is None or self._taken_over:
+            return
+        if trainer.strategy.model is not pl_module:  # wrapped: DDP's forward waits before it calls the module's
+            self._hooks.append(pl_module.register_forward_pre_hook(lambda *_: throttle.begin_work()))
+        for parameter in pl_module.parameters():
+            if parameter.requires_grad:
+                hook = parameter.register_post_accumulate_grad_hook(lambda _: throttle.gradient_came())
+                self._hooks.append(hook)
 
     def on_train_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
@@ -111,14 +127,28 @@ class ThrottleCallback(Callback):
         self.on_train_batch_start(trainer, pl_module, batch, batch_idx)
 
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
-        if self._throttle is not None and trainer.training and not self._taken_over:
-            self._throttle.finish(work_factor=1.0 + self._backward_per_forward)
+        throttle = self._throttle
+        if throttle is None or self._taken_over or not trainer.training:
+            return
+        throttle.before_backward()
+        if loss.requires_grad:
+            loss.register_hook(lambda _: throttle.backward_began())
+
+    def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if self._throttle is not None and not self._taken_over and trainer.training:
+            self._throttle.after_backward()
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         if self._throttle is not None and not self._taken_over:
-            self._throttle.finish()  # does nothing after a backward pass
+            self._throttle.end()
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        self._unhook()
         self._throttle = None
+
+    def _unhook(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()

@@ -2,11 +2,11 @@
 
 ``scenario``  P  `Scenario`: speeds, noise, spells, changes, faults and memory caps as a pure function of the step
 ``parts``     P  `SlowSpells`, `SpeedChange`, `Slowdown`, `Fault`: what a scenario is made of
-``throttle``  T  `Throttle`: sleeps and fails as the scenario says
+``throttle``  T  `Throttle`: sleeps and fails as the scenario says; `Pacer`: lets a piece of work take its time
 """
 
 from lightning_hetero.emulate.parts import Fault, Slowdown, SlowSpells, SpeedChange
 from lightning_hetero.emulate.scenario import Scenario
-from lightning_hetero.emulate.throttle import Throttle
+from lightning_hetero.emulate.throttle import Pacer, Throttle
 
-__all__ = ["Fault", "Scenario", "SlowSpells", "Slowdown", "SpeedChange", "Throttle"]
+__all__ = ["Fault", "Pacer", "Scenario", "SlowSpells", "Slowdown", "SpeedChange", "Throttle"]

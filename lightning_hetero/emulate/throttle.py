@@ -1,11 +1,17 @@
 """Makes this process behave like one rank of a `Scenario`: slower, noisy, short of memory, failing (layer T).
 
-    begin(step, samples)          real forward            finish()
-    [1]-----------------------[2]----------------------[3]--------[4]
+One rule for every engine: *the work of an emulated device takes the time that the scenario says, real work included*.
+Work is forward and backward; loading, the exchange of gradients, the optimizer and the engine's own doing are real and
+come on top. `Pacer` keeps the rule for one piece of work whose real time is known when it ends: a stage of a pipeline.
+`Throttle` keeps it for a whole step of data parallelism, where the sleep must come before the backward pass:
 
-[1] scripted faults and the memory cap, [2] the clock starts, [3] what the emulated device still needs is
-slept. A sleep costs no processor time, so many emulated devices run truthfully on few cores, whatever their
-speeds.
+    begin  begin_work     before_backward    backward_began   gradient_came  after_backward   end
+    [1]----[2]~~forward~~~[3]....sleep....---[4]~~backward~~~~[5]............[6]--------------[7]
+
+[1] scripted faults and the memory cap, [2] the clock (DDP waits for peers between [1] and [2]), [3] what forward left
+of the time, less what the backward pass is expected to take, [4] to [5] what it takes, up to the last gradient and
+before anybody waits for peers, [7] the difference is settled in the next step. A sleep costs no processor time, so many
+emulated devices run truthfully on few cores, whatever their speeds.
 """
 
 from __future__ import annotations
@@ -19,28 +25,76 @@ import torch
 
 from lightning_hetero.emulate.scenario import Scenario
 
-__all__ = ["Throttle"]
+__all__ = ["Pacer", "Throttle"]
+
+_MAKE_UP_S = 0.05
+_MEMORY = 0.8  # weight of the steps before, in what a backward pass is expected to take
 
 
 def _kill_self() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
+class Pacer:
+    """Lets work take an emulated device's time, and keeps the sum: what came out too long is made up for later.
+
+    Made up for is at most 50 ms: a timer's lateness, a core that was taken. What takes longer is a stall, which an
+    emulation must not hide. The amount is one for all engines, whatever the length of their pieces of work.
+
+    Args:
+        clock: returns seconds; injectable for tests, like the next one.
+        sleep: sleeps for a number of seconds.
+
+    Attributes:
+        wanted_s, taken_s: sums over all work, what the scenario says and what it took [s].
+    """
+
+    def __init__(
+        self, *, clock: Callable[[], float] = time.perf_counter, sleep: Callable[[float], None] = time.sleep
+    ) -> None:
+        self._clock, self._sleep = clock, sleep
+        self._behind_s = 0.0
+        self.wanted_s = self.taken_s = 0.0
+
+    def sleep(self, missing_s: float) -> float:
+        """Sleeps for ``missing_s``, less what earlier work took too long; returns how long it was."""
+        pause_s = missing_s - self._behind_s
+        if pause_s <= 0.0:
+            return 0.0
+        before_s = self._clock()
+        self._sleep(pause_s)
+        return self._clock() - before_s
+
+    def settle(self, wanted_s: float, taken_s: float) -> None:
+        """Takes note of a piece of work that is over, sleeps included."""
+        self.wanted_s += wanted_s
+        self.taken_s += taken_s
+        behind_s = self._behind_s + taken_s - wanted_s
+        self._behind_s = min(max(behind_s, -_MAKE_UP_S), _MAKE_UP_S)
+
+    def pace(self, wanted_s: float, spent_s: float) -> None:
+        """Sleeps until a piece of work that really took ``spent_s`` has taken ``wanted_s``."""
+        self.settle(wanted_s, spent_s + self.sleep(wanted_s - spent_s))
+
+
 class Throttle:
     """Slows down one rank's steps by sleeping, and carries out the faults scripted for it.
 
-    With ``sample_s`` or ``step_s`` in the scenario the emulated time is slept on top of the real work: the
-    emulated device is slower by exactly that. Otherwise the real work is stretched by ``1 / speed`` (times
-    jitter). A sleep that took too long is made up for in the next steps, so that the sum keeps to the
-    scenario. What is carried over is at most one step's sleep: a process that was suspended does not run at
-    full speed for minutes afterwards.
+    With ``sample_s`` or ``step_s`` in the scenario a step's forward and backward take the emulated time, real work
+    included, so it must be longer than that. Otherwise the real work is stretched by ``1 / speed`` (times jitter).
+    Either way the sleep comes before the backward pass, so that every peer waits for it, and counts on a backward
+    pass as long, against its forward pass, as those before; where it was not, the next step makes up for it.
 
     Args:
         scenario: what to emulate.
         rank: the rank this process plays.
+        backward_per_forward: time of the first backward pass in forward passes; later ones are as was measured.
         clock: returns seconds; injectable for tests, like the next two.
         sleep: sleeps for a number of seconds.
         kill: ends this process at once.
+
+    Attributes:
+        pacer: keeps the sums.
 
     Raises:
         TypeError: ``scenario`` is no `Scenario`.
@@ -53,6 +107,7 @@ class Throttle:
         scenario: Scenario,
         rank: int,
         *,
+        backward_per_forward: float = 2.0,
         clock: Callable[[], float] = time.perf_counter,
         sleep: Callable[[float], None] = time.sleep,
         kill: Callable[[], None] = _kill_self,
@@ -68,11 +123,17 @@ class Throttle:
             )
         self.scenario = scenario
         self.rank = rank
+        self.pacer = Pacer(clock=clock, sleep=sleep)
         self._clock, self._sleep, self._kill = clock, sleep, kill
-        self._step: int | None = None  # the step begun and not finished
+        self._step: int | None = None  # the step begun and not ended
         self._samples = 0
-        self._since_s = 0.0
-        self._overslept_s = 0.0
+        self._since_s: float | None = None  # own work runs
+        self._last_s: float | None = None  # the last gradient since then
+        self._spent_s = 0.0
+        self._forward_s: float | None = None  # spent before the sleep; None: it has not slept yet
+        self._slept_s = 0.0
+        self._forwards_s, self._backwards_s = 0.0, 0.0  # of earlier steps, weighted
+        self._backward_per_forward = backward_per_forward
         self._faults_until: int | None = None  # last step whose faults were carried out
 
     @property
@@ -81,7 +142,7 @@ class Throttle:
         return self.scenario.sample_s is not None or self.scenario.mem_cap(self.rank) is not None
 
     def begin(self, step: int, samples: int) -> None:
-        """Begins a step: faults and memory cap first, then the clock starts.
+        """Begins a step: faults and memory cap first, then the clock starts. Ends one that has slept.
 
         A fault comes once, at the first step begun that is not before its own: a rank may skip steps, or begin one
         several times.
@@ -94,6 +155,8 @@ class Throttle:
             RuntimeError: the scenario scripts an exception here.
             torch.OutOfMemoryError: more samples than the scenario's memory cap of this rank.
         """
+        if self._forward_s is not None:
+            self.end()
         self._step = None
         self._run_faults(step)
         cap = self.scenario.mem_cap(self.rank)
@@ -103,38 +166,63 @@ class Throttle:
                 f" holds at most {cap} (Scenario.mem_samples): give this rank fewer samples or raise the cap"
             )
         self._step, self._samples = step, samples
-        self._since_s = self._clock()
+        self._spent_s, self._slept_s = 0.0, 0.0
+        self._since_s, self._last_s = self._clock(), None
 
-    def finish(self, *, work_factor: float = 1.0) -> float:
-        """Ends the step's work: sleeps for what the emulated device still needs. Does nothing before `begin`.
+    def begin_work(self) -> None:
+        """The forward pass begins: what was between `begin` and here was waiting for peers."""
+        if self._step is not None and self._forward_s is None:
+            self._since_s = self._clock()
 
-        Args:
-            work_factor: when real work is stretched, the work since `begin` stands for this many times as
-                much, e.g. 3 for a forward pass whose backward pass cannot be stretched on its own.
-
-        Returns:
-            The time asked from the scenario for this step [s], before the correction for earlier sleeps.
-        """
-        if self._step is None:
-            return 0.0
-        step, self._step = self._step, None
-        if self.scenario.emulated:
-            wanted_s = self.scenario.work_s(self.rank, step, self._samples)
-        else:
-            real_s = (self._clock() - self._since_s) * work_factor
-            wanted_s = max(0.0, real_s * (self.scenario.stretch(self.rank, step) - 1.0))
-        self._sleep_for(wanted_s)
-        return wanted_s
-
-    def _sleep_for(self, wanted_s: float) -> None:
-        pause_s = wanted_s - self._overslept_s
-        if pause_s <= 0.0:
-            self._overslept_s = -pause_s
+    def before_backward(self) -> None:
+        """A backward pass is about to begin; before the first one of the step comes the sleep."""
+        self._stop(self._clock())
+        if self._step is None or self._forward_s is not None:
             return
-        before_s = self._clock()
-        self._sleep(pause_s)
-        late_s = self._clock() - before_s - pause_s
-        self._overslept_s = min(max(0.0, late_s), wanted_s)
+        self._forward_s = self._spent_s
+        backward_s = self._forward_s * self._backwards_per_forward()
+        self._slept_s = self.pacer.sleep(self._wanted_s(self._forward_s + backward_s) - self._forward_s - backward_s)
+
+    def backward_began(self) -> None:
+        """The backward pass has begun: what an engine does before it, e.g. to the loss, is no work of the device."""
+        self._since_s, self._last_s = self._clock(), None
+
+    def gradient_came(self) -> None:
+        """A parameter got its gradient. The last one ends the work of a backward pass, whoever waits for peers then."""
+        self._last_s = self._clock()
+
+    def after_backward(self) -> None:
+        """The backward pass has returned; what follows is work if another one comes."""
+        self._stop(self._last_s)
+        self._since_s, self._last_s = self._clock(), None
+
+    def end(self) -> None:
+        """Ends the step: the next one makes up for a wrong guess. A step without a backward pass sleeps now."""
+        if self._step is None:
+            return
+        self._stop(self._last_s if self._forward_s is not None or self._last_s is not None else self._clock())
+        wanted_s = self._wanted_s(self._spent_s)
+        if self._forward_s is None:  # no backward pass, or one that nobody told of
+            self._slept_s = self.pacer.sleep(wanted_s - self._spent_s)
+        else:
+            self._forwards_s = _MEMORY * self._forwards_s + self._forward_s
+            self._backwards_s = _MEMORY * self._backwards_s + self._spent_s - self._forward_s
+        self.pacer.settle(wanted_s, self._spent_s + self._slept_s)
+        self._step, self._forward_s = None, None
+
+    def _stop(self, now_s: float | None) -> None:
+        if self._since_s is not None and now_s is not None:
+            self._spent_s += max(0.0, now_s - self._since_s)
+        self._since_s = None
+
+    def _wanted_s(self, real_s: float) -> float:
+        assert self._step is not None
+        if self.scenario.emulated:
+            return self.scenario.work_s(self.rank, self._step, self._samples)
+        return real_s * self.scenario.stretch(self.rank, self._step)
+
+    def _backwards_per_forward(self) -> float:
+        return self._backwards_s / self._forwards_s if self._forwards_s > 0.0 else self._backward_per_forward
 
     def _run_faults(self, step: int) -> None:
         # A step that is smaller than the last one is a new run, e.g. another fit.

@@ -101,7 +101,9 @@ class TrainBatches:
         weights = self._weights(batches, sizes, part)
         place.busy.begin(step)
         old = self._take_gradients()
-        arm = None if accumulates else place.sync.arm
+        # An emulated device's sleep comes after the real backward pass: sums begun in that would be over before the
+        # gradients exist on the device, and wait for nobody.
+        arm = None if accumulates or place.busy.pace is not None else place.sync.arm
         outputs: list[Any] = []
         if place.runner is not None and sizes:
             if place.leads:

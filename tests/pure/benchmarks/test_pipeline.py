@@ -310,6 +310,10 @@ def trained(replicas_s: float, held: float) -> dict[str, Any]:
     times = {"ours": 0.5, "ddp": 1.0, "balanced": 0.6, "replicas": replicas_s}
     return {
         "steps_s": {name: [[value] * 3] * 2 for name, value in times.items()},
+        "gc_s": {name: [[0.0, 0.0, 0.25]] * 2 for name in times},
+        "late_s": {name: [[0.0, 0.0, 0.125]] * 2 for name in times},
+        "taken": {name: [1.0, 1.01] for name in times},
+        "exchange_s": dict.fromkeys(times, 0.01),
         "modelled_s": 0.48,
         "held_bytes": {"ours": [held, 10.0]},
         "model_bytes": 90.0,
@@ -330,6 +334,19 @@ def test_figures_of_engines_by_hand(replicas_s: float, held: float, holds: bool)
     assert figures[f"{memory}, whole model / largest memory"]["value"] == pytest.approx(90.0 / 40.0)
 
 
+def test_tails_and_the_truth_of_the_emulation_by_hand() -> None:
+    raw = trained(0.6, 30.0)
+    raw["steps_s"]["ours"] = [[0.5] * 19 + [0.9], [0.5] * 17 + [0.6, 0.7, 0.8]]
+    figures = by_name(trained_figures(GOALS, raw))
+    assert figures["ours, p95 step"]["value"] == pytest.approx(700.0)  # 38 of 40 steps are no longer
+    assert figures["ours, longest step"]["value"] == pytest.approx(900.0)
+    assert figures["stock DDP, longest step"]["value"] == pytest.approx(1000.0)
+    taken = "emulated work, taken / asked, greatest of all engines and ranks"
+    assert figures[taken]["value"] == 1.01 and figures[taken]["holds"] is True
+    raw["taken"]["balanced"] = [1.0, 1.05]
+    assert by_name(trained_figures(GOALS, raw))[taken]["holds"] is False
+
+
 def test_an_overhead_is_the_median_of_pairs() -> None:
     raw = {"equal": {"steps_s": {"ours": [[1.0], [4.0], [1.2]], "torch": [[1.0], [2.0], [1.0]]}, "modelled_s": 1.0}}
     (figure,) = overhead_figures(raw)
@@ -347,8 +364,11 @@ def test_tables_show_every_plan_and_engine() -> None:
         "trained": {"c, mlp": trained(0.6, 30.0)},
         "overhead": {"real": {"steps_s": {"ours": [[0.1]], "torch": [[0.2]]}, "modelled_s": None}},
     }
+    raw["trained"]["c, mlp"]["steps_s"]["ours"] = [[0.5] * 3, [0.5, 0.5, 0.7]]  # a stall
     text = tables(raw)
-    assert "| c, mlp | ours | 500.0 | 500.0 | 1 | c |" in text
-    assert "| c, mlp | even, 4 groups | – | – | – | fits no device's memory |" in text
+    assert "| c, mlp | ours | 500.0 | 700.0 | 700.0 | 10.0 | 1.01 |" in text
+    assert "| c, mlp | ours | 700.0 | 250.0 | 125.0 |" in text and text.count(" | 250.0 | 125.0 |") == 1
+    assert "| c, mlp | ours | 500.0 | 1100.0 | 1100.0 | 500.0 | 1 | c |" in text
+    assert "| c, mlp | even, 4 groups | – | – | – | – | – | fits no device's memory |" in text
     assert "| c, mlp | 1000.0 | 600.0 | 600.0 | 500.0 | 480.0 | 0.00 0.00 | 0.00 |" in text
     assert "| real | 100.0 | 200.0 | – |" in text

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from lightning_hetero.emulate import Scenario, Throttle
+from lightning_hetero.emulate import Pacer, Scenario, Throttle
 
 
 class Time:
@@ -21,6 +21,9 @@ class Time:
     def sleep(self, seconds: float) -> None:
         self.sleeps.append(seconds)
         self.now_s += seconds + (self.late_s.pop(0) if self.late_s else 0.0)
+
+    def pacer(self) -> Pacer:
+        return Pacer(clock=self.clock, sleep=self.sleep)
 
     def throttle(self, scenario: Scenario, rank: int, **more: Any) -> Throttle:
         return Throttle(scenario, rank, clock=self.clock, sleep=self.sleep, **more)

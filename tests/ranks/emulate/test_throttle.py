@@ -14,72 +14,151 @@ from lightning_hetero.emulate import Scenario, Throttle
 from tests.ranks.emulate.kit import EMULATED, Time
 
 
-def test_sleeps_sum_to_the_scenarios_work() -> None:
+def work(time: Time, throttle: Throttle, step: int, samples: int, forward_s: float, backward_s: float) -> None:
+    """One step of stock DDP: waiting for buffers, forward, backward, waiting for peers, optimizer."""
+    throttle.begin(step, samples)
+    time.now_s += 5.0  # DDP's broadcast
+    throttle.begin_work()
+    time.now_s += forward_s
+    throttle.before_backward()
+    time.now_s += 0.25  # what the engine does to the loss
+    throttle.backward_began()
+    for _ in range(2):
+        time.now_s += backward_s / 2
+        throttle.gradient_came()
+    time.now_s += 7.0  # peers
+    throttle.after_backward()
+    time.now_s += 3.0  # the optimizer
+    throttle.end()
+
+
+def test_a_step_takes_the_scenarios_time_real_work_included() -> None:
     time, scenario = Time(), EMULATED.jittered(0.3)
     throttle = time.throttle(scenario, 1)
     for step in range(20):
-        throttle.begin(step, samples=step)
-        time.now_s += 0.7  # real work is not subtracted
-        throttle.finish()
-    assert time.sleeps == pytest.approx([scenario.work_s(1, step, step) for step in range(20)])
+        work(time, throttle, step, step, 0.01, 0.03)
+    wanted = [scenario.work_s(1, step, step) for step in range(20)]
+    # the first backward pass is taken for two forward passes, so the second step makes up for 10 ms
+    assert time.sleeps == pytest.approx([wanted[0] - 0.03, wanted[1] - 0.05, *(w - 0.04 for w in wanted[2:])])
+    assert throttle.pacer.taken_s == pytest.approx(sum(wanted)) == pytest.approx(throttle.pacer.wanted_s)
 
 
 def test_no_samples_cost_the_fixed_time() -> None:
     time = Time()
+    work(time, time.throttle(EMULATED, 1), 0, 0, 0.0, 0.0)
+    assert time.sleeps == pytest.approx([0.1 / 0.25])
+
+
+def test_a_slower_backward_pass_is_made_up_for_and_then_expected() -> None:
+    time = Time()
     throttle = time.throttle(EMULATED, 1)
-    throttle.begin(0, samples=0)
-    assert throttle.finish() == pytest.approx(0.1 / 0.25)
+    for step, backward_s in enumerate([0.02, 0.02, 0.05, 0.05]):
+        work(time, throttle, step, 10, 0.01, backward_s)
+    first, second, third, fourth = time.sleeps
+    assert [first, second, third] == pytest.approx([0.8 - 0.03] * 3)
+    assert 0.8 - 0.06 - 0.03 <= fourth < 0.8 - 0.03 - 0.03  # what the third took too long, and a longer one ahead
+    assert throttle.pacer.taken_s == pytest.approx(4 * 0.8, abs=0.03)
+
+
+def test_several_backward_passes_of_a_step_are_work_but_not_the_waiting_between() -> None:
+    time = Time()
+    throttle = time.throttle(EMULATED, 1)
+    throttle.begin(0, samples=10)
+    for forward_s, backward_s in ((0.01, 0.02), (0.03, 0.04)):
+        time.now_s += forward_s
+        throttle.before_backward()
+        throttle.backward_began()
+        time.now_s += backward_s
+        throttle.gradient_came()
+        time.now_s += 5.0
+        throttle.after_backward()
+    throttle.end()
+    assert time.sleeps == pytest.approx([0.8 - 0.03])
+    assert throttle.pacer.taken_s == pytest.approx(0.8 - 0.03 + 0.10)
+
+
+def test_a_step_whose_backward_nobody_told_of_sleeps_at_its_end() -> None:
+    time = Time()
+    throttle = time.throttle(EMULATED, 1)
+    throttle.begin(0, samples=10)
+    time.now_s += 0.3
+    throttle.end()
+    throttle.begin(1, samples=10)  # `loss.backward()` under manual optimization: only gradients are seen
+    time.now_s += 0.2
+    throttle.gradient_came()
+    time.now_s += 5.0
+    throttle.end()
+    assert time.sleeps == pytest.approx([0.5, 0.6])
 
 
 @settings(max_examples=50)
-@given(st.lists(st.floats(0.0, 0.5), min_size=1, max_size=20))
+@given(st.lists(st.floats(0.0, 0.049), min_size=1, max_size=20))
 def test_late_sleeps_are_made_up_for(late_s: list[float]) -> None:
     time = Time(late_s)
-    throttle = time.throttle(EMULATED, 1)
-    for step in range(len(late_s) + 2):  # work is 0.8 s each: two more steps make up for anything
-        throttle.begin(step, samples=10)
-        throttle.finish()
-    assert time.now_s - 100.0 == pytest.approx((len(late_s) + 2) * 0.8)
-    assert all(pause > 0 for pause in time.sleeps)
+    pacer = time.pacer()
+    for _ in range(len(late_s) + 1):
+        time.now_s += 0.1
+        pacer.pace(0.8, 0.1)
+    assert time.now_s - 100.0 == pytest.approx((len(late_s) + 1) * 0.8)
 
 
-def test_a_suspended_process_makes_up_for_one_step_only() -> None:
-    time = Time(late_s=[1000.0])
-    throttle = time.throttle(EMULATED, 1)
-    for step in range(3):
-        throttle.begin(step, samples=10)
-        throttle.finish()
-    assert time.sleeps == pytest.approx([0.8, 0.8])  # the second step sleeps nothing, the third in full
+def test_a_stall_is_not_hidden() -> None:
+    """The same 50 ms are made up for, whether work comes in steps or in short pieces."""
+    for wanted_s in (0.8, 0.02):
+        time = Time(late_s=[1000.0])
+        pacer = time.pacer()
+        for _ in range(100):
+            pacer.pace(wanted_s, 0.0)
+        assert time.now_s - 100.0 == pytest.approx(1000.0 + 100 * wanted_s - 0.05)
+        assert pacer.taken_s - pacer.wanted_s == pytest.approx(1000.0 - 0.05)
 
 
-def test_a_late_sleep_is_spread_over_steps_shorter_than_it() -> None:
-    time = Time(late_s=[0.5])
-    throttle = time.throttle(EMULATED, 1)
-    for step, samples in enumerate([10, 0, 0, 0]):  # 0.8 s, then 0.4 s each
-        throttle.begin(step, samples)
-        throttle.finish()
-    assert time.sleeps == pytest.approx([0.8, 0.3, 0.4])
-    assert time.now_s - 100.0 == pytest.approx(0.8 + 3 * 0.4)
+def test_a_late_sleep_is_spread_over_pieces_shorter_than_it() -> None:
+    time = Time(late_s=[0.04])
+    pacer = time.pacer()
+    for wanted_s, spent_s in ((0.08, 0.0), (0.03, 0.0), (0.03, 0.005)):
+        time.now_s += spent_s
+        pacer.pace(wanted_s, spent_s)
+    assert time.sleeps == pytest.approx([0.08, 0.015])
+    assert time.now_s - 100.0 == pytest.approx(0.14)
 
 
-@given(st.floats(0.1, 1.0), st.floats(0.001, 2.0), st.floats(1.0, 4.0))
-def test_real_work_is_stretched_to_the_speed(speed: float, work_s: float, factor: float) -> None:
+@given(st.floats(0.1, 1.0), st.floats(0.001, 0.5), st.floats(0.0, 0.01))
+def test_real_work_is_stretched_to_the_speed(speed: float, forward_s: float, longer_s: float) -> None:
     time = Time()
     throttle = time.throttle(Scenario(speeds=[speed]), 0)
-    throttle.begin(0, samples=3)
-    time.now_s += work_s
-    throttle.finish(work_factor=factor)
-    assert sum(time.sleeps) + factor * work_s == pytest.approx(factor * work_s / speed)
+    work(time, throttle, 0, 3, forward_s, 2.0 * forward_s)
+    assert sum(time.sleeps) == pytest.approx(3.0 * forward_s * (1.0 / speed - 1.0))
+    work(time, throttle, 1, 3, forward_s, 2.0 * forward_s + longer_s)
+    assert throttle.pacer.wanted_s == pytest.approx((6.0 * forward_s + longer_s) / speed)
 
 
-def test_finish_without_begin_and_twice_does_nothing() -> None:
+def test_ending_twice_or_before_a_step_does_nothing() -> None:
     time = Time()
     throttle = time.throttle(EMULATED, 0)
-    assert throttle.finish() == 0.0
+    throttle.end()
+    throttle.before_backward()
+    throttle.gradient_came()
+    throttle.after_backward()
     throttle.begin(0, samples=1)
-    throttle.finish()
-    assert throttle.finish() == 0.0
+    throttle.end()
+    throttle.end()
     assert len(time.sleeps) == 1
+
+
+def test_a_further_batch_of_a_step_ends_the_one_before() -> None:
+    """A rank of the stale engine trains several before Lightning's batch ends."""
+    time = Time()
+    throttle = time.throttle(EMULATED, 1)
+    for _ in range(2):
+        throttle.begin(0, samples=10)
+        throttle.before_backward()
+        throttle.backward_began()
+        time.now_s += 0.02
+        throttle.gradient_came()
+    throttle.end()
+    assert time.sleeps == pytest.approx([0.8, 0.8 - 0.02])
+    assert throttle.pacer.wanted_s == pytest.approx(1.6)
 
 
 def test_faults_hit_their_rank_and_step_only() -> None:
@@ -96,7 +175,8 @@ def test_faults_hit_their_rank_and_step_only() -> None:
     assert time.sleeps == [9.0]
     with pytest.raises(RuntimeError, match=r"scripted fault.*rank 1 at step 5"):
         throttle.begin(5, samples=0)
-    assert throttle.finish() == 0.0  # the step never began
+    throttle.end()  # the step never began
+    assert time.sleeps == [9.0]
     throttle.begin(6, samples=0)
     assert killed == ["now"]  # rank 0's own
 

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 import random
 import re
+import weakref
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -19,6 +23,7 @@ from torchmetrics import MeanMetric
 from lightning_hetero import Scenario, ThrottleCallback
 from lightning_hetero.pipeline.decide.plans import plan_to_plain
 from lightning_hetero.pipeline.decide.recorded_costs import model_to_plain
+from lightning_hetero.pipeline.runtime.own.gradients import GradientSync
 from tests.ranks.harness import run_ranks
 from tests.ranks.kit import rank_trainer, regression, single, weights
 from tests.ranks.pipeline.kit import FEATURES, LAYERS, WIDTH, Block, Deep, pipeline
@@ -128,15 +133,56 @@ class Twice(Deep):
         return nn.functional.mse_loss(self.head(self.model(self.model(self.before(x)))), y)
 
 
+class Cycle:
+    def __init__(self) -> None:
+        self.own = self
+
+
+LITTER: list[weakref.ref[Cycle]] = []  # not the module's: that is put back after measuring
+
+
+class Littering(Deep):
+    """Leaves reference cycles behind wherever its step runs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left: list[bool] = []
+
+    def loss(self, batch: Any) -> Tensor:
+        LITTER.append(weakref.ref(Cycle()))
+        return super().loss(batch)
+
+    def on_train_start(self) -> None:
+        self.left = [cycle() is not None for cycle in LITTER]
+
+
+@contextmanager
+def collecting_nothing() -> Iterator[None]:
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
 def good(rank: int, world: int) -> dict[str, dict[str, Any]]:
     found: dict[str, dict[str, Any]] = {}
     torch.manual_seed(rank)
     found["probed"] = run(rank, world, pipeline(None), DataLoader(Noisy(), batch_size=8, num_workers=0), Tracked())
+    littering = Littering()
+    LITTER.clear()
+    with collecting_nothing():
+        found["littering"] = run(rank, world, pipeline(None, cluster=FREE_LINK), module=littering)
+    found["littering"]["left"] = littering.left
     spec = OmegaConf.create({"cluster": FREE_LINK})  # as Hydra hands it over
-    found["described"] = run(rank, world, pipeline(None, cluster=spec.cluster, micro_batch_size=4, max_groups=1))
+    with patch.object(GradientSync, "arm", autospec=True, side_effect=GradientSync.arm) as arm:
+        found["described"] = run(rank, world, pipeline(None, cluster=spec.cluster, micro_batch_size=4, max_groups=1))
+    found["described"]["armed"] = arm.call_count
     found["replicas"] = run(rank, world, pipeline(None, cluster=SLOW_LINK, profile=heavy(found["described"]["model"])))
     throttle = ThrottleCallback(Scenario(speeds=[1.0, 0.5], sample_s=2e-3))
-    found["emulated"] = run(rank, world, pipeline(None), callbacks=[throttle])
+    with patch.object(GradientSync, "arm", autospec=True, side_effect=GradientSync.arm) as arm:
+        found["emulated"] = run(rank, world, pipeline(None), callbacks=[throttle])
+    found["emulated"]["armed"] = arm.call_count
     plain = found["described"]
     given = OmegaConf.create({"profile": plain["model"], "plan": plain["plan"]})
     found["by profile"] = run(rank, world, pipeline(None, cluster=FREE_LINK, profile=given.profile, micro_batch_size=4,
@@ -170,6 +216,13 @@ def test_a_plan_is_found_and_trains() -> None:
     for name, found in first.items():
         assert all(rank[name]["plan"] == found["plan"] for rank in ranks), name
         assert all(rank[name]["weights"].distance(found["weights"]) == 0.0 for rank in ranks), name
+
+    # Sums are not begun in a real backward pass that is over long before the emulated one.
+    assert sum(rank["described"]["armed"] for rank in ranks) > 0
+    assert sum(rank["emulated"]["armed"] for rank in ranks) == 0
+
+    left = first["littering"]["left"]  # of the steps that were measured
+    assert left and not any(left)
 
     notes = [rank["probed"]["notes"] for rank in ranks]
     assert any(note["after"]["held"] for note in notes)  # who rests is for the measured speeds to say

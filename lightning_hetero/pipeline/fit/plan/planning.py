@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+import gc
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -163,6 +164,10 @@ def make_plan(
             answer = ("", str(caught))
         except Exception as caught:  # told to all ranks, or they would wait
             error, answer = caught, (f"{type(caught).__name__}: {caught}", None)
+    if settings.plan is None:
+        # Measuring leaves graphs in reference cycles. And a full collection, due some time after all imports, takes
+        # hundreds of milliseconds: in a step, all ranks would wait for each one's.
+        gc.collect()
     told: list[Any] = [answer]
     dist.broadcast_object_list(told, src=0, group=channel.group)
     if error is not None:

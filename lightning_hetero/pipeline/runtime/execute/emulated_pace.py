@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable
 
 from lightning_hetero.emulate.scenario import Scenario
+from lightning_hetero.emulate.throttle import Pacer
 from lightning_hetero.pipeline.decide.schedule import Kind
 from lightning_hetero.types import GroupPlan, LayerCost, ModelCost
 
@@ -85,8 +86,8 @@ class BusyTime:
 class ScenarioPace:
     """One rank's pace in a `Scenario`; told of each computation, it sleeps for what is missing.
 
-    The time of a computation includes the real work: an emulated device cannot be faster than that. A sleep that took
-    too long is made up for by the next ones.
+    The time of a computation includes the real work: an emulated device cannot be faster than that. What takes too long
+    is made up for as by every other engine, see `lightning_hetero.emulate.Pacer`.
 
     Args:
         scenario: what to emulate.
@@ -94,6 +95,9 @@ class ScenarioPace:
         parts: see `parts_of`; not needed where real work is stretched.
         stages: of the pipeline, for several calls of the backbone: stage s of call k is number k * stages + s.
         clock, sleep: seconds; injectable for tests.
+
+    Attributes:
+        pacer: keeps the sums.
     """
 
     def __init__(
@@ -109,9 +113,8 @@ class ScenarioPace:
     ) -> None:
         self._scenario, self._rank = scenario, rank
         self._parts, self._stages, self._calls = parts, stages, calls
-        self._clock, self._sleep = clock, sleep
+        self.pacer = Pacer(clock=clock, sleep=sleep)
         self._step: int | None = None
-        self._overslept_s = 0.0
 
     def begin(self, step: int) -> None:
         """From here on, until `end`, computations belong to this training step."""
@@ -129,14 +132,7 @@ class ScenarioPace:
             own = self._stages if kind is Kind.HEAD else stage % self._stages
             part = self._parts.get((kind, own), 0.0)
             calls = 1 if kind is Kind.HEAD else self._calls
-            wanted_s = self._scenario.work_s(self._rank, self._step, samples) * part / calls - elapsed_s
+            wanted_s = self._scenario.work_s(self._rank, self._step, samples) * part / calls
         else:
-            wanted_s = elapsed_s * (self._scenario.stretch(self._rank, self._step) - 1.0)
-        pause_s = wanted_s - self._overslept_s
-        if pause_s <= 0.0:
-            # What the real work took longer than the emulated device would is owed by what follows, up to one sleep.
-            self._overslept_s = min(-pause_s, max(wanted_s, 0.0) + 0.01)
-            return
-        before_s = self._clock()
-        self._sleep(pause_s)
-        self._overslept_s = max(0.0, self._clock() - before_s - pause_s)
+            wanted_s = elapsed_s * self._scenario.stretch(self._rank, self._step)
+        self.pacer.pace(wanted_s, elapsed_s)

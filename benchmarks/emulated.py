@@ -1,0 +1,36 @@
+"""Emulated devices for a benchmark, with a look at whether they were what the scenario says."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from lightning.pytorch import LightningModule, Trainer
+
+from lightning_hetero import HeteroPipelineStrategy, Scenario, ThrottleCallback
+from lightning_hetero.emulate import Pacer, Throttle
+
+__all__ = ["Emulated"]
+
+
+class Emulated(ThrottleCallback):
+    """A `ThrottleCallback` that keeps what emulated work was to take and took on this rank, under any engine."""
+
+    def __init__(self, scenario: Scenario, **options: Any) -> None:
+        super().__init__(scenario, throttle=self._made, **options)
+        self.pacer: Pacer | None = None
+
+    def _made(self, *args: Any, **kwargs: Any) -> Throttle:
+        throttle = Throttle(*args, **kwargs)
+        self.pacer = throttle.pacer
+        return throttle
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        super().on_train_start(trainer, pl_module)
+        if isinstance(trainer.strategy, HeteroPipelineStrategy):
+            run: Any = trainer.strategy._run
+            pace = run.place.busy.pace
+            self.pacer = None if pace is None else pace.pacer  # none on a rank at rest
+
+    def taken(self) -> float:
+        """What work took, as part of what it was to take; 1 if there was none."""
+        return self.pacer.taken_s / self.pacer.wanted_s if self.pacer is not None and self.pacer.wanted_s else 1.0
