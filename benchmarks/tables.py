@@ -95,21 +95,22 @@ def balanced(results: Results) -> str:
             f"{results[f'{case}: stock DDP step']:.0f} ms",
             f"{results[f'{case}: our step']:.0f} ms",
             f"{results[f'{case}: speed-up over DDP']:.2f}x",
+            results.text(f"{case}: time saved over DDP, whole run", "{:.0f} %"),
             f"{results[f'{case}: fraction of ideal, gross']:.2f} / {results[f'{case}: fraction of ideal, net']:.2f}",
             f"{results[f'{case}: relative gradient error, first step']:.0e} / {bias}",
         ])  # fmt: skip
-    head = ["emulated devices", "DDP step", "ours", "speed-up", "of the ideal, gross / net",
+    head = ["emulated devices", "DDP step", "ours", "speed-up", "time saved, whole run", "of the ideal, gross / net",
             "gradient error: ours / static unweighted split"]  # fmt: skip
     (swapped,) = results.cases(": steps to 5% of ideal after swap")
-    equal = [f"{results[f'{case}: ours / DDP']:.2f} times (at {case.partition(' steps')[0]})"
-             for case in results.cases(": ours / DDP")]  # fmt: skip
+    equal = [f"{results[f'{case}: ours / DDP']:.2f} times ({case})" for case in results.cases(": ours / DDP")]
     steps = results[f"{swapped}: steps to 5% of ideal after swap"]
     critical_us = results["exchange + decision on the critical path, 4 ranks, gloo"]
+    after = results.text(f"{swapped}: our step, steady after swap", "; a steady step then takes {:.0f} ms").strip(_DASH)
     return _joined(
         _table(head, rows),
-        f"After the swap the shares are right again {steps:.0f} steps later. On two *equal*"
-        f" devices a step takes {', '.join(equal)} stock DDP's; exchange and decision cost {critical_us:.0f} us of the"
-        " critical path.",
+        f"After the swap the shares are right again {steps:.0f} steps later{after}. On *equal* devices a step takes,"
+        f" compared to stock DDP's, {', '.join(equal)}; exchange and decision cost {critical_us:.0f} us of the critical"
+        " path.",
     )
 
 

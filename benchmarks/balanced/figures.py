@@ -158,6 +158,7 @@ KINDS = {
     "fetch_s": "of it at the fetch",
     "beside_s": "sent and evaluated beside the gradient exchange",
 }
+PUBLISHED = "exchange + decision on the critical path, 4 ranks, gloo"  # the first case's median, in README.md
 STATISTICS: dict[str, Callable[[Sequence[float]], float]] = {
     "mean": statistics.fmean,
     "p50": lambda values: percentile(values, 50),
@@ -173,7 +174,8 @@ def critical_path_figures(raw: Mapping[str, Mapping[str, Any]]) -> list[Figure]:
             for name, of in STATISTICS.items():
                 worst_us = max(of(rank) for rank in found[kind]) * 1e6
                 most = 100.0 if (kind, name) == ("critical_s", "p50") else None
-                figures.append(figure(f"{case}: {words}, {name}", worst_us, "us", most=most))
+                known = PUBLISHED if most and case == next(iter(raw)) else f"{case}: {words}, {name}"
+                figures.append(figure(known, worst_us, "us", most=most))
         hidden = min(statistics.fmean(map(float, rank)) for rank in found["hidden"])
         figures.append(figure(f"{case}: steps whose gradient exchange hid that, least of all ranks", 100 * hidden, "%"))
     return figures

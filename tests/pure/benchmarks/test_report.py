@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import DistributedSampler
 
-from benchmarks.balanced.__main__ import critical_path_figures, equal_figures, makespans, steps_to, summarize
 from benchmarks.balanced.cases import Case, equal_cases, unequal_cases
+from benchmarks.balanced.figures import makespans, steps_to, summarize
 from benchmarks.balanced.worker import StaticShares
 from benchmarks.report import FIELDS, write_results
 from lightning_hetero import Scenario
@@ -23,6 +23,7 @@ SCENARIO = Scenario(speeds=[1.0, 0.25], sample_s=0.001)
 CASE = Case(name="by hand 1:1:1/2:1/4", world_size=2, scenario=SCENARIO, per_rank=20, steps=8)
 EVEN, IDEAL = [20, 20], [32, 8]
 EXACTNESS = "relative gradient error, first step"
+TAKEN = "emulated work, taken / asked, greatest of all engines and ranks"
 
 
 def raw(
@@ -39,11 +40,12 @@ def raw(
         return [[10 * step_s] * 4 + [step_s * k] * 4 for k in (0.9, 1.0, 1.5)]
 
     samples = samples or [[EVEN] * 2 + [IDEAL] * 6] * 3
-    return {
+    every = {
         "ddp": {"steps_s": runs(ddp_s), "samples": [], "gradient_error": [0.0]},
         "ours": {"steps_s": runs(ours_s), "samples": samples, "gradient_error": [0.0, error, 0.0]},
         "folk": {"steps_s": runs(folk_s) if folk_s else [], "samples": [], "gradient_error": [0.1, 0.5, 0.2]},
     }
+    return {name: {**one, "taken": [1.0]} for name, one in every.items()}
 
 
 def by_name(figures: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
@@ -108,7 +110,7 @@ def test_figures_of_a_case_by_hand() -> None:
         "static uneven sampler, unweighted: step": 50.0,
         "static uneven sampler, unweighted: relative gradient error": 0.2,
     }
-    assert {name: figure["value"] for name, figure in figures.items()} == pytest.approx(expected)
+    assert {name: figures[name]["value"] for name in expected} == pytest.approx(expected)
 
 
 @pytest.mark.parametrize(("ours_s", "saved", "net"), [(0.0319, 1, 1), (0.0325, 0, 1), (0.0335, 0, 0)])
@@ -141,33 +143,15 @@ def test_a_swap_ends_the_steady_state_and_is_counted_from_itself() -> None:
 def test_equal_devices_have_no_goal_to_gain() -> None:
     scenario = Scenario(speeds=[1.0], sample_s=0.001)
     case = Case(name="equal", world_size=2, scenario=scenario, per_rank=20, steps=8)
-    figures = by_name(summarize(case, raw(0.021, 0.021, folk_s=0.021), goals=True))
+    figures = by_name(summarize(case, raw(0.021, 0.021), goals=True))
     goals = {name for name, figure in figures.items() if figure["goal"] is not None}
-    assert goals == {EXACTNESS}
+    assert goals == {EXACTNESS, TAKEN}
     assert not any("static" in name or "steps to" in name for name in figures)
 
 
 def test_without_goals_only_exactness_is_judged() -> None:
     figures = by_name(summarize(CASE, raw(0.085, 0.040), goals=False))
-    assert {n for n, f in figures.items() if f["holds"] is not None} == {EXACTNESS}
-
-
-def test_overhead_is_the_median_of_paired_ratios() -> None:
-    data = {"ddp": [1.0, 2.0, 4.0], "ddp again": [1.0, 2.2, 4.0], "ours": [1.1, 2.0, 4.08]}
-    for name, holds in (("3 ms steps", True), ("30 ms steps", False)):
-        ours, noise = equal_figures(name, data)
-        assert ours["value"] == pytest.approx(1.02) and ours["holds"] is holds
-        assert noise["value"] == 1.0 and noise["holds"] is None
-    assert equal_figures("3 ms steps", {**data, "ours": [1.06, 2.2, 4.8]})[0]["holds"] is False
-
-
-def test_the_critical_path_is_the_slowest_ranks_median() -> None:
-    for critical_us, holds in ((99.0, True), (101.0, False)):
-        critical_s = [[1e-6, 2e-6, 9.0], [critical_us * 1e-6] * 3]
-        figures = critical_path_figures({"critical_s": critical_s, "fetch_s": [[3e-6]], "beside_s": [[4e-6]]})
-        assert [figure["value"] for figure in figures] == pytest.approx([critical_us, 3.0, 4.0])
-        assert [figure["holds"] for figure in figures] == [holds, None, None]
-        assert {figure["unit"] for figure in figures} == {"us"}
+    assert {n for n, f in figures.items() if f["holds"] is not None} == {EXACTNESS, TAKEN}
 
 
 # ---- cases and the folk fix -------------------------------------------------------------------------------
@@ -179,7 +163,8 @@ def test_a_quick_case_is_the_same_case_with_fewer_steps(case: Case) -> None:
     assert quick.steps < case.steps and quick.name == case.name and quick.global_batch == case.global_batch
     for rank in range(case.world_size):
         assert quick.scenario.speed(rank, 0) == case.scenario.speed(rank, 0)
-        assert quick.scenario.speed(rank, quick.steps) == case.scenario.speed(rank, case.steps)
+        if case.scenario.spells is None:
+            assert quick.scenario.speed(rank, quick.steps) == case.scenario.speed(rank, case.steps)
     if case.swap_at is not None and quick.swap_at is not None:
         before, after = quick.scenario.speed(0, quick.swap_at - 1), quick.scenario.speed(0, quick.swap_at)
         assert before != after and quick.swap_at + 3 <= quick.steps
@@ -188,12 +173,14 @@ def test_a_quick_case_is_the_same_case_with_fewer_steps(case: Case) -> None:
 def test_names_tell_the_cases_apart() -> None:
     names = [case.name for case in (*unequal_cases(), *equal_cases())]
     assert len(set(names)) == len(names)
-    assert all(name.startswith(("3 ms", "30 ms")) for name in (case.name for case in equal_cases()))
 
 
 def test_the_ideal_is_within_the_bounds_the_strategy_is_given() -> None:
-    """Fractional ideal share of each rank against the default lower bound, a quarter of the equal share."""
-    for case in unequal_cases():
+    """Fractional ideal share of each rank against the default lower bound, a quarter of the equal share.
+
+    A rank in a slow spell would be given less than that: there the engine may lose.
+    """
+    for case in (case for case in unequal_cases() if case.scenario.spells is None):
         plain, a = case.scenario.jittered(0.0), case.scenario.sample_s
         assert a is not None
         ideal_s = plain.ideal_step_s(case.world_size, case.global_batch)
