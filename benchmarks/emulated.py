@@ -4,16 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from lightning.pytorch import LightningModule, Trainer
-
-from lightning_hetero import HeteroPipelineStrategy, Scenario, ThrottleCallback
+from lightning_hetero import Scenario, ThrottleCallback
 from lightning_hetero.emulate import Pacer, Throttle
 
 __all__ = ["Emulated"]
 
 
 class Emulated(ThrottleCallback):
-    """A `ThrottleCallback` that keeps what emulated work was to take and took on this rank, under any engine."""
+    """A `ThrottleCallback` that keeps what emulated work was to take and took on this rank."""
 
     def __init__(self, scenario: Scenario, **options: Any) -> None:
         super().__init__(scenario, throttle=self._made, **options)
@@ -23,13 +21,6 @@ class Emulated(ThrottleCallback):
         throttle = Throttle(*args, **kwargs)
         self.pacer = throttle.pacer
         return throttle
-
-    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        super().on_train_start(trainer, pl_module)
-        if isinstance(trainer.strategy, HeteroPipelineStrategy):
-            run: Any = trainer.strategy._run
-            pace = run.place.busy.pace
-            self.pacer = None if pace is None else pace.pacer  # none on a rank at rest
 
     def taken(self) -> float:
         """What work took, as part of what it was to take; 1 if there was none."""

@@ -79,6 +79,17 @@ class Held(Callback):
         self.held_bytes = sum(t.numel() * t.element_size() for t in tensors)
 
 
+class EmulatedStages(Emulated):
+    """The same where the pipeline engine sleeps by itself."""
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        super().on_train_start(trainer, pl_module)
+        if isinstance(trainer.strategy, HeteroPipelineStrategy):
+            run: Any = trainer.strategy._run
+            pace = run.place.busy.pace
+            self.pacer = None if pace is None else pace.pacer  # none on a rank at rest
+
+
 def _shares(case: Case) -> tuple[int, ...]:
     """Samples in proportion to speed, at least one: what the balanced engine settles on."""
     return apportion([device.speed for device in case.cluster.devices], case.global_batch, lower=1).shares
@@ -143,7 +154,7 @@ def train(
     rank, world = dist.get_rank(), dist.get_world_size()
     speeds = [device.speed for device in case.cluster.devices]
     scenario = Scenario(speeds=speeds, sample_s=case.sample_s, step_s=case.fixed_s)
-    watch, held, emulated = Stopwatch(), Held(), Emulated(scenario)
+    watch, held, emulated = Stopwatch(), Held(), EmulatedStages(scenario)
     net: Net = make(case.model)
     data = dataset(case.model, case.global_batch * (steps + 1))
     trainer = Trainer(
