@@ -337,7 +337,7 @@ class Controller:
                 found = self._search(objective, best, ranks)
                 gain = best.value - found.value
                 if found.pipes != best.pipes and gain > self.settings.dead_band * objective.scale_at(best):
-                    return self._adopt(seen, "plan", now, found, reason, None)
+                    return self._adopt(seen, "plan", best, found, reason, None)
         gain = now.value - best.value
         if best.shares != now.shares and gain > self.settings.share_band * objective.scale_at(now):
             return self._adopt(seen, "shares", now, best, "samples per group", None)
@@ -434,9 +434,15 @@ class Controller:
         self._state = state
         model, self._cluster = self._estimates.costs(state)
         self._problem = Problem(
-            model, self._cluster, self._samples, self._micro_sizes, overlap=self._overlap, depth=self._depth
+            model, self._cluster, self._samples, self._near_sizes(), overlap=self._overlap, depth=self._depth
         )
         self._now_model = model
+
+    def _near_sizes(self) -> tuple[int, ...]:
+        """Returns the sizes of micro-batches near those in use: all of them would take four times as long."""
+        used = [max(group.micro_batches) for group in self.plan.groups]
+        near = [n for n in self._micro_sizes if min(used) <= 2 * n and n <= 2 * max(used)]
+        return tuple(near) or self._micro_sizes
 
     def _objective(self, present: Pipes) -> Objective:
         weights = [Weight(budget, self.queues[budget.name].weight) for budget in self._budgets]

@@ -33,7 +33,7 @@ class Drafts:
         self._lead = float(lead_fixed + lead_per_sample * micro_samples)
         self._speeds: list[float] = problem.speeds.tolist()
         self._caps: list[float] = problem.caps.tolist()
-        self._bytes: list[float] = []
+        self._bytes: dict[int, list[float]] = {}  # up to each layer, by micro-batches in flight
         self._known: dict[Ranks, Pipe | None] = {}
 
     def pipe(self, ranks: Ranks) -> Pipe | None:
@@ -79,15 +79,16 @@ class Drafts:
         return tuple(cuts) if at == layers else None
 
     def _fits(self, rank: int, first: int, in_flight: int, *, leader: bool) -> int:
-        cap = self._caps[rank]
-        if cap == float("inf"):
+        """Returns the last layer's end for which the rank has memory."""
+        if self._caps[rank] == math.inf:
             return self.problem.n_layers
         problem = self.problem
-        state, kept = problem.state_bytes, problem.activation_bytes
         each = in_flight * min(self._size, problem.samples)
+        need = self._bytes.get(in_flight)
+        if need is None:
+            need = self._bytes[in_flight] = (problem.state_bytes + each * problem.activation_bytes).tolist()
         used = problem.leader_state_bytes + each * problem.leader_activation_bytes if leader else 0.0
-        need = (state - state[first] + each * (kept - kept[first])).tolist()
-        return bisect_right(need, cap - used) - 1
+        return bisect_right(need, need[first] + self._caps[rank] - used) - 1
 
 
 def borders(pipes: Pipes, busiest: Sequence[int]) -> Iterator[Pipes]:

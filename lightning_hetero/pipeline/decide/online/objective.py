@@ -24,6 +24,7 @@ So the weight of time never falls below a hundredth of V / T_ref, and a plan tha
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -32,7 +33,7 @@ import numpy as np
 
 from lightning_hetero.pipeline.decide.online.migration import MigrationModel
 from lightning_hetero.pipeline.decide.online.settings import Budget, Resource
-from lightning_hetero.pipeline.decide.online.shares import priced_shares
+from lightning_hetero.pipeline.decide.online.shares import priced_shares, times_of
 from lightning_hetero.solvers.chain.layers import Floats
 from lightning_hetero.solvers.placement.pipes import Pipe, Problem
 from lightning_hetero.solvers.placement.shares import level, share
@@ -130,6 +131,7 @@ class Objective:
         self._v, self._reference_s = v, reference_s
         self._migration, self._horizon = migration, horizon
         self._pieces: dict[tuple[Resource, Pipe], float] = {}
+        self._tables: dict[Pipe, Floats] = {}
 
     # ---- resources ----
 
@@ -187,35 +189,51 @@ class Objective:
             size += queue * judged.amounts[resource] / budget
         return size
 
-    def judge(self, pipes: Sequence[Pipe], limit: float = np.inf) -> Judged | None:
+    def judge(self, pipes: Sequence[Pipe], limit: float = math.inf) -> Judged | None:
         """Returns the structure with its best shares; None if it does not fit, or J is not below ``limit``."""
         problem, pipes = self.problem, tuple(pipes)
-        costs = [problem.cost(pipe) for pipe in pipes]
         alpha, gamma, rest = self._terms(pipes)
-        pause_s = self._migration.pause_s(problem, self.present, pipes)
-        wire_s = sync_s(problem, pipes)
-        fixed = alpha * (wire_s + pause_s / self._horizon) + rest
-        cheapest = min(gamma) * problem.samples
-        if fixed + cheapest >= limit:
-            return None
-        if not problem.capped and fixed + cheapest + alpha * level(costs, problem.samples) >= limit:
-            return None
+        costs = [problem.cost(pipe) for pipe in pipes]
         if max(gamma) > min(gamma):
-            shares, compute_s = priced_shares(costs, problem.samples, alpha, gamma)
+            shares, compute_s = priced_shares([self._table(pipe) for pipe in pipes], problem.samples, alpha, gamma)
         else:
             shares, compute_s = share(costs, problem.samples)
         if not shares:
             return None
-        value = fixed + alpha * compute_s + sum(c * n for c, n in zip(gamma, shares, strict=True))
+        pause_s = self._migration.pause_s(problem, self.present, pipes)
+        wire_s = sync_s(problem, pipes)
+        value = alpha * (compute_s + wire_s + pause_s / self._horizon) + rest
+        value += sum(c * n for c, n in zip(gamma, shares, strict=True))
         if not value < limit:
             return None
         return self._judged(value, pipes, shares, compute_s + wire_s, pause_s)
+
+    def estimate(self, pipes: Sequence[Pipe], limit: float = math.inf) -> float:
+        """Returns about J, with fractional shares; ``inf`` if the structure does not fit or is not below ``limit``.
+
+        A lower bound of J where memory is not short: it tells which structures are worth to be judged.
+        """
+        problem = self.problem
+        alpha, gamma, rest = self._terms(pipes)
+        value = rest + min(gamma) * problem.samples
+        value += alpha * level([problem.cost(pipe) for pipe in pipes], problem.samples)
+        if value < limit:
+            value += alpha * sync_s(problem, pipes)
+        if value < limit:
+            value += alpha * self._migration.pause_s(problem, self.present, pipes) / self._horizon
+        return value if value < limit else math.inf
+
+    def _table(self, pipe: Pipe) -> Floats:
+        found = self._tables.get(pipe)
+        if found is None:
+            found = self._tables[pipe] = times_of(self.problem.cost(pipe), self.problem.samples)
+        return found
 
     def at(self, pipes: Sequence[Pipe], shares: Sequence[int]) -> Judged | None:
         """Returns the structure with these shares; None if they do not fit."""
         problem, pipes = self.problem, tuple(pipes)
         compute_s = max(problem.cost(pipe).seconds(n) for pipe, n in zip(pipes, shares, strict=True))
-        if compute_s == np.inf:
+        if compute_s == math.inf:
             return None
         alpha, gamma, rest = self._terms(pipes)
         time_s = compute_s + sync_s(problem, pipes)

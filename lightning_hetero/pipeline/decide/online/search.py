@@ -20,13 +20,14 @@ from lightning_hetero.pipeline.decide.online.neighbours import (
     neighbours,
 )
 from lightning_hetero.pipeline.decide.online.objective import Judged, Objective
-from lightning_hetero.solvers.placement.order import in_order
 from lightning_hetero.solvers.placement.pipes import Pipe, Problem
 
 __all__ = ["better_structure"]
 
 _EXACT = 500  # structures that are judged one by one
-_SOLVED = 3  # drafts of a round whose pipelines are split exactly
+_JUDGED, _SOLVED = 6, 3  # drafts of a round that are judged with whole samples; that are split exactly
+_NEARLY = 1.1
+_TOLERANCE = 1e-2  # of these splits
 
 
 def better_structure(
@@ -54,34 +55,33 @@ def better_structure(
     """
     problem = objective.problem
     if count_structures(problem.n_layers, problem.n_devices, _EXACT) <= _EXACT:
-        return _best(objective, now, all_structures(problem.n_layers, problem.n_devices, most_groups), barred)[-1]
-    best, seen = _best(objective, now, remembered, barred)[-1], set[Pipes]()
-    for turn in range(rounds):
-        size = problem.cost(best.pipes[0]).size(best.shares[0])
-        drafts = Drafts(problem, size)
+        return _best(objective, now, all_structures(problem.n_layers, problem.n_devices, most_groups), barred)
+    best, seen = _best(objective, now, remembered, barred), set[Pipes]()
+    for _ in range(rounds):
+        drafts = Drafts(problem, problem.cost(best.pipes[0]).size(best.shares[0]))
         ranks = list(dict.fromkeys([*first, *_busiest_ranks(problem, best)]))
-        near = borders(best.pipes, _busiest(problem, best))
+        near = islice(borders(best.pipes, _busiest(problem, best)), candidates // 3)
         far = neighbours(best.pipes, drafts, ranks, most_groups)
-        drawn = chain(islice(near, candidates // 3), far)
-        found = _best(objective, best, islice(_new(drawn, seen), candidates), barred, keep=_SOLVED, limit=_near(best))
-        better = [found[-1]]
-        for draft in found[-_SOLVED:]:
-            for solved in _solved(problem, draft):
-                if not barred(solved):
-                    judged = objective.judge(solved, better[-1].value)
-                    if judged is not None and objective.accepts(judged, now):
-                        better.append(judged)
-        if better[-1].value >= best.value:
+        drawn = [pipes for pipes in islice(_new(chain(near, far), seen), candidates) if not barred(pipes)]
+        found = _best(objective, best, _promising(objective, drawn, best), barred)
+        if found.value >= best.value:
             break
-        best = better[-1]
+        best = found
     return best
 
 
-def _near(best: Judged) -> float:
-    return best.value * 1.1 if best.value > 0.0 else best.value
+def _promising(objective: Objective, drawn: Sequence[Pipes], best: Judged) -> Iterator[Pipes]:
+    """Returns the drafts that seem best, the first few solved."""
+    limit = best.value * _NEARLY  # a draft may be worth more than it seems
+    guesses = sorted((objective.estimate(pipes, limit), i) for i, pipes in enumerate(drawn))
+    for place, (value, i) in enumerate(guesses[:_JUDGED]):
+        if value < math.inf:
+            if place < _SOLVED:
+                yield _solved(objective.problem, drawn[i], best.pipes)
+            yield drawn[i]
 
 
-def _new(drawn: Iterator[Pipes], seen: set[Pipes]) -> Iterator[Pipes]:
+def _new(drawn: Iterable[Pipes], seen: set[Pipes]) -> Iterator[Pipes]:
     for pipes in drawn:
         if pipes not in seen:
             seen.add(pipes)
@@ -89,41 +89,31 @@ def _new(drawn: Iterator[Pipes], seen: set[Pipes]) -> Iterator[Pipes]:
 
 
 def _best(
-    objective: Objective,
-    now: Judged,
-    structures: Iterable[Pipes],
-    barred: Callable[[Pipes], bool],
-    *,
-    keep: int = 1,
-    limit: float = -math.inf,
-) -> list[Judged]:
-    """Returns the best structures, ``now`` among them, the best last.
-
-    Args:
-        keep: how many, where they are below ``limit``: drafts may be worth more than they seem.
-        limit: of J.
-    """
-    kept = [now]
+    objective: Objective, now: Judged, structures: Iterable[Pipes], barred: Callable[[Pipes], bool]
+) -> Judged:
+    """Returns the best of structures and ``now``."""
+    best = now
     for pipes in structures:
-        if barred(pipes):
+        if barred(pipes) or pipes == best.pipes:
             continue
-        # What is kept besides the best is the worst of `keep` good ones.
-        bar = max(kept[0].value, limit) if len(kept) < keep else kept[0].value
-        judged = objective.judge(pipes, bar)
+        if not objective.problem.capped and objective.estimate(pipes, best.value) == math.inf:
+            continue
+        judged = objective.judge(pipes, best.value)
         if judged is not None and objective.accepts(judged, now):
-            kept = sorted([*kept, judged], key=lambda one: -one.value)[-keep:]
-    return kept
+            best = judged
+    return best
 
 
-def _solved(problem: Problem, draft: Judged) -> Iterator[Pipes]:
-    """Returns the draft with pipelines split exactly, all at once."""
+def _solved(problem: Problem, pipes: Pipes, gone: Pipes) -> Pipes:
+    """Returns the draft with those pipelines split exactly which are new."""
     solved: list[Pipe] = []
-    for pipe, samples in zip(draft.pipes, draft.shares, strict=True):
-        size = problem.cost(pipe).size(samples)
-        found = in_order(problem, pipe.ranks, samples, size=size) if len(pipe.ranks) > 1 else None
-        solved.append(pipe if found is None else found.pipe)
-    if tuple(solved) != draft.pipes:
-        yield tuple(solved)
+    for pipe in pipes:
+        found = None
+        if len(pipe.ranks) > 1 and pipe not in gone:
+            samples = problem.part(pipe.ranks)
+            found = problem.split(pipe.ranks, problem.cost(pipe).size(samples), samples, _TOLERANCE)
+        solved.append(found or pipe)
+    return tuple(solved)
 
 
 def _busiest(problem: Problem, judged: Judged) -> list[int]:

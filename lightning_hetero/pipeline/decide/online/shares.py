@@ -15,31 +15,37 @@ import numpy as np
 from lightning_hetero.solvers.chain.layers import Floats
 from lightning_hetero.solvers.placement.pipes import PipeCost
 
-__all__ = ["priced_shares"]
+__all__ = ["priced_shares", "times_of"]
 
 
 def priced_shares(
-    costs: Sequence[PipeCost], samples: int, alpha: float, gamma: Sequence[float]
+    tables: Sequence[Floats], samples: int, alpha: float, gamma: Sequence[float]
 ) -> tuple[list[int], float]:
     """Returns the samples of each group and when the slowest is done [s]; none and ``inf`` if it cannot be.
 
     Args:
-        costs: T_g.
+        tables: T_g(1), T_g(2), ... as far as samples fit, see `times_of`.
         samples: N.
         alpha: weight of the time, >= 0.
         gamma: weight of a sample, by group.
+
+    >>> import numpy as np
+    >>> fast, cheap = np.arange(1.0, 9.0), 3.0 * np.arange(1.0, 9.0)
+    >>> priced_shares([fast, cheap], 8, 1.0, [0.0, 0.0])  # the earliest end
+    ([6, 2], 6.0)
+    >>> priced_shares([fast, cheap], 8, 1.0, [5.0, 0.0])  # 5 for each sample of the fast one
+    ([1, 7], 21.0)
     """
-    most = samples - len(costs) + 1
-    if most < 1 or any(cost.most < 1 for cost in costs) or sum(cost.most for cost in costs) < samples:
+    groups = len(tables)
+    if samples < groups or min(map(len, tables)) < 1 or sum(map(len, tables)) < samples:
         return [], math.inf
-    tables = [_table(cost, min(most, cost.most)) for cost in costs]
+    tables = [table[: samples - groups + 1] for table in tables]
     deadlines = np.unique(np.concatenate(tables))
     deadlines = deadlines[deadlines >= max(table[0] for table in tables)]
-    by_cost = sorted(range(len(costs)), key=lambda g: (gamma[g], g))
-    left = np.full(len(deadlines), samples - len(costs), dtype=np.int64)
+    left = np.full(len(deadlines), samples - groups, dtype=np.int64)
     value: Floats = alpha * deadlines + sum(gamma)
-    given = np.ones((len(costs), len(deadlines)), dtype=np.int64)
-    for g in by_cost:
+    given = np.ones((groups, len(deadlines)), dtype=np.int64)
+    for g in sorted(range(groups), key=lambda g: (gamma[g], g)):
         more = np.minimum(np.searchsorted(tables[g], deadlines, side="right") - 1, left)
         given[g] += more
         left -= more
@@ -49,9 +55,10 @@ def priced_shares(
     if not value[best] < math.inf:
         return [], math.inf
     shares = [int(n) for n in given[:, best]]
-    return shares, max(cost.seconds(n) for cost, n in zip(costs, shares, strict=True))
+    return shares, max(float(table[n - 1]) for table, n in zip(tables, shares, strict=True))
 
 
-def _table(cost: PipeCost, most: int) -> Floats:
-    """Returns T(1), ..., T(most)."""
-    return np.maximum.accumulate([cost.seconds(n) for n in range(1, most + 1)])
+def times_of(cost: PipeCost, samples: int) -> Floats:
+    """Returns T(1), T(2), ... of a group for up to ``samples``, as many as fit."""
+    times = np.array([cost.seconds(n) for n in range(1, min(samples, cost.most) + 1)])
+    return np.maximum.accumulate(times) if len(times) else times
