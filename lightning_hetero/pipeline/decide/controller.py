@@ -48,7 +48,9 @@ Pipes = tuple[Pipe, ...]
 
 _STALE = 0.005  # relative change of an estimate from which the costs are computed anew
 _BIAS_OF = 9  # batches that measured over modelled is the median of
-_QUEUE_STEP = 0.05  # of V: a change of a queue's weight that is worth a look
+_QUEUE_STEP, _QUEUE_EVERY = 0.1, 5  # of V: a change of a queue's weight that is worth a look; so many batches apart
+_PART = 0.02  # of all batches: V and bank; an overspending of about that part is left at the end at most
+_LEAST_V, _V, _MOST_V = 10.0, 50.0, 100.0
 _LEAST_LIFE, _LIFE, _MOST_LIFE = 20.0, 80.0, 400.0  # batches that a state is taken to last
 
 
@@ -347,9 +349,10 @@ class Controller:
         """Returns why to look at the structure, empty if there is no reason, and which ranks first."""
         changes = self._estimates.changes(self._looked, self.settings.dead_band)
         words = [text for _, text, _ in changes[:2]] + repriced[:2] + forgotten[:1]
-        step = _QUEUE_STEP * self._v
-        words += [f"queue of {name} at {queue.value:.3g}" for name, queue in self.queues.items()
-                  if abs(queue.weight - self._looked_queues[name]) > step]
+        if seen.batch - self._looked_at >= _QUEUE_EVERY:
+            step = _QUEUE_STEP * self._v
+            moved = [name for name, q in self.queues.items() if abs(q.weight - self._looked_queues[name]) > step]
+            words += [f"queue of {name} at {self.queues[name].value:.3g}" for name in moved]
         if changes:
             self._lives.append(float(seen.batch - self._changed_at))
             self._changed_at = seen.batch
@@ -437,6 +440,7 @@ class Controller:
             model, self._cluster, self._samples, self._near_sizes(), overlap=self._overlap, depth=self._depth
         )
         self._now_model = model
+        self._shared: dict[Pipes, tuple[list[int], float]] = {}
 
     def _near_sizes(self) -> tuple[int, ...]:
         """Returns the sizes of micro-batches near those in use: all of them would take four times as long."""
@@ -455,6 +459,7 @@ class Controller:
             present=present,
             migration=self._migration,
             horizon=self._life,
+            known=self._shared,
         )
 
     @property
@@ -546,9 +551,9 @@ def _weights(settings: ControllerSettings, planned_batches: int | None) -> tuple
     if v is None:
         v = 1.0
         if settings.budget:
-            v = 300.0 if planned_batches is None else min(300.0, max(10.0, 0.13 * planned_batches))
+            v = _V if planned_batches is None else min(_MOST_V, max(_LEAST_V, _PART * planned_batches))
     if bank is None:
-        bank = 200.0 if planned_batches is None else max(1.0, 0.02 * planned_batches)
+        bank = _V if planned_batches is None else max(1.0, _PART * planned_batches)
     return v, bank
 
 

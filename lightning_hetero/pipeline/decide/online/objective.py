@@ -111,6 +111,7 @@ class Objective:
         present: the plan in force: migrations start from it.
         migration: how long they take.
         horizon: H, batches.
+        known: shares that are best for the time, by structure; kept as long as ``problem`` is.
     """
 
     def __init__(
@@ -124,12 +125,14 @@ class Objective:
         present: Sequence[Pipe],
         migration: MigrationModel,
         horizon: float,
+        known: dict[tuple[Pipe, ...], tuple[list[int], float]] | None = None,
     ) -> None:
         self.problem, self.present = problem, tuple(present)
         self._prices, self._weights = prices, [w for w in weights if w.queue > 0.0]
         self._constraints = tuple(w.budget for w in weights)
         self._v, self._reference_s = v, reference_s
         self._migration, self._horizon = migration, horizon
+        self._known = {} if known is None else known
         self._pieces: dict[tuple[Resource, Pipe], float] = {}
         self._tables: dict[Pipe, Floats] = {}
 
@@ -193,11 +196,12 @@ class Objective:
         """Returns the structure with its best shares; None if it does not fit, or J is not below ``limit``."""
         problem, pipes = self.problem, tuple(pipes)
         alpha, gamma, rest = self._terms(pipes)
-        costs = [problem.cost(pipe) for pipe in pipes]
         if max(gamma) > min(gamma):
             shares, compute_s = priced_shares([self._table(pipe) for pipe in pipes], problem.samples, alpha, gamma)
         else:
-            shares, compute_s = share(costs, problem.samples)
+            if pipes not in self._known:
+                self._known[pipes] = share([problem.cost(pipe) for pipe in pipes], problem.samples)
+            shares, compute_s = self._known[pipes]
         if not shares:
             return None
         pause_s = self._migration.pause_s(problem, self.present, pipes)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -20,6 +21,7 @@ from lightning_hetero.types import Cluster, ModelCost, PipelinePlan
 from tests.pure.pipeline.online.kit import cluster_of, model_of
 
 BATCH = 32
+BUDGETED = 600  # batches
 ROOMY = cluster_of([1.0, 1.0, 0.5, 0.5])
 MODEL = model_of([1e-3] * 16, state_bytes=1e6, output_bytes=1e4)
 CAPPED = replace(ROOMY, devices=tuple(replace(d, mem_bytes=7e6) for d in ROOMY.devices))
@@ -66,7 +68,7 @@ def test_a_change_is_answered_by_the_second_batch_that_shows_it(cluster: Cluster
     controller = started(cluster=cluster)
     run = trained(controller, [calm(), slow(30, 4.0, 1.0, 1.0, 1.0)], 60, cluster)
     first = run.decisions[0]
-    assert first.batch == 31 and "rank 0 takes 4.00 times" in first.reason + "rank 0 takes 4.00 times"
+    assert first.batch == 31
     assert first.kind == ("plan" if cluster is CAPPED else "shares")
     assert run.batch_s[-10:].mean() < 0.7 * run.batch_s[30:32].mean()
     assert run.batch_s[-10:].mean() <= 1.1 * ideal_s(cluster, slow(0, 4.0, 1.0, 1.0, 1.0))
@@ -140,18 +142,18 @@ def test_a_device_that_costs_more_than_it_brings_rests() -> None:
 
 
 def budgeted(part: float, **settings: Any) -> tuple[Run, float]:
-    """Prices that change every 50 batches; the budget is ``part`` of what the fastest plans cost."""
+    """Prices that change every 25 batches; the budget is ``part`` of what the fastest plans cost."""
     rng, phases = np.random.default_rng(2), list[Phase]()
-    for start in range(0, 1200, 50):
+    for start in range(0, BUDGETED, 25):
         prices = tuple(float(p) for p in rng.choice([0.5, 1.0, 3.0], 4))
         phases.append(Phase(start=start, slowness=(1.0,) * 4, prices=prices))
     rates = Rates(prices=[1.0] * 4, power_w=[1.0] * 4, idle_power_w=[0.0] * 4)
-    free = trained(started(cluster=ROOMY), phases, 1200, ROOMY, rates=rates)
+    free = trained(started(cluster=ROOMY), phases, BUDGETED, ROOMY, rates=rates)
     limit = part * free.money.mean() / BATCH
     controller = started(
-        LyapunovController(budget={"money_per_sample": limit}, **settings), ROOMY, planned_batches=1200
+        LyapunovController(budget={"money_per_sample": limit}, **settings), ROOMY, planned_batches=BUDGETED
     )
-    run = trained(controller, phases, 1200, ROOMY, rates=rates)
+    run = trained(controller, phases, BUDGETED, ROOMY, rates=rates)
     return run, limit * BATCH
 
 
@@ -178,18 +180,12 @@ def test_savings_in_the_bank_are_spent() -> None:
 
 def test_per_hour_never_dawdles() -> None:
     """A budget per hour rewards slow cheap plans: none is taken that is slower and no cheaper per batch."""
-    free = trained(started(cluster=ROOMY), [calm()], 5, ROOMY)
-    rate = 4.0 * 0.5  # half of what all devices cost
-    controller = started(LyapunovController(budget={"money_per_hour": rate}, v=1, bank=0), ROOMY)
-    run = trained(controller, [calm()], 400, ROOMY)
-    assert run.decisions
-    spent = run.money * 3600 / 3600  # device seconds per batch
-    assert (run.batch_s * 4 >= spent - 1e-9).all()
-    for decision in run.decisions:
-        used = sum(len(g.ranks) for g in decision.plan.groups)
-        slower = decision.plan.total_s > free.batch_s[0] * 1.001
-        assert not slower or used * decision.plan.total_s < 4 * free.batch_s[0] * 1.3
-    assert run.batch_s[-1] < 4.0 * free.batch_s[0]
+    controller = started(LyapunovController(budget={"money_per_hour": 2.0}, v=1, bank=0), ROOMY)  # of 4 devices
+    plans = [controller.plan, *(d.plan for d in trained(controller, [calm()], 400, ROOMY).decisions)]
+    assert len(plans) > 2
+    for old, new in pairwise(plans):
+        money = [p.total_s * sum(len(g.ranks) for g in p.groups) for p in (old, new)]
+        assert new.total_s <= old.total_s * 1.0001 or money[1] < money[0]
 
 
 # ---- the runtime's side ----------------------------------------------------------------------------------------

