@@ -62,7 +62,7 @@ def _chain(rng: Draws, length: float, dwell: float, states: Sequence[float], odd
     odds = np.array(odds) / sum(odds)
     at, state = 0.0, int(rng.choice(len(states), p=odds))
     found = [(0.0, states[state])]
-    while (at := at + float(rng.exponential(dwell))) < length:
+    while math.ceil(at := at + float(rng.exponential(dwell))) < length:
         others = np.where(np.arange(len(states)) == state, 0.0, odds)
         state = int(rng.choice(len(states), p=others / others.sum()))
         found.append((float(math.ceil(at)), states[state]))
