@@ -16,7 +16,7 @@ from lightning_hetero.pipeline.decide.simulate.simulator import simulate
 
 __all__ = ["NOTES", "figures", "measure", "table"]
 
-BATCHES, SEEDS = 1200, (1, 2)
+BATCHES, SEEDS = 600, (1,)
 CHAIN, EVEN, STATIC, HINDSIGHT, SHARES, OURS, ORACLE = (
     "even chain", "best of 1, 2, 4 even chains", "first plan", "best static plan in hindsight", "shares alone",
     "controller", "oracle",
