@@ -48,6 +48,7 @@ class _Factor:
 
     def __init__(self) -> None:
         self._filter = Kalman()
+        self.value, self.std = 1.0, 0.0
         self.seen = -1  # last batch
         self.patience = 1  # how many times as long as usual until it is forgotten
 
@@ -56,18 +57,17 @@ class _Factor:
             self._filter.update(1, 1.0)  # the profile is a measurement, too
         self._filter.update(1, ratio)
         self.seen = batch
+        self._read()
 
     def forget(self) -> None:
         self._filter = self._filter.fresh()
         self.patience *= 2
+        self._read()
 
-    @property
-    def value(self) -> float:
-        return self._filter.predict(1) if self._filter.ready else 1.0
-
-    @property
-    def std(self) -> float:
-        return self._filter.std_s(1) if self._filter.ready else 0.0
+    def _read(self) -> None:
+        ready = self._filter.ready
+        self.value = self._filter.predict(1) if ready else 1.0
+        self.std = self._filter.std_s(1) if ready else 0.0
 
     def to_plain(self) -> dict[str, Any]:
         return {"filter": self._filter.state_dict(), "seen": self.seen, "patience": self.patience}
@@ -75,6 +75,7 @@ class _Factor:
     def load(self, plain: Mapping[str, Any]) -> None:
         self._filter.load_state_dict(plain["filter"])
         self.seen, self.patience = plain["seen"], plain["patience"]
+        self._read()
 
 
 class Estimates:

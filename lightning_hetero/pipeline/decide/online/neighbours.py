@@ -18,7 +18,7 @@ __all__ = ["Drafts", "all_structures", "borders", "count_structures", "neighbour
 Pipes = tuple[Pipe, ...]
 Ranks = tuple[int, ...]
 
-_TURNS = 18  # bisections of the period: to 4e-6
+_TURNS = 12  # bisections of the period: to 3e-4
 _STEPS = (1, -1, 2, -2)
 
 
