@@ -30,18 +30,29 @@ def draw(raw: Mapping[str, Mapping[str, list[float]]], folder: Path) -> None:
     best_s, vs = limits["best_s"][0], budget.VS
     times = [Line(name=name, x=vs, y=[s / best_s for s in raw[name]["time_s"]]) for name in budget.BANKS]
     bound = Line(name="bound T* + O(1/V)", x=vs, y=[s / best_s for s in allowed["time_s"]], dashed=True)
-    chart(folder / "budget_time.svg", [*times, bound], title="Mean time of a batch over T*", x="V", y="time / T*", most=2.0)
+    chart(
+        folder / "budget_time.svg",
+        [*times, bound],
+        title="Mean time of a batch over T*",
+        x="V",
+        y="time / T*",
+        most=2.0,
+    )
     spent = [Line(name=name, x=vs, y=raw[name]["spent"]) for name in budget.BANKS]
     chart(folder / "budget_cost.svg", spent, title="What is spent", x="V", y="cost / budget")
     queues = [Line(name=name, x=vs, y=raw[name]["queue"]) for name in budget.BANKS]
     bound = Line(name="bound O(V)", x=vs, y=allowed["queue"], dashed=True)
-    chart(folder / "budget_queue.svg", [*queues, bound], title="Mean queue", x="V", y="batches' budgets", log_y=True)
+    chart(
+        folder / "budget_queue.svg", [*queues, bound], title="Mean queue", x="V", y="batches' budgets", log_y=True
+    )
 
 
 def report(raw: Mapping[str, dict[str, Any]]) -> tuple[list[dict[str, Any]], dict[str, Any], str]:
     """Returns all parts' figures, their rounded raw values, and the notes."""
     figures = [
-        {**figure, "name": f"{part}: {figure['name']}"} for part, found in raw.items() for figure in PARTS[part].figures(found)
+        {**figure, "name": f"{part}: {figure['name']}"}
+        for part, found in raw.items()
+        for figure in PARTS[part].figures(found)
     ]
     rounded = {
         f"{part}: {case}": {name: [float(f"{value:.5g}") for value in values] for name, values in columns.items()}
@@ -60,7 +71,9 @@ def main() -> None:
                                      formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
     parser.add_argument("--quick", action="store_true", help="fewer and shorter cases; see --out")
     parser.add_argument("--part", choices=tuple(PARTS), action="append", help="only this one; may be repeated")
-    parser.add_argument("--out", type=Path, help="folder for results.json, results.md; else this one, .cache if quick")
+    parser.add_argument(
+        "--out", type=Path, help="folder for results.json, results.md; else this one, .cache if quick"
+    )
     args = parser.parse_args()
     raw = {name: part.measure(args.quick) for name, part in PARTS.items() if name in (args.part or PARTS)}
     figures, rounded, notes = report(raw)

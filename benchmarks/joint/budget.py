@@ -27,10 +27,13 @@ SPEEDS = (1.0, 1.0, 0.5, 0.5, 0.25, 0.25)
 VS = (0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0, 1000.0, 3000.0)
 BANKS: Mapping[str, float | None] = {"no bank": 0.0, "bank 60": 60.0}
 NOTES = (
-    f"Six devices, spot prices x 0.5, 1 or 3, some state changes every {DWELL:g} batches, {BATCHES} batches; the budget is"
-    f" {PART:g} of what the fastest plans cost. *Bounds*: drift plus penalty, for states drawn anew each batch and exact"
+    f"Six devices, spot prices x 0.5, 1 or 3, some state changes every {DWELL:g} batches, {BATCHES} batches;"
+    f" the budget is"
+    f" {PART:g} of what the fastest plans cost. *Bounds*: drift plus penalty, for states drawn anew each batch"
+    f" and exact"
     " minimisation; ours last and the search is tentative, so they are drawn beside, as a guide. T* and the slack are"
-    " from all subsets of the devices, samples divided exactly: no plan, however mixed, keeps the budget at less than T*."
+    " from all subsets of the devices, samples divided exactly: no plan, however mixed, keeps the budget at"
+    " less than T*."
 )
 
 
@@ -46,7 +49,9 @@ def measure(quick: bool) -> dict[str, dict[str, list[float]]]:
     )
     rates = Rates(prices=[1.0] * ranks, power_w=[0.0] * ranks, idle_power_w=[0.0] * ranks)
     machine = Machine(model, cluster)
-    free = simulate(LyapunovController().start(model, cluster, plan), machine, trace, plan, batches=batches, rates=rates)
+    free = simulate(
+        LyapunovController().start(model, cluster, plan), machine, trace, plan, batches=batches, rates=rates
+    )
     limit = PART * float(free.money.mean()) / SAMPLES
     found: dict[str, dict[str, list[float]]] = {
         "limits": _limits(machine, trace, batches, limit * SAMPLES) | {"unconstrained": [free.mean_s]}
@@ -55,9 +60,7 @@ def measure(quick: bool) -> dict[str, dict[str, list[float]]]:
         rows = found[name] = {key: [] for key in ("v", "time_s", "spent", "queue", "last_queue", "drift")}
         for v in VS:
             settings = LyapunovController(v=v, bank=bank, budget={"money_per_sample": limit})
-            run = simulate(
-                settings.start(model, cluster, plan), machine, trace, plan, batches=batches, rates=rates
-            )
+            run = simulate(settings.start(model, cluster, plan), machine, trace, plan, batches=batches, rates=rates)
             queue, ratio = run.queues["money_per_sample"], run.money / (limit * SAMPLES)
             for key, value in (
                 ("v", v), ("time_s", run.mean_s), ("spent", ratio.mean()), ("queue", np.maximum(queue, 0.0).mean()),
@@ -77,7 +80,9 @@ def _limits(machine: Machine, trace: Trace, batches: int, limit: float) -> dict[
             for some in combinations(range(ranks), n):
                 seconds = _shared_s(machine, phase, some)
                 times.append(seconds)
-                costs.append(seconds * sum((phase.prices or (1.0,) * ranks)[rank] for rank in some) / 3600.0 / limit)
+                costs.append(
+                    seconds * sum((phase.prices or (1.0,) * ranks)[rank] for rank in some) / 3600.0 / limit
+                )
         choices.append((count, np.array(times), np.array(costs)))
 
     def mean(multiplier: float) -> tuple[float, float]:
@@ -114,7 +119,8 @@ def _replicas(machine: Machine, cluster: Cluster) -> PipelinePlan:
 
 
 def bounds(raw: Mapping[str, Mapping[str, list[float]]]) -> dict[str, list[float]]:
-    """Returns the bounds of mean time [s] and mean queue by V: T* + D T_ref / V, and (D + V (T_c - T_f) / T_ref) / slack."""
+    """Returns the bounds of mean time [s] and mean queue by V: T* + D T_ref / V, and (D + V (T_c - T_f) /"
+    " T_ref) / slack."""
     limits, rows = raw["limits"], raw["no bank"]
     best_s, cheapest_s, slack = (limits[key][0] for key in ("best_s", "cheapest_s", "slack"))
     reference_s, drift = limits["fastest_s"][0], max(rows["drift"])
@@ -130,10 +136,34 @@ def figures(raw: Mapping[str, Mapping[str, list[float]]]) -> list[dict[str, Any]
     for bank in BANKS:
         rows = raw[bank]
         for i, v in enumerate(VS):
-            found.append({"name": f"{bank}, V = {v:g}: time above T*", "value": 100 * (rows["time_s"][i] / best_s - 1), "unit": "%", "goal": None, "holds": None})
+            found.append(
+                {
+                    "name": f"{bank}, V = {v:g}: time above T*",
+                    "value": 100 * (rows["time_s"][i] / best_s - 1),
+                    "unit": "%",
+                    "goal": None,
+                    "holds": None,
+                }
+            )
             spent, sure = rows["spent"][i], 1.0 + rows["last_queue"][i] / BATCHES
-            found.append({"name": f"{bank}, V = {v:g}: cost / budget", "value": spent, "unit": "", "goal": f"<= {sure:.4f}", "holds": spent <= sure + 1e-6})
+            found.append(
+                {
+                    "name": f"{bank}, V = {v:g}: cost / budget",
+                    "value": spent,
+                    "unit": "",
+                    "goal": f"<= {sure:.4f}",
+                    "holds": spent <= sure + 1e-6,
+                }
+            )
     rows = raw["bank 60"]
     chosen = VS.index(100.0)
-    found.append({"name": "bank 60, V = 100: cost / budget", "value": rows["spent"][chosen], "unit": "", "goal": "0.95 to 1.02", "holds": 0.95 <= rows["spent"][chosen] <= 1.02})
+    found.append(
+        {
+            "name": "bank 60, V = 100: cost / budget",
+            "value": rows["spent"][chosen],
+            "unit": "",
+            "goal": "0.95 to 1.02",
+            "holds": 0.95 <= rows["spent"][chosen] <= 1.02,
+        }
+    )
     return found

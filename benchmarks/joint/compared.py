@@ -22,9 +22,12 @@ CHAIN, EVEN, STATIC, HINDSIGHT, SHARES, OURS, ORACLE = (
     "controller", "oracle",
 )  # fmt: skip
 NOTES = (
-    f"Simulated, operation by operation, {BATCHES} batches, {len(SEEDS)} seeds; a decision is in force two batches after"
-    " the measurement it rests on. A base state of the cluster lasts 150 batches on average, a layer takes 0.1 batches to"
-    " move. *Hindsight*: the best of all plans that the oracle uses, over the whole trace. *Oracle*: sees a change as it"
+    f"Simulated, operation by operation, {BATCHES} batches, {len(SEEDS)} seeds; a decision is in force two"
+    f" batches after"
+    " the measurement it rests on. A base state of the cluster lasts 150 batches on average, a layer takes 0.1"
+    " batches to"
+    " move. *Hindsight*: the best of all plans that the oracle uses, over the whole trace. *Oracle*: sees a"
+    " change as it"
     " happens, moves for nothing, takes the best of all plans found for any state; its search is not exact."
 )
 
@@ -52,7 +55,7 @@ def _scenario(case: Scenario, batches: int, seeds: tuple[int, ...]) -> dict[str,
             EVEN: min([s for times in even.values() for s in times], default=float("nan")),
             STATIC: mean_s(machine, plan, phases),
             HINDSIGHT: min(mean_s(machine, p, phases) for p in [plan, *best]),
-            ORACLE: sum(machine.batch(p, phase).seconds * n for p, (phase, n) in zip(best, phases, strict=True)) / batches,
+            ORACLE: sum(machine.batch(p, s).seconds * n for p, (s, n) in zip(best, phases, strict=True)) / batches,
         }  # fmt: skip
         for name, structure in ((SHARES, False), (OURS, True)):
             controller = LyapunovController(structure=structure).start(model, cluster, plan)
@@ -82,9 +85,21 @@ def figures(raw: Mapping[str, Mapping[str, list[float]]]) -> list[dict[str, Any]
     for name, values in raw.items():
         title, goals = SCENARIOS[name].title, name == "base"
         less = _less(values, CHAIN)
-        add(f"{title}: less time than the even chain", less, "%", "> 68.59" if goals else None, less > 68.59 if goals else None)
+        add(
+            f"{title}: less time than the even chain",
+            less,
+            "%",
+            "> 68.59" if goals else None,
+            less > 68.59 if goals else None,
+        )
         less = _less(values, HINDSIGHT)
-        add(f"{title}: less time than the best static plan", less, "%", ">= 40" if goals else None, less >= 40.0 if goals else None)
+        add(
+            f"{title}: less time than the best static plan",
+            less,
+            "%",
+            ">= 40" if goals else None,
+            less >= 40.0 if goals else None,
+        )
         less, wanted = _less(values, SHARES), 30.0 if name == "capped" else 0.0
         add(f"{title}: less time than shares alone", less, "%", f">= {wanted:g}", less >= wanted - 0.05)
         above = -_less(values, ORACLE)
@@ -99,6 +114,10 @@ def table(raw: Mapping[str, Mapping[str, list[float]]]) -> str:
     lines.append("|---" * (len(columns) + 4) + "|")
     for name, values in raw.items():
         cells = [f"{np.mean(values[c]):.2f}" for c in columns]
-        cells += [f"{np.mean(values['moves']):g}", f"{np.mean(values['rollbacks']):g}", f"{100 * np.mean(values['paused']):.1f} %"]
+        cells += [
+            f"{np.mean(values['moves']):g}",
+            f"{np.mean(values['rollbacks']):g}",
+            f"{100 * np.mean(values['paused']):.1f} %",
+        ]
         lines.append(f"| {SCENARIOS[name].title} | " + " | ".join(cells) + " |")
     return "\n".join(lines)

@@ -23,7 +23,9 @@ class Line:
     dashed: bool = False
 
 
-def chart(path: Path, lines: Sequence[Line], *, title: str, x: str, y: str, log_y: bool = False, most: float | None = None) -> None:
+def chart(
+    path: Path, lines: Sequence[Line], *, title: str, x: str, y: str, log_y: bool = False, most: float | None = None
+) -> None:
     """Writes a chart with a logarithmic x axis.
 
     Args:
@@ -49,7 +51,8 @@ def chart(path: Path, lines: Sequence[Line], *, title: str, x: str, y: str, log_
         return LEFT + part_x * (WIDTH - LEFT - RIGHT), HEIGHT - BOTTOM - part_y * (HEIGHT - TOP - BOTTOM)
 
     out = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" font-family="sans-serif" font-size="12">',
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}"',
+        ' font-family="sans-serif" font-size="12">',
         f'<rect width="{WIDTH}" height="{HEIGHT}" fill="white"/>',
         f'<text x="{LEFT}" y="18" font-size="14">{title}</text>',
         f'<text x="{WIDTH - RIGHT}" y="{HEIGHT - 8}" text-anchor="end">{x}</text>',
@@ -71,7 +74,8 @@ def chart(path: Path, lines: Sequence[Line], *, title: str, x: str, y: str, log_
         if not line.dashed:
             out += [f'<circle cx="{a:.1f}" cy="{b:.1f}" r="3" fill="{colour}"/>' for a, b in shown]
         left, down = WIDTH - RIGHT - 190, TOP + 14 + 18 * i
-        out.append(f'<line x1="{left}" y1="{down - 4}" x2="{left + 24}" y2="{down - 4}" stroke="{colour}" stroke-width="2"{dash}/>')
+        ends = f'x1="{left}" y1="{down - 4}" x2="{left + 24}" y2="{down - 4}"'
+        out.append(f'<line {ends} stroke="{colour}" stroke-width="2"{dash}/>')
         out.append(f'<text x="{left + 30}" y="{down}">{line.name}</text>')
     out.append("</svg>")
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -22,7 +22,9 @@ def even_plans(machine: Machine, groups: int) -> list[PipelinePlan]:
     for size in (1, 2, 4, 8, 16):
         micro = micro_batches_of(SAMPLES // groups, size)
         plans = [
-            GroupPlan(ranks=tuple(range(g, ranks, groups)), cuts=cuts, samples=sum(micro), micro_batches=micro, depths=())
+            GroupPlan(
+                ranks=tuple(range(g, ranks, groups)), cuts=cuts, samples=sum(micro), micro_batches=micro, depths=()
+            )
             for g in range(groups)
         ]
         plan = evaluate_plan(machine.model, machine.cluster, plans, depth="low_memory")

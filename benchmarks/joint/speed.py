@@ -22,8 +22,10 @@ __all__ = ["NOTES", "figures", "measure"]
 LAYERS, DWELL = 100, 20.0
 SIZES = {4: 400, 16: 400, 64: 150, 256: 60}
 NOTES = (
-    f"{LAYERS} layers, memory for three times a device's equal part; some device changes its speed every {DWELL:g} batches,"
-    " much more often than in the scenarios, so that there is much to decide. *Look*: a step that looks at the structure;"
+    f"{LAYERS} layers, memory for three times a device's equal part; some device changes its speed every"
+    f" {DWELL:g} batches,"
+    " much more often than in the scenarios, so that there is much to decide. *Look*: a step that looks at the"
+    " structure;"
     " *all*: every batch's step. Processor time, not affected by other jobs; the pure functions run in one thread."
 )
 
@@ -52,7 +54,9 @@ def measure(quick: bool) -> dict[str, dict[str, list[float]]]:
     for ranks, batches in SIZES.items():
         for title in ("roomy", "capped"):
             if not quick or ranks <= 16:
-                found[f"{ranks} devices, {title}"] = _timed(ranks, batches // (4 if quick else 1), title == "capped")
+                found[f"{ranks} devices, {title}"] = _timed(
+                    ranks, batches // (4 if quick else 1), title == "capped"
+                )
     return found
 
 
@@ -62,7 +66,9 @@ def _timed(ranks: int, batches: int, capped: bool) -> dict[str, list[float]]:
     cap = layers * (STATE + 0.4 * SAMPLES * OUTPUT) if capped else float("inf")
     model, cluster = model_of(LAYERS), cluster_of(speeds, cap)
     samples = max(SAMPLES, 4 * ranks)
-    plan = place(model, cluster, samples, groupings="search", budget=5, depth="low_memory" if capped else "per_link")
+    plan = place(
+        model, cluster, samples, groupings="search", budget=5, depth="low_memory" if capped else "per_link"
+    )
     assert plan.ok, plan.reason
     trace = markov_speeds(ranks, batches, np.random.default_rng(3), dwell=DWELL * ranks)
     timed = Timed(LyapunovController().start(model, cluster, plan))

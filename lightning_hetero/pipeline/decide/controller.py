@@ -275,7 +275,9 @@ class Controller:
             if budget.resource == "traffic":
                 amount += seen.moved_bytes
             if budget.per_hour:
-                self.queues[budget.name].add(amount / (budget.limit / 3600.0 * seconds), seconds / self._reference_s)
+                self.queues[budget.name].add(
+                    amount / (budget.limit / 3600.0 * seconds), seconds / self._reference_s
+                )
             else:
                 self.queues[budget.name].add(amount / (budget.limit * samples), samples / self._samples)
 
@@ -303,7 +305,9 @@ class Controller:
         objective = self._objective(pipes)
         old = objective.judge(trial.old)
         old_s = bias * old.time_s if old is not None else math.inf
-        failed = trial.for_time and measured_s > (1.0 + self.settings.margin) * trial.predicted_s and measured_s > old_s
+        failed = (
+            trial.for_time and measured_s > (1.0 + self.settings.margin) * trial.predicted_s and measured_s > old_s
+        )
         outcome = Outcome(
             generation=trial.generation,
             predicted_s=trial.predicted_s,
@@ -377,7 +381,13 @@ class Controller:
         )
 
     def _adopt(
-        self, seen: Observation, kind: DecisionKind, now: Judged | None, new: Judged, reason: str, outcome: Outcome | None
+        self,
+        seen: Observation,
+        kind: DecisionKind,
+        now: Judged | None,
+        new: Judged,
+        reason: str,
+        outcome: Outcome | None,
     ) -> Decision:
         before, bias = self._plans[self.generation], self._bias_now
         now_s = now.time_s if now is not None else math.inf
@@ -399,10 +409,16 @@ class Controller:
                 gain_s=gain_s,
                 for_time=gain_s > 0.0,
             )
-        saved = {} if now is None else {
-            b.name: _ratio(b.per_hour, b.limit, now.amounts[b.resource] - new.amounts[b.resource], self._samples, now_s)
-            for b in self._budgets
-        }
+        saved = (
+            {}
+            if now is None
+            else {
+                b.name: _ratio(
+                    b.per_hour, b.limit, now.amounts[b.resource] - new.amounts[b.resource], self._samples, now_s
+                )
+                for b in self._budgets
+            }
+        )
         outcome, self._outcome = outcome or self._outcome, None
         return Decision(
             batch=seen.batch,
@@ -490,14 +506,18 @@ class Controller:
         groups: list[GroupPlan] = []
         for pipe, samples in zip(judged.pipes, judged.shares, strict=True):
             sizes = evened(micro_batches_of(samples, self._problem.cost(pipe).size(samples)))
-            groups.append(GroupPlan(ranks=pipe.ranks, cuts=pipe.cuts, samples=samples, micro_batches=sizes, depths=()))
+            groups.append(
+                GroupPlan(ranks=pipe.ranks, cuts=pipe.cuts, samples=samples, micro_batches=sizes, depths=())
+            )
         plan = evaluate_plan(self._now_model, self._cluster, groups, overlap=self._overlap, depth=self._depth)
         assert plan.ok, plan.reason
         whole = [replace(group, cuts=tuple(self._bounds[cut] for cut in group.cuts)) for group in plan.groups]
         return replace(plan, groups=tuple(whole))
 
     def _reason(self, plan: PipelinePlan) -> str:
-        return evaluate_plan(self._layers, self._cluster, plan.groups, overlap=self._overlap, depth=self._depth).reason
+        return evaluate_plan(
+            self._layers, self._cluster, plan.groups, overlap=self._overlap, depth=self._depth
+        ).reason
 
     # ---- checkpoint ----
 

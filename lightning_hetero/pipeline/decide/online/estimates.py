@@ -1,8 +1,8 @@
 """What devices, links and layers are like by now: a factor each, on top of the profile (layer P).
 
 A run measures stages, not speeds. A stage's time over what the profile says of it is the device's *slowness*; a link's
-time over what the cluster says is the link's. Where layers are timed one by one, the median over a stage's layers is the
-device's and what is left is the layer's own: that heals a profile which is wrong about layers.
+time over what the cluster says is the link's. Where layers are timed one by one, the median over a stage's layers is
+the device's and what is left is the layer's own: that heals a profile which is wrong about layers.
 
 Each factor has a filter of its own, the predictor of the balanced engine (Kalman with a test for jumps): noise is
 averaged, a jump is believed the second time it is seen. What is measured no more (a resting device, a link nobody uses)
@@ -108,7 +108,9 @@ class Estimates:
         for link in seen.links:
             self._link(link.source, link.target, link.messages, link.size_bytes, link.seconds, seen.batch)
 
-    def _stage(self, seen: Observation, rank: int, layers: range, count: int, samples: int, *, leader: bool) -> None:
+    def _stage(
+        self, seen: Observation, rank: int, layers: range, count: int, samples: int, *, leader: bool
+    ) -> None:
         speed = self._cluster.devices[rank].speed
         parts = [self._seconds(self._base[k], count, samples) / speed for k in layers]
         by_layer = seen.layer_s.get(rank)
@@ -189,13 +191,17 @@ class Estimates:
             size = max(now / before, before / now)
             if size - 1.0 > band and abs(now - before) > _SURE * std:
                 ranks = key[1:] if key[0] != "layer" else ()
-                slower = f"{now / before:.2f} times its time" if now > before else f"1/{before / now:.2f} of its time"
+                slower = (
+                    f"{now / before:.2f} times its time" if now > before else f"1/{before / now:.2f} of its time"
+                )
                 found.append((size, f"{_named(key)} takes {slower}", ranks))
         return sorted(found, key=lambda change: (-change[0], change[1]))
 
     def furthest(self, since: State) -> float:
         """Returns the largest relative change since ``since``, noise or not."""
-        return max([max(f.value / _of(since, k), _of(since, k) / f.value) - 1.0 for k, f in self._factors.items()] or [0])
+        return max(
+            [max(f.value / _of(since, k), _of(since, k) / f.value) - 1.0 for k, f in self._factors.items()] or [0]
+        )
 
     def costs(self, state: State) -> tuple[ModelCost, Cluster]:
         """Returns the profile and the cluster with the factors applied."""
@@ -222,7 +228,10 @@ class Estimates:
     def to_plain(self) -> dict[str, Any]:
         """Returns JSON values for `load`."""
         links = [[a, b, link.bandwidth_bytes_per_s] for (a, b), link in self._links.items()]
-        return {"factors": [[list(key), factor.to_plain()] for key, factor in self._factors.items()], "links": links}
+        return {
+            "factors": [[list(key), factor.to_plain()] for key, factor in self._factors.items()],
+            "links": links,
+        }
 
     def load(self, plain: Mapping[str, Any]) -> None:
         """Goes on from what `to_plain` returned."""
@@ -252,4 +261,3 @@ def _scaled(layer: LayerCost, factor: float) -> LayerCost:
         return AffineCost(fixed_s=cost.fixed_s * factor, per_sample_s=cost.per_sample_s * factor)
 
     return layer if factor == 1.0 else replace(layer, forward=part(layer.forward), backward=part(layer.backward))
-

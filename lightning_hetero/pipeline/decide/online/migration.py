@@ -1,8 +1,9 @@
 """What has to travel from one plan to another, and how long that takes (layer P).
 
-A layer travels with its parameters, buffers and optimizer state, from the owner that has it and the best link to whoever
-needs it: to a rank which does not hold it yet. Ranks send and receive one message at a time, all of them side by side;
-so the pause is the busiest rank's, plus a fixed part for the agreement. Both are corrected by what migrations took.
+A layer travels with its parameters, buffers and optimizer state, from the owner that has it and the best link to
+whoever needs it: to a rank which does not hold it yet. Ranks send and receive one message at a time, all of them side
+by side; so the pause is the busiest rank's, plus a fixed part for the agreement. Both are corrected by what
+migrations took.
 """
 
 from __future__ import annotations

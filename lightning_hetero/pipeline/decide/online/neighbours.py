@@ -1,7 +1,8 @@
 """Structures near a structure: borders, swaps, moving, resting, waking, merging, splitting (layer P).
 
-Each is drafted, not solved: borders of a new pipeline stand where stages are as even as layers, speeds and memory allow,
-links left out (`drafted`). That is a hundredth of the price of an exact split, which only the best drafts are given.
+Each is drafted, not solved: borders of a new pipeline stand where stages are as even as layers, speeds and memory
+allow, links left out (`drafted`). That is a hundredth of the price of an exact split, which only the best drafts are
+given.
 """
 
 from __future__ import annotations
@@ -230,7 +231,9 @@ def _merged(pipes: Pipes, drafts: Drafts) -> Iterator[Pipes]:
     for p, q in combinations(range(len(pipes)), 2):
         yield from _some([_drawn(pipes, drafts, {p, q}, [(*pipes[p].ranks, *pipes[q].ranks)])])
     if len(pipes) > 2:
-        yield from _some([_drawn(pipes, drafts, range(len(pipes)), [tuple(r for pipe in pipes for r in pipe.ranks)])])
+        yield from _some(
+            [_drawn(pipes, drafts, range(len(pipes)), [tuple(r for pipe in pipes for r in pipe.ranks)])]
+        )
 
 
 # ---- few devices: everything there is ---------------------------------------------------------------------------

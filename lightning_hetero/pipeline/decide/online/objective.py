@@ -4,8 +4,8 @@ Each batch, minimise
 
     J = V T' / T_ref + sum over constraints of max(Q_k, 0) r_k          T' = T + pause / H
 
-T is the modelled time of a batch, ``pause`` what it takes to get to the plan, H how many batches the present state should
-last, T_ref the first plan's time. r_k is what a batch takes of constraint k as a part of its budget:
+T is the modelled time of a batch, ``pause`` what it takes to get to the plan, H how many batches the present state
+should last, T_ref the first plan's time. r_k is what a batch takes of constraint k as a part of its budget:
 
     per sample   C / (N limit)
     per hour     (C - limit T') / (limit T_ref) + 1     (the queue counts batches of length T_ref)
@@ -16,10 +16,11 @@ and what a batch takes is linear in the time and the samples of the groups:
     energy    T' * idle power, + (power - idle power) * own work
     traffic   activations and gradients on links, + synchronisation
 
-so that J = alpha T' + sum gamma_g n_g + rest for a given structure: `shares_of` minimises it exactly.
+so that J = alpha T' + sum gamma_g n_g + rest for a given structure, which `Objective.judge` minimises exactly.
 
 **Per hour** alpha can be negative: a slower plan, at the same money, spends less per hour. It would then pay to dawdle.
-So the weight of time never falls below a hundredth of V / T_ref, and a plan that is slower and no cheaper per batch is refused (`accepts`).
+So the weight of time never falls below a hundredth of V / T_ref, and a plan that is slower and no cheaper per batch
+is refused (`accepts`).
 """
 
 from __future__ import annotations

@@ -6,8 +6,8 @@ instead of 0, so that what was saved can be spent later. Counted in batches' bud
     Q <- max(Q + r - 1, -B)         r = what the batch took / what it may take on average
 
 **Why the mean is kept.** Q(t+1) >= Q(t) + r(t) - 1, so over n batches from Q(0) = 0 the mean of r is at most
-1 + Q(n) / n, whatever B is. A bank only delays the moment from which Q pushes back, by at most B batches' budgets; where
-B = 0, savings are forgotten at once and money is left over.
+1 + Q(n) / n, whatever B is. A bank only delays the moment from which Q pushes back, by at most B batches' budgets;
+where B = 0, savings are forgotten at once and money is left over.
 """
 
 from __future__ import annotations

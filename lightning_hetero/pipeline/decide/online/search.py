@@ -123,9 +123,7 @@ def _busiest(problem: Problem, judged: Judged) -> list[int]:
 
 def _busiest_ranks(problem: Problem, judged: Judged) -> list[int]:
     stages = _busiest(problem, judged)
-    slowest = sorted(
-        range(len(stages)), key=lambda p: -problem.cost(judged.pipes[p]).seconds(judged.shares[p])
-    )
+    slowest = sorted(range(len(stages)), key=lambda p: -problem.cost(judged.pipes[p]).seconds(judged.shares[p]))
     return [judged.pipes[p].ranks[stages[p]] for p in slowest]
 
 

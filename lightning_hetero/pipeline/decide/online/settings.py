@@ -57,8 +57,15 @@ class ControllerSettings:
         for name, most in (("rest_cost", 1.0), ("dead_band", 1.0), ("share_band", 1.0), ("margin", 10.0)):
             self._put(name, _real(name, getattr(self, name), most=most))
         for name, least in (
-            ("look_every", 1), ("candidates", 1), ("rounds", 0), ("library", 1), ("trial_batches", 1),
-            ("bar_batches", 0), ("warmup", 0), ("horizon", 1), ("recheck", 1),
+            ("look_every", 1),
+            ("candidates", 1),
+            ("rounds", 0),
+            ("library", 1),
+            ("trial_batches", 1),
+            ("bar_batches", 0),
+            ("warmup", 0),
+            ("horizon", 1),
+            ("recheck", 1),
         ):
             value = getattr(self, name)
             if not (value is None and name in ("horizon", "recheck")):
@@ -129,7 +136,9 @@ def _checked_budget(budget: Any) -> dict[str, float] | None:
     if budget is None:
         return None
     if not isinstance(budget, Mapping):
-        raise TypeError(f"LyapunovController(budget={budget!r}) must be a mapping, e.g. {{'money_per_sample': 1e-6}}")
+        raise TypeError(
+            f"LyapunovController(budget={budget!r}) must be a mapping, e.g. {{'money_per_sample': 1e-6}}"
+        )
     given = cast("Mapping[Any, Any]", budget)
     if unknown := sorted(str(name) for name in given if name not in _BUDGETS):
         raise ValueError(f"LyapunovController(budget=...) has unknown keys {unknown}; known: {', '.join(_BUDGETS)}")

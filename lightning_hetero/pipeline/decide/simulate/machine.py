@@ -1,4 +1,4 @@
-"""What a plan really takes on a simulated cluster: every operation of its schedule, not the planner's formula (layer P)."""
+"""What a plan really takes on a simulated cluster: the operations of its schedule, not a formula (layer P)."""
 
 from __future__ import annotations
 
@@ -43,9 +43,7 @@ class Machine:
         layer_s: of each layer that moves, beside its bytes.
     """
 
-    def __init__(
-        self, model: ModelCost, cluster: Cluster, *, pause_s: float = 0.05, layer_s: float = 0.0
-    ) -> None:
+    def __init__(self, model: ModelCost, cluster: Cluster, *, pause_s: float = 0.05, layer_s: float = 0.0) -> None:
         self.model, self.cluster = model, cluster
         self._pause_s, self._layer_s = pause_s, layer_s
         self._clusters: dict[int, Cluster] = {}
@@ -86,7 +84,9 @@ class Machine:
             times = times_of(self.model, cluster, group)
             seconds = max(seconds, makespan_s(times, SchedulePolicy(depths=group.depths)))
             for a, b, size_bytes, count in self._wires(group):
-                wire_s = cluster.links[a][b].latency_s * count + size_bytes / cluster.links[a][b].bandwidth_bytes_per_s
+                wire_s = (
+                    cluster.links[a][b].latency_s * count + size_bytes / cluster.links[a][b].bandwidth_bytes_per_s
+                )
                 links.append(LinkTime(source=a, target=b, messages=count, size_bytes=size_bytes, seconds=wire_s))
                 traffic += size_bytes
         samples = sum(group.samples for group in plan.groups)

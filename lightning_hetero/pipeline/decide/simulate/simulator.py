@@ -1,8 +1,8 @@
 """Runs a controller against a changing cluster, batch by batch, as training would (layer P).
 
-    batch starts -> the phase of the trace that holds -> the plan in force takes its time, operation by operation
-    batch ends   -> what was measured (with noise, if asked for) -> the controller decides
-    lag batches later the decision is in force; if layers move, training stops for the migration first
+batch starts -> the phase of the trace that holds -> the plan in force takes its time, operation by operation
+batch ends   -> what was measured (with noise, if asked for) -> the controller decides
+lag batches later the decision is in force; if layers move, training stops for the migration first
 """
 
 from __future__ import annotations
@@ -161,7 +161,13 @@ def _noisy(batch: Batch, noise: float, rng: np.random.Generator | None) -> Batch
 
 
 def _seen(
-    t: int, generation: int, batch: Batch, phase: Phase, prices: Mapping[int, float], pause_s: float, moved_bytes: float
+    t: int,
+    generation: int,
+    batch: Batch,
+    phase: Phase,
+    prices: Mapping[int, float],
+    pause_s: float,
+    moved_bytes: float,
 ) -> Observation:
     return Observation(
         batch=t,

@@ -1,7 +1,7 @@
 """How a cluster changes: speeds, links and prices over batches or over seconds, generated or written by hand (layer P).
 
-Generators draw from a NumPy generator that is passed in; the same one gives the same trace. `merged` lays traces over one
-another: factors multiply, prices too.
+Generators draw from a NumPy generator that is passed in; the same one gives the same trace. `merged` lays traces over
+one another: factors multiply, prices too.
 """
 
 from __future__ import annotations
@@ -57,7 +57,9 @@ class Trace:
         return self.phases[bisect_right(self._starts, batch if self.by_batch else now_s) - 1]
 
 
-def _chain(rng: Draws, length: float, dwell: float, states: Sequence[float], odds: Sequence[float]) -> list[tuple[float, float]]:
+def _chain(
+    rng: Draws, length: float, dwell: float, states: Sequence[float], odds: Sequence[float]
+) -> list[tuple[float, float]]:
     """Returns (start, state) of a chain that stays exponentially long and then draws another state."""
     odds = np.array(odds) / sum(odds)
     at, state = 0.0, int(rng.choice(len(states), p=odds))
@@ -129,7 +131,14 @@ def diurnal_load(
 
 
 def degraded_links(
-    ranks: int, length: float, rng: Draws, *, dwell: float, factor: float = 8.0, part: float = 0.2, by_batch: bool = True
+    ranks: int,
+    length: float,
+    rng: Draws,
+    *,
+    dwell: float,
+    factor: float = 8.0,
+    part: float = 0.2,
+    by_batch: bool = True,
 ) -> Trace:
     """All links of a rank are slow for a while, ``part`` of the time."""
     chains = [_chain(rng, length, dwell, (1.0, factor), (1.0 - part, part)) for _ in range(ranks)]

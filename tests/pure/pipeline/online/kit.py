@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import combinations, permutations
+from itertools import combinations, pairwise, permutations
 
 from hypothesis import strategies as st
 
@@ -73,12 +73,10 @@ def compositions(total: int, parts: int) -> Iterator[tuple[int, ...]]:
     """All ways to write ``total`` as ``parts`` numbers >= 1."""
     for inner in combinations(range(1, total), parts - 1):
         ends = (0, *inner, total)
-        yield tuple(b - a for a, b in zip(ends, ends[1:], strict=False))
+        yield tuple(b - a for a, b in pairwise(ends))
 
 
-def time_of(
-    model: ModelCost, cluster: Cluster, pipes: Sequence[Pipe], shares: Sequence[int], size: int
-) -> float:
+def time_of(model: ModelCost, cluster: Cluster, pipes: Sequence[Pipe], shares: Sequence[int], size: int) -> float:
     """Modelled time of a batch by `evaluate_plan`, micro-batches of ``size``; ``inf`` if it does not fit."""
     groups = [
         GroupPlan(ranks=p.ranks, cuts=p.cuts, samples=n, micro_batches=micro_batches_of(n, size), depths=())

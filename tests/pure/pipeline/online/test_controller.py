@@ -12,7 +12,7 @@ import pytest
 
 from lightning_hetero import LyapunovController
 from lightning_hetero.pipeline.decide.controller import Controller
-from lightning_hetero.pipeline.decide.online.messages import Decision, Observation
+from lightning_hetero.pipeline.decide.online.messages import Decision, Observation, Outcome
 from lightning_hetero.pipeline.decide.plans import best_plan, check_plan
 from lightning_hetero.pipeline.decide.simulate.machine import Machine
 from lightning_hetero.pipeline.decide.simulate.simulator import Rates, Run, simulate
@@ -194,7 +194,9 @@ def test_per_hour_never_dawdles() -> None:
 def observation(batch: int, generation: int, plan: PipelinePlan, cluster: Cluster, **more: Any) -> Observation:
     batch_ = Machine(MODEL, cluster).batch(plan, Phase(start=0, slowness=more.pop("slowness", (1.0,) * 4)))
     work = {rank: seconds for rank, seconds in enumerate(batch_.work_s) if seconds}
-    return Observation(**{"batch": batch, "generation": generation, "batch_s": batch_.seconds, "work_s": work, **more})
+    return Observation(
+        **{"batch": batch, "generation": generation, "batch_s": batch_.seconds, "work_s": work, **more}
+    )
 
 
 def until_moved(controller: Controller) -> tuple[int, Decision]:
@@ -225,11 +227,10 @@ def test_a_move_that_cannot_be_carried_out_is_taken_back_and_barred() -> None:
         controller.withdraw(7)
     controller.withdraw(decision.generation)
     assert (controller.plan, controller.generation) == (before, 0)
-    kinds = []
     for k in range(1, 49):
-        after = controller.step(observation(t + k, controller.generation, controller.plan, CAPPED,
-                                            slowness=(4.0, 1.0, 1.0, 1.0)))
-        kinds.append(after.kind)
+        after = controller.step(
+            observation(t + k, controller.generation, controller.plan, CAPPED, slowness=(4.0, 1.0, 1.0, 1.0))
+        )
         assert [(g.ranks, g.cuts) for g in after.plan.groups] != [(g.ranks, g.cuts) for g in decision.plan.groups]
 
 
@@ -237,8 +238,8 @@ def test_a_structure_measured_worse_than_promised_is_rolled_back_and_barred_for_
     controller = started(LyapunovController(look_every=10))
     before, truth = controller.plan, (4.0, 1.0, 1.0, 1.0)
     shape = [(g.ranks, g.cuts) for g in before.groups]
-    plan, generation, tried, seconds = before, 0, list[int](), 0.0
-    outcomes, kinds = [], []
+    plan, generation = before, 0
+    outcomes, kinds = list[Outcome](), list[str]()
     for t in range(150):
         slowness = truth if t >= 20 else (1.0,) * 4
         seen = observation(t, generation, plan, CAPPED, slowness=slowness)

@@ -1,4 +1,5 @@
-"""Factors on the profile: jumps believed the second time, layers told from devices, noise ignored, the unused forgotten."""
+"""Factors on the profile: jumps believed the second time, layers told from devices, noise ignored, the unused"
+" forgotten."""
 
 from __future__ import annotations
 
@@ -28,7 +29,10 @@ def seen(batch: int, slowness: Sequence[float] = (1.0, 1.0), **more: Any) -> Obs
     """Four samples in two micro-batches: 3 + 12 s, and twice (3 + 16 s)."""
     own = (0.5 * 3 * 2 + 3 * 4, 2 * (0.5 * 3 * 2 + 4 * 4))
     return Observation(
-        batch=batch, generation=0, work_s={r: s * x for r, (s, x) in enumerate(zip(own, slowness, strict=True))}, **more
+        batch=batch,
+        generation=0,
+        work_s={r: s * x for r, (s, x) in enumerate(zip(own, slowness, strict=True))},
+        **more,
     )
 
 
@@ -83,7 +87,10 @@ def test_noise_is_no_change(noise: float) -> None:
 def test_times_by_layer_tell_a_heavy_layer_from_a_slow_device() -> None:
     found = estimates()
     for t in range(3):
-        layers: Mapping[int, Sequence[float]] = {0: [5.0, 25.0, 5.0], 1: [20.0, 36.0, 20.0]}  # 5, 5, 5 and 10, 18, 10
+        layers: Mapping[int, Sequence[float]] = {
+            0: [5.0, 25.0, 5.0],
+            1: [20.0, 36.0, 20.0],
+        }  # 5, 5, 5 and 10, 18, 10
         work = {rank: float(sum(parts)) for rank, parts in layers.items()}
         told(found, Observation(batch=t, generation=0, work_s=work, layer_s=layers))
     assert found.state.layers == pytest.approx((1.0, 5.0, 1.0, 1.0, 1.0, 1.0), rel=0.02)

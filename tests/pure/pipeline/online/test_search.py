@@ -143,7 +143,9 @@ def test_tentative_search_is_hardly_worse_than_all_structures(monkeypatch: pytes
         model = model_of([float(w) for w in rng.integers(1, 5, 6)], state_bytes=1e6)
         cluster = cluster_of(speeds, bandwidth=1e5)
         present = (Pipe((0, 1, 2), (0, 2, 4, 6)),)
-        objective = objective_of(model, cluster, present, samples=8, queue=float(rng.choice([0.0, 3.0])), sizes=(1, 2))
+        objective = objective_of(
+            model, cluster, present, samples=8, queue=float(rng.choice([0.0, 3.0])), sizes=(1, 2)
+        )
         now = objective.judge(present)
         assert now is not None
         monkeypatch.setattr(search, "_EXACT", 10**6)
@@ -162,7 +164,9 @@ def test_barred_structures_are_passed_over() -> None:
     now = objective.judge(present)
     assert now is not None
     free = better_structure(objective, now, rounds=1, candidates=9, most_groups=2)
-    barred = better_structure(objective, now, rounds=1, candidates=9, most_groups=2, barred=lambda p: p == free.pipes)
+    barred = better_structure(
+        objective, now, rounds=1, candidates=9, most_groups=2, barred=lambda p: p == free.pipes
+    )
     assert free.value < barred.value < now.value
 
 
@@ -185,7 +189,14 @@ def test_a_slower_plan_that_is_no_cheaper_is_refused_although_it_would_spend_les
     model, cluster = model_of([1.0]), cluster_of([1.0, 0.01])
     fast, slow = (Pipe((0,), (0, 1)),), (Pipe((1,), (0, 1)),)
     objective = objective_of(
-        model, cluster, fast, queue=50.0, limit=0.1 * 3600, prices_per_s=[1.0, 0.0101], per_hour=True, reference_s=4.0
+        model,
+        cluster,
+        fast,
+        queue=50.0,
+        limit=0.1 * 3600,
+        prices_per_s=[1.0, 0.0101],
+        per_hour=True,
+        reference_s=4.0,
     )
     a, b = objective.judge(fast), objective.judge(slow)
     assert a and b

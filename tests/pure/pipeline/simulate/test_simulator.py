@@ -105,7 +105,9 @@ def test_costs_add_up() -> None:
 def test_noise_is_drawn_from_the_generator_that_is_passed_in() -> None:
     plan, machine = best_plan(MODEL, CAPPED, 12, micro_batch_size=2), Machine(MODEL, CAPPED)
     runs = [
-        simulate(Unchanged(plan), machine, Trace([CALM]), plan, batches=400, noise=0.1, rng=np.random.default_rng(s))
+        simulate(
+            Unchanged(plan), machine, Trace([CALM]), plan, batches=400, noise=0.1, rng=np.random.default_rng(s)
+        )
         for s in (1, 1, 2)
     ]
     assert (runs[0].batch_s == runs[1].batch_s).all() and (runs[0].batch_s != runs[2].batch_s).any()
