@@ -84,8 +84,10 @@ class Scenario:
         return cluster_of(self.speeds, self.fitting * STATE + 0.4 * SAMPLES * self.fitting * OUTPUT)
 
 
-def _speeds(n: int, dwell: float = DWELL, **more: tuple[float, ...]) -> Callable[[int, int], Trace]:
-    return lambda length, seed: markov_speeds(n, length, np.random.default_rng(seed), dwell=dwell * n, **more)
+def _speeds(
+    n: int, dwell: float = DWELL, odds: tuple[float, ...] = (0.6, 0.25, 0.15)
+) -> Callable[[int, int], Trace]:
+    return lambda length, seed: markov_speeds(n, length, np.random.default_rng(seed), dwell=dwell * n, odds=odds)
 
 
 def _links(length: int, seed: int) -> Trace:

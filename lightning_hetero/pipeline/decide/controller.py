@@ -28,7 +28,13 @@ import numpy as np
 
 from lightning_hetero.pipeline.decide.online.estimates import Estimates, State
 from lightning_hetero.pipeline.decide.online.memory import Bars, Library, Trial
-from lightning_hetero.pipeline.decide.online.messages import Decision, DecisionKind, Observation, Outcome
+from lightning_hetero.pipeline.decide.online.messages import (
+    Decision,
+    DecisionKind,
+    Move,
+    Observation,
+    Outcome,
+)
 from lightning_hetero.pipeline.decide.online.migration import MigrationModel, moves_between
 from lightning_hetero.pipeline.decide.online.objective import Judged, Objective, Prices, Weight
 from lightning_hetero.pipeline.decide.online.queues import VirtualQueue
@@ -173,7 +179,8 @@ class Controller:
         self._estimates = Estimates(self._model, cluster, recheck=settings.recheck)
         self._migration = MigrationModel()
         self._library, self._bars = Library(settings.library), Bars(batches=settings.bar_batches)
-        self.plan, self.generation = plan, 0
+        self.plan = plan
+        self.generation = self._numbered = 0  # numbers are never used twice
         self._plans: dict[int, tuple[Pipes, PipelinePlan]] = {0: (self._pipes_of(plan), plan)}
         self._in_force, self._pending, self._seen = 0, -1, -1
         self._trial: Trial | None = None
@@ -392,10 +399,11 @@ class Controller:
         before, bias = self._plans[self.generation], self._bias_now
         now_s = now.time_s if now is not None else math.inf
         plan = self._plan_of(new)
-        self.generation += 1
-        self.plan = plan
+        self._numbered += 1
+        self.plan, self.generation = plan, self._numbered
         self._plans[self.generation] = (new.pipes, plan)
-        moves, predicted_s, gain_s = (), bias * new.time_s, bias * (now_s - new.time_s)
+        moves: tuple[Move, ...] = ()
+        predicted_s, gain_s = bias * new.time_s, bias * (now_s - new.time_s)
         if kind != "shares":
             moves = moves_between(self._problem, before[0], new.pipes, self._bounds, self._sizes_bytes)
             self._pending, self._promised_pause_s = self.generation, new.pause_s
@@ -556,7 +564,7 @@ class Controller:
         self._migration.load(state["migration"])
         self._prices.per_s[:] = np.array(state["prices_per_hour"]) / 3600.0
         self._bias.extend(state["bias"])
-        self.plan, self.generation = plan, 0
+        self.plan, self.generation, self._numbered = plan, 0, 0
         self._plans = {0: (pipes, plan)}
         self._in_force, self._pending, self._seen = 0, -1, -1
         self._trial = self._next_trial = None

@@ -248,7 +248,8 @@ def _named(key: tuple[Any, ...]) -> str:
 def _of(state: State, key: tuple[Any, ...]) -> float:
     if key[0] == "link":
         return state.links.get((key[1], key[2]), 1.0)
-    return state.ranks[key[1]] if key[0] == "rank" else state.layers[key[1]]
+    values = state.ranks if key[0] == "rank" else state.layers
+    return values[int(key[1])]
 
 
 def _both(cost: LayerCost) -> tuple[float, float]:

@@ -250,7 +250,7 @@ class Objective:
     def _judged(
         self, value: float, pipes: tuple[Pipe, ...], shares: Sequence[int], time_s: float, pause_s: float
     ) -> Judged:
-        resources = dict.fromkeys(budget.resource for budget in self._constraints)
+        resources: set[Resource] = {budget.resource for budget in self._constraints}
         amounts: dict[Resource, float] = {r: self.use(r, pipes).amount(time_s, shares) for r in resources}
         return Judged(value, pipes, tuple(shares), time_s, pause_s, amounts)
 
@@ -258,5 +258,5 @@ class Objective:
         """Returns whether ``new`` is faster than ``old``, or saves something that counts now."""
         if new.time_s <= old.time_s * (1.0 + _ROUNDING):
             return True
-        saved = [w.budget.resource for w in self._weights]
+        saved: list[Resource] = [weight.budget.resource for weight in self._weights]
         return any(new.amounts[r] < old.amounts[r] * (1.0 - _ROUNDING) for r in saved)

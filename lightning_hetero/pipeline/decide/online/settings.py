@@ -104,7 +104,7 @@ class ControllerSettings:
     def to_plain(self) -> dict[str, Any]:
         """Returns the arguments as JSON values."""
         plain = {f.name: getattr(self, f.name) for f in fields(self)}
-        return {name: list(v) if isinstance(v, tuple) else v for name, v in plain.items()}
+        return {name: list(cast("tuple[float, ...]", v)) if isinstance(v, tuple) else v for name, v in plain.items()}
 
 
 def _real(name: str, value: Any, *, above: bool = False, most: float = math.inf) -> float:

@@ -61,11 +61,11 @@ def _chain(
     rng: Draws, length: float, dwell: float, states: Sequence[float], odds: Sequence[float]
 ) -> list[tuple[float, float]]:
     """Returns (start, state) of a chain that stays exponentially long and then draws another state."""
-    odds = np.array(odds) / sum(odds)
-    at, state = 0.0, int(rng.choice(len(states), p=odds))
+    weights = np.array(odds) / sum(odds)
+    at, state = 0.0, int(rng.choice(len(states), p=weights))
     found = [(0.0, states[state])]
     while math.ceil(at := at + float(rng.exponential(dwell))) < length:
-        others = np.where(np.arange(len(states)) == state, 0.0, odds)
+        others = np.where(np.arange(len(states)) == state, 0.0, weights)
         state = int(rng.choice(len(states), p=others / others.sum()))
         found.append((float(math.ceil(at)), states[state]))
     return found

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from functools import cache
 from itertools import pairwise
 from typing import Any
 
@@ -15,7 +16,7 @@ from lightning_hetero.pipeline.decide.controller import Controller
 from lightning_hetero.pipeline.decide.online.messages import Decision, Observation, Outcome
 from lightning_hetero.pipeline.decide.plans import best_plan, check_plan
 from lightning_hetero.pipeline.decide.simulate.machine import Machine
-from lightning_hetero.pipeline.decide.simulate.simulator import Rates, Run, simulate
+from lightning_hetero.pipeline.decide.simulate.simulator import Rates, Run, Unchanged, simulate
 from lightning_hetero.pipeline.decide.simulate.traces import Phase, Trace
 from lightning_hetero.types import Cluster, ModelCost, PipelinePlan
 from tests.pure.pipeline.online.kit import cluster_of, model_of
@@ -141,15 +142,17 @@ def test_a_device_that_costs_more_than_it_brings_rests() -> None:
 # ---- budgets ---------------------------------------------------------------------------------------------------
 
 
+@cache
 def budgeted(part: float, **settings: Any) -> tuple[Run, float]:
-    """Prices that change every 25 batches; the budget is ``part`` of what the fastest plans cost."""
+    """Prices that change every 25 batches; the budget is ``part`` of what the fastest plan costs."""
     rng, phases = np.random.default_rng(2), list[Phase]()
     for start in range(0, BUDGETED, 25):
         prices = tuple(float(p) for p in rng.choice([0.5, 1.0, 3.0], 4))
         phases.append(Phase(start=start, slowness=(1.0,) * 4, prices=prices))
     rates = Rates(prices=[1.0] * 4, power_w=[1.0] * 4, idle_power_w=[0.0] * 4)
-    free = trained(started(cluster=ROOMY), phases, BUDGETED, ROOMY, rates=rates)
-    limit = part * free.money.mean() / BATCH
+    held = simulate(Unchanged(started(cluster=ROOMY).plan), Machine(MODEL, ROOMY), Trace(phases),
+                    started(cluster=ROOMY).plan, batches=BUDGETED, rates=rates)  # fmt: skip
+    limit = part * held.money.mean() / BATCH
     controller = started(
         LyapunovController(budget={"money_per_sample": limit}, **settings), ROOMY, planned_batches=BUDGETED
     )
@@ -227,11 +230,14 @@ def test_a_move_that_cannot_be_carried_out_is_taken_back_and_barred() -> None:
         controller.withdraw(7)
     controller.withdraw(decision.generation)
     assert (controller.plan, controller.generation) == (before, 0)
+    numbers = {decision.generation}
     for k in range(1, 49):
         after = controller.step(
             observation(t + k, controller.generation, controller.plan, CAPPED, slowness=(4.0, 1.0, 1.0, 1.0))
         )
         assert [(g.ranks, g.cuts) for g in after.plan.groups] != [(g.ranks, g.cuts) for g in decision.plan.groups]
+        assert after.kind == "keep" or after.generation not in numbers  # never used twice
+        numbers.add(after.generation)
 
 
 def test_a_structure_measured_worse_than_promised_is_rolled_back_and_barred_for_longer_each_time() -> None:

@@ -74,10 +74,14 @@ def test_a_wrong_profile_is_believed_at_once() -> None:
 @pytest.mark.parametrize("noise", [0.05, 0.15])
 def test_noise_is_no_change(noise: float) -> None:
     rng, found = np.random.default_rng(1), estimates()
-    told(found, *(seen(t, np.exp(noise * rng.standard_normal(2))) for t in range(30)))
+
+    def drawn() -> list[float]:
+        return [float(x) for x in np.exp(noise * rng.standard_normal(2))]
+
+    told(found, *(seen(t, drawn()) for t in range(30)))
     alarms, looked = 0, found.state
     for t in range(30, 530):
-        told(found, seen(t, np.exp(noise * rng.standard_normal(2))))
+        told(found, seen(t, drawn()))
         if found.changes(looked, 0.03):
             alarms, looked = alarms + 1, found.state
     assert alarms <= 0.04 * 500, alarms  # looks, not moves

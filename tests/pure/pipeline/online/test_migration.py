@@ -37,8 +37,8 @@ def test_exactly_what_is_missing_travels_from_an_owner(old: Pipes, new: Pipes) -
 
 
 def test_layers_that_are_planned_as_one_travel_one_by_one() -> None:
-    pieces = [(Pipe((0,), (0, 6)),), (Pipe((1,), (0, 6)),)]
-    moves = moves_between(PROBLEM, *pieces, (0, 1, 4, 5, 6, 7, 8), [float(i) for i in range(8)])
+    old, new = (Pipe((0,), (0, 6)),), (Pipe((1,), (0, 6)),)
+    moves = moves_between(PROBLEM, old, new, (0, 1, 4, 5, 6, 7, 8), [float(i) for i in range(8)])
     assert [(move.layer, move.size_bytes) for move in moves] == [(i, float(i)) for i in range(8)]
 
 
