@@ -223,7 +223,7 @@ def test_nothing_else_is_decided_while_layers_move() -> None:
 
 
 def test_a_move_that_cannot_be_carried_out_is_taken_back_and_barred() -> None:
-    controller = started()
+    controller = started(LyapunovController(look_every=10))
     before = controller.plan
     t, decision = until_moved(controller)
     with pytest.raises(ValueError, match="generation=7 must be the one under way, 1"):
