@@ -180,7 +180,8 @@ class Controller:
         self._migration = MigrationModel()
         self._library, self._bars = Library(settings.library), Bars(batches=settings.bar_batches)
         self.plan = plan
-        self.generation = self._numbered = 0  # numbers are never used twice
+        self.generation: int = 0
+        self._numbered: int = 0  # numbers are never used twice
         self._plans: dict[int, tuple[Pipes, PipelinePlan]] = {0: (self._pipes_of(plan), plan)}
         self._in_force, self._pending, self._seen = 0, -1, -1
         self._trial: Trial | None = None
