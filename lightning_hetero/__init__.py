@@ -16,6 +16,7 @@ from lightning_hetero.balanced.strategy import LoadBalancedStrategy
 from lightning_hetero.callbacks import HeteroTrace, StragglerMonitor, ThrottleCallback
 from lightning_hetero.emulate import Scenario
 from lightning_hetero.glue.setup import refuse_elsewhere
+from lightning_hetero.pipeline.decide.controller import LyapunovController
 from lightning_hetero.pipeline.strategy import HeteroPipelineStrategy
 from lightning_hetero.stale.strategy import BoundedStalenessStrategy
 
@@ -32,6 +33,7 @@ __all__ = [
     "HeteroPipelineStrategy",
     "HeteroTrace",
     "LoadBalancedStrategy",
+    "LyapunovController",
     "Scenario",
     "StragglerMonitor",
     "ThrottleCallback",

@@ -15,7 +15,7 @@ import yaml
 from omegaconf import OmegaConf
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_hetero import BalancePolicy, Scenario, StragglerMonitor
+from lightning_hetero import BalancePolicy, LyapunovController, Scenario, StragglerMonitor
 from lightning_hetero.balanced.decide.controller import ExchangeClock
 from lightning_hetero.callbacks.reporting import Reporting
 from lightning_hetero.cli import train
@@ -184,3 +184,9 @@ def test_every_option_of_every_group_is_documented() -> None:
         assert named <= options if "..." in table[group] else named == options, group
     emulation = {row[0].strip("`") for row in rows(section(DOCS / "emulation.md", "Scenarios that ship"))}
     assert emulation == {path.stem for path in folders["emulation"].glob("*.yaml")}
+
+
+def test_every_setting_of_the_controller_is_in_the_table_with_its_default() -> None:
+    table = [row for row in rows(section(DOCS / "pipeline.md", "The controller")) if re.fullmatch(r"`[a-z_]+`", row[0])]
+    documented = {row[0].strip("`"): ast.literal_eval(row[1].split(":")[0].strip("`")) for row in table}
+    assert documented == {f.name: f.default for f in fields(LyapunovController)}

@@ -36,7 +36,7 @@ from lightning_hetero.solvers.placement.shares import share
 from lightning_hetero.solvers.placement.sync import sync_s
 from lightning_hetero.types import Cluster, GroupPlan, ModelCost, PipelinePlan, Status
 
-__all__ = ["evaluate_plan", "micro_batches_of", "place"]
+__all__ = ["evaluate_plan", "micro_batches_of", "place", "sizes_to_try"]
 
 Groupings = Literal["auto", "exact", "search"]
 
@@ -96,7 +96,7 @@ def place(
     ([((0, 1), (0, 4, 6), (1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1))], 26.0)
     """
     samples = as_count("global_batch", global_batch, least=1)
-    sizes = _sizes(micro_samples, samples)
+    sizes = sizes_to_try(micro_samples, samples)
     most = len(cluster.devices) if max_groups is None else as_count("max_groups", max_groups, least=1)
     if groupings not in ("auto", "exact", "search"):
         raise ValueError(f"groupings={groupings!r} must be 'auto', 'exact' or 'search'")
@@ -124,7 +124,12 @@ def place(
     return replace(plan, lower_bound_s=min(bound_s, plan.total_s))
 
 
-def _sizes(micro_samples: Sequence[int] | None, samples: int) -> tuple[int, ...]:
+def sizes_to_try(micro_samples: Sequence[int] | None, samples: int) -> tuple[int, ...]:
+    """Returns the sizes of full micro-batches to choose from, see `place`.
+
+    >>> sizes_to_try(None, 10), sizes_to_try([4, 16], 10)
+    ((1, 2, 3, 4, 6, 8, 10), (4, 10))
+    """
     if micro_samples is None:
         powers = [1 << k for k in range(samples.bit_length())]
         return tuple(sorted({n for n in (*powers, *(3 * p for p in powers)) if n <= samples} | {samples}))

@@ -1,0 +1,1 @@
+"""The online controller against plans that stay, in simulation."""

@@ -1,0 +1,88 @@
+"""``python -m benchmarks.joint [--quick] [--part NAME]``: the online controller in simulation.
+
+Three parts, one report; no process, no network, no torch:
+
+- *compared*: scenarios, each with plans that stay, shares alone, the controller and an oracle;
+- *budget*: V over four decades, with and without a bank, and what theory allows; pictures in ``docs/pictures``;
+- *speed*: how long decisions take, 4 to 256 devices.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from benchmarks.joint import budget, compared, speed
+from benchmarks.joint.pictures import Line, chart
+from benchmarks.report import write_results
+
+HERE = Path(__file__).parent
+PICTURES = HERE.parents[1] / "docs" / "pictures"
+PARTS: Mapping[str, ModuleType] = {"compared": compared, "budget": budget, "speed": speed}
+
+
+def draw(raw: Mapping[str, Mapping[str, list[float]]], folder: Path) -> None:
+    """Draws the part *budget*."""
+    limits, allowed = raw["limits"], budget.bounds(raw)
+    best_s, vs = limits["best_s"][0], budget.VS
+    times = [Line(name=name, x=vs, y=[s / best_s for s in raw[name]["time_s"]]) for name in budget.BANKS]
+    bound = Line(name="bound T* + O(1/V)", x=vs, y=[s / best_s for s in allowed["time_s"]], dashed=True)
+    chart(
+        folder / "budget_time.svg",
+        [*times, bound],
+        title="Mean time of a batch over T*",
+        x="V",
+        y="time / T*",
+        most=2.0,
+    )
+    spent = [Line(name=name, x=vs, y=raw[name]["spent"]) for name in budget.BANKS]
+    chart(folder / "budget_cost.svg", spent, title="What is spent", x="V", y="cost / budget")
+    queues = [Line(name=name, x=vs, y=raw[name]["queue"]) for name in budget.BANKS]
+    bound = Line(name="bound O(V)", x=vs, y=allowed["queue"], dashed=True)
+    chart(
+        folder / "budget_queue.svg", [*queues, bound], title="Mean queue", x="V", y="batches' budgets", log_y=True
+    )
+
+
+def report(raw: Mapping[str, dict[str, Any]]) -> tuple[list[dict[str, Any]], dict[str, Any], str]:
+    """Returns all parts' figures, their rounded raw values, and the notes."""
+    figures = [
+        {**figure, "name": f"{part}: {figure['name']}"}
+        for part, found in raw.items()
+        for figure in PARTS[part].figures(found)
+    ]
+    rounded = {
+        f"{part}: {case}": {name: [float(f"{value:.5g}") for value in values] for name, values in columns.items()}
+        for part, cases in raw.items()
+        if part != "speed"
+        for case, columns in cases.items()
+    }
+    notes = [f"**{part}.** {PARTS[part].NOTES}" for part in raw]
+    if "compared" in raw:
+        notes.append(compared.table(raw["compared"]))
+    return figures, rounded, "\n\n".join(notes)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.joint", description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
+    parser.add_argument("--quick", action="store_true", help="fewer and shorter cases; see --out")
+    parser.add_argument("--part", choices=tuple(PARTS), action="append", help="only this one; may be repeated")
+    parser.add_argument(
+        "--out", type=Path, help="folder for results.json, results.md; else this one, .cache if quick"
+    )
+    args = parser.parse_args()
+    raw = {name: part.measure(args.quick) for name, part in PARTS.items() if name in (args.part or PARTS)}
+    figures, rounded, notes = report(raw)
+    whole = not args.quick and args.part is None  # nothing less replaces the results that are kept
+    out = args.out or (HERE if whole else HERE / ".cache" / HERE.name)
+    if "budget" in raw:
+        draw(raw["budget"], PICTURES if whole else out)
+    write_results(out, title="The online controller, simulated", figures=figures, raw=rounded, notes=notes)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,264 @@
+"""What devices, links and layers are like by now: a factor each, on top of the profile (layer P).
+
+A run measures stages, not speeds. A stage's time over what the profile says of it is the device's *slowness*; a link's
+time over what the cluster says is the link's. Where layers are timed one by one, the median over a stage's layers is
+the device's and what is left is the layer's own: that heals a profile which is wrong about layers.
+
+Each factor has a filter of its own, the predictor of the balanced engine (Kalman with a test for jumps): noise is
+averaged, a jump is believed the second time it is seen. What is measured no more (a resting device, a link nobody uses)
+is *forgotten* after a while, that is taken for what the profile says, or it would never be tried again; the next time
+after twice as long.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from statistics import median
+from typing import Any, NamedTuple
+
+from lightning_hetero.pipeline.decide.online.messages import Observation
+from lightning_hetero.predictors import Kalman
+from lightning_hetero.solvers.placement.pipes import Pipe
+from lightning_hetero.types import AffineCost, Cluster, LayerCost, Link, ModelCost
+
+__all__ = ["Estimates", "State"]
+
+_FEW = 3  # layers in a stage, below which their median says nothing
+_SURE = 2.0  # standard deviations that a change must exceed, besides the dead band
+_NOTHING_S = 1e-12
+
+
+class State(NamedTuple):
+    """Factors on the profile's times: 2.0 is twice as slow.
+
+    Attributes:
+        ranks: by rank.
+        links: by (source, target), where it was measured.
+        layers: by layer.
+    """
+
+    ranks: tuple[float, ...]
+    links: Mapping[tuple[int, int], float]
+    layers: tuple[float, ...]
+
+
+class _Factor:
+    """One filtered factor: measured time over the profile's."""
+
+    def __init__(self) -> None:
+        self._filter = Kalman()
+        self.value, self.std = 1.0, 0.0
+        self.seen = -1  # last batch
+        self.patience = 1  # how many times as long as usual until it is forgotten
+
+    def add(self, ratio: float, batch: int) -> None:
+        if not self._filter.ready:
+            self._filter.update(1, 1.0)  # the profile is a measurement, too
+        self._filter.update(1, ratio)
+        self.seen = batch
+        self._read()
+
+    def forget(self) -> None:
+        self._filter = self._filter.fresh()
+        self.patience *= 2
+        self._read()
+
+    def _read(self) -> None:
+        ready = self._filter.ready
+        self.value = self._filter.predict(1) if ready else 1.0
+        self.std = self._filter.std_s(1) if ready else 0.0
+
+    def to_plain(self) -> dict[str, Any]:
+        return {"filter": self._filter.state_dict(), "seen": self.seen, "patience": self.patience}
+
+    def load(self, plain: Mapping[str, Any]) -> None:
+        self._filter.load_state_dict(plain["filter"])
+        self.seen, self.patience = plain["seen"], plain["patience"]
+        self._read()
+
+
+class Estimates:
+    """Filters for all that is measured.
+
+    Args:
+        model: the costs that were planned with, tied layers joined.
+        cluster: devices and links that were planned with.
+        recheck: batches after which something not measured any more is forgotten; None: never.
+    """
+
+    def __init__(self, model: ModelCost, cluster: Cluster, *, recheck: int | None) -> None:
+        self._model, self._cluster, self._recheck = model, cluster, recheck
+        self._links: dict[tuple[int, int], Link] = {}  # of such as were free in the cluster's description
+        self._factors: dict[tuple[Any, ...], _Factor] = {}
+        self._base = [_both(layer) for layer in model.layers]
+        self._leader = [_both(model.before), _both(model.head)]
+
+    # ---- measurements ----
+
+    def update(self, seen: Observation, pipes: Sequence[Pipe], sizes: Sequence[Sequence[int]]) -> None:
+        """Learns from one batch, which ran as ``pipes`` with micro-batches of ``sizes``, by pipeline."""
+        for pipe, micro in zip(pipes, sizes, strict=True):
+            for stage, rank in enumerate(pipe.ranks):
+                first, last = pipe.cuts[stage], pipe.cuts[stage + 1]
+                self._stage(seen, rank, range(first, last), len(micro), sum(micro), leader=stage == 0)
+        for rank, speed in seen.probed.items():
+            if speed > 0.0:
+                self._factor("rank", rank).add(1.0 / speed, seen.batch)
+        for link in seen.links:
+            self._link(link.source, link.target, link.messages, link.size_bytes, link.seconds, seen.batch)
+
+    def _stage(
+        self, seen: Observation, rank: int, layers: range, count: int, samples: int, *, leader: bool
+    ) -> None:
+        speed = self._cluster.devices[rank].speed
+        parts = [self._seconds(self._base[k], count, samples) / speed for k in layers]
+        by_layer = seen.layer_s.get(rank)
+        if by_layer is not None and len(by_layer) == len(parts) >= _FEW:
+            ratios = [m / max(r, _NOTHING_S) for m, r in zip(by_layer, parts, strict=True)]
+            own = median(ratios)
+            if own > 0.0:
+                for k, ratio, part in zip(layers, ratios, parts, strict=True):
+                    if ratio > 0.0 and part > 0.0:
+                        self._factor("layer", k).add(ratio / own, seen.batch)
+        work_s = seen.work_s.get(rank)
+        if work_s is None or not work_s > 0.0:
+            return
+        reference_s = sum(part * self._value("layer", k) for k, part in zip(layers, parts, strict=True))
+        if leader:
+            reference_s += sum(self._seconds(cost, count, samples) / speed for cost in self._leader)
+        if reference_s > 0.0:
+            self._factor("rank", rank).add(work_s / reference_s, seen.batch)
+
+    def _link(self, a: int, b: int, messages: int, size_bytes: float, seconds: float, batch: int) -> None:
+        if messages < 1 or not seconds > 0.0:
+            return
+        link = self._links.get((a, b), self._cluster.links[a][b])
+        if messages * link.latency_s + size_bytes / link.bandwidth_bytes_per_s <= 0.0:
+            if not size_bytes > 0.0:
+                return
+            link = self._links[a, b] = Link(bandwidth_bytes_per_s=size_bytes / seconds)  # nothing was known of it
+        reference_s = messages * link.latency_s + size_bytes / link.bandwidth_bytes_per_s
+        self._factor("link", a, b).add(seconds / reference_s, batch)
+
+    @staticmethod
+    def _seconds(cost: tuple[float, float], count: int, samples: int) -> float:
+        return cost[0] * count + cost[1] * samples
+
+    def _factor(self, *key: Any) -> _Factor:
+        return self._factors.setdefault(key, _Factor())
+
+    def _value(self, *key: Any) -> float:
+        found = self._factors.get(key)
+        return 1.0 if found is None else found.value
+
+    def forget(self, batch: int) -> list[str]:
+        """Forgets what was not measured for long; returns what, in words."""
+        if self._recheck is None:
+            return []
+        gone: list[str] = []
+        for key, factor in self._factors.items():
+            if key[0] != "layer" and factor.seen >= 0 and batch - factor.seen > self._recheck * factor.patience:
+                if abs(factor.value - 1.0) > 1e-3:
+                    gone.append(f"{_named(key)} not measured for {batch - factor.seen} batches")
+                    factor.forget()
+                factor.seen = batch
+        return gone
+
+    # ---- what follows ----
+
+    @property
+    def state(self) -> State:
+        """The present factors."""
+        links = {(key[1], key[2]): f.value for key, f in self._factors.items() if key[0] == "link"}
+        return State(
+            ranks=tuple(self._value("rank", rank) for rank in range(len(self._cluster.devices))),
+            links=links,
+            layers=tuple(self._value("layer", k) for k in range(len(self._base))),
+        )
+
+    def changes(self, since: State, band: float) -> list[tuple[float, str, tuple[int, ...]]]:
+        """Returns what changed by more than ``band`` and by more than the noise: (ratio, in words, ranks), most first.
+
+        Args:
+            since: an earlier `state`.
+            band: relative.
+        """
+        found: list[tuple[float, str, tuple[int, ...]]] = []
+        for key, factor in self._factors.items():
+            before = _of(since, key)
+            now, std = factor.value, factor.std
+            size = max(now / before, before / now)
+            if size - 1.0 > band and abs(now - before) > _SURE * std:
+                ranks = key[1:] if key[0] != "layer" else ()
+                slower = (
+                    f"{now / before:.2f} times its time" if now > before else f"1/{before / now:.2f} of its time"
+                )
+                found.append((size, f"{_named(key)} takes {slower}", ranks))
+        return sorted(found, key=lambda change: (-change[0], change[1]))
+
+    def furthest(self, since: State) -> float:
+        """Returns the largest relative change since ``since``, noise or not."""
+        return max(
+            [max(f.value / _of(since, k), _of(since, k) / f.value) - 1.0 for k, f in self._factors.items()] or [0]
+        )
+
+    def costs(self, state: State) -> tuple[ModelCost, Cluster]:
+        """Returns the profile and the cluster with the factors applied."""
+        model, cluster = self._model, self._cluster
+        if any(factor != 1.0 for factor in state.layers):
+            layers = [_scaled(layer, factor) for layer, factor in zip(model.layers, state.layers, strict=True)]
+            model = replace(model, layers=tuple(layers))
+        devices = [
+            device if factor == 1.0 else replace(device, speed=device.speed / factor)
+            for device, factor in zip(cluster.devices, state.ranks, strict=True)
+        ]
+        links = list(cluster.links)
+        for (a, b), factor in state.links.items():
+            link = self._links.get((a, b), cluster.links[a][b])
+            row = list(links[a])
+            row[b] = Link(
+                bandwidth_bytes_per_s=link.bandwidth_bytes_per_s / factor, latency_s=link.latency_s * factor
+            )
+            links[a] = tuple(row)
+        return model, Cluster(devices=tuple(devices), links=tuple(links))
+
+    # ---- checkpoint ----
+
+    def to_plain(self) -> dict[str, Any]:
+        """Returns JSON values for `load`."""
+        links = [[a, b, link.bandwidth_bytes_per_s] for (a, b), link in self._links.items()]
+        return {
+            "factors": [[list(key), factor.to_plain()] for key, factor in self._factors.items()],
+            "links": links,
+        }
+
+    def load(self, plain: Mapping[str, Any]) -> None:
+        """Goes on from what `to_plain` returned."""
+        self._links = {(a, b): Link(bandwidth_bytes_per_s=bandwidth) for a, b, bandwidth in plain["links"]}
+        self._factors = {}
+        for key, state in plain["factors"]:
+            self._factor(*key).load(state)
+
+
+def _named(key: tuple[Any, ...]) -> str:
+    return f"link {key[1]} -> {key[2]}" if key[0] == "link" else f"{key[0]} {key[1]}"
+
+
+def _of(state: State, key: tuple[Any, ...]) -> float:
+    if key[0] == "link":
+        return state.links.get((key[1], key[2]), 1.0)
+    values = state.ranks if key[0] == "rank" else state.layers
+    return values[int(key[1])]
+
+
+def _both(cost: LayerCost) -> tuple[float, float]:
+    forward, backward = cost.forward, cost.backward
+    return forward.fixed_s + backward.fixed_s, forward.per_sample_s + backward.per_sample_s
+
+
+def _scaled(layer: LayerCost, factor: float) -> LayerCost:
+    def part(cost: AffineCost) -> AffineCost:
+        return AffineCost(fixed_s=cost.fixed_s * factor, per_sample_s=cost.per_sample_s * factor)
+
+    return layer if factor == 1.0 else replace(layer, forward=part(layer.forward), backward=part(layer.backward))

@@ -1,0 +1,145 @@
+"""What a user says to the online controller, checked and plain (layer P)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any, Literal, NamedTuple, cast
+
+__all__ = ["Budget", "ControllerSettings", "Resource"]
+
+Resource = Literal["money", "energy", "traffic"]
+
+_RESOURCES: tuple[Resource, ...] = ("money", "energy", "traffic")
+_BUDGETS = tuple(f"{resource}_per_{per}" for per in ("sample", "hour") for resource in _RESOURCES)
+
+
+class Budget(NamedTuple):
+    """One constraint on a long-term mean: of ``resource``, ``limit`` per sample, or per hour."""
+
+    name: str
+    resource: Resource
+    per_hour: bool
+    limit: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ControllerSettings:
+    """The arguments of `LyapunovController`, which documents them."""
+
+    v: float | None = None
+    budget: Mapping[str, float] | None = None
+    bank: float | None = None
+    prices: float | Sequence[float] = 1.0
+    power_w: float | Sequence[float] = 1.0
+    idle_power_w: float | Sequence[float] = 0.0
+    rest_cost: float = 0.0
+    structure: bool = True
+    dead_band: float = 0.03
+    share_band: float = 0.01
+    look_every: int = 50
+    horizon: int | None = None
+    candidates: int = 60
+    rounds: int = 2
+    library: int = 12
+    trial_batches: int = 3
+    margin: float = 0.1
+    bar_batches: int = 50
+    recheck: int | None = 200
+    warmup: int = 1
+
+    def __post_init__(self) -> None:
+        self._put("v", None if self.v is None else _real("v", self.v, above=True))
+        self._put("bank", None if self.bank is None else _real("bank", self.bank))
+        for name in ("prices", "power_w", "idle_power_w"):
+            self._put(name, _one_or_each(name, getattr(self, name)))
+        for name, most in (("rest_cost", 1.0), ("dead_band", 1.0), ("share_band", 1.0), ("margin", 10.0)):
+            self._put(name, _real(name, getattr(self, name), most=most))
+        for name, least in (
+            ("look_every", 1),
+            ("candidates", 1),
+            ("rounds", 0),
+            ("library", 1),
+            ("trial_batches", 1),
+            ("bar_batches", 0),
+            ("warmup", 0),
+            ("horizon", 1),
+            ("recheck", 1),
+        ):
+            value = getattr(self, name)
+            if not (value is None and name in ("horizon", "recheck")):
+                _check_whole(name, value, least)
+        if type(self.structure) is not bool:
+            raise TypeError(f"LyapunovController(structure={self.structure!r}) must be true or false")
+        self._put("budget", _checked_budget(self.budget))
+
+    def _put(self, name: str, value: Any) -> None:
+        object.__setattr__(self, name, value)  # frozen
+
+    def budgets(self) -> tuple[Budget, ...]:
+        """Returns the constraints, sorted by name."""
+        found: list[Budget] = []
+        for name, limit in (self.budget or {}).items():
+            resource, _, per = name.partition("_per_")
+            found.append(Budget(name, cast("Resource", resource), per == "hour", limit))
+        return tuple(found)
+
+    def each(self, name: Literal["prices", "power_w", "idle_power_w"], ranks: int) -> list[float]:
+        """Returns one number per rank of what may be given as one for all.
+
+        Raises:
+            ValueError: a list of another length.
+        """
+        value: float | tuple[float, ...] = getattr(self, name)
+        if not isinstance(value, tuple):
+            return [value] * ranks
+        if len(value) != ranks:
+            raise ValueError(
+                f"LyapunovController({name}=...) lists {len(value)} ranks, but there are {ranks}: give one number for"
+                " all, or one per rank"
+            )
+        return list(value)
+
+    def to_plain(self) -> dict[str, Any]:
+        """Returns the arguments as JSON values."""
+        plain = {f.name: getattr(self, f.name) for f in fields(self)}
+        return {name: list(cast("tuple[float, ...]", v)) if isinstance(v, tuple) else v for name, v in plain.items()}
+
+
+def _real(name: str, value: Any, *, above: bool = False, most: float = math.inf) -> float:
+    try:
+        number = math.nan if isinstance(value, bool) else float(value)
+    except (TypeError, ValueError):
+        number = math.nan
+    if not math.isfinite(number) or number < 0.0 or number > most or (above and number == 0.0):
+        limits = f"a finite number {'>' if above else '>='} 0" + (f" and <= {most:g}" if most < math.inf else "")
+        raise ValueError(f"LyapunovController({name}={value!r}) must be {limits}")
+    return number
+
+
+def _check_whole(name: str, value: Any, least: int) -> None:
+    if type(value) is not int or value < least:
+        raise ValueError(f"LyapunovController({name}={value!r}) must be a whole number >= {least}")
+
+
+def _one_or_each(name: str, value: Any) -> float | tuple[float, ...]:
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        listed = cast("Sequence[Any]", value)
+        if not listed:
+            raise ValueError(f"LyapunovController({name}=[]) must be a number, or one per rank")
+        return tuple(_real(f"{name}[{i}]", v) for i, v in enumerate(listed))
+    return _real(name, value)
+
+
+def _checked_budget(budget: Any) -> dict[str, float] | None:
+    if budget is None:
+        return None
+    if not isinstance(budget, Mapping):
+        raise TypeError(
+            f"LyapunovController(budget={budget!r}) must be a mapping, e.g. {{'money_per_sample': 1e-6}}"
+        )
+    given = cast("Mapping[Any, Any]", budget)
+    if unknown := sorted(str(name) for name in given if name not in _BUDGETS):
+        raise ValueError(f"LyapunovController(budget=...) has unknown keys {unknown}; known: {', '.join(_BUDGETS)}")
+    return {str(name): _real(f"budget.{name}", given[name], above=True) for name in sorted(given)} or None

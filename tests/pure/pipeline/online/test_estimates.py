@@ -1,0 +1,154 @@
+"""Factors on the profile: jumps believed the second time, layers told from devices, noise ignored, the unused"
+" forgotten."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+
+from lightning_hetero.pipeline.decide.online.estimates import Estimates
+from lightning_hetero.pipeline.decide.online.messages import LinkTime, Observation
+from lightning_hetero.solvers.placement.pipes import Pipe
+from lightning_hetero.types import Link
+from tests.pure.pipeline.online.kit import cluster_of, model_of
+
+PIPES = (Pipe((0, 1), (0, 3, 6)),)
+SIZES = [(2, 2)]
+WORK = [1.0, 1.0, 1.0, 1.0, 2.0, 1.0]
+
+
+def estimates(**arguments: Any) -> Estimates:
+    return Estimates(model_of(WORK, fixed_s=0.5), cluster_of([1.0, 0.5, 1.0]), **{"recheck": None, **arguments})
+
+
+def seen(batch: int, slowness: Sequence[float] = (1.0, 1.0), **more: Any) -> Observation:
+    """Four samples in two micro-batches: 3 + 12 s, and twice (3 + 16 s)."""
+    own = (0.5 * 3 * 2 + 3 * 4, 2 * (0.5 * 3 * 2 + 4 * 4))
+    return Observation(
+        batch=batch,
+        generation=0,
+        work_s={r: s * x for r, (s, x) in enumerate(zip(own, slowness, strict=True))},
+        **more,
+    )
+
+
+def told(found: Estimates, *observations: Observation) -> Estimates:
+    for one in observations:
+        found.update(one, PIPES, SIZES)
+    return found
+
+
+def test_what_is_as_profiled_changes_nothing() -> None:
+    found = told(estimates(), *(seen(t) for t in range(20)))
+    start = estimates().state
+    assert found.changes(start, 0.03) == [] and found.furthest(start) < 1e-9
+    assert found.state.ranks == pytest.approx([1.0] * 3)
+
+
+def test_a_jump_is_believed_the_second_time_it_is_seen() -> None:
+    found = told(estimates(), *(seen(t) for t in range(20)))
+    start = found.state
+    told(found, seen(20, (1.0, 3.0)))
+    assert found.changes(start, 0.03) == []
+    told(found, seen(21, (1.0, 3.0)))
+    assert found.state.ranks == pytest.approx((1.0, 3.0, 1.0), rel=0.01)
+    [(ratio, words, ranks)] = found.changes(start, 0.03)
+    assert (ratio, ranks) == (pytest.approx(3.0, rel=0.01), (1,)) and words == "rank 1 takes 3.00 times its time"
+    _, cluster = found.costs(found.state)
+    assert cluster.devices[1].speed == pytest.approx(0.5 / 3.0, rel=0.01)
+    told(found, *(seen(t) for t in (22, 23)))
+    assert [words for _, words, _ in found.changes(found.state._replace(ranks=(1.0, 3.0, 1.0)), 0.03)] == [
+        "rank 1 takes 1/3.00 of its time"
+    ]
+
+
+def test_a_wrong_profile_is_believed_at_once() -> None:
+    found = told(estimates(), seen(0, (4.0, 1.0)))
+    assert found.state.ranks[0] == pytest.approx(4.0, rel=0.05)
+
+
+@pytest.mark.parametrize("noise", [0.05, 0.15])
+def test_noise_is_no_change(noise: float) -> None:
+    rng, found = np.random.default_rng(1), estimates()
+
+    def drawn() -> list[float]:
+        return [float(x) for x in np.exp(noise * rng.standard_normal(2))]
+
+    told(found, *(seen(t, drawn()) for t in range(30)))
+    alarms, looked = 0, found.state
+    for t in range(30, 530):
+        told(found, seen(t, drawn()))
+        if found.changes(looked, 0.03):
+            alarms, looked = alarms + 1, found.state
+    assert alarms <= 0.04 * 500, alarms  # looks, not moves
+    assert found.state.ranks[0] == pytest.approx(1.0, abs=noise)
+
+
+def test_times_by_layer_tell_a_heavy_layer_from_a_slow_device() -> None:
+    found = estimates()
+    for t in range(3):
+        layers: Mapping[int, Sequence[float]] = {
+            0: [5.0, 25.0, 5.0],
+            1: [20.0, 36.0, 20.0],
+        }  # 5, 5, 5 and 10, 18, 10
+        work = {rank: float(sum(parts)) for rank, parts in layers.items()}
+        told(found, Observation(batch=t, generation=0, work_s=work, layer_s=layers))
+    assert found.state.layers == pytest.approx((1.0, 5.0, 1.0, 1.0, 1.0, 1.0), rel=0.02)
+    assert found.state.ranks == pytest.approx((1.0, 2.0, 1.0), rel=0.02)
+    model, _ = found.costs(found.state)
+    assert model.layers[1].backward.per_sample_s == pytest.approx(5.0 * 2 / 3, rel=0.02)
+
+
+def test_links_are_measured_by_direction_also_where_nothing_was_known() -> None:
+    found = estimates()
+    wire = LinkTime(source=0, target=1, messages=2, size_bytes=2e6, seconds=4 * (2e-5 + 2e-3))
+    told(found, *(seen(t, links=[wire]) for t in range(3)))
+    assert found.state.links == {(0, 1): pytest.approx(4.0, rel=0.02)}
+    _, cluster = found.costs(found.state)
+    assert cluster.links[0][1].bandwidth_bytes_per_s == pytest.approx(1e9 / 4, rel=0.02)
+    assert cluster.links[1][0] == Link(bandwidth_bytes_per_s=1e9, latency_s=1e-5)
+    free = Estimates(model_of(WORK), cluster_of([1.0, 1.0], bandwidth=float("inf"), latency_s=0.0), recheck=None)
+    told(free, *(seen(t, links=[wire]) for t in range(3)))
+    _, cluster = free.costs(free.state)
+    assert cluster.links[0][1].seconds(2e6) == pytest.approx(wire.seconds, rel=0.02)
+
+
+def test_what_is_used_no_more_is_forgotten_after_twice_as_long_each_time() -> None:
+    found = estimates(recheck=100)
+    told(found, *(seen(t, (1.0, 4.0)) for t in range(3)))
+    alone = (Pipe((0,), (0, 6)),)
+
+    def rest(first: int, last: int) -> list[int]:
+        gone: list[int] = []
+        for t in range(first, last):
+            found.update(Observation(batch=t, generation=0, work_s={0: 34.0}), alone, SIZES)
+            if found.forget(t):
+                gone.append(t)
+        return gone
+
+    assert rest(3, 400) == [103]
+    assert found.state.ranks[1] == 1.0
+    told(found, *(seen(t, (1.0, 4.0)) for t in range(400, 403)))
+    assert found.state.ranks[1] == pytest.approx(4.0, rel=0.05)
+    assert rest(403, 800) == [603]
+
+
+def test_a_look_at_a_resting_rank_counts() -> None:
+    found = estimates()
+    told(found, *(seen(t, probed={2: 0.25}) for t in range(3)))
+    assert found.state.ranks[2] == pytest.approx(4.0, rel=0.05)
+
+
+def test_goes_on_from_json_as_if_nothing_had_happened() -> None:
+    wire = LinkTime(source=0, target=1, messages=2, size_bytes=2e6, seconds=0.1)
+    one = told(estimates(), *(seen(t, (1.0, 2.0), links=[wire]) for t in range(5)))
+    two = estimates()
+    two.load(json.loads(json.dumps(one.to_plain())))
+    assert two.state == one.state
+    told(one, seen(5, (1.2, 2.0)))
+    told(two, seen(5, (1.2, 2.0)))
+    assert two.state == one.state

@@ -1,0 +1,47 @@
+"""Virtual queues: the bound on the mean is exact, whatever the bank."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lightning_hetero.pipeline.decide.online.queues import VirtualQueue
+
+RATIOS = st.lists(st.floats(0.0, 5.0), min_size=1, max_size=60)
+
+
+@given(ratios=RATIOS, bank=st.floats(0.0, 30.0))
+def test_the_mean_exceeds_the_budget_by_the_queue_at_most(ratios: list[float], bank: float) -> None:
+    queue = VirtualQueue(bank=bank)
+    for ratio in ratios:
+        queue.add(ratio)
+        assert queue.value >= -bank
+    n = len(ratios)
+    assert sum(ratios) / n <= 1.0 + queue.value / n + 1e-9
+
+
+@given(ratios=RATIOS)
+def test_without_a_bank_it_is_neelys_queue(ratios: list[float]) -> None:
+    queue, value = VirtualQueue(bank=0.0), 0.0
+    for ratio in ratios:
+        value = max(value + ratio - 1.0, 0.0)
+        assert queue.add(ratio) == queue.weight == pytest.approx(value)
+
+
+@given(ratios=RATIOS, batches=st.integers(1, 5))
+def test_a_period_counts_by_its_batches(ratios: list[float], batches: int) -> None:
+    # Equal spending in one long period, or batch by batch: the same queue, as long as the bank is not touched.
+    one, many = VirtualQueue(bank=1e6), VirtualQueue(bank=1e6)
+    for ratio in ratios:
+        one.add(ratio, batches)
+        for _ in range(batches):
+            many.add(ratio)
+    assert one.value == pytest.approx(many.value, abs=1e-9)
+
+
+@given(ratios=RATIOS, small=st.floats(0.0, 5.0), more=st.floats(0.0, 5.0))
+def test_a_larger_bank_never_pushes_harder(ratios: list[float], small: float, more: float) -> None:
+    a, b = VirtualQueue(bank=small), VirtualQueue(bank=small + more)
+    for ratio in ratios:
+        assert b.add(ratio) <= a.add(ratio) + 1e-9
