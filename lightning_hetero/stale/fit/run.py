@@ -151,7 +151,6 @@ class StaleRun(EngineRun[GrantedBinder]):
         self.loop = TickLoop(
             trainer,
             ticks,
-            self._members,
             weight=settings.shared.weight_in(module),
             sums=settings.server.divide_by is not None,
         )

@@ -133,6 +133,7 @@ class Session:
             optimizers,
             # A scaler divides gradients in place after the backward pass, where no hook sees it.
             overlap=None if getattr(self._trainer.precision_plugin, "scaler", None) is None else False,
+            tell=self._members.warn_once,
         )
         worker.attach()
         worker.pull()

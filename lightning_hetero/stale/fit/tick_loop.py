@@ -17,7 +17,6 @@ from torch.optim import Optimizer
 
 from lightning_hetero import lightning_compat as compat
 from lightning_hetero.stale.decide.weights import joint
-from lightning_hetero.stale.fit.members import Members
 from lightning_hetero.stale.fit.ticks import Ticks
 from lightning_hetero.stale.runtime.work.chunk import Chunk, combine_means_
 from lightning_hetero.stale.runtime.work.worker import Worker
@@ -36,7 +35,6 @@ class TickLoop:
     Args:
         trainer: the running trainer.
         ticks: where this rank is, and what it trains on.
-        members: who takes part.
         weight: what a batch counts in the mean over the update; default its samples.
         sums: losses are sums over their batch: gradients are added, whatever the batches count.
 
@@ -49,13 +47,11 @@ class TickLoop:
         self,
         trainer: Trainer,
         ticks: Ticks,
-        members: Members,
         *,
         weight: Callable[[Any], float] | None,
         sums: bool = False,
     ) -> None:
         self._trainer = trainer
-        self._members = members
         self._weight_of = weight
         self._sums = sums
         self._automatic = trainer.lightning_module.automatic_optimization
@@ -282,8 +278,6 @@ class TickLoop:
         work.wait_s = 0.0
         if final:
             ticks.note("step", data)
-        if reply.text:
-            self._members.warn_once(reply.text)
         return reply
 
     def _drop_gradients(self) -> None:

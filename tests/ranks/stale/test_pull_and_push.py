@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -294,3 +295,22 @@ def test_pull_needs_attach() -> None:
     worker.detach()
     with pytest.raises(RuntimeError, match="attach"):
         worker.pull()
+
+
+@pytest.mark.parametrize("ask", ["epoch", "claim", "push"])
+def test_people_hear_what_the_server_says_whatever_was_asked(ask: str) -> None:
+    class Says(Note):
+        def call(self, request: Any, **options: Any) -> Reply:
+            reply = super().call(request, **options)
+            return replace(reply, text="rank 1 died\nrank 2 died") if request.kind.name.lower() == ask else reply
+
+    told: list[str] = []
+    model = mlp()
+    layout = FlatLayout.of(list(model.named_parameters()), list(model.named_buffers()))
+    worker = Pusher(Says(layout), layout, list(model.parameters()), list(model.buffers()), tell=told.append)
+    worker.attach()
+    worker.begin_epoch(0, [4])
+    worker.claim(0, 0)
+    backward(model)
+    worker.push()
+    assert told == ["rank 1 died", "rank 2 died"]

@@ -54,6 +54,7 @@ class Worker:
         optimizers: whose hyper-parameters travel with each push.
         overlap: copy gradients while backward runs; None: if they are on a GPU, or so many that it takes time. Pass
             False where gradients are changed behind autograd's back afterwards, as `torch.amp.GradScaler` does.
+        tell: shows people what the server has to say; it comes with an answer, whatever was asked.
 
     Attributes:
         link: as given.
@@ -73,8 +74,10 @@ class Worker:
         optimizers: Sequence[Optimizer] = (),
         *,
         overlap: bool | None = None,
+        tell: Callable[[str], None] | None = None,
     ) -> None:
         self.link, self.layout = link, layout
+        self._tell = tell
         self._hyper = HyperParameters(optimizers)
         self._clips = [(0, 0.0)] * len(optimizers)
         if self._hyper.digest != layout.meaning:
@@ -156,6 +159,9 @@ class Worker:
         if reply.kind is Say.PASSED and reply.flags & ReplyFlag.MEASURES:
             self._wanted, self.brought = PushFlag(0), measures_of(reply.text)
             return replace(reply, text="")
+        if self._tell is not None and request.kind in (Ask.EPOCH, Ask.CLAIM, Ask.PUSH):
+            for notice in reply.text.splitlines():
+                self._tell(notice)
         return reply
 
     def begin_epoch(
