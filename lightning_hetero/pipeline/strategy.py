@@ -42,6 +42,7 @@ from lightning_hetero.pipeline.fit.refusals import (
     refuse_no_optimizer,
     warn_undivided,
 )
+from lightning_hetero.pipeline.fit.replans import Decides, Replan
 from lightning_hetero.pipeline.fit.run import PipelineRun
 from lightning_hetero.pipeline.fit.training import TrainBatches
 from lightning_hetero.pipeline.runtime.step.backbone import Backbone
@@ -106,6 +107,7 @@ class HeteroPipelineStrategy(WholeCheckpointsDDP):
         cluster: Cluster | Mapping[str, Any] | str | None = None,
         profile: ModelCost | Mapping[str, Any] | None = None,
         plan: PipelinePlan | Mapping[str, Any] | None = None,
+        controller: Any = None,
         max_groups: int | None = None,
         depth: Literal["auto", "per_link", "low_memory"] = "auto",
         overlap: bool = True,
@@ -129,6 +131,7 @@ class HeteroPipelineStrategy(WholeCheckpointsDDP):
         if not (isinstance(names, Sequence) and all(isinstance(name, str | None) for name in names)):
             raise TypeError(f"backbone={backbone!r} must be the name of an attribute, a list of names, or None")
         self.backbone = backbone
+        self.controller = controller
         self.plan_settings = PlanSettings(
             cluster=read_cluster(cluster),
             profile=None if profile is None else model_from_plain(profile),
@@ -146,6 +149,7 @@ class HeteroPipelineStrategy(WholeCheckpointsDDP):
         self._seed = seed
         self._planned: tuple[object, int | None, PlanResult] | None = None  # model and batch it holds for, and the plan
         self._accumulates = False
+        self._replans: list[Replan] = []
 
     # ---- set-up and teardown ----------------------------------------------------------------------------------
 
@@ -194,7 +198,8 @@ class HeteroPipelineStrategy(WholeCheckpointsDDP):
             planned = self._plan(run, backbone)
         if run.fitting and isinstance(backbone, Undivided):
             warn_undivided(backbone)
-        self._install(run, planned, backbone)
+        self._replans = run.replans
+        self._install(run, planned, backbone, start=self._starts(backbone), in_force=self._in_force)
         if any(len(group.ranks) > 1 for group in planned.plan.groups) or len(planned.plan.groups) < self.world_size:
             rank_zero_info(f"hetero_pipeline:\n{describe_plan(planned.plan, planned.cluster, backbone.names)}")
         self.setup_precision_plugin()
@@ -234,6 +239,17 @@ class HeteroPipelineStrategy(WholeCheckpointsDDP):
             )
         self._planned = (model, total, planned)
         return planned
+
+    def _in_force(self, planned: PlanResult) -> None:
+        """Another plan has come into force: a later fit of the same model begins with it."""
+        assert self._planned is not None
+        self._planned = (*self._planned[:2], planned)
+
+    def _starts(self, backbone: Backbone) -> Callable[[PlanResult], Decides] | None:
+        """Returns what makes the controller, on rank 0 when the first batch has been trained; None: there is none."""
+        if self.controller is None:
+            return None
+        return self.controller.start
 
     @contextmanager
     def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
@@ -359,6 +375,16 @@ class HeteroPipelineStrategy(WholeCheckpointsDDP):
         return super().reduce(tensor, group, reduce_op)
 
     # ---- what others may ask ----------------------------------------------------------------------------------
+
+    @property
+    def plan(self) -> PipelinePlan | None:
+        """Who computes what at present, or did last; ``None`` before the first set-up."""
+        return None if self.planned is None else self.planned.plan
+
+    @property
+    def replans(self) -> list[Replan]:
+        """Changes of plan in this fit, or the last one; the same on all ranks, but for what each has waited."""
+        return list(self._replans)
 
     @property
     def planned(self) -> PlanResult | None:
