@@ -128,7 +128,9 @@ class Place:
         self.busy = BusyTime()
         self.group: GroupPlan | None = None
         self.runner: StageRunner | WholeStep | None = None
-        self.evaluation = EvaluationBatches(module, channel=channel, failures=failures, logs=self.logs, device=settings.device)
+        self.evaluation = EvaluationBatches(
+            module, channel=channel, failures=failures, logs=self.logs, device=settings.device
+        )
         self._hold()
         self._follow(planned)
         if trainer.predicting:

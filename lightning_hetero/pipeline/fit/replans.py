@@ -184,7 +184,7 @@ class Replans:
         wait(work)
         if not int(size):
             return None
-        data = torch.frombuffer(bytearray(text), dtype=torch.uint8) if text else torch.empty(int(size), dtype=torch.uint8)
+        data = torch.frombuffer(bytearray(text or int(size)), dtype=torch.uint8)
         work = dist.broadcast(data, src=0, group=channel.group, async_op=True)
         assert work is not None
         wait(work)

@@ -1,14 +1,14 @@
 """Layers change hands between two training batches, with all that belongs to them; in two phases (layer T).
 
-    stage     every rank says what it is about to send, and where it stands: one ticket for all      nothing has changed:
-              bytes travel into new tensors; checksums, before and after                             a rank that cannot
-              every rank confirms                                                                    cancels it for all
-    commit    new tensors take their place, what is elsewhere now loses its memory                   no message
+    stage     every rank says what it is about to send, and where it stands: one ticket for all
+              bytes travel into new tensors; checksums before and after; every rank confirms
+              until here nothing has changed, and a rank that cannot do its part cancels it for all
+    commit    new tensors take their place, what is elsewhere now loses its memory: without a message
 
 What belongs to a layer: its parameters with the state that any optimizer has for them, by name; its buffers; what its
 modules return as ``get_extra_state``; the same of copies of the model, such as averaged weights. A tensor that has
-several names (tied weights) is one tensor here. Random streams are seeded by step, micro-batch and layer, schedulers and
-settings of optimizers are the same on all ranks: these need not travel.
+several names (tied weights) is one tensor here. Random streams are seeded by step, micro-batch and layer; schedulers
+and settings of optimizers are the same on all ranks: these need not travel.
 """
 
 from __future__ import annotations
