@@ -177,8 +177,8 @@ def _cancelled(rank: int, world: int) -> list[str]:
     room_for, parcels.room_for = parcels.room_for, (_none if rank == 2 else parcels.room_for)
     refused("rank 2: RuntimeError: out of memory")
     parcels.room_for = room_for
-    exchange, parcels.exchange = parcels.exchange, (_flips(parcels.exchange) if rank == 0 else parcels.exchange)
-    refused(r"rank 0: ValueError: \('tensor', 0, .* another checksum")
+    exchange, parcels.exchange = parcels.exchange, (_flips(parcels.exchange) if rank == 3 else parcels.exchange)
+    refused(r"rank 3: ValueError: \('tensor', 0, .* another checksum")
     parcels.exchange = exchange
     refused(r"ranks \[1\] are about to change", RuntimeError, "another" if rank == 1 else "the same")
     go(part, "1x4")  # as if nothing had been
