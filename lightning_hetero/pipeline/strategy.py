@@ -23,7 +23,8 @@ from lightning_hetero.emulate.scenario import Scenario
 from lightning_hetero.glue.checks import check_choice, check_counts, check_flags
 from lightning_hetero.glue.metrics import integer_mean_, is_mean
 from lightning_hetero.lightning_compat.patches import patched
-from lightning_hetero.pipeline.decide.plans import describe_plan, plan_from_plain
+from lightning_hetero.pipeline.decide.controller import LyapunovController
+from lightning_hetero.pipeline.decide.plans import describe_plan, plan_from_plain, unit_costs
 from lightning_hetero.pipeline.decide.recorded_costs import model_from_plain
 from lightning_hetero.pipeline.fit.checkpoints import WholeCheckpointsDDP
 from lightning_hetero.pipeline.fit.plan.planning import (
@@ -34,6 +35,7 @@ from lightning_hetero.pipeline.fit.plan.planning import (
     evaluation_plan,
     make_plan,
     read_cluster,
+    tied_spans,
 )
 from lightning_hetero.pipeline.fit.plan.rehearsal import Rehearsal
 from lightning_hetero.pipeline.fit.refusals import (
@@ -74,6 +76,9 @@ class HeteroPipelineStrategy(WholeCheckpointsDDP):
             else probed.
         profile: costs of the layers, instead of measuring them when training starts: a `ModelCost`, or as plain values.
         plan: who holds what, instead of planning: a `PipelinePlan`, or as plain values.
+        controller: what watches the run and decides on other plans while it trains. ``"lyapunov"``: a
+            `LyapunovController`, which minimises time as long as it has no ``budget``; a ``plan`` that was given stays,
+            unless a controller is passed as an object. ``None``: the first plan stays.
         max_groups: most pipelines side by side; ``None``: as many as devices.
         depth: how many micro-batches are in flight: ``"per_link"`` for speed, ``"low_memory"``; ``"auto"``: whichever
             makes the faster plan under the devices' memory.
@@ -107,7 +112,7 @@ class HeteroPipelineStrategy(WholeCheckpointsDDP):
         cluster: Cluster | Mapping[str, Any] | str | None = None,
         profile: ModelCost | Mapping[str, Any] | None = None,
         plan: PipelinePlan | Mapping[str, Any] | None = None,
-        controller: Any = None,
+        controller: LyapunovController | Literal["lyapunov"] | None = "lyapunov",
         max_groups: int | None = None,
         depth: Literal["auto", "per_link", "low_memory"] = "auto",
         overlap: bool = True,
@@ -131,7 +136,7 @@ class HeteroPipelineStrategy(WholeCheckpointsDDP):
         if not (isinstance(names, Sequence) and all(isinstance(name, str | None) for name in names)):
             raise TypeError(f"backbone={backbone!r} must be the name of an attribute, a list of names, or None")
         self.backbone = backbone
-        self.controller = controller
+        self.controller = _checked_controller(controller)
         self.plan_settings = PlanSettings(
             cluster=read_cluster(cluster),
             profile=None if profile is None else model_from_plain(profile),
@@ -142,6 +147,7 @@ class HeteroPipelineStrategy(WholeCheckpointsDDP):
             overlap=overlap,
             checkpoint_layers=checkpoint_layers,
             cache_folder=None if cache_folder is None else str(cache_folder),
+            watched=isinstance(controller, LyapunovController),
         )
         self.emulate_links = emulate_links
         self.stream: Literal["shared"] | None = stream
@@ -245,11 +251,30 @@ class HeteroPipelineStrategy(WholeCheckpointsDDP):
         assert self._planned is not None
         self._planned = (*self._planned[:2], planned)
 
-    def _starts(self, backbone: Backbone) -> Callable[[PlanResult], Decides] | None:
+    def _starts(self, backbone: Backbone) -> Callable[[PlanResult, int | None], Decides] | None:
         """Returns what makes the controller, on rank 0 when the first batch has been trained; None: there is none."""
-        if self.controller is None:
+        settings, controller = self.plan_settings, self.controller
+        if controller == "lyapunov":
+            controller = None if settings.plan is not None else LyapunovController()
+        if controller is None:
             return None
-        return self.controller.start
+        starts: Any = controller
+
+        def start(planned: PlanResult, batches: int | None) -> Decides:
+            assert self._run is not None
+            return starts.start(
+                planned.model or unit_costs(backbone.names),
+                planned.cluster,
+                planned.plan,
+                spans=tied_spans(self._run.module, backbone),
+                micro_batch_size=settings.micro_batch_size,
+                max_groups=settings.max_groups,
+                overlap=settings.overlap,
+                depth=settings.depth,
+                planned_batches=batches,
+            )
+
+        return start
 
     @contextmanager
     def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
@@ -390,3 +415,11 @@ class HeteroPipelineStrategy(WholeCheckpointsDDP):
     def planned(self) -> PlanResult | None:
         """The plan in force or the last one, with what it was made from; ``None`` before the first set-up."""
         return self._planned[2] if self._planned is not None else None
+
+
+def _checked_controller(given: Any) -> Any:
+    if given is None or given == "lyapunov" or callable(getattr(given, "start", None)):
+        return given
+    raise TypeError(
+        f"controller={given!r} must be 'lyapunov', None, or a LyapunovController(...), whose arguments are its settings"
+    )

@@ -10,10 +10,14 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import pickle
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
+from collections import deque
 from dataclasses import dataclass, replace
+from statistics import median
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -24,7 +28,7 @@ from lightning_hetero.data import Part
 from lightning_hetero.glue.run import EventLog
 from lightning_hetero.pipeline.decide.changeover import Changeover, changeover
 from lightning_hetero.pipeline.decide.online.messages import Decision, Observation
-from lightning_hetero.pipeline.decide.plans import check_plan, plan_to_plain
+from lightning_hetero.pipeline.decide.plans import check_plan, in_one_piece, plan_to_plain
 from lightning_hetero.pipeline.fit.loaders import PipelineBinder
 from lightning_hetero.pipeline.fit.place import Place
 from lightning_hetero.pipeline.runtime.own.migration import CancelledError
@@ -36,12 +40,19 @@ if TYPE_CHECKING:
 __all__ = ["Decides", "Replan", "Replans"]
 
 
+_COMPARED = 3  # batches before and after a change
+
+
 class Decides(Protocol):
     """What decides, on rank 0 only: a started controller, see `pipeline.decide.online`."""
 
-    def step(self, observation: Observation) -> Decision: ...
+    def step(self, seen: Observation) -> Decision: ...
 
     def withdraw(self, generation: int) -> object: ...
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -54,7 +65,8 @@ class Replan:
         reason: in words.
         generation: number of the plan, from 1; the first plan is 0.
         predicted_gain: part of the time of a batch that was to be saved; negative where money is saved instead.
-        realised_gain: the same, measured; None as long as it is not known, and where nothing is measured.
+        realised_gain: the same, measured: of the first batches under the plan against the last ones before; where layers
+            moved and devices change meanwhile, against what the plan before would take by then. None: not known yet.
         bytes: sent between ranks.
         pause_s: how long training stood still for it, the mean of the ranks [s].
         cancelled: why the plan before is in force still; empty: it is not.
@@ -79,7 +91,10 @@ class Replans:
         place: of this rank.
         binder: of the train loader.
         events: of this rank.
-        start: makes what decides, on rank 0 when the first batch has been trained; None: the first plan stays.
+        start: makes what decides, from the batches of the run if their number is known; on rank 0, when the first batch
+            has been trained. None: the first plan stays.
+        state: of what decided in the run that this one resumes; empty: there was none, or this rank does not know.
+        whole: the layers are one, and batches need not be cut where that is spared.
         records: of this run; appended to.
         in_force: called when another plan has come into force.
 
@@ -94,16 +109,21 @@ class Replans:
         binder: PipelineBinder,
         events: EventLog,
         *,
-        start: Callable[[], Decides] | None,
+        start: Callable[[int | None], Decides] | None,
+        state: Mapping[str, Any],
+        whole: bool,
         records: list[Replan],
         in_force: Callable[[], None],
     ) -> None:
         self._trainer, self._place, self._binder, self._events = trainer, place, binder, events
         self._start, self._records, self._in_force = start, records, in_force
+        self._state, self._whole = state, whole
         self._decider: Decides | None = None
         self._told: tuple[torch.Tensor, dist.Work, bytes] | None = None  # on its way: size of what rank 0 has to say
         self._due: list[tuple[Changeover, Decision]] = []
         self._paused_s, self._moved_bytes = 0.0, 0
+        self._took_s: deque[float] = deque(maxlen=_COMPARED)  # the last batches under the plan in force
+        self._before_s = math.nan  # those before it came into force
         self.generation = 0
 
     # ---- what is measured, and what is decided by it -----------------------------------------------------------
@@ -125,32 +145,57 @@ class Replans:
         if self._paused_s:
             self._amend(self.generation, pause_s=pause_s)
         moved_bytes, self._moved_bytes, self._paused_s = self._moved_bytes, 0, 0.0
+        self._compare(max(record.compute_s + record.wait_s for record in report.records))
         if self._start is None:
             return
         text = b""
         if self._place.channel.rank == 0:
             if self._decider is None:
-                self._decider = self._start()
+                self._decider = self._started(self._start)
             decision = self._decider.step(self._observation(batch, part, report, pause_s, moved_bytes))
             if decision.kind != "keep" or decision.outcome is not None:
-                text = pickle.dumps(decision)
+                text = pickle.dumps(replace(decision, plan=self._in_one_piece(decision.plan)))
         size = torch.tensor([len(text)])
         work = dist.broadcast(size, src=0, group=self._place.channel.group, async_op=True)
         assert work is not None
         self._told = size, work, text
 
+    def _compare(self, batch_s: float) -> None:
+        """Notes what the plan in force has really won, as far as its first batches show."""
+        if len(self._took_s) < _COMPARED:
+            self._took_s.append(batch_s)
+            if self._before_s > 0.0:
+                self._amend(self.generation, realised_gain=1.0 - median(self._took_s) / self._before_s)
+        else:
+            self._took_s.append(batch_s)
+
+    def _started(self, start: Callable[[int | None], Decides]) -> Decides:
+        decider = start(planned_batches(self._trainer))
+        if self._state:
+            with suppress(ValueError):  # of another number of ranks, or another global batch
+                decider.load_state_dict({**self._state, "plan": plan_to_plain(self._place.planned.plan)})
+        return decider
+
+    def _in_one_piece(self, plan: PipelinePlan) -> PipelinePlan:
+        planned = self._place.planned
+        if not self._whole or planned.model is None:
+            return plan
+        return in_one_piece(plan, planned.model, planned.cluster)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns what has been learned, on rank 0 only; empty before the first batch."""
+        return {} if self._decider is None else self._decider.state_dict()
+
     def _observation(
         self, batch: int, part: Part, report: StepReport, pause_s: float, moved_bytes: int
     ) -> Observation:
-        plan = self._place.planned.plan
-        sizes = [self._binder.micro_batches(part, i)[0] for i in range(len(plan.groups))]
-        others = any(found != group.micro_batches for found, group in zip(sizes, plan.groups, strict=True))
+        groups = range(len(self._place.planned.plan.groups))
         return Observation(
             batch=batch,
             generation=self.generation,
             batch_s=max(record.compute_s + record.wait_s for record in report.records),
             work_s={record.rank: record.compute_s for record in report.records if record.samples},
-            micro_batches=sizes if others else None,
+            micro_batches=[self._binder.micro_batches(part, i)[0] for i in groups],
             pause_s=pause_s,
             moved_bytes=moved_bytes,
         )
@@ -239,6 +284,9 @@ class Replans:
         else:
             self._binder.follow(decision.plan)
             self.generation = decision.generation
+            if self._took_s:
+                self._before_s = median(self._took_s)
+                self._took_s.clear()
             self._moved_bytes += sent_bytes
             self._in_force()
             note = replace(note, bytes=sent_bytes)
@@ -281,3 +329,13 @@ class Replans:
         if self._told is not None and not self._place.failures.reported:
             self._place.failures.wait(self._told[1])
         self._told = None
+
+
+def planned_batches(trainer: Trainer) -> int | None:
+    """Returns how many batches a fit will train at most; None if it is not known."""
+    known: list[int] = []
+    if trainer.max_epochs is not None and trainer.max_epochs >= 0 and math.isfinite(trainer.num_training_batches):
+        known.append(int(trainer.num_training_batches) * trainer.max_epochs)
+    if trainer.max_steps >= 0:
+        known.append(trainer.max_steps * trainer.accumulate_grad_batches)
+    return min(known, default=None)

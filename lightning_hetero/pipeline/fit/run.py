@@ -22,6 +22,7 @@ from lightning_hetero.pipeline.fit.replans import Decides, Replan, Replans
 from lightning_hetero.pipeline.fit.training import TrainBatches
 from lightning_hetero.pipeline.runtime.execute.failures import FailureBoard
 from lightning_hetero.pipeline.runtime.step.backbone import Backbone
+from lightning_hetero.pipeline.runtime.step.undivided import Undivided
 from lightning_hetero.types import PipelinePlan, StepReport
 
 if TYPE_CHECKING:
@@ -53,6 +54,7 @@ class PipelineRun(EngineRun[PipelineBinder]):
         self.place: Place | None = None
         self.batches: TrainBatches | None = None
         self.replans: list[Replan] = []
+        self._decided: Mapping[str, Any] = {}  # what decided in the run that this one resumes had learned
         if self.fitting and self.channel.world_size > 1:
             self.undo.callback(compat.replace_sigterm_broadcast(trainer, self._any_told))
 
@@ -84,7 +86,7 @@ class PipelineRun(EngineRun[PipelineBinder]):
         backbone: Backbone,
         optimizers: Sequence[torch.optim.Optimizer],
         *,
-        start: Callable[[PlanResult], Decides] | None = None,
+        start: Callable[[PlanResult, int | None], Decides] | None = None,
         in_force: Callable[[PlanResult], None] = lambda _: None,
     ) -> Place:
         """Takes this rank's place in the plan: others' layers leave its memory, links and groups are made.
@@ -122,6 +124,8 @@ class PipelineRun(EngineRun[PipelineBinder]):
             self.binder,
             self.events,
             start=None if start is None or not self.fitting else partial(start, planned),
+            state=self._decided,
+            whole=isinstance(backbone, Undivided) and self.settings.planning.micro_batch_size is None,
             records=self.replans,
             in_force=took_place,
         )
@@ -140,10 +144,12 @@ class PipelineRun(EngineRun[PipelineBinder]):
     def state_dict(self) -> dict[str, Any]:
         """Returns what a resumed run needs, as plain types; the plan as a hint."""
         plan = plan_to_plain(self.place.planned.plan) if self.place is not None else {}
-        return {**self.binder.state_dict(), "plan": plan}
+        learned = self.batches.replans.state_dict() if self.batches is not None else {}
+        return {**self.binder.state_dict(), "plan": plan, "controller": learned}
 
     def resume(self, state: Mapping[str, Any]) -> None:
         self.binder.resume(state)
+        self._decided = state.get("controller") or {}
 
     # ---- what others may ask ----------------------------------------------------------------------------------
 

@@ -7,7 +7,6 @@ from typing import Any
 
 from lightning_hetero.pipeline.decide.online.messages import Decision, Observation
 from lightning_hetero.pipeline.decide.plans import plan_from_plain
-from lightning_hetero.pipeline.fit.plan.planning import PlanResult
 from lightning_hetero.types import PipelinePlan
 
 
@@ -25,9 +24,15 @@ class Scripted:
         self.generation = 0
         self.plan: PipelinePlan | None = None
 
-    def start(self, planned: PlanResult) -> Scripted:
-        self.generation, self.plan = 0, planned.plan
+    def start(self, model: Any, cluster: Any, first: PipelinePlan, **options: Any) -> Scripted:
+        self.generation, self.plan = 0, first
         return self
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"observed": len(self.observed)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.resumed = state
 
     def step(self, observation: Observation) -> Decision:
         self.observed.append(observation)
