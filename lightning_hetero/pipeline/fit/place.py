@@ -125,7 +125,7 @@ class Place:
         )
         self.owner_groups = OwnerGroups(world, backend=settings.process_group_backend, timeout=settings.timeout)
         self.logs = StepLogs(module, channel, wait=failures.wait)
-        self.busy = BusyTime()
+        self.busy = BusyTime(device=settings.device)
         self.group: GroupPlan | None = None
         self.runner: StageRunner | WholeStep | None = None
         self.evaluation = EvaluationBatches(

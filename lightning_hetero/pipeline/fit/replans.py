@@ -13,9 +13,9 @@ import json
 import math
 import pickle
 import time
+from collections import deque
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from collections import deque
 from dataclasses import dataclass, replace
 from statistics import median
 from typing import TYPE_CHECKING, Any, Protocol
@@ -65,8 +65,8 @@ class Replan:
         reason: in words.
         generation: number of the plan, from 1; the first plan is 0.
         predicted_gain: part of the time of a batch that was to be saved; negative where money is saved instead.
-        realised_gain: the same, measured: of the first batches under the plan against the last ones before; where layers
-            moved and devices change meanwhile, against what the plan before would take by then. None: not known yet.
+        realised_gain: the same, measured: of the first batches under the plan against the last ones before; where
+            layers moved, against what the plan before would take by then. None: not known yet.
         bytes: sent between ranks.
         pause_s: how long training stood still for it, the mean of the ranks [s].
         cancelled: why the plan before is in force still; empty: it is not.

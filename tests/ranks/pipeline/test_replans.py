@@ -13,6 +13,7 @@ from torch.optim.swa_utils import get_ema_avg_fn
 from torch.utils.data import DataLoader
 
 from lightning_hetero import lightning_compat as compat
+from lightning_hetero.pipeline.runtime.own import parcels
 from tests.ranks.harness import run_ranks
 from tests.ranks.kit import Weights, rank_trainer, regression, single, weights
 from tests.ranks.pipeline import variants
@@ -230,3 +231,44 @@ def test_averaged_weights_move_along_and_loaders_may_read_ahead() -> None:
     kept = run_ranks(2, averaging, {})
     for before, found in zip(kept, run_ranks(2, averaging, TWO_RANKS), strict=True):
         assert [a.distance(b) <= EXACT for a, b in zip(found, before, strict=True)] == [True] * 3
+
+
+# ---- a change that cannot be carried out -----------------------------------------------------------------------------
+
+
+def short_of_memory(rank: int, world: int) -> list[Any]:
+    found: list[Any] = []
+    room_for, calls = parcels.room_for, []
+
+    def none(manifest: Any, device: Any) -> Any:
+        calls.append(rank)
+        if rank == 1 and len(calls) == 2:
+            raise torch.OutOfMemoryError("no room for this layer")
+        return room_for(manifest, device)
+
+    parcels.room_for = none
+    try:
+        scripted = Scripted({1: APART, 4: LONGER, 8: CHAIN})  # rank 1 gets something by the first and the third
+        strategy = pipeline(CHAIN, controller=scripted)
+        found.append(fit(rank, world, Deep(), strategy, max_epochs=1)[0])
+        found += [[(r.step, r.kind, r.cancelled) for r in strategy.replans], scripted.withdrawn]
+        calls.append(rank)
+        strategy = pipeline(CHAIN, controller=Scripted({3: TURNED}))
+        calls[:] = calls[:1] if rank == 1 else []
+        with pytest.raises(RuntimeError) as error:
+            fit(rank, world, Deep(), strategy, max_epochs=1)
+        found.append(str(error.value))
+    finally:
+        parcels.room_for = room_for
+    return found
+
+
+def test_a_change_that_a_rank_has_no_room_for_is_given_up_by_all() -> None:
+    whole = expected("Adam")
+    for rank, (trained, records, withdrawn, said) in enumerate(run_ranks(2, short_of_memory)):
+        assert trained.distance(whole) <= EXACT
+        assert [(step, kind) for step, kind, _ in records] == [(2, "plan"), (6, "plan"), (9, "plan")]
+        assert [bool(why) for _, _, why in records] == [False, False, True]
+        assert "rank 1: OutOfMemoryError: no room for this layer" in records[2][2]
+        assert withdrawn == ([3] if rank == 0 else [])
+        assert "have read samples to lead a group, but the change of plan had to be given up" in said
