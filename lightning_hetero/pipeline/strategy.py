@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
-from lightning.fabric.utilities.rank_zero import rank_zero_info
+from lightning.fabric.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor
 
 from lightning_hetero import lightning_compat as compat
@@ -251,28 +251,33 @@ class HeteroPipelineStrategy(WholeCheckpointsDDP):
         assert self._planned is not None
         self._planned = (*self._planned[:2], planned)
 
-    def _starts(self, backbone: Backbone) -> Callable[[PlanResult, int | None], Decides] | None:
+    def _starts(self, backbone: Backbone) -> Callable[[PlanResult, int | None], Decides | None] | None:
         """Returns what makes the controller, on rank 0 when the first batch has been trained; None: there is none."""
         settings, controller = self.plan_settings, self.controller
-        if controller == "lyapunov":
-            controller = None if settings.plan is not None else LyapunovController()
-        if controller is None:
+        unasked = controller == "lyapunov"
+        if controller is None or (unasked and settings.plan is not None):
             return None
-        starts: Any = controller
+        starts: Any = LyapunovController() if unasked else controller
 
-        def start(planned: PlanResult, batches: int | None) -> Decides:
+        def start(planned: PlanResult, batches: int | None) -> Decides | None:
             assert self._run is not None
-            return starts.start(
-                planned.model or unit_costs(backbone.names),
-                planned.cluster,
-                planned.plan,
-                spans=tied_spans(self._run.module, backbone),
-                micro_batch_size=settings.micro_batch_size,
-                max_groups=settings.max_groups,
-                overlap=settings.overlap,
-                depth=settings.depth,
-                planned_batches=batches,
-            )
+            try:
+                return starts.start(
+                    planned.model or unit_costs(backbone.names),
+                    planned.cluster,
+                    planned.plan,
+                    spans=tied_spans(self._run.module, backbone),
+                    micro_batch_size=settings.micro_batch_size,
+                    max_groups=settings.max_groups,
+                    overlap=settings.overlap,
+                    depth=settings.depth,
+                    planned_batches=batches,
+                )
+            except ValueError as error:
+                if not unasked:
+                    raise
+                rank_zero_warn(f"the first plan stays, because no controller can go on from it: {error}")
+                return None
 
         return start
 

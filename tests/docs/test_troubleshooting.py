@@ -73,7 +73,7 @@ PROTOCOL = {
     "pipeline/decide": ("plan_times", "schedule"),
     "pipeline/runtime": (
         "execute/stage_runner", "execute/whole_step", "measure/around_backbone", "measure/layers", "measure/memory",
-        "measure/whole_step", "own/gradients", "own/owner_groups", "step/coroutines", "step/cut", "step/graph_input",
+        "measure/whole_step", "own/gradients", "own/migration", "own/owner_groups", "own/parcels", "step/coroutines", "step/cut", "step/graph_input",
         "step/resumable",
     ),
 }  # fmt: skip

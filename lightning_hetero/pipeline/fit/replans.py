@@ -92,7 +92,7 @@ class Replans:
         binder: of the train loader.
         events: of this rank.
         start: makes what decides, from the batches of the run if their number is known; on rank 0, when the first batch
-            has been trained. None: the first plan stays.
+            has been trained; None instead of it: nobody decides. None: the first plan stays.
         state: of what decided in the run that this one resumes; empty: there was none, or this rank does not know.
         whole: the layers are one, and batches need not be cut where that is spared.
         records: of this run; appended to.
@@ -109,7 +109,7 @@ class Replans:
         binder: PipelineBinder,
         events: EventLog,
         *,
-        start: Callable[[int | None], Decides] | None,
+        start: Callable[[int | None], Decides | None] | None,
         state: Mapping[str, Any],
         whole: bool,
         records: list[Replan],
@@ -119,6 +119,7 @@ class Replans:
         self._start, self._records, self._in_force = start, records, in_force
         self._state, self._whole = state, whole
         self._decider: Decides | None = None
+        self._asked = False  # for one
         self._told: tuple[torch.Tensor, dist.Work, bytes] | None = None  # on its way: size of what rank 0 has to say
         self._due: list[tuple[Changeover, Decision]] = []
         self._paused_s, self._moved_bytes = 0.0, 0
@@ -150,11 +151,12 @@ class Replans:
             return
         text = b""
         if self._place.channel.rank == 0:
-            if self._decider is None:
-                self._decider = self._started(self._start)
-            decision = self._decider.step(self._observation(batch, part, report, pause_s, moved_bytes))
-            if decision.kind != "keep" or decision.outcome is not None:
-                text = pickle.dumps(replace(decision, plan=self._in_one_piece(decision.plan)))
+            if not self._asked:
+                self._decider, self._asked = self._started(self._start), True
+            if self._decider is not None:
+                decision = self._decider.step(self._observation(batch, part, report, pause_s, moved_bytes))
+                if decision.kind != "keep" or decision.outcome is not None:
+                    text = pickle.dumps(replace(decision, plan=self._in_one_piece(decision.plan)))
         size = torch.tensor([len(text)])
         work = dist.broadcast(size, src=0, group=self._place.channel.group, async_op=True)
         assert work is not None
@@ -169,9 +171,9 @@ class Replans:
         else:
             self._took_s.append(batch_s)
 
-    def _started(self, start: Callable[[int | None], Decides]) -> Decides:
+    def _started(self, start: Callable[[int | None], Decides | None]) -> Decides | None:
         decider = start(planned_batches(self._trainer))
-        if self._state:
+        if self._state and decider is not None:
             with suppress(ValueError):  # of another number of ranks, or another global batch
                 decider.load_state_dict({**self._state, "plan": plan_to_plain(self._place.planned.plan)})
         return decider

@@ -86,7 +86,7 @@ class PipelineRun(EngineRun[PipelineBinder]):
         backbone: Backbone,
         optimizers: Sequence[torch.optim.Optimizer],
         *,
-        start: Callable[[PlanResult, int | None], Decides] | None = None,
+        start: Callable[[PlanResult, int | None], Decides | None] | None = None,
         in_force: Callable[[PlanResult], None] = lambda _: None,
     ) -> Place:
         """Takes this rank's place in the plan: others' layers leave its memory, links and groups are made.
