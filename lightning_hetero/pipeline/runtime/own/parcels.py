@@ -218,65 +218,83 @@ def _through_hosts(
     wait: Wait,
 ) -> None:
     rank, world = dist.get_rank(group), dist.get_world_size(group)
-    sources = {target: _Bytes(parcel.part(direct=False)) for target, parcel in outgoing.items()}
-    sinks = {source: _Bytes(parcel.part(direct=False)) for source, parcel in incoming.items()}
+    sources = {target: _Bytes(parcel.part(direct=False), fill=False) for target, parcel in outgoing.items()}
+    sinks = {source: _Bytes(parcel.part(direct=False), fill=True) for source, parcel in incoming.items()}
+    send, receive = _Buffer(), _Buffer()
     for begin in range(0, max(sizes_bytes.values(), default=0), CHUNK_BYTES):
         due = {pair: min(CHUNK_BYTES, max(0, size - begin)) for pair, size in sizes_bytes.items()}
         sent = [due.get((rank, target), 0) for target in range(world)]
         come = [due.get((source, rank), 0) for source in range(world)]
-        pieces = [piece for target, n in enumerate(sent) if n for piece in sources[target].read(n)]
-        data = torch.cat(pieces) if pieces else torch.empty(0, dtype=torch.uint8)
-        room = torch.empty(sum(come), dtype=torch.uint8)
+        pieces = [piece for target, n in enumerate(sent) if n for piece in sources[target].take(n)]
+        rooms = [room for source, n in enumerate(come) if n for room in sinks[source].take(n)]
+        data = pieces[0] if len(pieces) == 1 else torch.cat(pieces, out=send.of(sum(sent))) if pieces else send.of(0)
+        room = rooms[0] if len(rooms) == 1 else receive.of(sum(come))
         work = dist.all_to_all_single(room, data, come, sent, group=group, async_op=True)
         assert work is not None
         wait(work)
-        for source, piece in enumerate(room.split(come)):
-            if piece.numel():
-                sinks[source].write(piece)
+        if len(rooms) > 1:
+            torch._foreach_copy_(rooms, list(room.split([r.numel() for r in rooms])))
+        for sink in sinks.values():
+            sink.settle()
+
+
+class _Buffer:
+    """Memory that is used again in each round: what is new costs more than what is copied."""
+
+    def __init__(self) -> None:
+        self._data = torch.empty(0, dtype=torch.uint8)
+
+    def of(self, size: int) -> Tensor:
+        if size > self._data.numel():
+            self._data = torch.empty(size, dtype=torch.uint8)
+        return self._data[:size]
 
 
 class _Bytes:
-    """The bytes of tensors, one after the other, read or written piece by piece."""
+    """The bytes of tensors, one after the other, each in the order of its elements, on the host.
 
-    def __init__(self, tensors: Iterable[Tensor]) -> None:
-        self._tensors = [t for t in tensors if t.numel()]
+    Args:
+        tensors: to be read, or to be filled.
+        fill: which of both.
+    """
+
+    def __init__(self, tensors: Iterable[Tensor], *, fill: bool) -> None:
+        self._tensors, self._fill = list(tensors), fill
         self._at = 0  # in the first tensor
-        self._staged: Tensor | None = None  # its bytes on the host, in the order of its elements
+        self._staged: Tensor | None = None  # its bytes
+        self._later: list[tuple[Tensor, Tensor]] = []  # of tensors that are elsewhere, or in another order, their bytes
 
-    def _bytes(self) -> Tensor:
-        if self._staged is None:
-            self._staged = self._tensors[0].detach().to("cpu").contiguous().view(-1).view(torch.uint8)
-        return self._staged
-
-    def read(self, size: int) -> list[Tensor]:
-        """Returns the next bytes, as views where they lie."""
-        return [self._advance(n, None) for n in self._spans(size)]
-
-    def write(self, data: Tensor) -> None:
-        """Fills the next bytes."""
-        at = 0
-        for n in self._spans(data.numel()):
-            self._advance(n, data[at : at + n])
-            at += n
-
-    def _spans(self, size: int) -> Iterable[int]:
+    def take(self, size: int) -> list[Tensor]:
+        """Returns where the next bytes are: views of the tensors, where these lie on the host and in order."""
+        found: list[Tensor] = []
         while size:
-            n = min(size, self._bytes().numel() - self._at)
-            yield n
+            tensor = self._tensors[0]
+            if self._staged is None:
+                self._staged = self._bytes(tensor)
+            n = min(size, self._staged.numel() - self._at)
+            found.append(self._staged[self._at : self._at + n])
             size -= n
+            self._at += n
+            if self._at == self._staged.numel():
+                self._at, self._staged = 0, None
+                del self._tensors[0]
+        return found
 
-    def _advance(self, n: int, data: Tensor | None) -> Tensor:
-        staged = self._bytes()
-        piece = staged[self._at : self._at + n]
-        if data is not None:
-            piece.copy_(data)
-        self._at += n
-        if self._at == staged.numel():
-            tensor = self._tensors.pop(0)
-            if data is not None and staged.data_ptr() != tensor.data_ptr():
+    def _bytes(self, tensor: Tensor) -> Tensor:
+        if tensor.device.type == "cpu" and tensor.is_contiguous():
+            return tensor.detach().view(-1).view(torch.uint8)
+        if not self._fill:
+            return tensor.detach().to("cpu").contiguous().view(-1).view(torch.uint8)
+        staged = torch.empty(tensor.nbytes, dtype=torch.uint8)
+        self._later.append((tensor, staged))
+        return staged
+
+    def settle(self) -> None:
+        """Copies tensors that are complete, and have been filled in another place, to where they belong."""
+        for tensor, staged in self._later:
+            if staged is not self._staged:
                 tensor.copy_(staged.view(tensor.dtype).view(tensor.shape))
-            self._at, self._staged = 0, None
-        return piece
+        self._later = [pair for pair in self._later if pair[1] is self._staged]
 
 
 def _past_hosts(
