@@ -13,6 +13,7 @@ from torch.optim.swa_utils import get_ema_avg_fn
 from torch.utils.data import DataLoader
 
 from lightning_hetero import lightning_compat as compat
+from lightning_hetero.pipeline.decide.plans import plan_from_plain, plan_to_plain
 from lightning_hetero.pipeline.runtime.own import parcels
 from tests.ranks.harness import run_ranks
 from tests.ranks.kit import Weights, rank_trainer, regression, single, weights
@@ -195,6 +196,11 @@ def resuming(rank: int, world: int, folder: str) -> list[Weights]:
         trainer = rank_trainer(rank, world, strategy, max_epochs=EPOCHS)
         trainer.fit(module, train(BATCH // world), ckpt_path=f"{folder}/{name}.ckpt")
         found.append(weights(module))
+        if rank == 0 and name != "epoch-1":  # which was saved at the end of the run's second epoch, after 12 batches
+            assert strategy.controller.resumed == {  # type: ignore[union-attr]
+                "observed": {"batch-0-5": 6, "batch-1-2": 9}[name],
+                "plan": plan_to_plain(plan_from_plain(first)),
+            }
     return found
 
 
@@ -204,6 +210,7 @@ def test_a_checkpoint_written_after_a_change_is_resumed(tmp_path: Any) -> None:
         assert found.distance(whole) <= EXACT
     state = torch.load(tmp_path / "batch-1-2.ckpt", weights_only=True)["lightning_hetero"]
     assert [g["ranks"] for g in state["plan"]["groups"]] == [[0], [1]]
+    assert state["controller"] == {"observed": 9}, "what has been learned is kept"
     for found in run_ranks(2, resuming, str(tmp_path)):
         assert all(each.distance(whole) <= EXACT for each in found)
     assert alone(ckpt=str(tmp_path / "epoch-1.ckpt"))[0].distance(whole) <= EXACT
