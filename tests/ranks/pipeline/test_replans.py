@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch.callbacks import WeightAveraging
+from lightning.pytorch.callbacks import Callback, WeightAveraging
 from torch import nn
 from torch.optim.swa_utils import get_ema_avg_fn
 from torch.utils.data import DataLoader
@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader
 from lightning_hetero import lightning_compat as compat
 from lightning_hetero.pipeline.decide.plans import plan_from_plain, plan_to_plain
 from lightning_hetero.pipeline.runtime.own import parcels
+from lightning_hetero.types import Event
 from tests.ranks.harness import run_ranks
 from tests.ranks.kit import Weights, rank_trainer, regression, single, weights
 from tests.ranks.pipeline import variants
@@ -178,14 +179,25 @@ def test_dropout_and_buffers_are_those_of_a_run_that_keeps_its_plan(world: int) 
 # ---- checkpoints, averages, loaders that read ahead ------------------------------------------------------------------
 
 
-def saving(rank: int, world: int, folder: str) -> Weights:
+class Decisions(Callback):
+    """Collects what a trace would have."""
+
+    def __init__(self) -> None:
+        self.found: list[Event] = []
+
+    def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
+        self.found += [event for event in trainer.strategy.step_events() if event.kind == "decision"]
+
+
+def saving(rank: int, world: int, folder: str) -> tuple[Weights, list[Event]]:
     """The plan changes after batches 4 and 8; epochs have six."""
     strategy = pipeline(CHAIN, controller=Scripted({3: TURNED, 7: APART}))
-    saver = Saver(folder, [(0, 5), (1, 2)])
-    trainer = rank_trainer(rank, world, strategy, max_epochs=EPOCHS, callbacks=[saver], enable_checkpointing=True)
+    saver, decisions = Saver(folder, [(0, 5), (1, 2)]), Decisions()
+    callbacks = [saver, decisions]
+    trainer = rank_trainer(rank, world, strategy, max_epochs=EPOCHS, callbacks=callbacks, enable_checkpointing=True)
     module = Saved()
     trainer.fit(module, train(BATCH // world))
-    return weights(module)
+    return weights(module), decisions.found
 
 
 def resuming(rank: int, world: int, folder: str) -> list[Weights]:
@@ -206,8 +218,12 @@ def resuming(rank: int, world: int, folder: str) -> list[Weights]:
 
 def test_a_checkpoint_written_after_a_change_is_resumed(tmp_path: Any) -> None:
     whole = alone()[0]
-    for found in run_ranks(2, saving, str(tmp_path)):
-        assert found.distance(whole) <= EXACT
+    ranks = run_ranks(2, saving, str(tmp_path))
+    assert all(found.distance(whole) <= EXACT for found, _ in ranks)
+    assert ranks[1][1] == []
+    assert [(event.epoch, event.step, event.data["kind"]) for event in ranks[0][1]] == [(0, 5, "plan"), (1, 2, "plan")]
+    assert all(event.data["bytes"] > 0 and event.data["pause_s"] > 0 for event in ranks[0][1])
+    assert ranks[0][1][1].data["plan"]["groups"][1]["ranks"] == [1]
     state = torch.load(tmp_path / "batch-1-2.ckpt", weights_only=True)["lightning_hetero"]
     assert [g["ranks"] for g in state["plan"]["groups"]] == [[0], [1]]
     assert state["controller"] == {"observed": 9}, "what has been learned is kept"
