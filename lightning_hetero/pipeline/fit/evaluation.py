@@ -195,5 +195,5 @@ class EvaluationBatches:
 
     def _wait(self, work: dist.Work | None) -> None:
         assert work is not None
-        self._failures.wait(work)
+        self._failures.wait_for_peer(work)
 
