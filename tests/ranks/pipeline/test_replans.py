@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -10,16 +11,16 @@ import torch
 from lightning.pytorch.callbacks import Callback, WeightAveraging
 from torch import nn
 from torch.optim.swa_utils import get_ema_avg_fn
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, DistributedSampler
 
 from lightning_hetero import lightning_compat as compat
 from lightning_hetero.pipeline.decide.plans import plan_from_plain, plan_to_plain
 from lightning_hetero.pipeline.runtime.own import parcels
 from lightning_hetero.types import Event
 from tests.ranks.harness import run_ranks
-from tests.ranks.kit import Weights, rank_trainer, regression, single, weights
+from tests.ranks.kit import Weights, quiet_trainer, rank_trainer, regression, single, weights
 from tests.ranks.pipeline import variants
-from tests.ranks.pipeline.kit import Deep, fit, pipeline
+from tests.ranks.pipeline.kit import Deep, fit, loaders, pipeline
 from tests.ranks.pipeline.replan_kit import Scripted, group, plan
 from tests.ranks.pipeline.resume_kit import BATCH, EPOCHS, PER_EPOCH, Saved, alone, train
 from tests.ranks.resume_kit import Saver
@@ -147,6 +148,37 @@ def test_groups_merge_and_split_on_four_ranks() -> None:
             trained, replans, last = found[name]
             assert trained.distance(whole) <= EXACT, name
             assert len(replans) == len(FOUR_RANKS) and [g.ranks for g in last.groups] == [(0, 2), (1, 3)]
+
+
+def validated(rank: int, world: int, first: Any, script: dict[int, Any]) -> list[Any]:
+    """Validates in between; and a second fit of the same module goes on with the plan that the first one ended with."""
+    module, strategy = Deep(), pipeline(first, controller=Scripted(script), global_batch_size=16)
+    options: dict[str, Any] = {"max_epochs": 1, "val_check_interval": 5, "validate": True}
+    trained, trainer = fit(rank, world, module, strategy, **options)
+    metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
+    last = strategy.plan
+    strategy.controller = Scripted({})
+    trainer.fit_loop.max_epochs = 2
+    trainer.fit(module, *loaders(None, 16 // world, validate=True))
+    assert trainer.current_epoch == 2
+    assert strategy.plan is last and strategy.replans == []
+    return [trained, metrics]
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_evaluations_follow_the_plan_in_force(world: int) -> None:
+    module = Deep()
+    trainer = quiet_trainer(devices=1, max_epochs=1, val_check_interval=5)
+    data = regression(400)
+    sampler: Any = DistributedSampler(data, num_replicas=1, rank=0, seed=0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        trainer.fit(module, DataLoader(data, batch_size=16, sampler=sampler), DataLoader(regression(40, seed=9), 5))
+    logged = {name: float(value) for name, value in trainer.callback_metrics.items()}
+    first, script = (CHAIN, TWO_RANKS) if world == 2 else (SQUARE, FOUR_RANKS)
+    for trained, metrics in run_ranks(world, validated, first, script):
+        assert trained.distance(weights(module)) <= EXACT
+        assert metrics == pytest.approx(logged, rel=1e-9)
 
 
 # ---- against a run that keeps its plan: what is drawn, and what layers count -----------------------------------------
