@@ -134,21 +134,22 @@ class Replans:
         """How long this rank stood still before the batch that runs [s]."""
         return self._paused_s
 
-    def observe(self, batch: int, part: Part, report: StepReport, pause_s: float) -> None:
+    def observe(self, batch: int, part: Part, report_of: Callable[[], StepReport], pause_s: float) -> None:
         """A batch has been trained: rank 0 decides; the others are told of it while they go on.
 
         Args:
             batch: its number in the run.
             part: of this rank; shares are those of all.
-            report: on the work of all ranks, the same on all.
+            report_of: returns what is known of all ranks' work, the same on all.
             pause_s: for a change of plan before it, the mean of the ranks.
         """
+        if self._start is None:
+            return
         if self._paused_s:
             self._amend(self.generation, pause_s=pause_s)
         moved_bytes, self._moved_bytes, self._paused_s = self._moved_bytes, 0, 0.0
+        report = report_of()
         self._compare(max(record.compute_s + record.wait_s for record in report.records))
-        if self._start is None:
-            return
         text = b""
         if self._place.channel.rank == 0:
             if not self._asked:

@@ -16,6 +16,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -73,9 +74,10 @@ class TrainBatches:
     @property
     def report(self) -> StepReport | None:
         """On the last batch, the same on all ranks; None before the first one."""
-        if self._last is None:
-            return None
-        (part, columns), world = self._last, self._place.channel.world_size
+        return None if self._last is None else self._report_of(*self._last)
+
+    def _report_of(self, part: Part, columns: Sequence[float]) -> StepReport:
+        world = self._place.channel.world_size
         rows = zip(columns[:world], columns[world : 2 * world], columns[2 * world :], strict=True)
         records = tuple(
             SpeedSample(rank=r, step=part.step, samples=round(n), compute_s=compute_s, wait_s=wait_s)
@@ -192,7 +194,7 @@ class TrainBatches:
         self._last = (part, columns)
         data = {"samples": part.samples, "compute_s": busy_s, "wait_s": wait_s}
         self._events.note("step", part.epoch, part.step, data)
-        self.replans.observe(batch, part, self.report, paused_s / world)
+        self.replans.observe(batch, part, partial(self._report_of, part, columns), paused_s / world)
         return torch.tensor(loss, device=self._place.settings.device, dtype=torch.float32)
 
     # ---- gradients: computed within Lightning's training_step hook, wanted in its backward hook -----------------

@@ -81,7 +81,7 @@ def data():
 
 
 migrates, options = ASKED["place"].startswith("migration"), {}
-if migrates:  # a layer goes from rank 0 to rank 1, and rank 2 joins their group: after seven batches, as the sixth has been read
+if migrates:  # rank 2 joins the group of the others: after seven batches, as it has read samples of the sixth
     from lightning.pytorch.callbacks import ModelCheckpoint
     from tests.ranks.pipeline.replan_kit import Scripted, group, plan
 
