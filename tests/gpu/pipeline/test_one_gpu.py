@@ -34,7 +34,7 @@ def trained(rank: int, world: int, plan: str, script: dict[int, Any] | None = No
         enable_model_summary=False,
     )
     module = Deep()
-    trainer.fit(module, *loaders(None, 16 // world))
+    trainer.fit(module, *loaders(regression(400), 16 // world))
     if script is not None:
         assert [r.bytes > 0 for r in strategy.replans] == [True] * len(script)
         report = trainer.strategy.step_report()

@@ -26,6 +26,7 @@ from tests.ranks.pipeline.resume_kit import BATCH, EPOCHS, PER_EPOCH, Saved, alo
 from tests.ranks.resume_kit import Saver
 
 EXACT = 1e-12
+DATA = regression(400)  # 25 batches of 16
 
 
 class Tied(Deep):
@@ -108,7 +109,7 @@ def job(rank: int, world: int, names: list[str], first: Any, script: dict[int, A
     for name in names:
         make, options = CASES[name]
         strategy = pipeline(first, controller=Scripted(script), global_batch_size=16)
-        trained, _ = fit(rank, world, make(), strategy, max_epochs=1, **options)
+        trained, _ = fit(rank, world, make(), strategy, data=DATA, max_epochs=1, **options)
         found[name] = trained, strategy.replans, strategy.plan
     return found
 
@@ -116,7 +117,7 @@ def job(rank: int, world: int, names: list[str], first: Any, script: dict[int, A
 def expected(name: str) -> Weights:
     make, options = CASES[name]
     module = make()
-    single(module, regression(400), 16, max_epochs=1, **options)
+    single(module, DATA, 16, max_epochs=1, **options)
     return weights(module)
 
 
@@ -153,13 +154,13 @@ def test_groups_merge_and_split_on_four_ranks() -> None:
 def validated(rank: int, world: int, first: Any, script: dict[int, Any]) -> list[Any]:
     """Validates in between; and a second fit of the same module goes on with the plan that the first one ended with."""
     module, strategy = Deep(), pipeline(first, controller=Scripted(script), global_batch_size=16)
-    options: dict[str, Any] = {"max_epochs": 1, "val_check_interval": 5, "validate": True}
+    options: dict[str, Any] = {"data": DATA, "max_epochs": 1, "val_check_interval": 5, "validate": True}
     trained, trainer = fit(rank, world, module, strategy, **options)
     metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
     last = strategy.plan
     strategy.controller = Scripted({})
     trainer.fit_loop.max_epochs = 2
-    trainer.fit(module, *loaders(None, 16 // world, validate=True))
+    trainer.fit(module, *loaders(DATA, 16 // world, validate=True))
     assert trainer.current_epoch == 2
     assert strategy.plan is last and strategy.replans == []
     return [trained, metrics]
@@ -169,11 +170,10 @@ def validated(rank: int, world: int, first: Any, script: dict[int, Any]) -> list
 def test_evaluations_follow_the_plan_in_force(world: int) -> None:
     module = Deep()
     trainer = quiet_trainer(devices=1, max_epochs=1, val_check_interval=5)
-    data = regression(400)
-    sampler: Any = DistributedSampler(data, num_replicas=1, rank=0, seed=0)
+    sampler: Any = DistributedSampler(DATA, num_replicas=1, rank=0, seed=0)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        trainer.fit(module, DataLoader(data, batch_size=16, sampler=sampler), DataLoader(regression(40, seed=9), 5))
+        trainer.fit(module, DataLoader(DATA, batch_size=16, sampler=sampler), DataLoader(regression(40, seed=9), 5))
     logged = {name: float(value) for name, value in trainer.callback_metrics.items()}
     first, script = (CHAIN, TWO_RANKS) if world == 2 else (SQUARE, FOUR_RANKS)
     for trained, metrics in run_ranks(world, validated, first, script):
@@ -190,7 +190,7 @@ def kept_or_not(rank: int, world: int, first: Any, script: dict[int, Any]) -> li
         for changes in ({}, script):
             strategy = pipeline(first, controller=Scripted(changes), seed=5, global_batch_size=16)
             module = make()
-            trained, _ = fit(rank, world, module, strategy, max_epochs=1)
+            trained, _ = fit(rank, world, module, strategy, data=DATA, max_epochs=1)
             counts = [float(t) for n, t in module.named_buffers() if n.endswith("count")]
             found.append((trained, counts))
     return found
@@ -269,13 +269,13 @@ def averaging(rank: int, world: int, script: dict[int, Any]) -> tuple[Weights, W
     module, callback = Deep(), WeightAveraging(avg_fn=get_ema_avg_fn(0.8))
     strategy = pipeline(CHAIN, controller=Scripted(script))
     trainer = rank_trainer(rank, world, strategy, max_epochs=1, callbacks=[callback])
-    trainer.fit(module, DataLoader(regression(400), batch_size=16 // world))
+    trainer.fit(module, DataLoader(DATA, batch_size=16 // world))
     ((_, copy),) = compat.averaging_callbacks(trainer)
     workers = {"num_workers": 1, "prefetch_factor": 2, "multiprocessing_context": "fork"}
     strategy = pipeline(CHAIN, controller=Scripted(script))
     second = Deep()
     trainer = rank_trainer(rank, world, strategy, max_epochs=1)
-    trainer.fit(second, DataLoader(regression(400), batch_size=16 // world, shuffle=True, **workers))  # type: ignore[arg-type]
+    trainer.fit(second, DataLoader(DATA, batch_size=16 // world, shuffle=True, **workers))  # type: ignore[arg-type]
     if script:
         begins = [r.step for r in strategy.replans]
         assert begins == [2, 8, 8, 10, 16, 19]  # two are read ahead, for a leader that may be another
@@ -305,13 +305,13 @@ def short_of_memory(rank: int, world: int) -> list[Any]:
     try:
         scripted = Scripted({1: APART, 4: LONGER, 8: CHAIN})  # rank 1 gets something by the first and the third
         strategy = pipeline(CHAIN, controller=scripted)
-        found.append(fit(rank, world, Deep(), strategy, max_epochs=1)[0])
+        found.append(fit(rank, world, Deep(), strategy, data=DATA, max_epochs=1)[0])
         found += [[(r.step, r.kind, r.cancelled) for r in strategy.replans], scripted.withdrawn]
         calls.append(rank)
         strategy = pipeline(CHAIN, controller=Scripted({3: TURNED}))
         calls[:] = calls[:1] if rank == 1 else []
         with pytest.raises(RuntimeError) as error:
-            fit(rank, world, Deep(), strategy, max_epochs=1)
+            fit(rank, world, Deep(), strategy, data=DATA, max_epochs=1)
         found.append(str(error.value))
     finally:
         parcels.room_for = room_for
