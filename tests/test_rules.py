@@ -85,6 +85,8 @@ SLEEPS = {
     "ranks/measure::Peer.loss": "a device's work, likewise",
     "ranks/measure::Peer.on_after_backward": "a device's work, likewise",
     "ranks/measure::_SlowGradient.backward": "a device's work, likewise",
+    "ranks/pipeline::Sleepy.forward": "a device's work that nobody has announced: what the controller is there for",
+    "ranks/pipeline::Unhurried.validation_step": "the others wait, and must not give up",
     "ranks/stale::Diary.training_step": "a device's work: ranks of unequal speed",
     "ranks/stale::Killer.on_train_batch_end": "the others come to a meeting, which says so to nobody",
     "ranks/stale::Slow.on_before_backward": "a device's work: ranks of unequal speed",

@@ -117,6 +117,7 @@ def _strategy(engine: str, case: Case, model: ModelCost) -> Any:
         cluster=case.cluster,
         profile=model,
         plan=_replicas(case) if engine == "replicas" else None,
+        controller=None,  # plans as they are made; that they change is `benchmarks.joint`'s
         depth=case.depth,
         emulate_links=True,
         process_group_backend="gloo",

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
-from lightning.fabric.utilities.rank_zero import rank_zero_info
+from lightning.fabric.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor
 
 from lightning_hetero import lightning_compat as compat
@@ -23,7 +23,8 @@ from lightning_hetero.emulate.scenario import Scenario
 from lightning_hetero.glue.checks import check_choice, check_counts, check_flags
 from lightning_hetero.glue.metrics import integer_mean_, is_mean
 from lightning_hetero.lightning_compat.patches import patched
-from lightning_hetero.pipeline.decide.plans import describe_plan, plan_from_plain
+from lightning_hetero.pipeline.decide.controller import LyapunovController
+from lightning_hetero.pipeline.decide.plans import describe_plan, plan_from_plain, unit_costs
 from lightning_hetero.pipeline.decide.recorded_costs import model_from_plain
 from lightning_hetero.pipeline.fit.checkpoints import WholeCheckpointsDDP
 from lightning_hetero.pipeline.fit.plan.planning import (
@@ -34,6 +35,7 @@ from lightning_hetero.pipeline.fit.plan.planning import (
     evaluation_plan,
     make_plan,
     read_cluster,
+    tied_spans,
 )
 from lightning_hetero.pipeline.fit.plan.rehearsal import Rehearsal
 from lightning_hetero.pipeline.fit.refusals import (
@@ -42,6 +44,7 @@ from lightning_hetero.pipeline.fit.refusals import (
     refuse_no_optimizer,
     warn_undivided,
 )
+from lightning_hetero.pipeline.fit.replans import Decides, Replan
 from lightning_hetero.pipeline.fit.run import PipelineRun
 from lightning_hetero.pipeline.fit.training import TrainBatches
 from lightning_hetero.pipeline.runtime.step.backbone import Backbone
@@ -73,6 +76,9 @@ class HeteroPipelineStrategy(WholeCheckpointsDDP):
             else probed.
         profile: costs of the layers, instead of measuring them when training starts: a `ModelCost`, or as plain values.
         plan: who holds what, instead of planning: a `PipelinePlan`, or as plain values.
+        controller: what watches the run and decides on other plans while it trains. ``"lyapunov"``: a
+            `LyapunovController`, which minimises time as long as it has no ``budget``; a ``plan`` that was given stays,
+            unless a controller is passed as an object. ``None``: the first plan stays.
         max_groups: most pipelines side by side; ``None``: as many as devices.
         depth: how many micro-batches are in flight: ``"per_link"`` for speed, ``"low_memory"``; ``"auto"``: whichever
             makes the faster plan under the devices' memory.
@@ -106,6 +112,7 @@ class HeteroPipelineStrategy(WholeCheckpointsDDP):
         cluster: Cluster | Mapping[str, Any] | str | None = None,
         profile: ModelCost | Mapping[str, Any] | None = None,
         plan: PipelinePlan | Mapping[str, Any] | None = None,
+        controller: LyapunovController | Literal["lyapunov"] | None = "lyapunov",
         max_groups: int | None = None,
         depth: Literal["auto", "per_link", "low_memory"] = "auto",
         overlap: bool = True,
@@ -129,6 +136,7 @@ class HeteroPipelineStrategy(WholeCheckpointsDDP):
         if not (isinstance(names, Sequence) and all(isinstance(name, str | None) for name in names)):
             raise TypeError(f"backbone={backbone!r} must be the name of an attribute, a list of names, or None")
         self.backbone = backbone
+        self.controller = _checked_controller(controller)
         self.plan_settings = PlanSettings(
             cluster=read_cluster(cluster),
             profile=None if profile is None else model_from_plain(profile),
@@ -139,6 +147,7 @@ class HeteroPipelineStrategy(WholeCheckpointsDDP):
             overlap=overlap,
             checkpoint_layers=checkpoint_layers,
             cache_folder=None if cache_folder is None else str(cache_folder),
+            watched=isinstance(controller, LyapunovController),
         )
         self.emulate_links = emulate_links
         self.stream: Literal["shared"] | None = stream
@@ -146,6 +155,7 @@ class HeteroPipelineStrategy(WholeCheckpointsDDP):
         self._seed = seed
         self._planned: tuple[object, int | None, PlanResult] | None = None  # model and batch it holds for, and the plan
         self._accumulates = False
+        self._replans: list[Replan] = []
 
     # ---- set-up and teardown ----------------------------------------------------------------------------------
 
@@ -194,7 +204,8 @@ class HeteroPipelineStrategy(WholeCheckpointsDDP):
             planned = self._plan(run, backbone)
         if run.fitting and isinstance(backbone, Undivided):
             warn_undivided(backbone)
-        self._install(run, planned, backbone)
+        self._replans = run.replans
+        self._install(run, planned, backbone, start=self._starts(backbone), in_force=self._in_force)
         if any(len(group.ranks) > 1 for group in planned.plan.groups) or len(planned.plan.groups) < self.world_size:
             rank_zero_info(f"hetero_pipeline:\n{describe_plan(planned.plan, planned.cluster, backbone.names)}")
         self.setup_precision_plugin()
@@ -234,6 +245,41 @@ class HeteroPipelineStrategy(WholeCheckpointsDDP):
             )
         self._planned = (model, total, planned)
         return planned
+
+    def _in_force(self, planned: PlanResult) -> None:
+        """Another plan has come into force: a later fit of the same model begins with it."""
+        assert self._planned is not None
+        self._planned = (*self._planned[:2], planned)
+
+    def _starts(self, backbone: Backbone) -> Callable[[PlanResult, int | None], Decides | None] | None:
+        """Returns what makes the controller, on rank 0 when the first batch has been trained; None: there is none."""
+        settings, controller = self.plan_settings, self.controller
+        unasked = controller == "lyapunov"
+        if controller is None or (unasked and settings.plan is not None):
+            return None
+        starts: Any = LyapunovController() if unasked else controller
+
+        def start(planned: PlanResult, batches: int | None) -> Decides | None:
+            assert self._run is not None
+            try:
+                return starts.start(
+                    planned.model or unit_costs(backbone.names),
+                    planned.cluster,
+                    planned.plan,
+                    spans=tied_spans(self._run.module, backbone),
+                    micro_batch_size=settings.micro_batch_size,
+                    max_groups=settings.max_groups,
+                    overlap=settings.overlap,
+                    depth=settings.depth,
+                    planned_batches=batches,
+                )
+            except ValueError as error:
+                if not unasked:
+                    raise
+                rank_zero_warn(f"the first plan stays, because no controller can go on from it: {error}")
+                return None
+
+        return start
 
     @contextmanager
     def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
@@ -361,6 +407,24 @@ class HeteroPipelineStrategy(WholeCheckpointsDDP):
     # ---- what others may ask ----------------------------------------------------------------------------------
 
     @property
+    def plan(self) -> PipelinePlan | None:
+        """Who computes what at present, or did last; ``None`` before the first set-up."""
+        return None if self.planned is None else self.planned.plan
+
+    @property
+    def replans(self) -> list[Replan]:
+        """Changes of plan in this fit, or the last one; the same on all ranks, but for what each has waited."""
+        return list(self._replans)
+
+    @property
     def planned(self) -> PlanResult | None:
         """The plan in force or the last one, with what it was made from; ``None`` before the first set-up."""
         return self._planned[2] if self._planned is not None else None
+
+
+def _checked_controller(given: Any) -> Any:
+    if given is None or given == "lyapunov" or callable(getattr(given, "start", None)):
+        return given
+    raise TypeError(
+        f"controller={given!r} must be 'lyapunov', None, or a LyapunovController(...), whose arguments are its settings"
+    )

@@ -73,8 +73,8 @@ PROTOCOL = {
     "pipeline/decide": ("plan_times", "schedule"),
     "pipeline/runtime": (
         "execute/stage_runner", "execute/whole_step", "measure/around_backbone", "measure/layers", "measure/memory",
-        "measure/whole_step", "own/gradients", "own/owner_groups", "step/coroutines", "step/cut", "step/graph_input",
-        "step/resumable",
+        "measure/whole_step", "own/gradients", "own/migration", "own/owner_groups", "own/parcels", "step/coroutines",
+        "step/cut", "step/graph_input", "step/resumable",
     ),
 }  # fmt: skip
 INTERNAL = tuple(f"lightning_hetero/{part}/{name}" for part, names in PROTOCOL.items() for name in names)

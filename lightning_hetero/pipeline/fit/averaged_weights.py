@@ -36,20 +36,24 @@ class Averages:
         trainer: with its callbacks, which have made their copies.
         ownership: who holds what, in the module and so in its copies.
         group: over all ranks, one that takes CPU tensors (gloo).
+
+    Attributes:
+        ownership: in force; whoever changes it moves the copies' tensors.
+        copies: that are divided at present.
     """
 
     def __init__(self, trainer: Trainer, ownership: Ownership, group: dist.ProcessGroup) -> None:
-        self._trainer, self._ownership, self._group = trainer, ownership, group
-        self._divided: list[LightningModule] = []
+        self._trainer, self.ownership, self._group = trainer, ownership, group
+        self.copies: list[LightningModule] = []
         self._movable = ExitStack()
 
     def divide(self) -> None:
         """Leaves of each copy on this rank what it holds of the module; collective."""
         for _, copy in averaging_callbacks(self._trainer):
-            share_initial(copy, self._ownership, self._group)
-            prune(copy, (), self._ownership)
+            share_initial(copy, self.ownership, self._group)
+            prune(copy, (), self.ownership)
             self._movable.enter_context(movable(copy))  # a callback moves its copy when averaging begins
-            self._divided.append(copy)
+            self.copies.append(copy)
 
     def complete(self, checkpoint: dict[str, Any], whole: WholeState) -> None:
         """Puts whole state dicts in a checkpoint on rank 0, where callbacks have left this rank's part; collective."""
@@ -65,9 +69,9 @@ class Averages:
     def restore(self) -> None:
         """Makes the copies whole again, on the CPU; collective."""
         self.release()
-        for copy in self._divided:
-            restore(copy, self._ownership, self._group)
-        self._divided.clear()
+        for copy in self.copies:
+            restore(copy, self.ownership, self._group)
+        self.copies.clear()
 
     def release(self) -> None:
         """Takes back what was changed about the copies, but for what they hold."""

@@ -88,9 +88,9 @@ class WholeCheckpointsDDP(HeteroStrategy[PipelineRun]):
         """This rank's place in the plan; None as long as the module is whole."""
         return self._run.place if self._run is not None else None
 
-    def _install(self, run: PipelineRun, planned: PlanResult, backbone: Backbone) -> None:
-        """Divides the model."""
-        self._saves = SaveAfterFailure(run.trainer, run.install(planned, backbone, self.optimizers))
+    def _install(self, run: PipelineRun, planned: PlanResult, backbone: Backbone, **options: Any) -> None:
+        """Divides the model; see `PipelineRun.install`."""
+        self._saves = SaveAfterFailure(run.trainer, run.install(planned, backbone, self.optimizers, **options))
 
     def teardown(self) -> None:
         run = self._run

@@ -56,8 +56,6 @@ class EvaluationBatches:
 
     Args:
         module: whose steps they are.
-        plan: in force.
-        runner: this rank's stage; None for a rank at rest.
         channel: over all ranks.
         failures: of the run.
         logs: collects what the steps log.
@@ -67,26 +65,31 @@ class EvaluationBatches:
     def __init__(
         self,
         module: LightningModule,
-        plan: PipelinePlan,
-        runner: StageRunner | WholeStep | None,
         *,
         channel: SideChannel,
         failures: FailureBoard,
         logs: StepLogs,
         device: torch.device,
     ) -> None:
-        self._module, self._runner, self._channel = module, runner, channel
+        self._module, self._channel = module, channel
         self._failures, self._logs, self._device = failures, logs, device
-        rank = channel.rank
-        at_rest = resting(plan, channel.world_size)
-        # Each group's ranks, its leader first, and its guests behind them.
-        parties = [
-            [*group.ranks, *at_rest[i :: len(plan.groups)]] for i, group in enumerate(plan.groups)
-        ]
-        self._party = next(party for party in parties if rank in party)
-        self._leader = self._party[0]
         self._turn = 0
         self._unfinished = False
+
+    def settle(self, plan: PipelinePlan, runner: StageRunner | WholeStep | None) -> None:
+        """Takes the plan that is in force from now on; not during an evaluation.
+
+        Args:
+            plan: the same on all ranks.
+            runner: this rank's stage; None for a rank at rest.
+        """
+        assert not self._unfinished
+        rank, self._runner = self._channel.rank, runner
+        at_rest = resting(plan, self._channel.world_size)
+        # Each group's ranks, its leader first, and its guests behind them.
+        parties = [[*group.ranks, *at_rest[i :: len(plan.groups)]] for i, group in enumerate(plan.groups)]
+        self._party = next(party for party in parties if rank in party)
+        self._leader = self._party[0]
 
     @property
     def _leads(self) -> bool:
@@ -192,5 +195,5 @@ class EvaluationBatches:
 
     def _wait(self, work: dist.Work | None) -> None:
         assert work is not None
-        self._failures.wait(work)
+        self._failures.wait_for_peer(work)
 

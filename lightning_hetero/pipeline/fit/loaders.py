@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader
 
 from lightning_hetero.data import Channel, LoaderSpec, Part
 from lightning_hetero.glue.loaders import BoundLoader, PartBinder, SharedSettings
+from lightning_hetero.pipeline.decide.changeover import Position
 from lightning_hetero.pipeline.decide.plans import micro_sizes
 from lightning_hetero.solvers.scale import scale_shares
 from lightning_hetero.types import PipelinePlan
@@ -41,6 +42,9 @@ class PipelineBinder(PartBinder[BoundLoader]):
         shared: the strategy's arguments on batches.
         stream: ``"shared"``: all ranks read the same `IterableDataset`; None: one is refused.
         strategy_name: class of the strategy, for messages.
+
+    Attributes:
+        lag: batches drawn before the one that is trained, at most, on any rank.
     """
 
     def __init__(
@@ -55,6 +59,8 @@ class PipelineBinder(PartBinder[BoundLoader]):
         super().__init__(trainer, channel, strategy_name=strategy_name, shared=shared, stream=stream)
         self._stream_mode = stream
         self._plan: PipelinePlan | None = None
+        self._drawn_from: list[tuple[Position, PipelinePlan]] = []  # from which batch on which plan's shares
+        self.lag = 0
 
     # ---- set-up ----------------------------------------------------------------------------------------------------
 
@@ -80,7 +86,7 @@ class PipelineBinder(PartBinder[BoundLoader]):
         return self.orders.order(loader, spec, 0).global_batch_size
 
     def settle(self, plan: PipelinePlan) -> None:
-        """Takes the plan that holds for all batches drawn from now on; the same on all ranks.
+        """Takes the plan that the run begins with; the same on all ranks.
 
         Raises:
             ValueError: a plan without groups.
@@ -88,6 +94,22 @@ class PipelineBinder(PartBinder[BoundLoader]):
         if not plan.groups:
             raise ValueError(f"a plan without groups trains nothing: {plan.reason or 'it is empty'}")
         self._plan = plan
+        self._drawn_from = [((0, 0), plan)]
+
+    def follow(self, plan: PipelinePlan) -> None:
+        """Takes the plan that the next batch is trained under, whatever it was drawn for."""
+        self._plan = plan
+
+    def draw_for(self, plan: PipelinePlan, begin: Position) -> None:
+        """Divides by another plan's shares the batches from ``begin`` on, of which none has been drawn yet."""
+        self._drawn_from = [(at, old) for at, old in self._drawn_from if at < begin]
+        self._drawn_from.append((begin, plan))
+
+    def leaders_drawn_for(self, begin: Position, end: Position) -> set[int]:
+        """Returns who leads a group under a plan that batches from ``begin`` to ``end``, excluded, are drawn for."""
+        ends = [at for at, _ in self._drawn_from[1:]] + [end]
+        plans = [p for (at, p), until in zip(self._drawn_from, ends, strict=True) if at < end and begin < until]
+        return {group.ranks[0] for plan in plans for group in plan.groups}
 
     @property
     def plan(self) -> PipelinePlan:
@@ -97,9 +119,11 @@ class PipelineBinder(PartBinder[BoundLoader]):
         return self._plan
 
     def process(self, loader: object) -> DataLoader:
-        loader, spec, _ = self._inspect(loader)
+        loader, spec, self.lag = self._inspect(loader)
         if spec.kind == "stream":
             self._require_stream()
+            # Without a length Lightning fetches one batch ahead, to know which is the last.
+            self.lag += not hasattr(loader.dataset, "__len__")
             bound = BoundLoader(spec=spec, full=self.orders.batch_of_all(spec), order=None)
             return self._read_stream(bound, loader, "shared")
         order = self.orders.continued(self.orders.order(loader, spec, 0))
@@ -126,8 +150,8 @@ class PipelineBinder(PartBinder[BoundLoader]):
             raise TypeError(f"several train loaders. {_SEVERAL}")
 
     def split(self, bound: BoundLoader, epoch: int, step: int, total: int) -> tuple[int, ...]:
-        del epoch, step  # the plan is static
-        groups = self.plan.groups
+        assert self._drawn_from or self.plan
+        groups = next(plan for at, plan in reversed(self._drawn_from) if at <= (epoch, step)).groups
         planned = [group.samples for group in groups]
         if sum(planned) != bound.full:
             raise ValueError(
@@ -143,7 +167,8 @@ class PipelineBinder(PartBinder[BoundLoader]):
     def micro_batches(self, part: Part, group: int | None) -> tuple[tuple[int, ...], int]:
         """Returns the samples of each micro-batch of a group, and the number of the first in the global batch.
 
-        Numbers follow the samples: the groups in the order of their leaders' ranks. The same on all ranks.
+        Numbers follow the samples: the groups in the order of their leaders' ranks. The same on all ranks. A batch that
+        was drawn for another plan is divided as its leaders have read it.
 
         Args:
             part: any rank's part of the batch.

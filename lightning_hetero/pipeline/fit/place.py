@@ -4,18 +4,22 @@
                        ├─► stage runner: this rank's layers at work      [runtime.execute]
                        ├─► gradient sums, buffers, whole states          [runtime.own]
                        └─► logs, averaged weights, evaluation            [fit]
+
+    another plan ──► migration: what this rank holds from now on, from those that hold it [runtime.own]
+                     or, if only the shares are others: the times that schedules are made from
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from lightning_hetero.emulate.scenario import Scenario
 from lightning_hetero.glue.run import gloo_group
@@ -30,17 +34,18 @@ from lightning_hetero.pipeline.fit.plan.planning import PipelineSettings, PlanRe
 from lightning_hetero.pipeline.runtime.execute.direct_ways import DirectWays, device_of
 from lightning_hetero.pipeline.runtime.execute.emulated_pace import BusyTime, ScenarioPace, parts_of
 from lightning_hetero.pipeline.runtime.execute.failures import FailureBoard
-from lightning_hetero.pipeline.runtime.execute.stage_runner import StageRunner
+from lightning_hetero.pipeline.runtime.execute.stage_runner import StageRunner, TimesOf
 from lightning_hetero.pipeline.runtime.execute.whole_step import WholeStep
 from lightning_hetero.pipeline.runtime.own.full_state import WholeState
 from lightning_hetero.pipeline.runtime.own.gradients import GradientSync
+from lightning_hetero.pipeline.runtime.own.migration import Migration
 from lightning_hetero.pipeline.runtime.own.owner_groups import OwnerGroups, share_buffers, share_initial
 from lightning_hetero.pipeline.runtime.own.ownership import Ownership
 from lightning_hetero.pipeline.runtime.own.pruning import prune, restore, to_device
 from lightning_hetero.pipeline.runtime.step.backbone import Backbone
 from lightning_hetero.pipeline.runtime.step.undivided import Undivided
 from lightning_hetero.transport.side_channel import SideChannel
-from lightning_hetero.types import GroupPlan
+from lightning_hetero.types import GroupPlan, PipelinePlan
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
@@ -62,7 +67,8 @@ class Place:
         scenario: that stages sleep for, where training is emulated.
 
     Attributes:
-        planned, settings, channel, failures: as given.
+        planned: the plan in force, and what it was made from.
+        settings, channel, failures: as given.
         group_index: of this rank's group in the plan; None for a rank at rest.
         leads: whether this rank runs the training step of its group.
         ownership: who holds what.
@@ -79,6 +85,12 @@ class Place:
         own: the parameters that this rank holds.
     """
 
+    whole: WholeState
+    sync: GradientSync
+    evaluation: EvaluationBatches
+    predicted_s: tuple[float, ...]
+    own: list[nn.Parameter]
+
     def __init__(
         self,
         trainer: Trainer,
@@ -91,75 +103,142 @@ class Place:
         failures: FailureBoard,
         scenario: Scenario | None,
     ) -> None:
-        module, plan, world = trainer.lightning_module, planned.plan, channel.group
+        module, world = trainer.lightning_module, channel.group
         folder = trainer.default_root_dir
+        self._folder = folder if os.access(folder, os.W_OK) else None
+        self._module, self._optimizers, self._backbone, self._scenario = module, optimizers, backbone, scenario
         self.planned, self.settings, self.channel, self.failures = planned, settings, channel, failures
-        self.ownership = Ownership(module, backbone.layers, plan, rank=channel.rank)
+        self.ownership = self._ownership_under(planned.plan)
         share_initial(module, self.ownership, world)
         prune(module, optimizers, self.ownership)
         self.averages = Averages(trainer, self.ownership, world)
         self.averages.divide()
         to_device(module, optimizers, settings.device)
-        self.whole = WholeState(
-            module, self.ownership, group=world, folder=folder if os.access(folder, os.W_OK) else None
-        )
-        self.group_index = next((i for i, group in enumerate(plan.groups) if channel.rank in group.ranks), None)
-        group = None if self.group_index is None else plan.groups[self.group_index]
-        self.leads = group is not None and group.ranks[0] == channel.rank
         self._wire = gloo_group(settings.timeout)
-        self.ways = self._direct_ways()
-        self.owner_groups = OwnerGroups(
-            world, backend=settings.process_group_backend, timeout=settings.timeout
-        )
-        wait = partial(failures.wait, polled=settings.device.type != "cpu")
-        self.sync = GradientSync(module, self.ownership, groups=self.owner_groups, wait=wait)
-        self.logs = StepLogs(module, channel, wait=failures.wait)
-        self.busy = BusyTime()
-        if group is not None and scenario is not None:
-            model = planned.model or unit_costs(backbone.names)
-            parts = parts_of(model, group, channel.rank, max(group.micro_batches))
-            stages, calls = len(group.ranks), planned.calls
-            self.busy.pace = ScenarioPace(scenario, channel.rank, parts=parts, stages=stages, calls=calls)
-        self._module, self._optimizers, self._backbone = module, optimizers, backbone
-        self.runner = None if group is None else self._runner_of(group)
-        self.predicted_s = work_s(plan, planned.model, planned.cluster, ranks=channel.world_size)
-        self.own = [p for p in module.parameters() if not p.is_meta]
-        self.evaluation = EvaluationBatches(
-            module, plan, self.runner, channel=channel, failures=failures, logs=self.logs, device=settings.device
-        )
-        if trainer.predicting:
-            self.evaluation.expect()
-
-    def _direct_ways(self) -> DirectWays:
-        """Finds out which ranks have a device to themselves, and connects those that the plan makes neighbours."""
-        settings, groups = self.settings, [group.ranks for group in self.planned.plan.groups]
-        own = device_of(settings.device, settings.process_group_backend)
-        devices = self.channel.all_gather_object(own)
-        return DirectWays(
-            direct_pairs(devices, groups),
-            rank=self.channel.rank,
-            backend=own.backend,
+        self._devices = channel.all_gather_object(device_of(settings.device, settings.process_group_backend))
+        self.ways = DirectWays(
+            self._pairs(planned.plan),
+            rank=channel.rank,
+            backend=self._devices[channel.rank].backend,
             timeout=settings.timeout,
             device=settings.device,
         )
+        self.owner_groups = OwnerGroups(world, backend=settings.process_group_backend, timeout=settings.timeout)
+        self.logs = StepLogs(module, channel, wait=failures.wait)
+        self.busy = BusyTime(device=settings.device)
+        self.group: GroupPlan | None = None
+        self.runner: StageRunner | WholeStep | None = None
+        self.evaluation = EvaluationBatches(
+            module, channel=channel, failures=failures, logs=self.logs, device=settings.device
+        )
+        self._hold()
+        self._follow(planned)
+        if trainer.predicting:
+            self.evaluation.expect()
 
-    def _runner_of(self, group: GroupPlan) -> StageRunner | WholeStep:
-        if isinstance(self._backbone, Undivided):
-            return WholeStep(failures=self.failures, seed=self.settings.seed, pace=self.busy)
-        return self._stage_runner(group)
+    # ---- what a plan gives this rank -------------------------------------------------------------------------------
 
-    def _stage_runner(self, group: GroupPlan) -> StageRunner:
-        settings, cluster, calls = self.settings, self.planned.cluster, self.planned.calls
-        model = self.planned.model or unit_costs(self._backbone.names)
+    def apply(self, planned: PlanResult, ticket: object, *, gradients: bool = False) -> int:
+        """Goes over to another plan, between two training batches; collective.
+
+        If only shares differ, nothing is sent and nobody is waited for.
+
+        Args:
+            planned: the same on all ranks, for the same model and devices.
+            ticket: where the run stands, see `Migration.stage`.
+            gradients: whether present gradients matter.
+
+        Returns:
+            What all ranks together have sent [bytes].
+
+        Raises:
+            CancelledError: on all ranks, if one could not do its part; the plan before is in force still.
+            RuntimeError: another rank is lost, or has failed; a checkpoint from before is valid still.
+        """
+        if _structure(planned.plan) == _structure(self.planned.plan):
+            self._follow(planned)
+            return 0
+        new = self._ownership_under(planned.plan)
+        self.owner_groups.prepare(new.holders(name) for name in (*new.parameters, *new.buffers))
+        self.ways.prepare(self._pairs(planned.plan))
+        migration = Migration(
+            self._module,
+            self._optimizers,
+            self.ownership,
+            new,
+            copies=self.averages.copies,
+            gradients=gradients,
+            device=self.settings.device,
+            group=self.channel.group,
+            wait=self.failures.wait,
+            ways=self.ways.by_peer,
+        )
+        migration.stage(ticket)
+        migration.commit()
+        self.ownership = self.averages.ownership = new
+        self._hold()
+        self._follow(planned)
+        return migration.size_bytes
+
+    def _ownership_under(self, plan: PipelinePlan) -> Ownership:
+        return Ownership(self._module, self._backbone.layers, plan, rank=self.channel.rank)
+
+    def _pairs(self, plan: PipelinePlan) -> list[tuple[int, int]]:
+        """Between which ranks of a plan there are direct ways."""
+        return direct_pairs(self._devices, [group.ranks for group in plan.groups])
+
+    def _hold(self) -> None:
+        """What follows from who holds what."""
+        device = self.settings.device
+        self.whole = WholeState(self._module, self.ownership, group=self.channel.group, folder=self._folder)
+        wait = partial(self.failures.wait, polled=device.type != "cpu")
+        self.sync = GradientSync(self._module, self.ownership, groups=self.owner_groups, wait=wait)
+        self.own = [p for p in self._module.parameters() if not p.is_meta]
+
+    def _follow(self, planned: PlanResult) -> None:
+        """What follows from the plan besides."""
+        plan, rank, before = planned.plan, self.channel.rank, self.group
+        self.planned = planned
+        self.group_index = next((i for i, group in enumerate(plan.groups) if rank in group.ranks), None)
+        self.group = group = None if self.group_index is None else plan.groups[self.group_index]
+        self.leads = group is not None and group.ranks[0] == rank
+        model = planned.model or unit_costs(self._backbone.names)
+        if group is not None and self._scenario is not None:
+            parts = parts_of(model, group, rank, max(group.micro_batches))
+            stages, calls = len(group.ranks), planned.calls
+            self.busy.pace = ScenarioPace(self._scenario, rank, parts=parts, stages=stages, calls=calls)
+        same = group is not None and before is not None and (group.ranks, group.cuts) == (before.ranks, before.cuts)
+        if same and isinstance(self.runner, StageRunner):
+            assert group is not None
+            self.runner.follow(self._times_of(group), self._policy_of(group))
+        elif not same:
+            if self.runner is not None:
+                self.runner.close()
+            self.runner = None if group is None else self._runner_of(group)
+        self.predicted_s = work_s(plan, planned.model, planned.cluster, ranks=self.channel.world_size)
+        self.evaluation.settle(plan, self.runner)
+
+    def _times_of(self, group: GroupPlan) -> TimesOf:
+        model, cluster = self.planned.model or unit_costs(self._backbone.names), self.planned.cluster
 
         def times(samples: tuple[int, ...], calls: int) -> PipelineTimes:
             part = replace(group, samples=sum(samples), micro_batches=samples)
             return called(times_of(model, cluster, part), calls)
 
+        return times
+
+    @staticmethod
+    def _policy_of(group: GroupPlan) -> Callable[[PipelineTimes], SchedulePolicy]:
         def policy(times: PipelineTimes) -> SchedulePolicy:
             depths = group.depths * (times.stages // len(group.ranks))
             return SchedulePolicy(depths=depths, priority="HFB")
 
+        return policy
+
+    def _runner_of(self, group: GroupPlan) -> StageRunner | WholeStep:
+        settings, cluster = self.settings, self.planned.cluster
+        if isinstance(self._backbone, Undivided):
+            return WholeStep(failures=self.failures, seed=settings.seed, pace=self.busy)
         emulated = {(a, b): cluster.links[a][b] for a in group.ranks for b in group.ranks if a != b}
         return StageRunner(
             self._backbone.layers,
@@ -168,12 +247,12 @@ class Place:
             cut=self._backbone.cut() if self.leads else None,
             wire=self._wire,
             failures=self.failures,
-            times=times,
+            times=self._times_of(group),
             seed=settings.seed,
-            calls=calls,
+            calls=self.planned.calls,
             carrier=settings.carrier,
             checkpoint_layers=settings.planning.checkpoint_layers,
-            policy=policy,
+            policy=self._policy_of(group),
             overlap=settings.planning.overlap,
             pace=self.busy,
             emulated_links=emulated if settings.emulate_links else None,
@@ -209,3 +288,8 @@ class Place:
                 self.owner_groups.close()
                 self.ways.close()
                 dist.destroy_process_group(self._wire)
+
+
+def _structure(plan: PipelinePlan) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """Who holds which layers."""
+    return [(group.ranks, group.cuts) for group in plan.groups]

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,9 +18,11 @@ from lightning_hetero.pipeline.decide.recorded_costs import model_to_plain
 from lightning_hetero.pipeline.fit.loaders import PipelineBinder
 from lightning_hetero.pipeline.fit.place import Place
 from lightning_hetero.pipeline.fit.plan.planning import PipelineSettings, PlanResult
+from lightning_hetero.pipeline.fit.replans import Decides, Replan, Replans
 from lightning_hetero.pipeline.fit.training import TrainBatches
 from lightning_hetero.pipeline.runtime.execute.failures import FailureBoard
 from lightning_hetero.pipeline.runtime.step.backbone import Backbone
+from lightning_hetero.pipeline.runtime.step.undivided import Undivided
 from lightning_hetero.types import PipelinePlan, StepReport
 
 if TYPE_CHECKING:
@@ -38,6 +41,7 @@ class PipelineRun(EngineRun[PipelineBinder]):
     Attributes:
         place: in the plan, once there is one.
         batches: of training, from then on.
+        replans: changes of plan, so far.
         scenario: set where a `ThrottleCallback` emulates: stages sleep for their part.
     """
 
@@ -49,6 +53,8 @@ class PipelineRun(EngineRun[PipelineBinder]):
         self.scenario: Scenario | None = None
         self.place: Place | None = None
         self.batches: TrainBatches | None = None
+        self.replans: list[Replan] = []
+        self._decided: Mapping[str, Any] = {}  # what decided in the run that this one resumes had learned
         if self.fitting and self.channel.world_size > 1:
             self.undo.callback(compat.replace_sigterm_broadcast(trainer, self._any_told))
 
@@ -75,7 +81,13 @@ class PipelineRun(EngineRun[PipelineBinder]):
     # ---- set-up -----------------------------------------------------------------------------------------------
 
     def install(
-        self, planned: PlanResult, backbone: Backbone, optimizers: Sequence[torch.optim.Optimizer]
+        self,
+        planned: PlanResult,
+        backbone: Backbone,
+        optimizers: Sequence[torch.optim.Optimizer],
+        *,
+        start: Callable[[PlanResult, int | None], Decides | None] | None = None,
+        in_force: Callable[[PlanResult], None] = lambda _: None,
     ) -> Place:
         """Takes this rank's place in the plan: others' layers leave its memory, links and groups are made.
 
@@ -83,6 +95,8 @@ class PipelineRun(EngineRun[PipelineBinder]):
             planned: the same on all ranks.
             backbone: the layers; the module is whole.
             optimizers: of this fit; unused, if this is none.
+            start: what decides on other plans while this fit trains; None: nobody.
+            in_force: told of each plan that comes into force.
         """
         self.binder.settle(planned.plan)
         self.place = place = Place(
@@ -98,7 +112,24 @@ class PipelineRun(EngineRun[PipelineBinder]):
         self._hide_example(planned.plan)
         if self.channel.rank == 0 and self.fitting:
             self.events.note("plan", 0, 0, _plan_data(planned))
-        self.batches = TrainBatches(self.trainer, place, self.binder, self.events)
+
+
+        def took_place() -> None:
+            self._hide_example(place.planned.plan)
+            in_force(place.planned)
+
+        replans = Replans(
+            self.trainer,
+            place,
+            self.binder,
+            self.events,
+            start=None if start is None or not self.fitting else partial(start, planned),
+            state=self._decided,
+            whole=isinstance(backbone, Undivided) and self.settings.planning.micro_batch_size is None,
+            records=self.replans,
+            in_force=took_place,
+        )
+        self.batches = TrainBatches(self.trainer, place, self.binder, self.events, replans)
         return place
 
     def _hide_example(self, plan: PipelinePlan) -> None:
@@ -113,10 +144,12 @@ class PipelineRun(EngineRun[PipelineBinder]):
     def state_dict(self) -> dict[str, Any]:
         """Returns what a resumed run needs, as plain types; the plan as a hint."""
         plan = plan_to_plain(self.place.planned.plan) if self.place is not None else {}
-        return {**self.binder.state_dict(), "plan": plan}
+        learned = self.batches.replans.state_dict() if self.batches is not None else {}
+        return {**self.binder.state_dict(), "plan": plan, "controller": learned}
 
     def resume(self, state: Mapping[str, Any]) -> None:
         self.binder.resume(state)
+        self._decided = state.get("controller") or {}
 
     # ---- what others may ask ----------------------------------------------------------------------------------
 
@@ -166,6 +199,8 @@ class PipelineRun(EngineRun[PipelineBinder]):
         """Ends the run: the module is whole again on every rank, on the CPU; if it failed, only what needs no peer."""
         try:
             self.undo.close()
+            if self.batches is not None:
+                self.batches.replans.close()
             if self.place is not None:
                 self.place.close()
         finally:

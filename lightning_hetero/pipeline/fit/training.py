@@ -16,6 +16,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -29,6 +30,7 @@ from lightning_hetero.glue.run import EventLog
 from lightning_hetero.lightning_compat.patches import patched
 from lightning_hetero.pipeline.fit.loaders import PipelineBinder
 from lightning_hetero.pipeline.fit.place import Place
+from lightning_hetero.pipeline.fit.replans import Replans
 from lightning_hetero.pipeline.runtime.execute.stage_runner import MicroBatch
 from lightning_hetero.pipeline.runtime.step.tensor_trees import loss_of
 from lightning_hetero.types import SpeedSample, StepReport
@@ -47,6 +49,7 @@ class TrainBatches:
         place: of this rank in the plan.
         binder: knows which part of the global batch the loader has handed out.
         events: of this rank.
+        replans: other plans, while the run goes on.
 
     Attributes:
         part: this rank's part of the batch that runs, or ran last.
@@ -58,9 +61,10 @@ class TrainBatches:
         place: Place,
         binder: PipelineBinder,
         events: EventLog,
+        replans: Replans,
     ) -> None:
         self._trainer, self._module, self._precision = trainer, trainer.lightning_module, trainer.precision_plugin
-        self._place, self._binder, self._events = place, binder, events
+        self._place, self._binder, self._events, self.replans = place, binder, events, replans
         self._keeps_gradients = is_overridden("optimizer_zero_grad", self._module)
         self.part: Part | None = None
         self._last: tuple[Part, list[float]] | None = None  # what all ranks' last step took
@@ -70,9 +74,10 @@ class TrainBatches:
     @property
     def report(self) -> StepReport | None:
         """On the last batch, the same on all ranks; None before the first one."""
-        if self._last is None:
-            return None
-        (part, columns), world = self._last, self._place.channel.world_size
+        return None if self._last is None else self._report_of(*self._last)
+
+    def _report_of(self, part: Part, columns: Sequence[float]) -> StepReport:
+        world = self._place.channel.world_size
         rows = zip(columns[:world], columns[world : 2 * world], columns[2 * world :], strict=True)
         records = tuple(
             SpeedSample(rank=r, step=part.step, samples=round(n), compute_s=compute_s, wait_s=wait_s)
@@ -81,8 +86,9 @@ class TrainBatches:
         return StepReport(epoch=part.epoch, step=part.step, records=records, predicted_s=self._place.predicted_s)
 
     def open(self) -> None:
-        """The next train batch is on the device: which part of the global batch is it."""
+        """The next train batch is on the device: which part of the global batch is it, and does another plan begin."""
         self.part = self._binder.open(compat.upcoming_batch(self._trainer))
+        self.replans.begin(self.part, gradients=self._keeps_gradients)
 
     def train(self, batch: Any, args: Sequence[Any], kwargs: Mapping[str, Any], *, accumulates: bool) -> Any:
         """Runs one training batch through all pipelines; returns what ``training_step`` returned, joined.
@@ -124,7 +130,8 @@ class TrainBatches:
                 self._skips = place.sync.agree_nonfinite()
         self._put_aside(old)
         busy_s = place.busy.busy_s
-        loss = self._exchanged(outputs, weights, part, sum(sizes), busy_s, time.perf_counter() - started_s - busy_s)
+        wait_s = time.perf_counter() - started_s - busy_s
+        loss = self._exchanged(outputs, weights, part, sum(sizes), busy_s, wait_s, step)
         if not outputs:
             return {"loss": loss}
         joined = join_outputs(outputs, sizes)
@@ -164,6 +171,7 @@ class TrainBatches:
         samples: int,
         busy_s: float,
         wait_s: float,
+        batch: int,
     ) -> Tensor:
         """Returns the loss of the global batch, the same on all ranks, and tells all what everybody's step took.
 
@@ -174,10 +182,19 @@ class TrainBatches:
         own = sum(float(loss_of(output)) * weight for output, weight in pairs)
         row = [0.0] * (3 * world)
         row[rank::world] = [samples, busy_s, wait_s]
-        loss, *columns = self._place.logs.publish([own * self._trainer.accumulate_grad_batches, *row])
+        number = self.replans.generation
+        loss, numbers, paused_s, *columns = self._place.logs.publish(
+            [own * self._trainer.accumulate_grad_batches, number, self.replans.paused_s, *row]
+        )
+        if numbers != number * world:
+            raise RuntimeError(
+                f"rank {rank} trains under plan {number}, and the ranks together under {numbers / world:g} in the mean;"
+                " this is a bug of lightning_hetero"
+            )
         self._last = (part, columns)
         data = {"samples": part.samples, "compute_s": busy_s, "wait_s": wait_s}
         self._events.note("step", part.epoch, part.step, data)
+        self.replans.observe(batch, part, partial(self._report_of, part, columns), paused_s / world)
         return torch.tensor(loss, device=self._place.settings.device, dtype=torch.float32)
 
     # ---- gradients: computed within Lightning's training_step hook, wanted in its backward hook -----------------

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests import warm
 from tests.e2e.programs import environ, left_in
@@ -25,6 +26,7 @@ from lightning.pytorch import LightningModule, Trainer
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_hetero import HeteroPipelineStrategy
+from lightning_hetero.pipeline.runtime.own import parcels
 
 ASKED = {"ranks": 3, "place": "", "at": 0, "kind": "exception", **json.loads(sys.argv[1])}
 PLAN = {"groups": [{"ranks": [1, 0], "cuts": [0, 2, 4], "samples": 8, "micro_samples": 3},
@@ -78,10 +80,27 @@ def data():
     return DataLoader(TensorDataset(torch.randn(72, 4)), batch_size=4)
 
 
-strategy = HeteroPipelineStrategy(backbone="model", plan=PLAN, timeout=timedelta(seconds=100))
+migrates, options = ASKED["place"].startswith("migration"), {}
+if migrates:  # rank 2 joins the group of the others: after seven batches, as it has read samples of the sixth
+    from lightning.pytorch.callbacks import ModelCheckpoint
+    from tests.ranks.pipeline.replan_kit import Scripted, group, plan
+
+    script = {5: plan(group([1, 2, 0], [0, 1, 2, 4], 12, 3))}
+    options = {"controller": Scripted(script)}
+    saver = ModelCheckpoint("saved", filename="{step}", every_n_train_steps=1, save_top_k=-1)
+    exchange = parcels.exchange
+
+    def interrupted(*args, **kwargs):
+        if ASKED["place"] == "migration, sending":
+            happen(ASKED["place"], trainer)
+        exchange(*args, **kwargs)
+        happen("migration", trainer)
+
+    parcels.exchange = interrupted
+strategy = HeteroPipelineStrategy(backbone="model", plan=PLAN, timeout=timedelta(seconds=100), **options)
 trainer = Trainer(accelerator="cpu", devices=3, strategy=strategy, max_epochs=3, logger=False,
-                  enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
-                  num_sanity_val_steps=0)
+                  enable_checkpointing=migrates, enable_progress_bar=False, enable_model_summary=False,
+                  num_sanity_val_steps=0, callbacks=[saver] if migrates else [])
 torch.manual_seed(0)
 trainer.fit(Model(), data(), data())
 Path(f"finished{trainer.global_rank}").write_text("")
@@ -132,6 +151,25 @@ def test_a_killed_rank_ends_all(tmp_path: Path, place: str, rank: int) -> None:
             assert "Traceback" in screen, (r, screen)
             named = f"rank {rank} is gone without a word" in screen
             assert named or "lost contact with another rank" in screen or "store is gone" in screen, (r, screen)
+
+
+@pytest.mark.parametrize(("place", "rank"), [("migration, sending", 0), ("migration", 2)])
+def test_a_rank_killed_while_layers_move_loses_nothing_that_was_saved(tmp_path: Path, place: str, rank: int) -> None:
+    ended = launch(tmp_path, place=place, at=rank, kind="kill")
+    check_ended(tmp_path, ended)
+    assert ended.code[rank] == -9
+    for r, screen in enumerate(ended.said):
+        if r != rank:
+            assert "Traceback" in screen, (r, screen)
+            named = f"rank {rank} is gone without a word" in screen
+            assert named or "lost contact with another rank" in screen or "store is gone" in screen, (r, screen)
+    saved = sorted(tmp_path.glob("saved/*.ckpt"), key=lambda path: int(path.stem.partition("=")[2]))
+    assert [path.stem for path in saved] == [f"step={n}" for n in range(1, 8)]
+    last = torch.load(saved[-1], weights_only=True)
+    assert last["global_step"] == 7
+    model = torch.nn.Sequential(*(torch.nn.Linear(4, 4) for _ in range(4)))
+    model.load_state_dict({name.removeprefix("model."): t for name, t in last["state_dict"].items()})
+    assert last["lightning_hetero"]["plan"]["groups"][0]["ranks"] == [1, 0], "the plan that the file was written under"
 
 
 def test_an_interrupted_rank_ends_all(tmp_path: Path) -> None:

@@ -14,16 +14,18 @@ from torch import nn
 from lightning_hetero.pipeline.runtime.measure.layers import profile_on_device
 from tests.ranks.harness import RankEnvironment, run_ranks
 from tests.ranks.kit import Weights, regression, single, weights
-from tests.ranks.pipeline.kit import WIDTH, WORLD, Deep, loaders, pipeline
+from tests.ranks.pipeline.kit import PLANS, WIDTH, WORLD, Deep, loaders, pipeline
+from tests.ranks.pipeline.replan_kit import Scripted
 
 
-def trained(rank: int, world: int, plan: str) -> Weights:
+def trained(rank: int, world: int, plan: str, script: dict[int, Any] | None = None) -> Weights:
     from lightning.pytorch import Trainer
 
+    strategy = pipeline(plan, controller=None if script is None else Scripted(script))
     trainer = Trainer(
         accelerator="gpu",
         devices=[0] * world,
-        strategy=pipeline(plan),
+        strategy=strategy,
         plugins=[RankEnvironment(rank, world)],
         max_epochs=2,
         logger=False,
@@ -32,8 +34,20 @@ def trained(rank: int, world: int, plan: str) -> Weights:
         enable_model_summary=False,
     )
     module = Deep()
-    trainer.fit(module, *loaders(None, 16 // world))
+    trainer.fit(module, *loaders(regression(400), 16 // world))
+    if script is not None:
+        assert [r.bytes > 0 for r in strategy.replans] == [True] * len(script)
+        report = trainer.strategy.step_report()
+        assert report is None or all(record.compute_s > 0 for record in report.records)
     return weights(module)
+
+
+def test_layers_move_between_processes_that_share_a_gpu() -> None:
+    module = Deep()
+    single(module, regression(400), 16, max_epochs=2)
+    script = {2: PLANS["2x1"], 9: PLANS["1x2"], 30: PLANS["2x1"]}
+    for found in run_ranks(2, trained, "1x2", script, timeout_s=300.0):
+        assert found.distance(weights(module)) <= 1e-10
 
 
 @pytest.mark.parametrize("plan", ["1x2", "1x4", "2x2"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import time
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -26,9 +27,10 @@ from torch.testing import assert_close
 from torch.utils.data import DataLoader, DistributedSampler
 from torchmetrics import CatMetric, MeanAbsoluteError, MeanMetric
 
+from lightning_hetero.pipeline.runtime.execute import failures
 from tests.ranks.harness import run_ranks
 from tests.ranks.kit import quiet_trainer, rank_trainer, regression, weights
-from tests.ranks.pipeline.kit import Deep, pipeline
+from tests.ranks.pipeline.kit import Deep, fit, pipeline
 
 # Rank 0 rests: it leads nothing and holds nothing, but it is where the loggers are.
 RESTS = {
@@ -266,3 +268,25 @@ def test_what_is_measured_in_a_run_is_what_one_process_measures(tmp_path: Path) 
             all_rows = torch.cat([part[key] for part in expected[name]])
             order, other = (torch.argsort(torch.cat([p["x"] for p in x])[:, 0]) for x in (parts, expected[name]))
             assert_close(found_rows[order], all_rows[other], rtol=1e-12, atol=1e-12)
+
+
+class Unhurried(Deep):
+    """Its steps take longer than the others wait between two looks for failures."""
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        time.sleep(0.3)
+        super().validation_step(batch, batch_idx)
+
+
+def unhurried(rank: int, world: int) -> float:
+    check_s, failures._CHECK_S = failures._CHECK_S, 0.1
+    try:
+        trainer = fit(rank, world, Unhurried(), pipeline("1x2"), max_epochs=1, limit_val_batches=2, validate=True)[1]
+    finally:
+        failures._CHECK_S = check_s
+    return float(trainer.callback_metrics["val"])
+
+
+def test_a_step_may_take_longer_than_others_wait_without_a_look() -> None:
+    first, second = run_ranks(2, unhurried)
+    assert first == second

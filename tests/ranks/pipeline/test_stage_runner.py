@@ -138,8 +138,13 @@ def evaluate(groups: list[GroupPlan], rank: int) -> None:
     seen: list[tuple[Kind, int, int]] = []
 
     class Pace:
+        begun = 0
+
+        def began(self) -> None:
+            self.begun += 1
+
         def computed(self, kind: Kind, stage: int, samples: int, elapsed_s: float) -> None:
-            assert elapsed_s >= 0.0
+            assert elapsed_s >= 0.0 and self.begun == len(seen) + 1
             seen.append((kind, stage, samples))
 
     runner = make_runner(case, net, group, rank, "evaluate", pace=Pace())

@@ -20,6 +20,7 @@ from lightning_hetero.types import AffineCost, Cluster, Device, LayerCost, Link,
 from tests.ranks.harness import run_ranks
 from tests.ranks.kit import FEATURES, Toy, rank_trainer, regression, single, weights
 from tests.ranks.pipeline.kit import pipeline
+from tests.ranks.pipeline.replan_kit import Scripted
 from tests.ranks.pipeline.variants import Branched
 
 UNEQUAL = {"devices": [{"name": "fast"}, {"name": "slow", "speed": 0.25}], "link": {"bandwidth": "10 GB/s"}}
@@ -171,3 +172,19 @@ def test_a_batch_stays_in_one_piece_where_memory_has_room_for_it() -> None:
     found = in_one_piece(type(plan)(groups=cut, total_s=1.0), model, cluster)
     assert [g.micro_batches for g in found.groups] == [(8,), (4, 4)]
     assert found.ok and found.total_s == 16.0
+
+
+def replanned(rank: int, world: int) -> tuple[Any, list[int]]:
+    script = {2: replicas(1, [16, 0]), 4: replicas(1, [3, 13]), 6: replicas(1, [0, 16])}
+    module, strategy = Branches(), pipeline(None, backbone=None, cluster=UNEQUAL, controller=Scripted(script))
+    result = fit(rank, world, module, strategy, DataLoader(regression(400), batch_size=8, shuffle=True))
+    assert "error" not in result, result
+    return weights(module), [r.bytes for r in strategy.replans]
+
+
+def test_devices_rest_and_wake_with_the_whole_model() -> None:
+    expected = Branches()
+    single(expected, regression(400), 16, max_epochs=1)
+    for found, sent_bytes in run_ranks(2, replanned):
+        assert found.distance(weights(expected)) <= 1e-12
+        assert [n > 0 for n in sent_bytes] == [False, True, False]  # who wakes gets all of it

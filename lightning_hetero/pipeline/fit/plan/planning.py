@@ -56,12 +56,17 @@ __all__ = [
     "evaluation_plan",
     "make_plan",
     "read_cluster",
+    "tied_spans",
 ]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PlanSettings:
-    """The strategy's arguments that concern the plan; see `HeteroPipelineStrategy`."""
+    """The strategy's arguments that concern the plan; see `HeteroPipelineStrategy`.
+
+    Attributes:
+        watched: a controller is to go on from ``plan``, and needs costs.
+    """
 
     cluster: Cluster | Literal["probe"] | None = None
     profile: ModelCost | None = None
@@ -72,6 +77,7 @@ class PlanSettings:
     overlap: bool = True
     checkpoint_layers: bool = False
     cache_folder: str | None = None
+    watched: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -190,7 +196,7 @@ def _cluster(
     if given is None and scenario is not None:
         speeds = [scenario.speed(rank, 0) for rank in range(world)]
         return override_cluster(equal_cluster(world), speeds=speeds)
-    if given is None and settings.plan is not None:
+    if given is None and settings.plan is not None and not settings.watched:
         return equal_cluster(world)  # nothing is decided by it
     known = given if isinstance(given, Cluster) else None
     return probe_cluster(
@@ -236,7 +242,7 @@ def _decide(
     needs_times = scenario is not None and scenario.emulated
     if model is not None and len(model.layers) != len(backbone.layers):
         raise ValueError(f"profile has {len(model.layers)} layers, but the backbone has {len(backbone.layers)}")
-    if model is None and (settings.plan is None or needs_times):
+    if model is None and (settings.plan is None or settings.watched or needs_times):
         model, calls = measure_model(
             step,
             micro_batch_size=settings.micro_batch_size,
@@ -251,13 +257,11 @@ def _decide(
     if settings.plan is not None:
         return settings.plan, model, calls
     assert model is not None
-    ties = tied(module, backbone.layers)
-    spans = [(0 if tie.outside else min(tie.layers), max(tie.layers)) for tie in ties if tie.layers]
     plan = best_plan(
         model,
         cluster,
         global_batch,
-        spans=spans,
+        spans=tied_spans(module, backbone),
         micro_batch_size=settings.micro_batch_size,
         max_groups=settings.max_groups,
         overlap=settings.overlap,
@@ -268,6 +272,12 @@ def _decide(
     if isinstance(backbone, Undivided) and settings.micro_batch_size is None:
         plan = in_one_piece(plan, model, cluster)
     return plan, model, calls
+
+
+def tied_spans(module: nn.Module, backbone: Backbone) -> list[tuple[int, int]]:
+    """Returns the layers that must stay on one device, because they share weights, as `best_plan` takes them."""
+    ties = tied(module, backbone.layers)
+    return [(0 if tie.outside else min(tie.layers), max(tie.layers)) for tie in ties if tie.layers]
 
 
 def _undivided(backbone: Backbone) -> str:

@@ -150,15 +150,21 @@ class DirectWays:
         timeout: timedelta | None,
         device: torch.device,
     ) -> None:
-        self._groups: dict[tuple[int, int], Any] = {
-            pair: dist.new_group(sorted(pair), timeout, backend) for pair in pairs
-        }
-        peers = [b for a, b in pairs if a == rank]
-        self.by_peer = {
-            peer: DirectWay(self._groups[rank, peer], self._groups[peer, rank], peer, device) for peer in peers
-        }
-        with _current(device):
-            self._greet(pairs, rank)
+        self._rank, self._backend, self._timeout, self._device = rank, backend, timeout, device
+        self._groups: dict[tuple[int, int], Any] = {}
+        self.by_peer: dict[int, DirectWay] = {}
+        self.prepare(pairs)
+
+    def prepare(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """Makes the ways that are missing, and keeps the others; collective, as the constructor."""
+        pairs = [pair for pair in pairs if pair not in self._groups]
+        for pair in pairs:
+            self._groups[pair] = dist.new_group(sorted(pair), self._timeout, self._backend)
+        for peer in [b for a, b in pairs if a == self._rank]:
+            there, back = self._groups[self._rank, peer], self._groups[peer, self._rank]
+            self.by_peer[peer] = DirectWay(there, back, peer, self._device)
+        with _current(self._device):
+            self._greet(pairs, self._rank)
 
     def _greet(self, pairs: Sequence[tuple[int, int]], rank: int) -> None:
         """Makes the communicators, which takes both ends, one after the other in one order: never in a circle."""

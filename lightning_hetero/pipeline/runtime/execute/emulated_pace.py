@@ -11,6 +11,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from typing import Any
+
+import torch
 
 from lightning_hetero.emulate.scenario import Scenario
 from lightning_hetero.emulate.throttle import Pacer
@@ -53,34 +56,71 @@ def parts_of(model: ModelCost, group: GroupPlan, rank: int, samples: int) -> dic
 class BusyTime:
     """Adds up what a rank's computations took, emulated time included; the stage runner's `Pace`.
 
+    On a GPU that is what they took there, between two events on its stream: the host only starts them.
+
     Args:
         pace: of an emulated device; None: the real one's.
+        device: of this rank's layers.
         clock: seconds; injectable for tests.
     """
 
-    def __init__(self, pace: ScenarioPace | None = None, *, clock: Callable[[], float] = time.perf_counter) -> None:
+    def __init__(
+        self,
+        pace: ScenarioPace | None = None,
+        *,
+        device: torch.device = torch.device("cpu"),  # noqa: B008
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
         self.pace = pace
-        self.busy_s = 0.0
-        self._clock = clock
+        self._device, self._clock = device, clock
+        self._busy_s = 0.0
+        self._in_step = False
+        self._began: Any = None
+        self._spans: list[tuple[Any, Any]] = []  # events, of which nobody has waited for the second
+
+    @property
+    def busy_s(self) -> float:
+        """In this training step, so far; waits for what runs on the device [s]."""
+        for began, ended in self._spans:
+            ended.synchronize()
+            self._busy_s += began.elapsed_time(ended) / 1e3
+        self._spans.clear()
+        return self._busy_s
 
     def begin(self, step: int) -> None:
         """Starts a training step, at 0."""
-        self.busy_s = 0.0
+        self._busy_s, self._in_step = 0.0, True
+        self._spans.clear()
         if self.pace is not None:
             self.pace.begin(step)
 
     def end(self) -> None:
         """Ends the training step."""
+        self._in_step = False
         if self.pace is not None:
             self.pace.end()
 
+    def began(self) -> None:
+        """A computation begins."""
+        if self._device.type == "cuda" and self._in_step:
+            self._began = self._event()
+
     def computed(self, kind: Kind, stage: int, samples: int, elapsed_s: float) -> None:
         """Takes note of a computation."""
-        self.busy_s += elapsed_s
+        if self._began is not None:
+            self._spans.append((self._began, self._event()))
+            self._began = None
+        else:
+            self._busy_s += elapsed_s
         if self.pace is not None:
             before_s = self._clock()
             self.pace.computed(kind, stage, samples, elapsed_s)
-            self.busy_s += self._clock() - before_s
+            self._busy_s += self._clock() - before_s
+
+    def _event(self) -> Any:
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(torch.cuda.current_stream(self._device))
+        return event
 
 
 class ScenarioPace:

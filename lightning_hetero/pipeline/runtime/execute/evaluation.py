@@ -6,7 +6,6 @@
 
 from __future__ import annotations
 
-import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -103,7 +102,7 @@ class Evaluation:
 
     def _forward(self, stage: int, value: Any, flags: Sequence[bool], way: Pass, samples: int) -> None:
         """Takes a batch through this rank's layers, and sends the outputs."""
-        start_s = time.perf_counter()
+        start_s = self._local.began()
         outputs, _ = self._local.stage.forward(value, flags, way)
         self._local.paced(Kind.FORWARD, stage, samples, start_s)
         fields = {"value": outputs, "autocast": way.autocast, "call": way.call, "route": way.route.text}

@@ -49,6 +49,10 @@ class MicroBatch:
 class Pace(Protocol):
     """Lets this rank take an emulated device's time."""
 
+    def began(self) -> None:
+        """Called before each computation."""
+        ...
+
     def computed(self, kind: Kind, stage: int, samples: int, elapsed_s: float) -> None:
         """Called after each computation; sleeps what is missing.
 
@@ -116,6 +120,12 @@ class LocalStage:
             )
         return message
 
+    def began(self) -> float:
+        """Tells the pace that a computation begins; returns when [s, time.perf_counter]."""
+        if self.pace is not None:
+            self.pace.began()
+        return time.perf_counter()
+
     def paced(self, kind: Kind, stage: int, samples: int, start_s: float) -> None:
         """Tells the pace of a computation that began at ``start_s`` [s, time.perf_counter]."""
         if self.pace is not None:
@@ -167,7 +177,7 @@ class Execution:
             elif op.kind is Kind.RECEIVE:
                 self._receive(op)
             else:
-                start_s = time.perf_counter()
+                start_s = self._local.began()
                 compute[op.kind](op.stage, op.micro_batch)
                 self._local.paced(op.kind, op.stage, self._samples[op.micro_batch], start_s)
 

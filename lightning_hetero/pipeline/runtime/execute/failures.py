@@ -7,6 +7,7 @@ ends with the cause, e.g. "rank 2 failed: OutOfMemoryError: ...", and not with i
 from __future__ import annotations
 
 import json
+import threading
 import time
 import traceback
 from datetime import timedelta
@@ -14,6 +15,7 @@ from typing import Any
 
 from torch import distributed as dist
 
+from lightning_hetero.transport.pairs.frames import FOREVER
 from lightning_hetero.transport.sockets import first_line
 
 __all__ = ["FailureBoard", "RemoteTraceback"]
@@ -90,6 +92,32 @@ class FailureBoard:
                 if work.is_completed():
                     work.wait()  # returns, if it was done just now, or raises what went wrong
                     return
+
+    def wait_for_peer(self, work: dist.Work) -> None:
+        """Waits for a send or a receive of gloo, however long the peer takes, with a look here once a second.
+
+        When a wait for one of these times out, gloo closes all its connections. So a thread waits, without a timeout.
+
+        Raises:
+            RuntimeError: as `wait`.
+        """
+        errors: list[RuntimeError] = []
+
+        def run() -> None:
+            try:
+                work.wait(FOREVER)
+            except RuntimeError as error:
+                errors.append(error)
+
+        thread = threading.Thread(target=run, name="pipeline-wait", daemon=True)
+        thread.start()
+        while thread.is_alive():
+            thread.join(_CHECK_S)
+            if thread.is_alive():
+                self.check()
+        if errors:
+            self.check()
+            raise errors[0]
 
     def _ask(self, work: dist.Work) -> None:
         look_s = time.monotonic() + _CHECK_S

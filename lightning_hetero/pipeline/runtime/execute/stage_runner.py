@@ -174,6 +174,11 @@ class StageRunner:
             self._schedules[samples] = generate(times, policy, overlap=self._overlap)
         return self._schedules[samples]
 
+    def follow(self, times: TimesOf, policy: Callable[[PipelineTimes], SchedulePolicy] | None) -> None:
+        """Makes schedules from other times from now on; between two steps, on all ranks of the group."""
+        self._times, self._policy = times, policy
+        self._schedules.clear()
+
     # ---- training --------------------------------------------------------------------------------------------------
 
     def train(

@@ -50,7 +50,7 @@ class WholeStep:
         results: list[Any] = []
         with self._at_work():
             for i, micro_batch in enumerate(micro_batches):
-                start_s = time.perf_counter()
+                start_s = self._began()
                 self._seed_streams(step, micro_batch.number)
                 output = micro_batch.body()
                 loss = weighted_loss(output, micro_batch.weight, scale)
@@ -94,6 +94,11 @@ class WholeStep:
         """Tells the pace of a computation that began at ``start_s``; returns when the next one begins."""
         if self._pace is not None:
             self._pace.computed(kind, 0, samples, time.perf_counter() - start_s)
+        return self._began()
+
+    def _began(self) -> float:
+        if self._pace is not None:
+            self._pace.began()
         return time.perf_counter()
 
     @contextmanager

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import pickle
+from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -12,14 +13,19 @@ from torch import Tensor, nn
 
 from lightning_hetero.pipeline.runtime.own.ownership import Ownership
 
-__all__ = ["OwnerGroups", "as_bytes", "raise_together", "share_buffers", "share_initial"]
+__all__ = ["OwnerGroups", "Wait", "as_bytes", "gathered", "raise_together", "share_buffers", "share_initial"]
+
+Wait = Callable[[dist.Work], object]
+"""Waits for a collective, e.g. with a look at what became of the others, `FailureBoard.wait`."""
+
+_MOST_GROUPS = 64  # kept; each costs sockets and threads, or memory on the device
 
 
 class OwnerGroups:
-    """Process groups by set of ranks, each made once.
+    """Process groups by set of ranks, each made once and kept: a plan that comes back finds its groups.
 
     Making one is collective over *all* ranks, members or not, and all must make them in the same order: hence
-    `prepare`, which every rank calls with the same sets.
+    `prepare`, which every rank calls with the same sets. Where there are too many, those unused longest are destroyed.
 
     Args:
         world: over all ranks, one that takes CPU tensors (gloo); scalars travel over it.
@@ -40,10 +46,12 @@ class OwnerGroups:
 
     def prepare(self, members: Iterable[Sequence[int]]) -> None:
         """Makes the groups that are missing; collective, the same on all ranks. One rank alone needs none."""
-        wanted = {tuple(sorted(set(ranks))) for ranks in members}
-        for ranks in sorted(wanted - self._groups.keys()):
-            if len(ranks) > 1:
-                self._groups[ranks] = dist.new_group(list(ranks), self._timeout, self._backend)
+        wanted = sorted({ranks for each in members if len(ranks := tuple(sorted(set(each)))) > 1})
+        for ranks in wanted:
+            known = self._groups.pop(ranks, None)  # to the end of the order: used last
+            self._groups[ranks] = dist.new_group(list(ranks), self._timeout, self._backend) if known is None else known
+        for ranks in list(self._groups)[: max(0, len(self._groups) - max(_MOST_GROUPS, len(wanted)))]:
+            _destroy(self._groups.pop(ranks))
 
     def get(self, members: Sequence[int]) -> dist.ProcessGroup | None:
         """Returns the group of these ranks, None for one rank alone.
@@ -57,9 +65,39 @@ class OwnerGroups:
     def close(self) -> None:
         """Destroys the groups; not after a failure, when peers may be gone."""
         for group in self._groups.values():
-            if isinstance(group, dist.ProcessGroup):
-                dist.destroy_process_group(group)
+            _destroy(group)
         self._groups.clear()
+
+
+def _destroy(group: Any) -> None:
+    if isinstance(group, dist.ProcessGroup):
+        dist.destroy_process_group(group)
+
+
+def gathered(value: object, group: dist.ProcessGroup, wait: Wait) -> list[Any]:
+    """Returns a value of every rank, by rank, whatever can be pickled; collective.
+
+    Unlike `torch.distributed.all_gather_object` it waits as it is told to.
+
+    Args:
+        value: this rank's.
+        group: one that takes CPU tensors (gloo).
+        wait: see `Wait`.
+    """
+    own = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
+    world = dist.get_world_size(group)
+    sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(world)]
+    wait(_work(dist.all_gather(sizes, torch.tensor([own.numel()]), group=group, async_op=True)))
+    room = max(int(size) for size in sizes)
+    values = [torch.empty(room, dtype=torch.uint8) for _ in range(world)]
+    padded = torch.cat([own, own.new_zeros(room - own.numel())])
+    wait(_work(dist.all_gather(values, padded, group=group, async_op=True)))
+    return [pickle.loads(v[: int(n)].numpy().tobytes()) for v, n in zip(values, sizes, strict=True)]
+
+
+def _work(work: dist.Work | None) -> dist.Work:
+    assert work is not None
+    return work
 
 
 def raise_together(problem: Exception | None, group: dist.ProcessGroup) -> None:

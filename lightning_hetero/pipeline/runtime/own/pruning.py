@@ -24,7 +24,7 @@ from torch.utils import _pytree as pytree
 from lightning_hetero.pipeline.runtime.own.owner_groups import as_bytes
 from lightning_hetero.pipeline.runtime.own.ownership import Ownership
 
-__all__ = ["movable", "prune", "restore", "to_device"]
+__all__ = ["like", "movable", "prune", "put_in_place", "restore", "to_device"]
 
 
 @torch.no_grad()
@@ -45,34 +45,48 @@ def prune(module: nn.Module, optimizers: Iterable[Optimizer], ownership: Ownersh
     replaced: dict[int, tuple[Tensor, Tensor]] = {}
     for name, tensor in ownership.tensors(module).items():
         if not ownership.holds(name) and not tensor.is_meta:
-            replaced[id(tensor)] = tensor, _like(tensor, torch.empty_like(tensor.detach(), device="meta"))
-    _put(module, replaced)
-    for optimizer in optimizers:
-        for group in optimizer.param_groups:
-            group["params"][:] = [replaced[id(p)][1] if id(p) in replaced else p for p in group["params"]]
-        for tensor, _ in replaced.values():
-            optimizer.state.pop(tensor, None)
+            replaced[id(tensor)] = tensor, like(tensor, torch.empty_like(tensor.detach(), device="meta"))
+    put_in_place(module, optimizers, replaced)
     for tensor, _ in replaced.values():  # frees it even where somebody keeps a reference, and harms no view
         tensor.grad = None
         tensor.data = tensor.data.new_empty(0)
 
 
-def _like(tensor: Tensor, data: Tensor) -> Tensor:
-    """Returns ``data`` as a parameter or buffer with the attributes of ``tensor``."""
+def like(tensor: Tensor, data: Tensor) -> Tensor:
+    """Returns ``data`` as a parameter or buffer with the attributes of ``tensor``, and its hooks.
+
+    So a hook that the user has registered on a parameter is where the parameter is, when a later plan moves it.
+    """
     if isinstance(tensor, nn.Parameter):
         data = torch.Tensor._make_subclass(type(tensor), data, tensor.requires_grad)
     vars(data).update(vars(tensor))
+    for hooks in ("_backward_hooks", "_post_accumulate_grad_hooks"):
+        if found := getattr(tensor, hooks):
+            setattr(data, hooks, found)
     return data
 
 
-def _put(module: nn.Module, replaced: Mapping[int, tuple[Tensor, Tensor]]) -> None:
-    """Puts new tensors under all names of the old ones; ``replaced`` is by the id of the old one: old, new."""
+def put_in_place(
+    module: nn.Module, optimizers: Iterable[Optimizer], replaced: Mapping[int, tuple[Tensor, Tensor]]
+) -> None:
+    """Puts new tensors under all names of the old ones, and in the optimizers, which forget the old ones' state.
+
+    Args:
+        module: the whole model.
+        optimizers: of it.
+        replaced: by the id of the old one: old, new.
+    """
     for part in module.modules():
         parameters = list(part.named_parameters(recurse=False, remove_duplicate=False))
         buffers = list(part.named_buffers(recurse=False, remove_duplicate=False))
         for name, tensor in (*parameters, *buffers):
             if id(tensor) in replaced:  # by setattr: recurrent modules keep further references and follow it
                 setattr(part, name, replaced[id(tensor)][1])
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            group["params"][:] = [replaced[id(p)][1] if id(p) in replaced else p for p in group["params"]]
+        for tensor, _ in replaced.values():
+            optimizer.state.pop(tensor, None)
 
 
 @torch.no_grad()
@@ -97,10 +111,10 @@ def restore(module: nn.Module, ownership: Ownership, group: dist.ProcessGroup) -
         if data.numel():
             dist.broadcast(as_bytes(data), source, group=group)
         if tensor.is_meta:
-            replaced[id(tensor)] = (tensor, _like(tensor, data))
+            replaced[id(tensor)] = (tensor, like(tensor, data))
         elif ownership.rank != source:
             tensor.copy_(data)
-    _put(module, replaced)
+    put_in_place(module, (), replaced)
 
 
 @contextmanager

@@ -1,0 +1,344 @@
+"""Other plans while a run trains: measured, decided on rank 0, told to all, carried out between two batches (layer L).
+
+    end of batch t    what all ranks took, in the message that is sent anyway [training]
+                      rank 0: the controller decides; the others are told, and do not wait
+    batch t+1 drawn   all: has something been decided? then from when on can it hold [decide.changeover]
+                      it holds from here on: layers move [place, runtime.own.migration], schedules are others
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import pickle
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from statistics import median
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+import torch.distributed as dist
+
+from lightning_hetero import lightning_compat as compat
+from lightning_hetero.data import Part
+from lightning_hetero.glue.run import EventLog
+from lightning_hetero.pipeline.decide.changeover import Changeover, changeover
+from lightning_hetero.pipeline.decide.online.messages import Decision, Observation
+from lightning_hetero.pipeline.decide.plans import check_plan, in_one_piece, plan_to_plain
+from lightning_hetero.pipeline.fit.loaders import PipelineBinder
+from lightning_hetero.pipeline.fit.place import Place
+from lightning_hetero.pipeline.runtime.own.migration import CancelledError
+from lightning_hetero.types import PipelinePlan, StepReport
+
+if TYPE_CHECKING:
+    from lightning.pytorch import Trainer
+
+__all__ = ["Decides", "Replan", "Replans"]
+
+
+_COMPARED = 3  # batches before and after a change
+
+
+class Decides(Protocol):
+    """What decides, on rank 0 only: a started controller, see `pipeline.decide.online`."""
+
+    def step(self, seen: Observation) -> Decision: ...
+
+    def withdraw(self, generation: int) -> object: ...
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Replan:
+    """A change of plan, or one that was given up.
+
+    Attributes:
+        step: batches trained before it held, or was given up.
+        kind: ``"shares"``: nothing moved; ``"plan"``; ``"rollback"``: back to the plan before.
+        reason: in words.
+        generation: number of the plan, from 1; the first plan is 0.
+        predicted_gain: part of the time of a batch that was to be saved; negative where money is saved instead.
+        realised_gain: the same, measured: of the first batches under the plan against the last ones before; where
+            layers moved, against what the plan before would take by then. None: not known yet.
+        bytes: sent between ranks.
+        pause_s: how long training stood still for it, the mean of the ranks [s].
+        cancelled: why the plan before is in force still; empty: it is not.
+    """
+
+    step: int
+    kind: str
+    reason: str
+    generation: int
+    predicted_gain: float
+    realised_gain: float | None = None
+    bytes: int = 0
+    pause_s: float = 0.0
+    cancelled: str = ""
+
+
+class Replans:
+    """Asks for another plan after each batch, and carries out what comes; on every rank of a fit.
+
+    Args:
+        trainer: the running trainer.
+        place: of this rank.
+        binder: of the train loader.
+        events: of this rank.
+        start: makes what decides, from the batches of the run if their number is known; on rank 0, when the first batch
+            has been trained; None instead of it: nobody decides. None: the first plan stays.
+        state: of what decided in the run that this one resumes; empty: there was none, or this rank does not know.
+        whole: the layers are one, and batches need not be cut where that is spared.
+        records: of this run; appended to.
+        in_force: called when another plan has come into force.
+
+    Attributes:
+        generation: of the plan in force.
+    """
+
+    def __init__(
+        self,
+        trainer: Trainer,
+        place: Place,
+        binder: PipelineBinder,
+        events: EventLog,
+        *,
+        start: Callable[[int | None], Decides | None] | None,
+        state: Mapping[str, Any],
+        whole: bool,
+        records: list[Replan],
+        in_force: Callable[[], None],
+    ) -> None:
+        self._trainer, self._place, self._binder, self._events = trainer, place, binder, events
+        self._start, self._records, self._in_force = start, records, in_force
+        self._state, self._whole = state, whole
+        self._decider: Decides | None = None
+        self._asked = False  # for one
+        self._told: tuple[torch.Tensor, dist.Work, bytes] | None = None  # on its way: size of what rank 0 has to say
+        self._due: list[tuple[Changeover, Decision]] = []
+        self._paused_s, self._moved_bytes = 0.0, 0
+        self._took_s: deque[float] = deque(maxlen=_COMPARED)  # the last batches under the plan in force
+        self._before_s = math.nan  # those before it came into force
+        self.generation = 0
+
+    # ---- what is measured, and what is decided by it -----------------------------------------------------------
+
+    @property
+    def paused_s(self) -> float:
+        """How long this rank stood still before the batch that runs [s]."""
+        return self._paused_s
+
+    def observe(self, batch: int, part: Part, report_of: Callable[[], StepReport], pause_s: float) -> None:
+        """A batch has been trained: rank 0 decides; the others are told of it while they go on.
+
+        Args:
+            batch: its number in the run.
+            part: of this rank; shares are those of all.
+            report_of: returns what is known of all ranks' work, the same on all.
+            pause_s: for a change of plan before it, the mean of the ranks.
+        """
+        if self._start is None:
+            return
+        if self._paused_s:
+            self._amend(self.generation, pause_s=pause_s)
+        moved_bytes, self._moved_bytes, self._paused_s = self._moved_bytes, 0, 0.0
+        report = report_of()
+        self._compare(max(record.compute_s + record.wait_s for record in report.records))
+        text = b""
+        if self._place.channel.rank == 0:
+            if not self._asked:
+                self._decider, self._asked = self._started(self._start), True
+            if self._decider is not None:
+                decision = self._decider.step(self._observation(batch, part, report, pause_s, moved_bytes))
+                if decision.kind != "keep" or decision.outcome is not None:
+                    text = pickle.dumps(replace(decision, plan=self._in_one_piece(decision.plan)))
+        size = torch.tensor([len(text)])
+        work = dist.broadcast(size, src=0, group=self._place.channel.group, async_op=True)
+        assert work is not None
+        self._told = size, work, text
+
+    def _compare(self, batch_s: float) -> None:
+        """Notes what the plan in force has really won, as far as its first batches show."""
+        if len(self._took_s) < _COMPARED:
+            self._took_s.append(batch_s)
+            if self._before_s > 0.0:
+                self._amend(self.generation, realised_gain=1.0 - median(self._took_s) / self._before_s)
+        else:
+            self._took_s.append(batch_s)
+
+    def _started(self, start: Callable[[int | None], Decides | None]) -> Decides | None:
+        decider = start(planned_batches(self._trainer))
+        if self._state and decider is not None:
+            with suppress(ValueError):  # of another number of ranks, or another global batch
+                decider.load_state_dict({**self._state, "plan": plan_to_plain(self._place.planned.plan)})
+        return decider
+
+    def _in_one_piece(self, plan: PipelinePlan) -> PipelinePlan:
+        planned = self._place.planned
+        if not self._whole or planned.model is None:
+            return plan
+        return in_one_piece(plan, planned.model, planned.cluster)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns what has been learned, on rank 0 only; empty before the first batch."""
+        return {} if self._decider is None else self._decider.state_dict()
+
+    def _observation(
+        self, batch: int, part: Part, report: StepReport, pause_s: float, moved_bytes: int
+    ) -> Observation:
+        groups = range(len(self._place.planned.plan.groups))
+        return Observation(
+            batch=batch,
+            generation=self.generation,
+            batch_s=max(record.compute_s + record.wait_s for record in report.records),
+            work_s={record.rank: record.compute_s for record in report.records if record.samples},
+            micro_batches=[self._binder.micro_batches(part, i)[0] for i in groups],
+            pause_s=pause_s,
+            moved_bytes=moved_bytes,
+        )
+
+    # ---- what has been decided, and from when on it holds --------------------------------------------------------
+
+    def begin(self, part: Part, *, gradients: bool) -> None:
+        """The next batch is about to be trained; collective if something was decided, and when layers move.
+
+        Args:
+            part: this rank's part of it.
+            gradients: whether present gradients matter, because the user may keep them.
+        """
+        if (decision := self._heard()) is not None:
+            if decision.outcome is not None:
+                outcome = decision.outcome
+                before_s = outcome.measured_s + outcome.realised_gain_s
+                self._amend(outcome.generation, realised_gain=outcome.realised_gain_s / before_s)
+            if decision.kind != "keep":
+                self._schedule(part, decision)
+        now = part.epoch, part.step
+        while self._due and self._due[0][0].layers_at <= now:
+            _, decision = self._due.pop(0)
+            self._change(part, decision, gradients)
+
+    def _heard(self) -> Decision | None:
+        if self._told is None:
+            return None
+        (size, work, text), self._told = self._told, None
+        channel, wait = self._place.channel, self._place.failures.wait
+        wait(work)
+        if not int(size):
+            return None
+        data = torch.frombuffer(bytearray(text or int(size)), dtype=torch.uint8)
+        work = dist.broadcast(data, src=0, group=channel.group, async_op=True)
+        assert work is not None
+        wait(work)
+        decision: Decision = pickle.loads(data.numpy().tobytes())
+        return decision
+
+    def _schedule(self, part: Part, decision: Decision) -> None:
+        """Finds out from when on a plan can hold; what is drawn from then on is drawn for it."""
+        place, plan = self._place, decision.plan
+        layers = place.planned.plan.groups[0].cuts[-1]
+        full = sum(group.samples for group in place.planned.plan.groups)
+        check_plan(plan, layers=layers, ranks=place.channel.world_size, global_batch=full)
+        now, lag = (part.epoch, part.step), self._binder.lag
+        when = changeover(
+            now,
+            lag=lag,
+            window=self._trainer.accumulate_grad_batches,
+            drawn_for=self._binder.leaders_drawn_for(now, (part.epoch, part.step + lag + 1)),
+            leaders={group.ranks[0] for group in plan.groups},
+            moves=decision.kind != "shares",
+        )
+        self._binder.draw_for(plan, when.shares_at)
+        self._due.append((when, decision))
+
+    def _change(self, part: Part, decision: Decision, gradients: bool) -> None:
+        place, before = self._place, self._place.planned
+        started_s = time.perf_counter()
+        planned = replace(before, plan=decision.plan)
+        step = compat.batches_of_all_epochs(self._trainer)
+        note = Replan(
+            step=step,
+            kind=decision.kind,
+            reason=decision.reason,
+            generation=decision.generation,
+            predicted_gain=decision.gain_s / (decision.predicted_s + decision.gain_s),
+        )
+        plain = plan_to_plain(decision.plan)
+        ticket = {
+            "generation": [self.generation, decision.generation],
+            "batch": [part.epoch, part.step, step],
+            "shares": list(part.shares),
+            "plan": hashlib.sha256(json.dumps(plain, sort_keys=True).encode()).hexdigest(),
+            "optimizer steps": self._trainer.global_step,
+        }
+        try:
+            sent_bytes = place.apply(planned, ticket, gradients=gradients)
+        except CancelledError as error:
+            self._stay(part, before.plan, error)
+            note = replace(note, cancelled=str(error))
+            if self._decider is not None:
+                self._decider.withdraw(decision.generation)
+        else:
+            self._binder.follow(decision.plan)
+            self.generation = decision.generation
+            if self._took_s:
+                self._before_s = median(self._took_s)
+                self._took_s.clear()
+            self._moved_bytes += sent_bytes
+            self._in_force()
+            note = replace(note, bytes=sent_bytes)
+        self._paused_s += time.perf_counter() - started_s
+        self._records.append(replace(note, pause_s=self._paused_s))
+        if place.channel.rank == 0:
+            self._events.note("decision", part.epoch, part.step, self._data(note, plain, decision))
+
+    def _stay(self, part: Part, plan: PipelinePlan, error: CancelledError) -> None:
+        """Goes on with the plan in force, if what has been read for the other one can be computed under it.
+
+        Raises:
+            RuntimeError: it cannot.
+        """
+        drawn, free = (part.epoch, part.step), (part.epoch, part.step + self._binder.lag + 1)
+        if lost := self._binder.leaders_drawn_for(drawn, free) - {group.ranks[0] for group in plan.groups}:
+            raise RuntimeError(
+                f"ranks {sorted(lost)} have read samples to lead a group, but the change of plan had to be given up:"
+                f" {error}. Resume from the last checkpoint, or pass controller=None"
+            ) from error
+        self._binder.draw_for(plan, free)
+
+    def _data(self, note: Replan, plan: Mapping[str, Any], decision: Decision) -> dict[str, Any]:
+        names = ("kind", "reason", "generation", "predicted_gain", "bytes", "cancelled")
+        return {
+            **{name: getattr(note, name) for name in names},
+            "pause_s": self._paused_s,
+            "plan": plan,
+            "queues": dict(decision.queues),
+        }
+
+    def _amend(self, generation: int, **known: Any) -> None:
+        """Adds what has become known of an earlier change."""
+        for i, record in enumerate(self._records):
+            if record.generation == generation and not record.cancelled:
+                self._records[i] = replace(record, **known)
+
+    def close(self) -> None:
+        """Takes in what was still on its way."""
+        if self._told is not None and not self._place.failures.reported:
+            self._place.failures.wait(self._told[1])
+        self._told = None
+
+
+def planned_batches(trainer: Trainer) -> int | None:
+    """Returns how many batches a fit will train at most; None if it is not known."""
+    known: list[int] = []
+    if trainer.max_epochs is not None and trainer.max_epochs >= 0 and math.isfinite(trainer.num_training_batches):
+        known.append(int(trainer.num_training_batches) * trainer.max_epochs)
+    if trainer.max_steps >= 0:
+        known.append(trainer.max_steps * trainer.accumulate_grad_batches)
+    return min(known, default=None)

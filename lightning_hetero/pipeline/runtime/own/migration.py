@@ -1,0 +1,261 @@
+"""Layers change hands between two training batches, with all that belongs to them; in two phases (layer T).
+
+    stage     every rank says what it is about to send, and where it stands: one ticket for all
+              bytes travel into new tensors; checksums before and after; every rank confirms
+              until here nothing has changed, and a rank that cannot do its part cancels it for all
+    commit    new tensors take their place, what is elsewhere now loses its memory: without a message
+
+What belongs to a layer: its parameters with the state that any optimizer has for them, by name; its buffers; what its
+modules return as ``get_extra_state``; the same of copies of the model, such as averaged weights. A tensor that has
+several names (tied weights) is one tensor here. Random streams are seeded by step, micro-batch and layer; schedulers
+and settings of optimizers are the same on all ranks: these need not travel.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightning_hetero.pipeline.runtime.own import parcels
+from lightning_hetero.pipeline.runtime.own.owner_groups import Wait, gathered
+from lightning_hetero.pipeline.runtime.own.ownership import Ownership
+from lightning_hetero.pipeline.runtime.own.pruning import like, prune, put_in_place
+
+__all__ = ["CancelledError", "Migration", "Move", "moves"]
+
+
+class CancelledError(RuntimeError):
+    """A migration was given up on all ranks, and nothing has changed on any; says why."""
+
+
+@dataclass(frozen=True, slots=True)
+class Move:
+    """One tensor, or the extra state of one module, goes to one rank.
+
+    Attributes:
+        name: of the tensor, its first one; or the path of the module.
+        source, target: ranks.
+        extra: whether it is a module's extra state.
+    """
+
+    name: str
+    source: int
+    target: int
+    extra: bool = False
+
+
+def moves(old: Ownership, new: Ownership, module: nn.Module) -> list[Move]:
+    """Returns what must travel so that all holders under a new plan have what they hold, the same on all ranks.
+
+    Sent is what the target does not have: of several ranks that hold a layer, the one which has least to send so far.
+    Buffers come from the lowest group, and its new rank gets them even where it holds the layer: other groups'
+    statistics may differ.
+
+    Args:
+        old, new: of the same module.
+        module: for the sizes of its tensors, which may be on meta.
+    """
+    found: list[Move] = []
+    loads: dict[int, int] = {}
+    senders: dict[tuple[object, int], int] = {}
+    for name, tensor in old.tensors(module).items():
+        trained = name in old.parameters
+        for target in _targets(old.holders(name), old.owners(name), new.holders(name), new.owners(name), trained):
+            if trained:
+                unit = (old.layer_of[name], old.owners(name)), target
+                least = min(old.owners(name), key=lambda rank: (loads.get(rank, 0), rank))
+                source = senders.setdefault(unit, least)
+            else:
+                source = old.owners(name)[0]
+            loads[source] = loads.get(source, 0) + tensor.nbytes
+            found.append(Move(name, source, target))
+    for path, part in module.named_modules():
+        if type(part).get_extra_state is not nn.Module.get_extra_state:
+            before, after = old.owners_of_key(path), new.owners_of_key(path)
+            found += [Move(path, before[0], t, extra=True) for t in _targets(before, before, after, after, False)]
+    return found
+
+
+def _targets(
+    holders: Sequence[int],
+    owners: Sequence[int],
+    new_holders: Sequence[int],
+    new_owners: Sequence[int],
+    trained: bool,
+) -> list[int]:
+    targets = [rank for rank in new_holders if rank not in holders]
+    if not trained and new_owners[0] in holders and new_owners[0] != owners[0]:
+        targets.append(new_owners[0])
+    return targets
+
+
+class Migration:
+    """The way of one rank's part of the model from one plan to the next.
+
+    Args:
+        module: the whole model, pruned by ``old``.
+        copies: of it, pruned alike; parameters and buffers of these move, too.
+        optimizers: over its parameters.
+        old, new: who holds what; of this rank.
+        gradients: whether gradients that parameters have at present go with them.
+        device: of this rank's layers.
+        group: over all ranks, one that takes CPU tensors (gloo).
+        wait: see `Wait`.
+        ways: from device to device, by peer.
+
+    Attributes:
+        moves: see `moves`.
+        size_bytes: what all ranks together send; known after `stage`.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        optimizers: Sequence[Optimizer],
+        old: Ownership,
+        new: Ownership,
+        *,
+        copies: Sequence[nn.Module] = (),
+        gradients: bool = False,
+        device: torch.device,
+        group: dist.ProcessGroup,
+        wait: Wait,
+        ways: Mapping[int, parcels.Way] | None = None,
+    ) -> None:
+        self._modules, self._optimizers = (module, *copies), tuple(optimizers)
+        self._old, self._new = old, new
+        self._gradients = gradients
+        self._device, self._group, self._wait = device, group, wait
+        self._ways = ways or {}
+        self._staged: dict[Any, Any] | None = None
+        self.moves = moves(old, new, module)
+        self.size_bytes = 0
+
+    # ---- first phase -------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def stage(self, ticket: object) -> None:
+        """Brings what this rank is to hold into new tensors; collective. The old owners stay what they are.
+
+        Args:
+            ticket: where this rank stands, and what it is about to do; equal on all ranks, or nothing is done.
+
+        Raises:
+            CancelledError: on all ranks, if one of them could not do its part: which, and why.
+            RuntimeError: the ranks have different tickets; or a peer is lost, or what ``wait`` raises.
+        """
+        rank, problem = self._old.rank, None
+        outgoing: dict[int, parcels.Parcel] = {}
+        incoming: dict[int, parcels.Parcel] = {}
+        staged: dict[Any, Any] = {}
+        text = b""
+        try:
+            for target in sorted({move.target for move in self.moves if move.source == rank}):
+                outgoing[target] = parcels.packed(self._values(target), self._device, direct=target in self._ways)
+            text = pickle.dumps({target: parcel.manifest for target, parcel in outgoing.items()})
+        except Exception as error:
+            problem = error
+        offers = gathered((ticket, _said(problem), text), self._group, self._wait)
+        others = [r for r, (theirs, _, _) in enumerate(offers) if theirs != offers[0][0]]
+        if others:
+            raise RuntimeError(
+                f"ranks {others} are about to change to another plan, or at another batch, than rank 0:"
+                f" {offers[others[0]][0]} and {offers[0][0]}; this is a bug of lightning_hetero"
+            )
+        _cancel_if([said for _, said, _ in offers], problem)
+        manifests: list[dict[int, parcels.Manifest]] = [pickle.loads(text) for _, _, text in offers]
+        try:
+            incoming = {s: parcels.room_for(to[rank], self._device) for s, to in enumerate(manifests) if rank in to}
+        except Exception as error:
+            problem = error
+        self._agree(problem)
+        parcels.exchange(outgoing, incoming, manifests, group=self._group, wait=self._wait, ways=self._ways)
+        try:
+            for parcel in incoming.values():
+                staged.update(parcels.rebuilt(parcel))
+        except Exception as error:
+            problem = error
+        self._agree(problem)
+        notes = (note for to in manifests for manifest in to.values() for note in parcels.notes_of(manifest))
+        self.size_bytes = sum(note.size_bytes for note in notes)
+        self._staged = staged
+
+    def _values(self, target: int) -> dict[Any, Any]:
+        """Returns what this rank sends to another, by kind, number of the module or optimizer, and name."""
+        values: dict[Any, Any] = {}
+        mine = [move for move in self.moves if move.source == self._old.rank and move.target == target]
+        for number, module in enumerate(self._modules):
+            tensors = self._old.tensors(module)
+            for name in (move.name for move in mine if not move.extra):
+                values["tensor", number, name] = tensors[name].detach(), tensors[name].requires_grad
+            for path in (move.name for move in mine if move.extra):
+                values["extra", number, path] = module.get_submodule(path).get_extra_state()
+        tensors = self._old.tensors(self._modules[0])
+        for name in (move.name for move in mine if move.name in self._old.parameters):
+            for number, optimizer in enumerate(self._optimizers):
+                if tensors[name] in optimizer.state:
+                    values["state", number, name] = optimizer.state[tensors[name]]
+            if self._gradients and tensors[name].grad is not None:
+                values["gradient", 0, name] = tensors[name].grad
+        return values
+
+    def _agree(self, problem: Exception | None) -> None:
+        flag = torch.tensor([float(problem is not None)])
+        work = dist.all_reduce(flag, group=self._group, async_op=True)
+        assert work is not None
+        self._wait(work)
+        if flag:
+            _cancel_if(gathered(_said(problem), self._group, self._wait), problem)
+
+    # ---- second phase ------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def commit(self) -> None:
+        """Lets what has come take its place, and gives free what others hold now; after `stage`, on all ranks."""
+        assert self._staged is not None
+        staged, self._staged = self._staged, None
+        states: list[tuple[int, Tensor, Any]] = []
+        for number, module in enumerate(self._modules):
+            tensors = self._old.tensors(module)
+            replaced: dict[int, tuple[Tensor, Tensor]] = {}
+            for (kind, of, name), value in staged.items():
+                if kind != "tensor" or of != number:
+                    continue
+                data, trained = value
+                before = tensors[name]
+                if not before.is_meta:  # the lowest group's statistics
+                    before.copy_(data)
+                    continue
+                now = like(before, data)
+                now.requires_grad_(trained)
+                replaced[id(before)] = before, now
+                if number == 0:
+                    states += [(i, now, staged[key]) for i in self._numbers if (key := ("state", i, name)) in staged]
+                    now.grad = staged.get(("gradient", 0, name))
+            put_in_place(module, self._optimizers if number == 0 else (), replaced)
+            prune(module, self._optimizers if number == 0 else (), self._new)
+            for (kind, of, path), value in staged.items():
+                if kind == "extra" and of == number:
+                    module.get_submodule(path).set_extra_state(value)
+        for i, parameter, state in states:
+            self._optimizers[i].state[parameter] = state
+
+    @property
+    def _numbers(self) -> range:
+        return range(len(self._optimizers))
+
+
+def _said(problem: Exception | None) -> str:
+    return "" if problem is None else f"{type(problem).__name__}: {problem}"
+
+
+def _cancel_if(said: Sequence[str], problem: Exception | None) -> None:
+    if found := [f"rank {rank}: {text}" for rank, text in enumerate(said) if text]:
+        raise CancelledError("; ".join(found)) from problem

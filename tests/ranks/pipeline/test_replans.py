@@ -1,0 +1,329 @@
+"""Plans that change while a run trains: the weights are those of a run that keeps its plan."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch.callbacks import Callback, WeightAveraging
+from torch import nn
+from torch.optim.swa_utils import get_ema_avg_fn
+from torch.utils.data import DataLoader, DistributedSampler
+
+from lightning_hetero import lightning_compat as compat
+from lightning_hetero.pipeline.decide.plans import plan_from_plain, plan_to_plain
+from lightning_hetero.pipeline.runtime.own import parcels
+from lightning_hetero.types import Event
+from tests.ranks.harness import run_ranks
+from tests.ranks.kit import Weights, quiet_trainer, rank_trainer, regression, single, weights
+from tests.ranks.pipeline import variants
+from tests.ranks.pipeline.kit import Deep, fit, loaders, pipeline
+from tests.ranks.pipeline.replan_kit import Scripted, group, plan
+from tests.ranks.pipeline.resume_kit import BATCH, EPOCHS, PER_EPOCH, Saved, alone, train
+from tests.ranks.resume_kit import Saver
+
+EXACT = 1e-12
+DATA = regression(400)  # 25 batches of 16
+
+
+class Tied(Deep):
+    """Two layers share a weight, and an embedding shares its own with the head."""
+
+    def backbone(self) -> nn.Module:
+        layers: Any = super().backbone()
+        layers[2].linear.weight = layers[1].linear.weight
+        return layers
+
+
+class Hooked(Deep):
+    """The user's hooks on parameters, wherever these are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for parameter in self.model.parameters():
+            parameter.register_hook(lambda gradient: 0.5 * gradient)
+
+
+class Keeping(Deep):
+    """Every second batch adds to the gradients of the one before."""
+
+    def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Any) -> None:
+        if batch_idx % 2 == 0:
+            optimizer.zero_grad()
+
+
+class Buffered(variants.Momentum):
+    """Buffers that a layer updates, saved and not; one that all layers share."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        scale = torch.full((1,), 0.8, dtype=torch.float64)
+        for layer in self.model:  # type: ignore[union-attr]
+            layer.register_buffer("scale", scale)
+            layer.register_buffer("mean", torch.zeros(8, dtype=torch.float64))
+            layer.register_buffer("count", torch.zeros((), dtype=torch.float64), persistent=False)
+            layer.register_forward_hook(self.update)
+
+    @staticmethod
+    def update(layer: Any, _: Any, y: Any) -> Any:
+        if y.requires_grad:
+            layer.count += 1
+            layer.mean += 0.25 * len(y) / 16
+        return y * (layer.scale + layer.mean / (1000 + layer.count))
+
+
+CASES: dict[str, tuple[Callable[[], Deep], dict[str, Any]]] = {
+    "Adam": (Deep, {}),
+    "momentum, groups, schedule": (variants.Momentum, {}),
+    "frozen, clipped": (variants.Frozen, {"gradient_clip_val": 0.05}),
+    "tied": (Tied, {}),
+    "hooks": (Hooked, {}),
+    "kept gradients": (Keeping, {}),
+    "accumulated": (Deep, {"accumulate_grad_batches": 3}),
+}
+CHAIN = plan(group([0, 1], [0, 1, 6], 16))
+LONGER = plan(group([0, 1], [0, 5, 6], 16))
+TURNED = plan(group([1, 0], [0, 3, 6], 16))
+APART = plan(group([0], [0, 6], 12), group([1], [0, 6], 4))
+UNEVEN = plan(group([0], [0, 6], 4), group([1], [0, 6], 12))
+ALONE = plan(group([1], [0, 6], 16))
+TWO_RANKS = {1: LONGER, 4: TURNED, 6: APART, 9: UNEVEN, 12: ALONE, 15: CHAIN}
+BEGINS = [2, 6, 7, 10, 14, 17]  # batches after which they hold: one later where samples were read for another rank
+
+SQUARE = plan(group([2, 0], [0, 3, 6], 12), group([1, 3], [0, 4, 6], 4))
+FOUR_RANKS = {
+    1: plan(group([2, 1, 0, 3], [0, 1, 3, 5, 6], 16)),  # merged
+    4: plan(group([2, 1], [0, 3, 6], 8), group([0, 3], [0, 5, 6], 8)),  # split
+    8: plan(*(group([r], [0, 6], 4) for r in range(4))),
+    11: plan(group([3], [0, 6], 16)),  # the others rest
+    14: SQUARE,
+    18: plan(group([0, 2], [0, 3, 6], 4), group([1, 3], [0, 5, 6], 12)),
+}
+
+
+def job(rank: int, world: int, names: list[str], first: Any, script: dict[int, Any]) -> dict[str, Any]:
+    found = {}
+    for name in names:
+        make, options = CASES[name]
+        strategy = pipeline(first, controller=Scripted(script), global_batch_size=16)
+        trained, _ = fit(rank, world, make(), strategy, data=DATA, max_epochs=1, **options)
+        found[name] = trained, strategy.replans, strategy.plan
+    return found
+
+
+def expected(name: str) -> Weights:
+    make, options = CASES[name]
+    module = make()
+    single(module, DATA, 16, max_epochs=1, **options)
+    return weights(module)
+
+
+def test_two_ranks_end_on_the_weights_of_one_process() -> None:
+    ranks = run_ranks(2, job, list(CASES), CHAIN, TWO_RANKS, timeout_s=100.0)
+    for name in CASES:
+        whole = expected(name)
+        for found in ranks:
+            trained, replans, last = found[name]
+            assert trained.distance(whole) <= EXACT, name
+            assert [g.cuts for g in last.groups] == [(0, 1, 6)]
+            if name == "accumulated":  # layers move where a window begins; shares are free
+                assert [r.step for r in replans] == [3, 6, 9, 10, 15, 18]
+            else:
+                assert [r.step for r in replans] == BEGINS, name
+            assert [r.kind for r in replans] == ["plan", "plan", "plan", "shares", "plan", "plan"]
+            assert [r.generation for r in replans] == [1, 2, 3, 4, 5, 6]
+            assert all(r.pause_s > 0 and r.reason.startswith("scripted") for r in replans)
+            assert all(r.predicted_gain == pytest.approx(0.1) and r.realised_gain is not None for r in replans)
+            assert [r.bytes > 0 for r in replans] == [True, True, True, False, False, True]
+
+
+def test_groups_merge_and_split_on_four_ranks() -> None:
+    names = ["Adam", "momentum, groups, schedule"]
+    ranks = run_ranks(4, job, names, SQUARE, FOUR_RANKS, timeout_s=100.0)
+    for name in names:
+        whole = expected(name)
+        for found in ranks:
+            trained, replans, last = found[name]
+            assert trained.distance(whole) <= EXACT, name
+            assert len(replans) == len(FOUR_RANKS) and [g.ranks for g in last.groups] == [(0, 2), (1, 3)]
+
+
+def validated(rank: int, world: int, first: Any, script: dict[int, Any]) -> list[Any]:
+    """Validates in between; and a second fit of the same module goes on with the plan that the first one ended with."""
+    module, strategy = Deep(), pipeline(first, controller=Scripted(script), global_batch_size=16)
+    options: dict[str, Any] = {"data": DATA, "max_epochs": 1, "val_check_interval": 5, "validate": True}
+    trained, trainer = fit(rank, world, module, strategy, **options)
+    metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
+    last = strategy.plan
+    strategy.controller = Scripted({})
+    trainer.fit_loop.max_epochs = 2
+    trainer.fit(module, *loaders(DATA, 16 // world, validate=True))
+    assert trainer.current_epoch == 2
+    assert strategy.plan is last and strategy.replans == []
+    return [trained, metrics]
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_evaluations_follow_the_plan_in_force(world: int) -> None:
+    module = Deep()
+    trainer = quiet_trainer(devices=1, max_epochs=1, val_check_interval=5)
+    sampler: Any = DistributedSampler(DATA, num_replicas=1, rank=0, seed=0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        trainer.fit(module, DataLoader(DATA, batch_size=16, sampler=sampler), DataLoader(regression(40, seed=9), 5))
+    logged = {name: float(value) for name, value in trainer.callback_metrics.items()}
+    first, script = (CHAIN, TWO_RANKS) if world == 2 else (SQUARE, FOUR_RANKS)
+    for trained, metrics in run_ranks(world, validated, first, script):
+        assert trained.distance(weights(module)) <= EXACT
+        assert metrics == pytest.approx(logged, rel=1e-9)
+
+
+# ---- against a run that keeps its plan: what is drawn, and what layers count -----------------------------------------
+
+
+def kept_or_not(rank: int, world: int, first: Any, script: dict[int, Any]) -> list[Any]:
+    found = []
+    for make in (variants.Dropping, Buffered):
+        for changes in ({}, script):
+            strategy = pipeline(first, controller=Scripted(changes), seed=5, global_batch_size=16)
+            module = make()
+            trained, _ = fit(rank, world, module, strategy, data=DATA, max_epochs=1)
+            counts = [float(t) for n, t in module.named_buffers() if n.endswith("count")]
+            found.append((trained, counts))
+    return found
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_dropout_and_buffers_are_those_of_a_run_that_keeps_its_plan(world: int) -> None:
+    one_group = {1: LONGER, 4: TURNED, 12: ALONE, 15: CHAIN}  # statistics of a group are its own
+    four = {1: plan(group([2, 1, 0, 3], [0, 1, 3, 5, 6], 16)), 9: plan(group([3], [0, 6], 16)), 12: CHAIN}
+    ranks = run_ranks(world, kept_or_not, CHAIN, one_group if world == 2 else four, timeout_s=100.0)
+    for dropped, changed, buffered, moved in ranks:
+        assert changed[0].distance(dropped[0]) <= EXACT
+        assert moved[0].distance(buffered[0]) <= EXACT
+        assert moved[0]["model.3.mean"].max() > 1
+        assert buffered[1] == moved[1] == [100.0] * 6  # not saved: 25 batches of 4 micro-batches each
+
+
+# ---- checkpoints, averages, loaders that read ahead ------------------------------------------------------------------
+
+
+class Decisions(Callback):
+    """Collects what a trace would have."""
+
+    def __init__(self) -> None:
+        self.found: list[Event] = []
+
+    def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
+        self.found += [event for event in trainer.strategy.step_events() if event.kind == "decision"]
+
+
+def saving(rank: int, world: int, folder: str) -> tuple[Weights, list[Event]]:
+    """The plan changes after batches 4 and 8; epochs have six."""
+    strategy = pipeline(CHAIN, controller=Scripted({3: TURNED, 7: APART}))
+    saver, decisions = Saver(folder, [(0, 5), (1, 2)]), Decisions()
+    callbacks = [saver, decisions]
+    trainer = rank_trainer(rank, world, strategy, max_epochs=EPOCHS, callbacks=callbacks, enable_checkpointing=True)
+    module = Saved()
+    trainer.fit(module, train(BATCH // world))
+    return weights(module), decisions.found
+
+
+def resuming(rank: int, world: int, folder: str) -> list[Weights]:
+    found = []
+    for name, first in (("batch-0-5", CHAIN), ("batch-1-2", TURNED), ("epoch-1", CHAIN)):
+        strategy = pipeline(first, controller=Scripted({10: LONGER, 14: UNEVEN}))
+        module = Saved()
+        trainer = rank_trainer(rank, world, strategy, max_epochs=EPOCHS)
+        trainer.fit(module, train(BATCH // world), ckpt_path=f"{folder}/{name}.ckpt")
+        found.append(weights(module))
+        if rank == 0 and name != "epoch-1":  # which was saved at the end of the run's second epoch, after 12 batches
+            assert strategy.controller.resumed == {  # type: ignore[union-attr]
+                "observed": {"batch-0-5": 6, "batch-1-2": 9}[name],
+                "plan": plan_to_plain(plan_from_plain(first)),
+            }
+    return found
+
+
+def test_a_checkpoint_written_after_a_change_is_resumed(tmp_path: Any) -> None:
+    whole = alone()[0]
+    ranks = run_ranks(2, saving, str(tmp_path))
+    assert all(found.distance(whole) <= EXACT for found, _ in ranks)
+    assert ranks[1][1] == []
+    assert [(event.epoch, event.step, event.data["kind"]) for event in ranks[0][1]] == [(0, 5, "plan"), (1, 2, "plan")]
+    assert all(event.data["bytes"] > 0 and event.data["pause_s"] > 0 for event in ranks[0][1])
+    assert ranks[0][1][1].data["plan"]["groups"][1]["ranks"] == [1]
+    state = torch.load(tmp_path / "batch-1-2.ckpt", weights_only=True)["lightning_hetero"]
+    assert [g["ranks"] for g in state["plan"]["groups"]] == [[0], [1]]
+    assert state["controller"] == {"observed": 9}, "what has been learned is kept"
+    for found in run_ranks(2, resuming, str(tmp_path)):
+        assert all(each.distance(whole) <= EXACT for each in found)
+    assert alone(ckpt=str(tmp_path / "epoch-1.ckpt"))[0].distance(whole) <= EXACT
+    assert EPOCHS * PER_EPOCH == 18  # every script above is reached
+
+
+def averaging(rank: int, world: int, script: dict[int, Any]) -> tuple[Weights, Weights, Weights]:
+    module, callback = Deep(), WeightAveraging(avg_fn=get_ema_avg_fn(0.8))
+    strategy = pipeline(CHAIN, controller=Scripted(script))
+    trainer = rank_trainer(rank, world, strategy, max_epochs=1, callbacks=[callback])
+    trainer.fit(module, DataLoader(DATA, batch_size=16 // world))
+    ((_, copy),) = compat.averaging_callbacks(trainer)
+    workers = {"num_workers": 1, "prefetch_factor": 2, "multiprocessing_context": "fork"}
+    strategy = pipeline(CHAIN, controller=Scripted(script))
+    second = Deep()
+    trainer = rank_trainer(rank, world, strategy, max_epochs=1)
+    trainer.fit(second, DataLoader(DATA, batch_size=16 // world, shuffle=True, **workers))  # type: ignore[arg-type]
+    if script:
+        begins = [r.step for r in strategy.replans]
+        assert begins == [2, 8, 8, 10, 16, 19]  # two are read ahead, for a leader that may be another
+    return weights(module), weights(copy), weights(second)
+
+
+def test_averaged_weights_move_along_and_loaders_may_read_ahead() -> None:
+    kept = run_ranks(2, averaging, {})
+    for before, found in zip(kept, run_ranks(2, averaging, TWO_RANKS), strict=True):
+        assert [a.distance(b) <= EXACT for a, b in zip(found, before, strict=True)] == [True] * 3
+
+
+# ---- a change that cannot be carried out -----------------------------------------------------------------------------
+
+
+def short_of_memory(rank: int, world: int) -> list[Any]:
+    found: list[Any] = []
+    room_for, calls = parcels.room_for, []
+
+    def none(manifest: Any, device: Any) -> Any:
+        calls.append(rank)
+        if rank == 1 and len(calls) == 2:
+            raise torch.OutOfMemoryError("no room for this layer")
+        return room_for(manifest, device)
+
+    parcels.room_for = none
+    try:
+        scripted = Scripted({1: APART, 4: LONGER, 8: CHAIN})  # rank 1 gets something by the first and the third
+        strategy = pipeline(CHAIN, controller=scripted)
+        found.append(fit(rank, world, Deep(), strategy, data=DATA, max_epochs=1)[0])
+        found += [[(r.step, r.kind, r.cancelled) for r in strategy.replans], scripted.withdrawn]
+        calls.append(rank)
+        strategy = pipeline(CHAIN, controller=Scripted({3: TURNED}))
+        calls[:] = calls[:1] if rank == 1 else []
+        with pytest.raises(RuntimeError) as error:
+            fit(rank, world, Deep(), strategy, data=DATA, max_epochs=1)
+        found.append(str(error.value))
+    finally:
+        parcels.room_for = room_for
+    return found
+
+
+def test_a_change_that_a_rank_has_no_room_for_is_given_up_by_all() -> None:
+    whole = expected("Adam")
+    for rank, (trained, records, withdrawn, said) in enumerate(run_ranks(2, short_of_memory)):
+        assert trained.distance(whole) <= EXACT
+        assert [(step, kind) for step, kind, _ in records] == [(2, "plan"), (6, "plan"), (9, "plan")]
+        assert [bool(why) for _, _, why in records] == [False, False, True]
+        assert "rank 1: OutOfMemoryError: no room for this layer" in records[2][2]
+        assert withdrawn == ([3] if rank == 0 else [])
+        assert "have read samples to lead a group, but the change of plan had to be given up" in said
