@@ -256,7 +256,8 @@ class HeteroStrategy(UnevenNodesStrategy, Reporting, Generic[Run]):
         if self._one_device is None and (self._run is None or not self._run.fitting):
             return
         size, effective, shares = self.global_batch_size, self.effective_batch_size, self.shares
-        report = self.step_report() or self._kept.report
+        failed = self._run is not None and self._run.failed  # then there may be nobody to ask any more
+        report = (None if failed else self.step_report()) or self._kept.report
         self._kept = Kept(global_batch_size=size, effective_batch_size=effective, shares=shares, report=report)
 
     def check_module(self, module: LightningModule) -> None:

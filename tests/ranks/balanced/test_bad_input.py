@@ -78,7 +78,7 @@ def test_fabric_is_refused_with_a_pointer_to_the_trainer() -> None:
     """Strategies of the Trainer and of Fabric are two hierarchies in Lightning; for objects the message is its own."""
     with pytest.raises(TypeError, match=r"no counterpart in Fabric.*Trainer\(strategy"):
         Fabric(accelerator="cpu", devices=2, strategy="hetero_balanced")
-    with pytest.raises(ValueError, match=r"<LoadBalancedStrategy for lightning\.pytorch\.Trainer>"):
+    with pytest.raises(ValueError, match=r"<LoadBalancedStrategy for lightning\.pytorch\.Trainer: "):
         Fabric(accelerator="cpu", devices=2, strategy=LoadBalancedStrategy())  # type: ignore[arg-type]
 
 

@@ -260,10 +260,11 @@ def asked_job(rank: int, world: int) -> tuple[list[str], int, int]:
     return sorted(set(kinds[0]) ^ set(kinds[1])), kinds[1].count(Ask.METRICS.name), len(steps)
 
 
-def test_the_stale_engines_server_is_asked_for_nothing_but_the_last_line() -> None:
+def test_the_stale_engines_server_is_asked_for_nothing_before_the_end() -> None:
+    """With and without a monitor each rank asks once for what is kept after the fit, rank 0 also for its last line."""
     first, second = run_ranks(2, asked_job)
-    assert first == ([Ask.METRICS.name], 1, 2)  # steps 3 and 5
-    assert second == ([], 0, 0)
+    assert first == ([], 2, 2)  # steps 3 and 5
+    assert second == ([], 1, 0)
 
 
 class Counting(LoadBalancedStrategy):
@@ -287,8 +288,8 @@ def built_job(rank: int, world: int) -> tuple[int, int]:
 
 
 def test_nothing_is_built_in_steps_that_are_not_reported() -> None:
-    """Sixteen batches are eight steps of two; every fourth is reported, and once."""
-    assert run_ranks(2, built_job) == [(2, 8), (0, 8)]
+    """Sixteen batches are eight steps of two; every fourth is reported, and once; one report is kept after the fit."""
+    assert run_ranks(2, built_job) == [(2 + 1, 8), (1, 8)]
 
 
 # ---- without a monitor ------------------------------------------------------------------------------------------
