@@ -28,7 +28,7 @@ sys.path[:0] = [{folders}]
 sys.path[:] = [p for p in sys.path if p and p not in {hidden!r}]
 """
 
-GROUPS = ("strategy", "cluster", "emulation")  # what other apps are offered
+GROUPS = ("strategy", "cluster", "controller", "emulation")  # what other apps are offered
 
 STRANGER = """
 import hydra
@@ -168,7 +168,7 @@ def test_a_strangers_own_file_wins(stranger: Path, installed: Path) -> None:
     assert printed.startswith("mine: true")
 
 
-def test_a_strangers_app_is_offered_our_three_groups_and_nothing_else(stranger: Path, installed: Path) -> None:
+def test_a_strangers_app_is_offered_our_four_groups_and_nothing_else(stranger: Path, installed: Path) -> None:
     printed = python(stranger, STRANGER, "--help", paths=(installed,))
     listed = printed.partition("== Configuration groups ==")[2].partition("== Config ==")[0]
     assert {line.split(":")[0] for line in listed.splitlines() if ": " in line} == set(GROUPS)

@@ -15,7 +15,7 @@ from lightning.pytorch.strategies import DDPStrategy
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_hetero import BoundedStalenessStrategy, HeteroPipelineStrategy
+from lightning_hetero import BoundedStalenessStrategy, HeteroPipelineStrategy, LyapunovController
 from lightning_hetero.callbacks import ThrottleCallback
 from lightning_hetero.cli.train import FitClock, build, make_trainer
 from lightning_hetero.cluster import cluster_from_plain
@@ -99,12 +99,21 @@ def test_a_wrong_key_is_noticed() -> None:
         check_keys(OmegaConf.create({**ddp, "unused": True}))
 
 
-@pytest.mark.parametrize("group", ["strategy", "cluster", "trainer", "emulation", "callbacks", "logger"])
+@pytest.mark.parametrize("group", ["strategy", "cluster", "controller", "trainer", "emulation", "callbacks", "logger"])
 def test_every_option_composes_into_the_default(group: str) -> None:
     assert names(group)
     for name in names(group):
         cfg = composed(f"{group}={name}")
         OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True)
+
+
+def test_a_controller_is_the_engines_own_none_or_one_with_budgets() -> None:
+    def built(*overrides: str) -> Any:
+        return build(composed("strategy=hetero_pipeline", *overrides).strategy).controller
+
+    assert built() == "lyapunov" and built("controller=none") is None
+    bought = built("controller=lyapunov", "controller.budget.money_per_sample=2e-6", "controller.v=20")
+    assert bought == LyapunovController(v=20, budget={"money_per_sample": 2e-6})
 
 
 @pytest.mark.parametrize("debug", [[], *([f"debug={name}"] for name in names("debug"))], ids=str)

@@ -68,7 +68,8 @@ class LyapunovController(ControllerSettings):
         v: V, weight of time against overspending [batches' budgets]: large is faster now and overspends longer. None:
             by the number of batches planned, so that the mean is within about 2% of the budget at the end.
         budget: long-term means to keep: ``money_per_sample``, ``energy_per_sample`` [J], ``traffic_per_sample``
-            [bytes], ``money_per_hour``, ``energy_per_hour`` [J], ``traffic_per_hour`` [bytes]. None: time alone.
+            [bytes], ``money_per_hour``, ``energy_per_hour`` [J], ``traffic_per_hour`` [bytes]. One that is None is no
+            limit, and with no limit at all time alone counts.
         bank: savings that are kept for later, at most [batches' budgets]; None: by the number of batches planned.
         prices: money per hour, of all ranks or by rank. 1.0: money is device hours.
         power_w: of a rank that computes [W], of all or by rank.

@@ -29,7 +29,7 @@ class ControllerSettings:
     """The arguments of `LyapunovController`, which documents them."""
 
     v: float | None = None
-    budget: Mapping[str, float] | None = None
+    budget: Mapping[str, float | None] | None = None
     bank: float | None = None
     prices: float | Sequence[float] = 1.0
     power_w: float | Sequence[float] = 1.0
@@ -81,6 +81,7 @@ class ControllerSettings:
         """Returns the constraints, sorted by name."""
         found: list[Budget] = []
         for name, limit in (self.budget or {}).items():
+            assert limit is not None  # `__post_init__` leaves these out
             resource, _, per = name.partition("_per_")
             found.append(Budget(name, cast("Resource", resource), per == "hour", limit))
         return tuple(found)
@@ -142,4 +143,5 @@ def _checked_budget(budget: Any) -> dict[str, float] | None:
     given = cast("Mapping[Any, Any]", budget)
     if unknown := sorted(str(name) for name in given if name not in _BUDGETS):
         raise ValueError(f"LyapunovController(budget=...) has unknown keys {unknown}; known: {', '.join(_BUDGETS)}")
-    return {str(name): _real(f"budget.{name}", given[name], above=True) for name in sorted(given)} or None
+    limits = {str(name): limit for name, limit in sorted(given.items()) if limit is not None}
+    return {name: _real(f"budget.{name}", limit, above=True) for name, limit in limits.items()} or None
