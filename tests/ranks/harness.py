@@ -226,8 +226,8 @@ def run_ranks(
         fn: importable by name (module level, no lambda); arguments and results are pickled, tensors by value.
         timeout_s: after it, ranks still running are killed.
         forks: the ranks fork DataLoader workers. CPython may hang in a fork while another thread holds a lock, and
-            objects of torch collected in the child may, with stock DDP too; so a job that ran out of time is tried
-            once more, with new processes. A deadlock of ours would repeat itself.
+            objects of torch collected in the child may, or crash it, with stock DDP too; so a job that ran out of time
+            or lost a DataLoader worker is tried once more. A deadlock of ours would repeat itself.
 
     Returns:
         The results, by rank.
@@ -248,8 +248,9 @@ def run_ranks(
             pool = _POOLS[world_size] = _Pool(world_size)
         try:
             return pool.run(fn, args, timeout_s)
-        except RankTimeoutError:
-            if last:
+        except RuntimeError as error:
+            lost_worker = str(error).startswith("DataLoader worker") and "exited unexpectedly" in str(error)
+            if last or not (lost_worker or isinstance(error, RankTimeoutError)):
                 raise
     raise AssertionError("unreachable")
 
