@@ -248,7 +248,7 @@ def run_ranks(
             pool = _POOLS[world_size] = _Pool(world_size)
         try:
             return pool.run(fn, args, timeout_s)
-        except RuntimeError as error:
+        except (RankTimeoutError, RuntimeError) as error:
             lost_worker = str(error).startswith("DataLoader worker") and "exited unexpectedly" in str(error)
             if last or not (lost_worker or isinstance(error, RankTimeoutError)):
                 raise
