@@ -9,6 +9,11 @@ TESTS = (  # below tests/tests_pytorch: loops, optimization, logging, hooks, che
     "strategies/test_ddp.py", "strategies/test_ddp_integration.py", "trainer/flags", "trainer/logging_",
     "trainer/optimization", "trainer/test_trainer.py", "tuner",
 )  # fmt: skip
+TWO_RANKS = (  # of these, on two ranks, where each test takes seconds: what looks closest at a training
+    "models/test_hooks.py", "trainer/optimization/test_manual_optimization.py",
+    "trainer/optimization/test_optimizers.py", "loops/test_training_loop.py",
+    "callbacks/test_stochastic_weight_avg.py", "trainer/logging_/test_train_loop_logging.py",
+)  # fmt: skip
 QUICK = ("loops/test_evaluation_loop.py",)
 
 CLASSES = {
