@@ -27,6 +27,9 @@ REFUSALS = Refusals(
     sync_batch_norm="sync_batchnorm=True makes all ranks meet inside of each BatchNorm, but in a pipeline they are"
     " never in the same layer at the same time. Set it to False: statistics are then of one micro-batch, so choose"
     " micro_batch_size= large enough; or use strategy='hetero_balanced'",
+    zero="ZeroRedundancyOptimizer divides the optimizer's state among ranks that all have the whole model, but in a"
+    " pipeline each rank has the parameters and the optimizer's state of its own layers only. Use the optimizer that it"
+    " wraps",
     averaged_batch_norm="StochasticWeightAveraging with BatchNorm replaces the running statistics of all layers and"
     " renews them in one more epoch, but in a pipeline each rank has those of its own layers, and they would be of"
     " micro-batches. Use WeightAveraging, which averages the statistics, too, or GroupNorm, or"

@@ -151,6 +151,38 @@ def test_accumulation_schedules_and_weight_averaging_match_one_process() -> None
         assert ours_averaged.distance(weights(averaged)) <= EXACT
 
 
+class Zero(Toy):
+    def configure_optimizers(self) -> Any:
+        from torch.distributed.optim import ZeroRedundancyOptimizer  # takes long to import
+
+        return ZeroRedundancyOptimizer(self.parameters(), torch.optim.Adam, lr=self.lr)
+
+
+class OneAdam(Toy):
+    def configure_optimizers(self) -> Any:
+        return torch.optim.Adam(self.parameters(), lr=self.lr)
+
+
+def zero_job(rank: int, world: int) -> tuple[Weights, Weights]:
+    """Trained in one go; and stopped after an epoch, saved, and resumed."""
+    module, resumed = Zero(), Zero()
+    rank_trainer(rank, world, balanced(), max_epochs=2).fit(module, loader())
+    first = rank_trainer(rank, world, balanced(), max_epochs=1)
+    first.fit(Zero(), loader())
+    first.save_checkpoint("zero.ckpt")
+    rank_trainer(rank, world, balanced(), max_epochs=2).fit(resumed, loader(), ckpt_path="zero.ckpt")
+    return weights(module), weights(resumed)
+
+
+@pytest.mark.stock_ddp("optimization: ZeRO", "balanced")
+def test_zero_trains_and_resumes_as_one_process_does() -> None:
+    expected = OneAdam()
+    single(expected, regression(SAMPLES), BATCH, max_epochs=2)
+    for trained, resumed in run_ranks(2, zero_job):
+        assert trained.distance(weights(expected)) <= EXACT
+        assert resumed.distance(weights(expected)) <= EXACT
+
+
 class Sized(Toy):
     def __init__(self) -> None:
         super().__init__()

@@ -63,6 +63,13 @@ class Lbfgs(Deep):
         return torch.optim.LBFGS(self.parameters())
 
 
+class Zero(Deep):
+    def configure_optimizers(self) -> Any:
+        from torch.distributed.optim import ZeroRedundancyOptimizer  # takes long to import
+
+        return ZeroRedundancyOptimizer(self.parameters(), torch.optim.Adam)
+
+
 class NoOptimizer(Deep):
     def configure_optimizers(self) -> Any:
         return None
@@ -129,6 +136,7 @@ REFUSED: dict[str, tuple[Callable[[], Deep], dict[str, Any], dict[str, Any], str
     "backward": (OwnBackward, {}, {}, r"OwnBackward overrides backward\(\).*strategy='hetero_balanced'"),
     "sync_batchnorm": (Deep, {}, {"sync_batchnorm": True}, "sync_batchnorm=True.*Set it to False"),
     "LBFGS": (Lbfgs, {}, {}, "LBFGS needs inner products"),
+    "ZeRO": (Zero, {}, {}, "ZeroRedundancyOptimizer divides.*Use the optimizer that it wraps"),
     "no optimizer": (NoOptimizer, {}, {}, "configure_optimizers returned none"),
     "never": (Never, {}, {}, "called the backbone 0 times, expected 1"),
     "twice": (Twice, {}, {}, "called the backbone at least 2 times, expected 1"),
@@ -165,6 +173,9 @@ def job(rank: int, world: int) -> dict[str, str]:
     return found
 
 
+@pytest.mark.stock_ddp(
+    "optimization: ZeRO", "pipeline", refused="each rank has the optimizer's state of its own layers only"
+)
 @pytest.mark.stock_ddp("optimization: LBFGS", "pipeline", refused="each rank holds some of the parameters only")
 @pytest.mark.stock_ddp(
     "optimization: manual optimization, several optimizers",
