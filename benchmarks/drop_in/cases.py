@@ -20,6 +20,7 @@ CLASSES = {
     "stock": "lightning.pytorch.strategies.DDPStrategy",
     "balanced": "lightning_hetero.LoadBalancedStrategy",
     "stale": "lightning_hetero.BoundedStalenessStrategy",
+    "stale-bsp": "benchmarks.drop_in.barrier.StaleWithBarrier",
     "pipeline": "lightning_hetero.HeteroPipelineStrategy",
 }
 

@@ -183,9 +183,12 @@ class TrainBatches:
         row = [0.0] * (3 * world)
         row[rank::world] = [samples, busy_s, wait_s]
         number = self.replans.generation
-        loss, numbers, paused_s, *columns = self._place.logs.publish(
-            [own * self._trainer.accumulate_grad_batches, number, self.replans.paused_s, *row]
+        stops = float(self._trainer.should_stop)
+        loss, numbers, paused_s, stops, *columns = self._place.logs.publish(
+            [own * self._trainer.accumulate_grad_batches, number, self.replans.paused_s, stops, *row]
         )
+        if stops:  # `training_step` may have said so, which not all ranks run
+            self._trainer.should_stop = True
         if numbers != number * world:
             raise RuntimeError(
                 f"rank {rank} trains under plan {number}, and the ranks together under {numbers / world:g} in the mean;"

@@ -390,3 +390,35 @@ def test_statistics_are_the_first_groups() -> None:
         torch.testing.assert_close(at_validation[name], value, rtol=0, atol=0)
         torch.testing.assert_close(own[name], value, rtol=0, atol=0)
         torch.testing.assert_close(member[1][name], first[1][name], rtol=0, atol=0)
+
+
+# ---- a step that ends the training ------------------------------------------------------------------------------
+
+
+class Stops(Deep):
+    def __init__(self) -> None:
+        super().__init__()
+        self.validated_at: list[int] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        if batch_idx == 2:
+            self.trainer.should_stop = True
+        return super().training_step(batch, batch_idx)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        pass
+
+    def on_validation_start(self) -> None:
+        self.validated_at.append(self.global_step)
+
+
+def stopping(rank: int, world: int) -> tuple[int, int, list[int]]:
+    module = Stops()
+    trainer = rank_trainer(rank, world, pipeline(LED), max_epochs=3)
+    trainer.fit(module, DataLoader(regression(SAMPLES), batch_size=8), DataLoader(regression(8), batch_size=4))
+    return trainer.global_step, trainer.current_epoch, module.validated_at
+
+
+@pytest.mark.stock_ddp("callbacks: `trainer.should_stop` set in training_step", "pipeline")
+def test_all_ranks_stop_where_the_step_of_one_says_so() -> None:
+    assert run_ranks(2, stopping) == [(3, 1, [3])] * 2
