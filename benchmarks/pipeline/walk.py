@@ -18,7 +18,7 @@ from benchmarks.pipeline.scenarios import Case
 from lightning_hetero import Scenario
 from lightning_hetero.pipeline.decide.plan_times import times_of
 from lightning_hetero.pipeline.decide.schedule import PipelineTimes
-from lightning_hetero.pipeline.runtime.execute.emulated_pace import ScenarioPace, parts_of
+from lightning_hetero.pipeline.runtime.execute.emulated_pace import BusyTime, ScenarioPace, parts_of
 from lightning_hetero.pipeline.runtime.execute.failures import FailureBoard
 from lightning_hetero.pipeline.runtime.execute.stage_runner import MicroBatch, StageRunner
 from lightning_hetero.pipeline.runtime.own.gradients import GradientSync
@@ -71,6 +71,7 @@ class Walk:
         self.batch, self.emulated = case.global_batch, emulated
         self.runner: StageRunner | None = None
         self.pace: ScenarioPace | None = None
+        self.busy: BusyTime | None = None
         self.optimizer: torch.optim.Optimizer | None = None
         if self.group is not None:
             own = [p for name, p in net.named_parameters() if rank in ownership.owners(name)]
@@ -107,6 +108,7 @@ class Walk:
                 parts=parts_of(model, group, rank, max(group.micro_batches)),
                 stages=len(group.ranks),
             )
+        self.busy = None if self.pace is None else BusyTime(self.pace)  # as under the strategy
         return StageRunner(
             list(net.layers),
             group=group,
@@ -117,7 +119,7 @@ class Walk:
             times=times,
             seed=SEED,
             policy=lambda times: policy_of(self.entry.policy, group, times),
-            pace=self.pace,
+            pace=self.busy,
             emulated_links={(a, b): links[a][b] for a in group.ranks for b in group.ranks if a != b}
             if emulated
             else None,
@@ -127,8 +129,8 @@ class Walk:
 
     def step(self, step: int) -> None:
         """One training step: micro-batches, gradients across groups, optimizer."""
-        if self.pace is not None:
-            self.pace.begin(step)
+        if self.busy is not None:
+            self.busy.begin(step)
         groups = self.entry.groups
         arm = None if self.emulated else self.sync.arm  # as under the strategy: see `pipeline.fit.training`
         if self.runner is not None and self.group is not None:
@@ -148,8 +150,8 @@ class Walk:
             else:
                 numbers = range(first, first + len(sizes))
                 self.runner.serve(step, sizes, numbers, before_last_backward=arm)
-        if self.pace is not None:
-            self.pace.end()
+        if self.busy is not None:
+            self.busy.end()
         self.sync.finish()
         if self.sync_s:
             time.sleep(self.sync_s)
