@@ -225,6 +225,7 @@ class HeteroStrategy(UnevenNodesStrategy, Reporting, Generic[Run]):
 
     def on_train_end(self) -> None:
         super().on_train_end()
+        self.step_report()  # kept, while there is somebody to ask
         run = self._run
         # No callback of our own: a user's callbacks, hooks and loggers see what they see under stock DDP.
         if run is None or not (self._monitor and self.is_global_zero) or has_monitor(run.trainer):
@@ -255,10 +256,12 @@ class HeteroStrategy(UnevenNodesStrategy, Reporting, Generic[Run]):
         """Keeps what is asked for after a fit, e.g. in a notebook; nothing after an evaluation."""
         if self._one_device is None and (self._run is None or not self._run.fitting):
             return
-        size, effective, shares = self.global_batch_size, self.effective_batch_size, self.shares
-        failed = self._run is not None and self._run.failed  # then there may be nobody to ask any more
-        report = (None if failed else self.step_report()) or self._kept.report
-        self._kept = Kept(global_batch_size=size, effective_batch_size=effective, shares=shares, report=report)
+        self._kept = replace(
+            self._kept,
+            global_batch_size=self.global_batch_size,
+            effective_batch_size=self.effective_batch_size,
+            shares=self.shares,
+        )
 
     def check_module(self, module: LightningModule) -> None:
         """Refuses a module that the engine cannot train on several devices.

@@ -191,7 +191,6 @@ class BoundedStalenessStrategy(ElasticDDPStrategy[StaleRun]):
     def on_train_end(self) -> None:
         super().on_train_end()
         if self._run is not None:
-            self.step_report()  # kept, while there is a server to ask
             self._run.finish()
 
     # ---- one step ---------------------------------------------------------------------------------------------

@@ -151,12 +151,12 @@ class Controller:
         cluster: Cluster,
         plan: PipelinePlan,
         *,
-        spans: Sequence[Span] = (),
-        micro_batch_size: int | None = None,
-        max_groups: int | None = None,
-        overlap: bool = True,
-        depth: Literal["auto"] | DepthRule = "auto",
-        planned_batches: int | None = None,
+        spans: Sequence[Span],
+        micro_batch_size: int | None,
+        max_groups: int | None,
+        overlap: bool,
+        depth: Literal["auto"] | DepthRule,
+        planned_batches: int | None,
     ) -> None:
         ranks = len(cluster.devices)
         self.settings, self._layers = settings, model

@@ -165,12 +165,10 @@ class Replans:
 
     def _compare(self, batch_s: float) -> None:
         """Notes what the plan in force has really won, as far as its first batches show."""
-        if len(self._took_s) < _COMPARED:
-            self._took_s.append(batch_s)
-            if self._before_s > 0.0:
-                self._amend(self.generation, realised_gain=1.0 - median(self._took_s) / self._before_s)
-        else:
-            self._took_s.append(batch_s)
+        is_first = len(self._took_s) < _COMPARED
+        self._took_s.append(batch_s)
+        if is_first and self._before_s > 0.0:
+            self._amend(self.generation, realised_gain=1.0 - median(self._took_s) / self._before_s)
 
     def _started(self, start: Callable[[int | None], Decides | None]) -> Decides | None:
         decider = start(planned_batches(self._trainer))

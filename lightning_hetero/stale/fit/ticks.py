@@ -80,7 +80,6 @@ class Ticks:
         self._resume = resume
         self._automatic = trainer.lightning_module.automatic_optimization
         self._words: deque[int] = deque()  # ticks the server has passed and Lightning has not
-        self._last = 0  # ticks of an epoch that Lightning fetches at most
         self._seen_tick = -1  # the server's last tick whose hinted samples were taken in
 
     def bind(self, sampler: EpochSampler, source: SampleSource) -> None:
@@ -125,8 +124,7 @@ class Ticks:
     def _last_tick(self, ticks: int) -> int:
         """Number of the epoch's ticks that Lightning will train; samples beyond are nobody's."""
         trainer = self._trainer
-        self._last = ticks = int(min(ticks, compat.fetch_limit(trainer)))
-        ticks = int(min(ticks, trainer.num_training_batches))
+        ticks = int(min(ticks, compat.fetch_limit(trainer), trainer.num_training_batches))
         steps = compat.step_limit(trainer)
         if steps is not None and self._automatic:
             every = trainer.accumulate_grad_batches
@@ -165,7 +163,7 @@ class Ticks:
     def _counts_step(self) -> bool:
         """Whether Lightning counts a step in this tick: also if the user's `optimizer_step` leaves it out."""
         trainer, ticks = self._trainer, self.tick + 1
-        last = ticks in (self._last, trainer.num_training_batches)
+        last = ticks in (len(self._sampler.ends), compat.fetch_limit(trainer), trainer.num_training_batches)
         return last or ticks % trainer.accumulate_grad_batches == 0
 
     def _log_learning_rates(self) -> None:

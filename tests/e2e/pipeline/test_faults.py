@@ -141,28 +141,26 @@ def test_an_exception_is_on_every_screen(tmp_path: Path, place: str, rank: int) 
             assert f"rank {rank} failed: RuntimeError: {CAUSE}" in screen, (r, screen)
 
 
-@pytest.mark.parametrize(("place", "rank"), [("layer", 0), ("step", 2)])
-def test_a_killed_rank_ends_all(tmp_path: Path, place: str, rank: int) -> None:
-    ended = launch(tmp_path, place=place, at=rank, kind="kill")
-    check_ended(tmp_path, ended)
+def launch_and_kill(folder: Path, place: str, rank: int) -> None:
+    """A rank is killed there: all end, and the others say on their screens that somebody is gone."""
+    ended = launch(folder, place=place, at=rank, kind="kill")
+    check_ended(folder, ended)
     assert ended.code[rank] == -9
     for r, screen in enumerate(ended.said):
         if r != rank:
             assert "Traceback" in screen, (r, screen)
             named = f"rank {rank} is gone without a word" in screen
             assert named or "lost contact with another rank" in screen or "store is gone" in screen, (r, screen)
+
+
+@pytest.mark.parametrize(("place", "rank"), [("layer", 0), ("step", 2)])
+def test_a_killed_rank_ends_all(tmp_path: Path, place: str, rank: int) -> None:
+    launch_and_kill(tmp_path, place, rank)
 
 
 @pytest.mark.parametrize(("place", "rank"), [("migration, sending", 0), ("migration", 2)])
 def test_a_rank_killed_while_layers_move_loses_nothing_that_was_saved(tmp_path: Path, place: str, rank: int) -> None:
-    ended = launch(tmp_path, place=place, at=rank, kind="kill")
-    check_ended(tmp_path, ended)
-    assert ended.code[rank] == -9
-    for r, screen in enumerate(ended.said):
-        if r != rank:
-            assert "Traceback" in screen, (r, screen)
-            named = f"rank {rank} is gone without a word" in screen
-            assert named or "lost contact with another rank" in screen or "store is gone" in screen, (r, screen)
+    launch_and_kill(tmp_path, place, rank)
     saved = sorted(tmp_path.glob("saved/*.ckpt"), key=lambda path: int(path.stem.partition("=")[2]))
     assert [path.stem for path in saved] == [f"step={n}" for n in range(1, 8)]
     last = torch.load(saved[-1], weights_only=True)

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_hetero.predictors import Predictor
 from lightning_hetero.types import AffineCost
 from tests.ranks.data.indexed import indexed
-from tests.ranks.exact_models import Gan, Manual
+from tests.ranks.exact_models import Gan, Manual, TwoHeads
 from tests.ranks.kit import Toy, regression
 
 
@@ -89,18 +89,8 @@ class ZeroByModule(Toy):
         self.zero_grad()
 
 
-class Decaying(Toy):
+class Decaying(TwoHeads):
     """Heads in turns under weight decay and momentum: a missing gradient must not become a zero."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(5)
-        self.heads = nn.ModuleList(nn.Linear(16, 1, dtype=torch.float64) for _ in range(2))
-        self.net = nn.Sequential(*list(self.net.children())[:2])
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        x, y = batch
-        return nn.functional.mse_loss(self.heads[batch_idx % 2](self.net(x)), y)
 
     def configure_optimizers(self) -> Any:
         return torch.optim.SGD(self.parameters(), lr=0.05, momentum=0.9, weight_decay=0.1)

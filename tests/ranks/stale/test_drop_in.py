@@ -22,13 +22,14 @@ from lightning.pytorch.callbacks import (
     StochasticWeightAveraging,
 )
 from lightning.pytorch.strategies import DDPStrategy
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.data import DataLoader
 
 from lightning_hetero.stale.decide.policy import Bsp
 from tests.ranks.harness import run_ranks
 from tests.ranks.kit import Toy, Weights, rank_trainer, regression, stale, weights
 from tests.ranks.stale.fits import Late
+from tests.ranks.stale.models import Norm
 
 pytestmark = pytest.mark.ranks
 
@@ -151,16 +152,8 @@ class Restarting(LearningRateFinder):
             self.lr_find(trainer, pl_module)
 
 
-class Normed(Validated):
-    """BatchNorm whose output is only looked at, so that the weights do not depend on how a batch was divided."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.BatchNorm1d(6, dtype=torch.float64, affine=False)
-
-    def loss(self, batch: Any) -> Tensor:
-        self.norm(batch[0])
-        return super().loss(batch)
+class Normed(Norm, Validated):
+    """With momentum, and validated."""
 
     def configure_optimizers(self) -> Any:
         return torch.optim.SGD(self.parameters(), lr=0.02, momentum=0.9)
