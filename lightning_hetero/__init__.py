@@ -14,9 +14,9 @@ from lightning_hetero.balanced.decide.policy import BalancePolicy
 from lightning_hetero.balanced.fit.rebalancer import BatchRebalancer
 from lightning_hetero.balanced.strategy import LoadBalancedStrategy
 from lightning_hetero.callbacks import HeteroTrace, StragglerMonitor, ThrottleCallback
+from lightning_hetero.controller.lyapunov import LyapunovController
 from lightning_hetero.emulate import Scenario
 from lightning_hetero.glue.setup import refuse_elsewhere
-from lightning_hetero.pipeline.decide.controller import LyapunovController
 from lightning_hetero.pipeline.strategy import HeteroPipelineStrategy
 from lightning_hetero.stale.strategy import BoundedStalenessStrategy
 

@@ -11,13 +11,14 @@ import numpy as np
 from benchmarks.joint.plans import lengths
 from benchmarks.joint.scenarios import SAMPLES, cluster_of, model_of
 from lightning_hetero import LyapunovController
-from lightning_hetero.pipeline.decide.plans import best_plan, replicas
+from lightning_hetero.pipeline.decide.plans import best_plan
 from lightning_hetero.pipeline.decide.simulate.machine import Machine
 from lightning_hetero.pipeline.decide.simulate.simulator import Rates, simulate
 from lightning_hetero.pipeline.decide.simulate.traces import Phase, Trace, markov_speeds, merged, price_spikes
 from lightning_hetero.solvers.placement import evaluate_plan
 from lightning_hetero.solvers.placement.pipes import Pipe, Problem
 from lightning_hetero.solvers.placement.shares import share
+from lightning_hetero.solvers.plans import replicas
 from lightning_hetero.types import Cluster, PipelinePlan
 
 __all__ = ["BANKS", "VS", "bounds", "figures", "measure"]

@@ -10,8 +10,8 @@ import numpy as np
 
 from benchmarks.joint.scenarios import OUTPUT, SAMPLES, STATE, UNEVEN, cluster_of, model_of
 from lightning_hetero import LyapunovController
-from lightning_hetero.pipeline.decide.controller import Controller
-from lightning_hetero.pipeline.decide.online.messages import Decision, Observation
+from lightning_hetero.controller.controller import Controller
+from lightning_hetero.controller.messages import Decision, Observation
 from lightning_hetero.pipeline.decide.simulate.machine import Machine
 from lightning_hetero.pipeline.decide.simulate.simulator import simulate
 from lightning_hetero.pipeline.decide.simulate.traces import markov_speeds
@@ -39,11 +39,11 @@ class Timed:
         self.looks_s: list[float] = []
 
     def step(self, seen: Observation) -> Decision:
-        before = self._controller._looked_at  # pyright: ignore[reportPrivateUsage]
+        before = self._controller.looked_at
         start_s = time.process_time()
         decision = self._controller.step(seen)
         self.all_s.append(time.process_time() - start_s)
-        if self._controller._looked_at != before:  # pyright: ignore[reportPrivateUsage]
+        if self._controller.looked_at != before:
             self.looks_s.append(self.all_s[-1])
         return decision
 

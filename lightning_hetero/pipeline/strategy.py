@@ -19,12 +19,12 @@ from lightning.fabric.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor
 
 from lightning_hetero import lightning_compat as compat
+from lightning_hetero.controller.lyapunov import LyapunovController
 from lightning_hetero.emulate.scenario import Scenario
 from lightning_hetero.glue.checks import check_choice, check_counts, check_flags
 from lightning_hetero.glue.metrics import integer_mean_, is_mean
 from lightning_hetero.lightning_compat.patches import patched
-from lightning_hetero.pipeline.decide.controller import LyapunovController
-from lightning_hetero.pipeline.decide.plans import describe_plan, plan_from_plain, unit_costs
+from lightning_hetero.pipeline.decide.plans import describe_plan, unit_costs
 from lightning_hetero.pipeline.decide.recorded_costs import model_from_plain
 from lightning_hetero.pipeline.fit.checkpoints import WholeCheckpointsDDP
 from lightning_hetero.pipeline.fit.plan.planning import (
@@ -50,6 +50,7 @@ from lightning_hetero.pipeline.fit.training import TrainBatches
 from lightning_hetero.pipeline.runtime.step.backbone import Backbone
 from lightning_hetero.pipeline.runtime.step.coroutines import CarrierName
 from lightning_hetero.pipeline.runtime.step.undivided import Undivided, find_layers, undivided
+from lightning_hetero.solvers.plans import plan_from_plain
 from lightning_hetero.types import Cluster, ModelCost, PipelinePlan
 
 if TYPE_CHECKING:

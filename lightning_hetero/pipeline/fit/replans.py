@@ -24,14 +24,15 @@ import torch
 import torch.distributed as dist
 
 from lightning_hetero import lightning_compat as compat
+from lightning_hetero.controller.messages import Decision, Observation
 from lightning_hetero.data import Part
 from lightning_hetero.glue.run import EventLog
 from lightning_hetero.pipeline.decide.changeover import Changeover, changeover
-from lightning_hetero.pipeline.decide.online.messages import Decision, Observation
-from lightning_hetero.pipeline.decide.plans import check_plan, in_one_piece, plan_to_plain
+from lightning_hetero.pipeline.decide.plans import check_plan, in_one_piece
 from lightning_hetero.pipeline.fit.loaders import PipelineBinder
 from lightning_hetero.pipeline.fit.place import Place
 from lightning_hetero.pipeline.runtime.own.migration import CancelledError
+from lightning_hetero.solvers.plans import plan_to_plain
 from lightning_hetero.types import PipelinePlan, StepReport
 
 if TYPE_CHECKING:
@@ -44,7 +45,7 @@ _COMPARED = 3  # batches before and after a change
 
 
 class Decides(Protocol):
-    """What decides, on rank 0 only: a started controller, see `pipeline.decide.online`."""
+    """What decides, on rank 0 only: a started controller, see `lightning_hetero.controller`."""
 
     def step(self, seen: Observation) -> Decision: ...
 

@@ -13,7 +13,6 @@ from lightning_hetero import lightning_compat as compat
 from lightning_hetero.cluster.spec import cluster_to_plain
 from lightning_hetero.emulate.scenario import Scenario
 from lightning_hetero.glue.run import EngineRun
-from lightning_hetero.pipeline.decide.plans import plan_to_plain
 from lightning_hetero.pipeline.decide.recorded_costs import model_to_plain
 from lightning_hetero.pipeline.fit.loaders import PipelineBinder
 from lightning_hetero.pipeline.fit.place import Place
@@ -23,6 +22,7 @@ from lightning_hetero.pipeline.fit.training import TrainBatches
 from lightning_hetero.pipeline.runtime.execute.failures import FailureBoard
 from lightning_hetero.pipeline.runtime.step.backbone import Backbone
 from lightning_hetero.pipeline.runtime.step.undivided import Undivided
+from lightning_hetero.solvers.plans import plan_to_plain
 from lightning_hetero.types import PipelinePlan, StepReport
 
 if TYPE_CHECKING:

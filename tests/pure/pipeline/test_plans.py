@@ -17,14 +17,12 @@ from lightning_hetero.pipeline.decide.plans import (
     check_plan,
     describe_plan,
     emulated,
-    plan_from_plain,
-    plan_to_plain,
-    replicas,
     resting,
     unit_costs,
 )
 from lightning_hetero.pipeline.decide.schedule import check, generate
 from lightning_hetero.solvers.chain.chain import DepthRule
+from lightning_hetero.solvers.plans import plan_from_plain, plan_to_plain, replicas
 from lightning_hetero.types import Cluster, GroupPlan, PipelinePlan, Status
 
 DEPTH_RULES: tuple[DepthRule, ...] = ("per_link", "low_memory")

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from lightning_hetero.pipeline.decide.online.messages import Decision, Observation
-from lightning_hetero.pipeline.decide.plans import plan_from_plain
+from lightning_hetero.controller.messages import Decision, Observation
+from lightning_hetero.solvers.plans import plan_from_plain
 from lightning_hetero.types import PipelinePlan
 
 

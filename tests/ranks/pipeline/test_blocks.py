@@ -11,8 +11,8 @@ from lightning.pytorch.strategies import DDPStrategy
 from torch.utils.data import DataLoader
 
 from lightning_hetero import Scenario, ThrottleCallback
-from lightning_hetero.pipeline.decide.plans import plan_to_plain
 from lightning_hetero.pipeline.runtime.step.backbone import find_backbone
+from lightning_hetero.solvers.plans import plan_to_plain
 from tests.ranks.harness import run_ranks
 from tests.ranks.kit import Weights, rank_trainer, single, weights
 from tests.ranks.pipeline.blocks_kit import (

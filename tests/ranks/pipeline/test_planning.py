@@ -21,9 +21,9 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset,
 from torchmetrics import MeanMetric
 
 from lightning_hetero import Scenario, ThrottleCallback
-from lightning_hetero.pipeline.decide.plans import plan_to_plain
 from lightning_hetero.pipeline.decide.recorded_costs import model_to_plain
 from lightning_hetero.pipeline.runtime.own.gradients import GradientSync
+from lightning_hetero.solvers.plans import plan_to_plain
 from tests.ranks.harness import run_ranks
 from tests.ranks.kit import rank_trainer, regression, single, weights
 from tests.ranks.pipeline.kit import FEATURES, LAYERS, WIDTH, Block, Deep, pipeline

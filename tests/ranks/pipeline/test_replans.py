@@ -14,8 +14,8 @@ from torch.optim.swa_utils import get_ema_avg_fn
 from torch.utils.data import DataLoader, DistributedSampler
 
 from lightning_hetero import lightning_compat as compat
-from lightning_hetero.pipeline.decide.plans import plan_from_plain, plan_to_plain
 from lightning_hetero.pipeline.runtime.own import parcels
+from lightning_hetero.solvers.plans import plan_from_plain, plan_to_plain
 from lightning_hetero.types import Event
 from tests.ranks.harness import run_ranks
 from tests.ranks.kit import Weights, quiet_trainer, rank_trainer, regression, single, weights

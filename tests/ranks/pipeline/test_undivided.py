@@ -15,7 +15,8 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
 from lightning_hetero import Scenario, ThrottleCallback
-from lightning_hetero.pipeline.decide.plans import in_one_piece, plan_to_plain, replicas
+from lightning_hetero.pipeline.decide.plans import in_one_piece
+from lightning_hetero.solvers.plans import plan_to_plain, replicas
 from lightning_hetero.types import AffineCost, Cluster, Device, LayerCost, Link, ModelCost
 from tests.ranks.harness import run_ranks
 from tests.ranks.kit import FEATURES, Toy, rank_trainer, regression, single, weights

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from lightning_hetero.pipeline.decide.online.messages import LinkTime, Move
+from lightning_hetero.controller.messages import LinkTime, Move
 from lightning_hetero.pipeline.decide.plan_times import times_of, work_s
 from lightning_hetero.pipeline.decide.schedule import SchedulePolicy, makespan_s
 from lightning_hetero.pipeline.decide.simulate.traces import Phase

@@ -14,7 +14,7 @@ from typing import Protocol
 
 import numpy as np
 
-from lightning_hetero.pipeline.decide.online.messages import Decision, Observation
+from lightning_hetero.controller.messages import Decision, Observation
 from lightning_hetero.pipeline.decide.simulate.machine import Batch, Machine
 from lightning_hetero.pipeline.decide.simulate.traces import Phase, Trace
 from lightning_hetero.solvers.chain.layers import Floats

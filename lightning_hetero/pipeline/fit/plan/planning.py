@@ -23,14 +23,7 @@ from lightning_hetero.cluster.spec import cluster_from_plain, equal_cluster, ove
 from lightning_hetero.emulate.scenario import Scenario
 from lightning_hetero.glue.loaders import SharedSettings
 from lightning_hetero.measure.probe import probe_cluster
-from lightning_hetero.pipeline.decide.plans import (
-    best_plan,
-    check_plan,
-    emulated,
-    in_one_piece,
-    replicas,
-    unit_costs,
-)
+from lightning_hetero.pipeline.decide.plans import best_plan, check_plan, emulated, in_one_piece, unit_costs
 from lightning_hetero.pipeline.decide.recorded_costs import recorded
 from lightning_hetero.pipeline.fit.plan.rehearsal import Rehearsal, measure_model
 from lightning_hetero.pipeline.runtime.measure.around_backbone import NeverCalledError
@@ -43,6 +36,7 @@ from lightning_hetero.pipeline.runtime.step.undivided import Undivided
 from lightning_hetero.record import read_events
 from lightning_hetero.solvers.chain.chain import DepthRule
 from lightning_hetero.solvers.placement import place
+from lightning_hetero.solvers.plans import replicas
 from lightning_hetero.types import Cluster, ModelCost, PipelinePlan
 
 if TYPE_CHECKING:

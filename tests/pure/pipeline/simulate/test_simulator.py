@@ -5,16 +5,17 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from lightning_hetero.pipeline.decide.online.messages import Decision, Move, Observation
+from lightning_hetero.controller.messages import Decision, Move, Observation
 from lightning_hetero.pipeline.decide.plan_times import times_of
-from lightning_hetero.pipeline.decide.plans import best_plan, replicas
+from lightning_hetero.pipeline.decide.plans import best_plan
 from lightning_hetero.pipeline.decide.schedule import SchedulePolicy, generate, replay
 from lightning_hetero.pipeline.decide.simulate.machine import Machine
 from lightning_hetero.pipeline.decide.simulate.simulator import Rates, Unchanged, simulate
 from lightning_hetero.pipeline.decide.simulate.traces import Phase, Trace
 from lightning_hetero.solvers.placement import evaluate_plan
+from lightning_hetero.solvers.plans import replicas
 from lightning_hetero.types import PipelinePlan
-from tests.pure.pipeline.online.kit import cluster_of, model_of
+from tests.pure.controller.kit import cluster_of, model_of
 
 MODEL = model_of([1e-3, 2e-3, 1e-3, 3e-3], output_bytes=1e4)
 CAPPED = cluster_of([1.0, 0.5], mem_bytes=3.1e6)

@@ -7,10 +7,10 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, settings
 
-from lightning_hetero.pipeline.decide.online.migration import MigrationModel, moves_between, pieces_between
-from lightning_hetero.pipeline.decide.online.neighbours import Pipes
+from lightning_hetero.controller.structure.migration import MigrationModel, moves_between, pieces_between
+from lightning_hetero.controller.structure.neighbours import Pipes
 from lightning_hetero.solvers.placement.pipes import Pipe, Problem
-from tests.pure.pipeline.online.kit import cluster_of, model_of, structures
+from tests.pure.controller.kit import cluster_of, model_of, structures
 
 MODEL = model_of([1.0] * 6)
 PROBLEM = Problem(MODEL, cluster_of([1.0] * 5), 8, (1,))

@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain, islice
 
-from lightning_hetero.pipeline.decide.online.neighbours import (
+from lightning_hetero.controller.structure.neighbours import (
     Drafts,
     Pipes,
     all_structures,
@@ -19,7 +19,7 @@ from lightning_hetero.pipeline.decide.online.neighbours import (
     count_structures,
     neighbours,
 )
-from lightning_hetero.pipeline.decide.online.objective import Judged, Objective
+from lightning_hetero.controller.structure.objective import Judged, Objective
 from lightning_hetero.solvers.placement.pipes import Pipe, Problem
 
 __all__ = ["better_structure"]

@@ -32,9 +32,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from lightning_hetero.pipeline.decide.online.migration import MigrationModel
-from lightning_hetero.pipeline.decide.online.settings import Budget, Resource
-from lightning_hetero.pipeline.decide.online.shares import priced_shares, times_of
+from lightning_hetero.controller.settings import Budget, Resource
+from lightning_hetero.controller.structure.migration import MigrationModel
+from lightning_hetero.controller.structure.shares import priced_shares, times_of
 from lightning_hetero.solvers.chain.layers import Floats
 from lightning_hetero.solvers.placement.pipes import Pipe, Problem
 from lightning_hetero.solvers.placement.shares import level, share

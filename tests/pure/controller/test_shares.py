@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_hetero.pipeline.decide.online.shares import priced_shares, times_of
+from lightning_hetero.controller.structure.shares import priced_shares, times_of
 from lightning_hetero.solvers.placement.pipes import Pipe, Problem
-from tests.pure.pipeline.online.kit import cluster_of, compositions, model_of
+from tests.pure.controller.kit import cluster_of, compositions, model_of
 
 STEPS = st.lists(st.integers(0, 4), min_size=1, max_size=8)
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from lightning_hetero.cluster import equal_cluster
 from lightning_hetero.pipeline.decide.plans import check_plan, unit_costs
-from lightning_hetero.pipeline.decide.tied_layers import join_layers, split_again
 from lightning_hetero.solvers.placement import place
+from lightning_hetero.solvers.tied_layers import join_layers, split_again
 
 MODEL = unit_costs([f"{i}" for i in range(8)], [float(i + 1) for i in range(8)])
 

@@ -10,11 +10,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from lightning_hetero.pipeline.decide.online.estimates import Estimates
-from lightning_hetero.pipeline.decide.online.messages import LinkTime, Observation
+from lightning_hetero.controller.estimates import Estimates
+from lightning_hetero.controller.messages import LinkTime, Observation
 from lightning_hetero.solvers.placement.pipes import Pipe
 from lightning_hetero.types import Link
-from tests.pure.pipeline.online.kit import cluster_of, model_of
+from tests.pure.controller.kit import cluster_of, model_of
 
 PIPES = (Pipe((0, 1), (0, 3, 6)),)
 SIZES = [(2, 2)]

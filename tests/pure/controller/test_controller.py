@@ -12,14 +12,14 @@ import numpy as np
 import pytest
 
 from lightning_hetero import LyapunovController
-from lightning_hetero.pipeline.decide.controller import Controller
-from lightning_hetero.pipeline.decide.online.messages import Decision, Observation, Outcome
+from lightning_hetero.controller.controller import Controller
+from lightning_hetero.controller.messages import Decision, Observation, Outcome
 from lightning_hetero.pipeline.decide.plans import best_plan, check_plan
 from lightning_hetero.pipeline.decide.simulate.machine import Machine
 from lightning_hetero.pipeline.decide.simulate.simulator import Rates, Run, Unchanged, simulate
 from lightning_hetero.pipeline.decide.simulate.traces import Phase, Trace
 from lightning_hetero.types import Cluster, ModelCost, PipelinePlan
-from tests.pure.pipeline.online.kit import cluster_of, model_of
+from tests.pure.controller.kit import cluster_of, model_of
 
 BATCH = 32
 BUDGETED = 600  # batches

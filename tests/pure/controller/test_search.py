@@ -9,9 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_hetero.pipeline.decide.online import search
-from lightning_hetero.pipeline.decide.online.migration import MigrationModel
-from lightning_hetero.pipeline.decide.online.neighbours import (
+from lightning_hetero.controller.settings import Budget
+from lightning_hetero.controller.structure import search
+from lightning_hetero.controller.structure.migration import MigrationModel
+from lightning_hetero.controller.structure.neighbours import (
     Drafts,
     Pipes,
     all_structures,
@@ -19,12 +20,11 @@ from lightning_hetero.pipeline.decide.online.neighbours import (
     count_structures,
     neighbours,
 )
-from lightning_hetero.pipeline.decide.online.objective import Objective, Prices, Weight
-from lightning_hetero.pipeline.decide.online.search import better_structure
-from lightning_hetero.pipeline.decide.online.settings import Budget
+from lightning_hetero.controller.structure.objective import Objective, Prices, Weight
+from lightning_hetero.controller.structure.search import better_structure
 from lightning_hetero.solvers.placement.pipes import Pipe, Problem
 from lightning_hetero.types import Cluster, ModelCost
-from tests.pure.pipeline.online.kit import best_by_force, cluster_of, every_structure, model_of, structures
+from tests.pure.controller.kit import best_by_force, cluster_of, every_structure, model_of, structures
 
 SPEEDS = st.sampled_from([1.0, 0.5, 0.25])
 

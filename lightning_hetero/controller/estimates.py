@@ -17,7 +17,7 @@ from dataclasses import replace
 from statistics import median
 from typing import Any, NamedTuple
 
-from lightning_hetero.pipeline.decide.online.messages import Observation
+from lightning_hetero.controller.messages import Observation
 from lightning_hetero.predictors import Kalman
 from lightning_hetero.solvers.placement.pipes import Pipe
 from lightning_hetero.types import AffineCost, Cluster, LayerCost, Link, ModelCost

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from statistics import median
 
-from lightning_hetero.pipeline.decide.online.messages import Move
+from lightning_hetero.controller.messages import Move
 from lightning_hetero.solvers.placement.pipes import Pipe, Problem
 
 __all__ = ["MigrationModel", "moves_between", "pieces_between"]

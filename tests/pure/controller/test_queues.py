@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_hetero.pipeline.decide.online.queues import VirtualQueue
+from lightning_hetero.controller.spending import VirtualQueue
 
 RATIOS = st.lists(st.floats(0.0, 5.0), min_size=1, max_size=60)
 

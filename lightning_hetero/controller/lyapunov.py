@@ -1,0 +1,92 @@
+"""What a user passes: `LyapunovController`, which starts a controller for a run (layer P)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from lightning_hetero.controller.controller import Controller
+from lightning_hetero.controller.forms import Forms
+from lightning_hetero.controller.settings import ControllerSettings
+from lightning_hetero.controller.spending import Spending
+from lightning_hetero.solvers.chain.chain import DepthRule
+from lightning_hetero.solvers.tied_layers import Span
+from lightning_hetero.types import Cluster, ModelCost, PipelinePlan
+
+__all__ = ["LyapunovController"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LyapunovController(ControllerSettings):
+    """Settings of the online controller: pass it as ``HeteroPipelineStrategy(controller=...)``.
+
+    Args:
+        v: V, weight of time against overspending [batches' budgets]: large is faster now and overspends longer. None:
+            by the number of batches planned, so that the mean is within about 2% of the budget at the end.
+        budget: long-term means to keep: ``money_per_sample``, ``energy_per_sample`` [J], ``traffic_per_sample``
+            [bytes], ``money_per_hour``, ``energy_per_hour`` [J], ``traffic_per_hour`` [bytes]. One that is None is no
+            limit, and with no limit at all time alone counts.
+        bank: savings that are kept for later, at most [batches' budgets]; None: by the number of batches planned.
+        prices: money per hour, of all ranks or by rank. 1.0: money is device hours.
+        power_w: of a rank that computes [W], of all or by rank.
+        idle_power_w: of a rank that is held and does not compute [W], of all or by rank.
+        rest_cost: part of price and idle power that is due for ranks at rest, 0 to 1.
+        structure: layers may move; False: only samples per group are decided again.
+        dead_band: least relative gain for which layers move, and least change of a time that is looked at.
+        share_band: least relative gain for which samples per group change.
+        look_every: batches after which the structure is looked at without a change.
+        horizon: batches by which a migration should have paid; None: as long as states lasted so far.
+        candidates: structures to judge per round.
+        rounds: of the search.
+        library: good structures that are remembered.
+        trial_batches: of a new structure that are compared with what was promised.
+        margin: relative excess over the promise from which it is rolled back, if it is also slower than the old one.
+        bar_batches: a structure that was rolled back is not tried for so long, twice as long each time.
+        recheck: batches after which a device or a link that is not used is taken for as good as in the beginning, twice
+            as long each time; None: never.
+        warmup: first batches to ignore.
+
+    Raises:
+        TypeError, ValueError: a value of a wrong type or out of its range; says which is allowed.
+
+    >>> LyapunovController(budget={"money_per_sample": 1e-6}).budget
+    {'money_per_sample': 1e-06}
+    """
+
+    def start(
+        self,
+        model: ModelCost,
+        cluster: Cluster,
+        plan: PipelinePlan,
+        *,
+        spans: Sequence[Span] = (),
+        micro_batch_size: int | None = None,
+        max_groups: int | None = None,
+        overlap: bool = True,
+        depth: Literal["auto"] | DepthRule = "auto",
+        planned_batches: int | None = None,
+    ) -> Controller:
+        """Returns a controller for a run that begins with ``plan``.
+
+        Args:
+            model, cluster: what the plan was made from.
+            plan: in force, generation 0.
+            spans, micro_batch_size, max_groups, overlap, depth: as in `best_plan`.
+            planned_batches: of the whole run, if known.
+
+        Raises:
+            ValueError: numbers by rank of another length than the cluster, or a plan that does not fit it.
+        """
+        forms = Forms(
+            model,
+            cluster,
+            plan,
+            spans=spans,
+            micro_batch_size=micro_batch_size,
+            max_groups=max_groups,
+            overlap=overlap,
+            depth=depth,
+        )
+        spending = Spending(self, len(cluster.devices), forms.samples, planned_batches)
+        return Controller(self, cluster, plan, forms=forms, spending=spending)

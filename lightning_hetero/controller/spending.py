@@ -1,0 +1,168 @@
+"""What a run spends: prices, budgets, and a virtual queue per budget of how much is overspent so far (layer P).
+
+After Neely (*Stochastic Network Optimization*, 2010), with a bank of savings, which is ours: a queue may fall to -B
+instead of 0, so that what was saved can be spent later. Counted in batches' budgets:
+
+    Q <- max(Q + r - 1, -B)         r = what the batch took / what it may take on average
+
+**Why the mean is kept.** Q(t+1) >= Q(t) + r(t) - 1, so over n batches from Q(0) = 0 the mean of r is at most
+1 + Q(n) / n, whatever B is. A bank only delays the moment from which Q pushes back, by at most B batches' budgets;
+where B = 0, savings are forgotten at once and money is left over.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from lightning_hetero.controller.messages import Observation
+from lightning_hetero.controller.settings import Budget, ControllerSettings, Resource
+from lightning_hetero.controller.structure.objective import Judged, Prices, Use, Weight
+
+__all__ = ["Spending", "VirtualQueue"]
+
+_PART = 0.02  # of all batches: V and bank; an overspending of about that part is left at the end at most
+_LEAST_V, _V, _MOST_V = 10.0, 50.0, 100.0
+_HOUR_S = 3600.0
+
+
+class VirtualQueue:
+    """One constraint's queue.
+
+    Args:
+        bank: B, most that can be saved up [batches' budgets].
+        value: to start from.
+
+    >>> queue = VirtualQueue(bank=2.0)
+    >>> [queue.add(ratio) for ratio in (0.0, 0.0, 0.0, 2.5, 2.5)]
+    [-1.0, -2.0, -2.0, -0.5, 1.0]
+    >>> queue.weight
+    1.0
+    """
+
+    __slots__ = ("bank", "value")
+
+    def __init__(self, *, bank: float, value: float = 0.0) -> None:
+        self.bank, self.value = bank, value
+
+    def add(self, ratio: float, batches: float = 1.0) -> float:
+        """Adds a period of ``batches`` (by default one) which took ``ratio`` of its budget; returns the value."""
+        self.value = max(self.value + (ratio - 1.0) * batches, -self.bank)
+        return self.value
+
+    @property
+    def weight(self) -> float:
+        """What the constraint counts in a decision: max(Q, 0)."""
+        return max(self.value, 0.0)
+
+
+class Spending:
+    """What one run may spend and has spent.
+
+    Args:
+        settings: budgets, prices, V and bank; V and bank by the length of the run where they are None.
+        ranks: number of them.
+        samples: global batch.
+        planned_batches: of the whole run, if known.
+
+    Attributes:
+        v: V.
+        queues: by constraint.
+        prices: of the ranks, by now.
+        reference_s: T_ref; to be set to the first plan's time.
+    """
+
+    def __init__(
+        self, settings: ControllerSettings, ranks: int, samples: int, planned_batches: int | None
+    ) -> None:
+        self.budgets, self._samples = settings.budgets(), samples
+        part = None if planned_batches is None else _PART * planned_batches
+        least_v = 1.0 if not self.budgets else _V if part is None else min(_MOST_V, max(_LEAST_V, part))
+        self.v = least_v if settings.v is None else settings.v
+        bank = settings.bank if settings.bank is not None else _V if part is None else max(1.0, part)
+        self.queues = {budget.name: VirtualQueue(bank=bank) for budget in self.budgets}
+        self.prices = Prices(
+            per_s=np.array(settings.each("prices", ranks)) / _HOUR_S,
+            power_w=np.array(settings.each("power_w", ranks)),
+            idle_power_w=np.array(settings.each("idle_power_w", ranks)),
+            rest_cost=settings.rest_cost,
+        )
+        self.reference_s = 1.0
+
+    @property
+    def weights(self) -> list[Weight]:
+        """The constraints with their queues, for an `Objective`."""
+        return [Weight(budget, self.queues[budget.name].weight) for budget in self.budgets]
+
+    @property
+    def values(self) -> dict[str, float]:
+        """The queues by constraint."""
+        return {name: queue.value for name, queue in self.queues.items()}
+
+    def reprice(self, prices: Mapping[int, float]) -> list[str]:
+        """Takes in prices per hour by rank; returns in words what has changed, if money counts at all."""
+        changed: list[str] = []
+        for rank, per_hour in prices.items():
+            before = float(self.prices.per_s[rank]) * _HOUR_S
+            if per_hour != before:
+                self.prices.per_s[rank] = per_hour / _HOUR_S
+                if self.budgets:
+                    changed.append(f"price of rank {rank} {before:g} -> {per_hour:g}")
+        return changed
+
+    def add(self, seen: Observation, shares: Sequence[int], use_of: Callable[[Resource], Use]) -> None:
+        """Adds what a batch took to the queues.
+
+        Args:
+            seen: the batch.
+            shares: its samples by group.
+            use_of: returns what a batch takes of a resource under the plan that it ran under.
+        """
+        seconds, samples = seen.batch_s + seen.pause_s, sum(shares)
+        if not seconds > 0.0:
+            return
+        for budget in self.budgets:
+            use = use_of(budget.resource)
+            amount = use.amount(seconds, shares)
+            if budget.resource == "energy" and seen.work_s:
+                amount = use.per_s * seconds + self._work_energy(seen.work_s)
+            if budget.resource == "traffic":
+                amount += seen.moved_bytes
+            batches = seconds / self.reference_s if budget.per_hour else samples / self._samples
+            self.queues[budget.name].add(_ratio(budget, amount, samples, seconds), batches)
+
+    def _work_energy(self, work_s: Mapping[int, float]) -> float:
+        more = self.prices.power_w - self.prices.idle_power_w
+        return sum(float(more[rank]) * seconds for rank, seconds in work_s.items())
+
+    def saved(self, now: Judged | None, new: Judged) -> dict[str, float]:
+        """Returns by constraint what a batch takes less under ``new``, as a part of its budget."""
+        if now is None:
+            return {}
+        return {
+            b.name: _ratio(b, now.amounts[b.resource] - new.amounts[b.resource], self._samples, now.time_s)
+            for b in self.budgets
+        }
+
+    def to_plain(self) -> dict[str, Any]:
+        """Returns JSON values for `load`."""
+        return {
+            "queues": self.values,
+            "reference_s": self.reference_s,
+            "prices_per_hour": (self.prices.per_s * _HOUR_S).tolist(),
+        }
+
+    def load(self, plain: Mapping[str, Any]) -> None:
+        """Goes on from what `to_plain` returned; constraints that are no more are left out."""
+        for name, value in plain["queues"].items():
+            if name in self.queues:
+                self.queues[name].value = float(value)
+        self.reference_s = float(plain["reference_s"])
+        self.prices.per_s[:] = np.array(plain["prices_per_hour"]) / _HOUR_S
+
+
+def _ratio(budget: Budget, amount: float, samples: int, seconds: float) -> float:
+    """Returns an amount as a part of what a batch of so many samples, so long, may take."""
+    return amount / (budget.limit * (seconds / _HOUR_S if budget.per_hour else samples))

@@ -1,0 +1,1 @@
+"""What structures there are, what they are worth, and how to get from one to another (layer P)."""

@@ -1,1 +1,0 @@
-"""The online controller's parts; `lightning_hetero.pipeline.decide.controller` puts them together (layer P)."""
