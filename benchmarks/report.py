@@ -10,6 +10,7 @@ import argparse
 import json
 import os
 import platform
+import re
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -23,6 +24,7 @@ __all__ = ["page_of", "write_results"]
 
 FIELDS = ("name", "value", "unit", "goal", "holds")
 PACKAGES = ("lightning-hetero", "lightning", "torch", "numpy", "scipy")
+_FLAT_LIST = re.compile(r"\[\n[^][{}\"]*\]")  # of numbers, true, false, null
 _STARTED_S = time.time()  # a benchmark imports this before it measures
 
 
@@ -64,12 +66,26 @@ def write_results(
         "notes": notes,
         "raw": raw,
     }
-    text = json.dumps(report, indent=1, default=_plain, allow_nan=False)
     table = page_of(report, name)
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "results.json").write_text(text + "\n", encoding="utf-8")
+    (folder / "results.json").write_text(text_of(report), encoding="utf-8")
     (folder / "results.md").write_text(table, encoding="utf-8")
     print(table)
+
+
+def text_of(report: dict[str, Any]) -> str:
+    """Returns results.json: a line per value, but one per list of plain values; raw numbers to six digits."""
+    whole = {**report, "raw": _rounded(report["raw"])}
+    text = json.dumps(whole, indent=1, default=_plain, allow_nan=False)
+    return _FLAT_LIST.sub(lambda found: " ".join(found[0].split()), text) + "\n"
+
+
+def _rounded(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _rounded(one) for key, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [_rounded(one) for one in value]
+    return float(f"{value:.6g}") if isinstance(value, float) else value
 
 
 def page_of(report: dict[str, Any], name: str, *, root: Path = ROOT) -> str:
