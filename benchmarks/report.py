@@ -66,9 +66,9 @@ def write_results(
         "notes": notes,
         "raw": raw,
     }
-    table = page_of(report, name)
+    text, table = text_of(report), page_of(report, name)
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "results.json").write_text(text_of(report), encoding="utf-8")
+    (folder / "results.json").write_text(text, encoding="utf-8")
     (folder / "results.md").write_text(table, encoding="utf-8")
     print(table)
 

@@ -68,7 +68,7 @@ class Controller:
     def _start_with(self, plan: PipelinePlan) -> None:
         """Takes ``plan`` for generation 0, in force from batch 0 on."""
         pipes = self._forms.pipes_of(plan)
-        self.plan = plan
+        self.plan: PipelinePlan = plan
         self.generation: int = 0
         self._numbered: int = 0  # numbers are never used twice
         self._plans: dict[int, tuple[Pipes, PipelinePlan]] = {0: (pipes, plan)}

@@ -245,3 +245,15 @@ def test_what_is_no_json_leaves_no_half_report(tmp_path: Path, value: object, er
     with pytest.raises(error):
         write_results(tmp_path / "solvers", title="t", figures=FIGURES, raw={"x": value})
     assert list(tmp_path.iterdir()) == []
+
+
+def test_raw_numbers_have_six_digits_and_a_list_of_them_is_one_line(tmp_path: Path) -> None:
+    raw = {"steps_s": [[0.123456789, 2.0], [3, 1e-9]], "ok": [True, None], "what": ["a [1, 2]", "b"], "x": 2 / 3}
+    folder = tmp_path / "solvers"
+    figures = [{**FIGURES[0], "value": 1 / 3}]
+    write_results(folder, title="t", figures=figures, raw=raw, notes="see [ 1,  2 ]")
+    text = (folder / "results.json").read_text()
+    report = json.loads(text)
+    assert report["raw"] == {**raw, "steps_s": [[0.123457, 2.0], [3, 1e-9]], "x": 0.666667}
+    assert (report["figures"][0]["value"], report["notes"]) == (1 / 3, "see [ 1,  2 ]")
+    assert '[ 0.123457, 2.0 ]' in text and '"ok": [ true, null ]' in text
