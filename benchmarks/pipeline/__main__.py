@@ -1,4 +1,4 @@
-"""``python -m benchmarks.pipeline [--quick] [--repeats N]``: the pipeline engine's claims, measured.
+"""``python -m benchmarks.pipeline [--quick] [--part overhead] [--repeats N]``: the pipeline engine's claims, measured.
 
 Three parts, in emulated devices on emulated links (scenarios: ``clusters/*.yaml``):
 
@@ -6,6 +6,8 @@ Three parts, in emulated devices on emulated links (scenarios: ``clusters/*.yaml
   each; `torch.distributed.pipelining` where an even chain over free links can stand beside it; and the bound.
 - *Lightning*: our strategy, stock DDP and the balanced engine; memory held by each rank.
 - *overhead*: our walker against `torch.distributed.pipelining` where that is at its best.
+
+``--part overhead`` measures the last one alone, in about a minute, and prints it; no results are written.
 
 Ratios are between runs of the same processes, one after the other, medians over the repeats.
 """
@@ -22,7 +24,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.pipeline.figures import case_figures, overhead_figures, tables, trained_figures
+from benchmarks.pipeline.figures import (
+    case_figures,
+    overhead_figures,
+    overhead_table,
+    table,
+    tables,
+    trained_figures,
+)
 from benchmarks.pipeline.models import costs_of
 from benchmarks.pipeline.plans import exhaustive
 from benchmarks.pipeline.scenarios import Case, cases
@@ -46,13 +55,13 @@ NOTES = (
 )
 
 
-def launch(world_size: int, repeats: int, steps: int, trained_steps: int, quick: bool) -> dict[str, Any]:
-    """Runs one group of ranks under torchrun and returns what rank 0 wrote."""
+def launch(world_size: int, repeats: int, steps: int, trained_steps: int, part: str) -> dict[str, Any]:
+    """Runs one group of ranks under torchrun, for the part "quick", "full" or "overhead"; returns what rank 0 wrote."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "result.json"
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={world_size}"]
         command += ["-m", "benchmarks.pipeline.worker", str(world_size), str(repeats), str(steps)]
-        command += [str(trained_steps), "quick" if quick else "full", str(path)]
+        command += [str(trained_steps), part, str(path)]
         subprocess.run(command, check=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
         return json.loads(path.read_text())
 
@@ -71,17 +80,23 @@ def report(folder: Path, every: Sequence[Case], raw: dict[str, dict[str, Any]]) 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="two scenarios, shortened, one repeat; under a minute")
+    parser.add_argument("--part", choices=["all", "overhead"], default="all", help="what to measure")
     parser.add_argument("--repeats", type=int, default=3, help="runs of each plan and engine")
     parser.add_argument("--steps", type=int, default=3, help="measured steps of a run")
     parser.add_argument("--trained-steps", type=int, default=20, help="measured steps of a run under Lightning")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent, help="folder for results.json, results.md")
     args = parser.parse_args()
     repeats, steps, trained = (1, 2, 4) if args.quick else (args.repeats, args.steps, args.trained_steps)
+    if args.part == "overhead":
+        found = launch(4, repeats, steps, trained, args.part)["overhead"]
+        print(table(["figure", "value"], [[f["name"], f["value"]] for f in overhead_figures(found)]))
+        print(f"\n{overhead_table(found)}")
+        return
     every = cases(args.quick)
     raw: dict[str, dict[str, Any]] = {"walked": {}, "trained": {}, "overhead": {}, "load_before": {}}
     for world_size in sorted({case.world_size for case in every}):
         raw["load_before"][f"{world_size} ranks"] = os.getloadavg()[0]
-        for part, found in launch(world_size, repeats, steps, trained, args.quick).items():
+        for part, found in launch(world_size, repeats, steps, trained, "quick" if args.quick else "full").items():
             raw[part] |= found
     for case in every:
         if case.world_size <= EXHAUSTIVE and not args.quick:

@@ -25,13 +25,16 @@ class Sleeping(nn.Module):
     Args:
         part: does the work.
         forward_cost, backward_cost: emulated times of a micro-batch, by its samples [s].
+        pacer: of the device; all its parts share it.
     """
 
-    def __init__(self, part: nn.Module, forward_cost: AffineCost, backward_cost: AffineCost) -> None:
+    def __init__(
+        self, part: nn.Module, forward_cost: AffineCost, backward_cost: AffineCost, pacer: Pacer
+    ) -> None:
         super().__init__()
         self.part, self.forward_cost, self.backward_cost = part, forward_cost, backward_cost
         self.began_s = 0.0
-        self.pacer = Pacer()
+        self.pacer = pacer
 
     def forward(self, x: Tensor) -> Tensor:
         start_s = time.perf_counter()

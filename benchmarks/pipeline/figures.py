@@ -11,7 +11,15 @@ from benchmarks.pipeline.scenarios import Case
 from benchmarks.pipeline.stalls import stalls
 from benchmarks.steps import percentile
 
-__all__ = ["case_figures", "median_s", "overhead_figures", "table", "tables", "trained_figures"]
+__all__ = [
+    "case_figures",
+    "median_s",
+    "overhead_figures",
+    "overhead_table",
+    "table",
+    "tables",
+    "trained_figures",
+]
 
 Figure = dict[str, Any]
 Runs = Sequence[Sequence[float]]
@@ -120,15 +128,29 @@ def trained_figures(case: Case, raw: Mapping[str, Any]) -> list[Figure]:
 
 def overhead_figures(raw: Mapping[str, Mapping[str, Any]]) -> list[Figure]:
     """Holds our walker against `torch.distributed.pipelining`."""
-    return [
-        figure(
-            f"{name}, links free: ours / torch.distributed.pipelining",
-            ratio(one["steps_s"]["ours"], one["steps_s"]["torch"]),
-            "x",
-            most=OVERHEAD,
-        )
+    figures: list[Figure] = []
+    for name, one in raw.items():
+        against = f"{name}, links free: ours / torch.distributed.pipelining"
+        figures.append(figure(against, ratio(one["steps_s"]["ours"], one["steps_s"]["torch"]), "x", most=OVERHEAD))
+        spent = [[[run_s] for run_s in one["processor_s"][engine]] for engine in ("ours", "torch")]
+        figures.append(figure(f"{against}, processor time", ratio(*spent), "x"))
+    return figures
+
+
+def overhead_table(raw: Mapping[str, Mapping[str, Any]]) -> str:
+    """Returns what a step takes by our walker and by `torch.distributed.pipelining`."""
+    rows = [
+        [
+            name,
+            *(_ms(median_s(one["steps_s"][engine])) for engine in ("ours", "torch")),
+            _ms(one["modelled_s"]),
+            *(_ms(statistics.median(one["processor_s"][engine])) for engine in ("ours", "torch")),
+        ]
         for name, one in raw.items()
     ]
+    head = ["our walker [ms]", "torch.distributed.pipelining [ms]", "modelled [ms]"]
+    spent = ["our walker, processor of all ranks [ms]", "torch's [ms]"]
+    return table(["overhead", *head, *spent], rows)
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
@@ -178,10 +200,6 @@ def tables(raw: Mapping[str, Any]) -> str:
         if engine in one["steps_s"]
         for row in stalls(*(one[name][engine] for name in ("steps_s", "gc_s", "late_s")))
     ]
-    overhead = [
-        [name, _ms(median_s(one["steps_s"]["ours"])), _ms(median_s(one["steps_s"]["torch"])), _ms(one["modelled_s"])]
-        for name, one in raw["overhead"].items()
-    ]
     return "\n\n".join(
         [
             table(
@@ -204,7 +222,7 @@ def tables(raw: Mapping[str, Any]) -> str:
                  "a process that only sleeps, woken late by [ms]"],
                 stalled,
             ),
-            table(["overhead", "our walker [ms]", "torch.distributed.pipelining [ms]", "modelled [ms]"], overhead),
+            overhead_table(raw["overhead"]),
         ]
     )  # fmt: skip
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
@@ -16,6 +16,7 @@ from benchmarks.pipeline.models import Net, dataset, make
 from benchmarks.pipeline.plans import Entry, policy_of
 from benchmarks.pipeline.scenarios import Case
 from lightning_hetero import Scenario
+from lightning_hetero.emulate import Pacer
 from lightning_hetero.pipeline.decide.plan_times import times_of
 from lightning_hetero.pipeline.decide.schedule import PipelineTimes
 from lightning_hetero.pipeline.runtime.execute.emulated_pace import BusyTime, ScenarioPace, parts_of
@@ -27,7 +28,7 @@ from lightning_hetero.pipeline.runtime.own.ownership import Ownership
 from lightning_hetero.pipeline.runtime.step.cut import BackboneCut
 from lightning_hetero.types import AffineCost, GroupPlan, LayerCost, ModelCost, PipelinePlan
 
-__all__ = ["Walk", "run_stock", "step_times_s"]
+__all__ = ["Timed", "Walk", "run_stock", "timed"]
 
 SEED = 0
 CPU = torch.device("cpu")
@@ -98,8 +99,10 @@ class Walk:
 
         if emulated and sleeps_inside:
             speed = case.cluster.devices[rank].speed
+            pacer = Pacer()  # one device: what the head really takes, its layers' sleep makes up for, as with `torch`
             for i, cost in enumerate(model.layers):
-                net.layers[i] = _sleeping(net.layers[i], [cost], speed)
+                net.layers[i] = _sleeping(net.layers[i], [cost], speed, pacer)
+            net.head = _sleeping(net.head, [model.head], speed, pacer)
         elif emulated:
             speeds = [device.speed for device in case.cluster.devices]
             self.pace = ScenarioPace(
@@ -168,27 +171,46 @@ class Walk:
         self.owner_groups.close()
 
 
-def step_times_s(step: Callable[[int], None], steps: int, warm_up: int = 1, *, leads: bool = True) -> list[float]:
-    """Returns the duration of each step: that of the slowest leader, from its start to its next one's. Collective."""
+@dataclass(frozen=True, slots=True)
+class Timed:
+    """What measured steps took.
+
+    Attributes:
+        steps_s: each: of the slowest leader, from its start to its next one's.
+        processor_s: of all threads of all ranks, per step: on a machine that others use, too, the steadier figure.
+    """
+
+    steps_s: list[float]
+    processor_s: float
+
+
+def timed(step: Callable[[int], None], steps: int, warm_up: int = 1, *, leads: bool = True) -> Timed:
+    """Runs steps and returns what they took. Collective."""
     starts: list[float] = []
+    processor_s = 0.0
     for i in range(warm_up + steps):
         if i == warm_up:
             dist.barrier()
+            processor_s = time.process_time()
         starts.append(time.perf_counter())
         step(i)
     starts.append(time.perf_counter())
+    processor_s = time.process_time() - processor_s
     own = [b - a for a, b in zip(starts[warm_up:], starts[warm_up + 1 :], strict=False)] if leads else []
-    everyone: list[list[float]] = [[] for _ in range(dist.get_world_size())]
-    dist.all_gather_object(everyone, own)
-    return [max(times) for times in zip(*(times for times in everyone if times), strict=True)]
+    everyone: list[tuple[list[float], float]] = [([], 0.0) for _ in range(dist.get_world_size())]
+    dist.all_gather_object(everyone, (own, processor_s))
+    return Timed(
+        [max(times) for times in zip(*(times for times, _ in everyone if times), strict=True)],
+        sum(spent_s for _, spent_s in everyone) / steps,
+    )
 
 
-def _sleeping(part: nn.Module, costs: Sequence[LayerCost], speed: float) -> Sleeping:
+def _sleeping(part: nn.Module, costs: Sequence[LayerCost], speed: float, pacer: Pacer) -> Sleeping:
     def together(each: Sequence[AffineCost]) -> AffineCost:
         fixed_s, per_sample_s = sum(c.fixed_s for c in each), sum(c.per_sample_s for c in each)
         return AffineCost(fixed_s=fixed_s / speed, per_sample_s=per_sample_s / speed)
 
-    return Sleeping(part, together([c.forward for c in costs]), together([c.backward for c in costs]))
+    return Sleeping(part, together([c.forward for c in costs]), together([c.backward for c in costs]), pacer)
 
 
 def run_stock(
@@ -200,8 +222,8 @@ def run_stock(
     *,
     warm_up: int = 1,
     emulated: bool = True,
-) -> list[float]:
-    """Returns step times of one chain over all ranks by `torch.distributed.pipelining`, textbook 1F1B.
+) -> Timed:
+    """Returns what steps took of one chain over all ranks by `torch.distributed.pipelining`, textbook 1F1B.
 
     Devices are emulated, links are not: it sends and receives as fast as the machine does. Loss and head are on the
     last stage, as it is made for. Collective.
@@ -219,7 +241,7 @@ def run_stock(
         costs.append(model.head)
     part: nn.Module = nn.Sequential(*modules)
     if emulated:
-        part = _sleeping(part, costs, speed)
+        part = _sleeping(part, costs, speed, Pacer())
     stage = PipelineStage(part, rank, world, CPU)
     schedule = Schedule1F1B(stage, micro_batches, loss_fn=net.loss)
     optimizer = torch.optim.SGD(part.parameters(), lr=1e-3)
@@ -235,4 +257,4 @@ def run_stock(
         optimizer.step()
         optimizer.zero_grad()
 
-    return step_times_s(step, steps, warm_up, leads=rank == 0)
+    return timed(step, steps, warm_up, leads=rank == 0)

@@ -30,7 +30,7 @@ from benchmarks.pipeline.plans import (
 )
 from benchmarks.pipeline.scenarios import Case, cases
 from benchmarks.pipeline.stalls import Collections, Sleeper
-from benchmarks.pipeline.walk import Walk, run_stock, step_times_s
+from benchmarks.pipeline.walk import Timed, Walk, run_stock, timed
 from lightning_hetero.cluster.spec import equal_cluster
 from lightning_hetero.types import ModelCost
 
@@ -65,14 +65,14 @@ class Group:
 
     def walk(
         self, case: Case, model: ModelCost, entry: Entry, steps: int, *, warm_up: int = 1, **options: Any
-    ) -> list[float]:
-        """Returns the durations of a plan's steps."""
+    ) -> Timed:
+        """Returns what a plan's steps took."""
         gc.collect()  # as before every run of every engine
         self._runs += 1
         walk = Walk(case, model, entry, wire=self.wire, name=f"run {self._runs}", **options)
-        times_s = step_times_s(walk.step, steps, warm_up, leads=walk.leads)
+        found = timed(walk.step, steps, warm_up, leads=walk.leads)
         walk.close()
-        return times_s
+        return found
 
     def compare(self, case: Case) -> dict[str, Any]:
         """Runs the best even pipelines and ours in turns."""
@@ -85,12 +85,12 @@ class Group:
             runs[STOCK] = []
         for _ in range(self.repeats):
             for entry in entries:
-                runs[entry.name].append(self.walk(case, model, entry, self.steps))
+                runs[entry.name].append(self.walk(case, model, entry, self.steps).steps_s)
             if STOCK in runs and chain is not None:
                 (group,) = chain.groups
                 micro = len(group.micro_batches)
                 gc.collect()
-                runs[STOCK].append(run_stock(case, model, group.cuts, micro, self.steps))
+                runs[STOCK].append(run_stock(case, model, group.cuts, micro, self.steps).steps_s)
         return {
             "steps_s": runs,
             "modelled_s": {entry.name: entry.modelled_s for entry in entries},
@@ -149,20 +149,24 @@ class Group:
         model = costs_of(case.model, case.sample_s)
         entry = chain_entry(case, model, MICRO_BATCHES, OURS)
         emulated = bool(sample_s)
-        runs: dict[str, list[list[float]]] = {"ours": [], "torch": []}
+        runs: dict[str, list[Timed]] = {"ours": [], "torch": []}
         for _ in range(self.repeats + 2 if self.repeats > 1 else 1):
-            ours_s = self.walk(case, model, entry, steps, warm_up=2, sleeps_inside=True, emulated=emulated)
-            runs["ours"].append(ours_s)
+            ours = self.walk(case, model, entry, steps, warm_up=2, sleeps_inside=True, emulated=emulated)
+            runs["ours"].append(ours)
             (group,) = entry.groups
             gc.collect()
-            stock_s = run_stock(case, model, group.cuts, MICRO_BATCHES, steps, warm_up=2, emulated=emulated)
-            runs["torch"].append(stock_s)
-        return {"steps_s": runs, "modelled_s": entry.modelled_s if emulated else None}
+            stock = run_stock(case, model, group.cuts, MICRO_BATCHES, steps, warm_up=2, emulated=emulated)
+            runs["torch"].append(stock)
+        return {
+            "steps_s": {engine: [run.steps_s for run in each] for engine, each in runs.items()},
+            "processor_s": {engine: [run.processor_s for run in each] for engine, each in runs.items()},
+            "modelled_s": entry.modelled_s if emulated else None,
+        }
 
 
 def main() -> None:
     world_size, repeats, steps, trained_steps = (int(word) for word in sys.argv[1:5])
-    quick, path = sys.argv[5] == "quick", Path(sys.argv[6])
+    part, path = sys.argv[5], Path(sys.argv[6])
     warnings.simplefilter("ignore")
     for name in ("lightning.pytorch", "lightning.fabric"):
         logging.getLogger(name).setLevel(logging.ERROR)
@@ -171,7 +175,8 @@ def main() -> None:
     sleeper = Sleeper(path.with_suffix(".late"))
     with Collections() as collections, sleeper if dist.get_rank() == 0 else nullcontext():
         group = Group(repeats, steps, trained_steps, collections, sleeper)
-        mine = [case for case in cases(quick) if case.world_size == world_size]
+        every = () if part == "overhead" else cases(part == "quick")
+        mine = [case for case in every if case.world_size == world_size]
         result: dict[str, Any] = {
             "walked": {case.title: group.compare(case) for case in mine},
             "trained": {case.title: group.train(case) for case in mine if case.trained},

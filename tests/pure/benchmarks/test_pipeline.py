@@ -348,9 +348,12 @@ def test_tails_and_the_truth_of_the_emulation_by_hand() -> None:
 
 
 def test_an_overhead_is_the_median_of_pairs() -> None:
-    raw = {"equal": {"steps_s": {"ours": [[1.0], [4.0], [1.2]], "torch": [[1.0], [2.0], [1.0]]}, "modelled_s": 1.0}}
-    (figure,) = overhead_figures(raw)
+    steps_s = {"ours": [[1.0], [4.0], [1.2]], "torch": [[1.0], [2.0], [1.0]]}
+    processor_s = {"ours": [3.0, 2.0, 2.2], "torch": [2.0, 2.0, 2.0]}
+    raw = {"equal": {"steps_s": steps_s, "processor_s": processor_s, "modelled_s": 1.0}}
+    figure, spent = overhead_figures(raw)
     assert figure["value"] == pytest.approx(1.2) and figure["holds"] is False and figure["goal"] == "<= 1.05"
+    assert spent["value"] == pytest.approx(1.1) and spent["name"].endswith("processor time")
 
 
 def test_a_median_is_of_medians() -> None:
@@ -362,7 +365,13 @@ def test_tables_show_every_plan_and_engine() -> None:
     raw = {
         "walked": {"c, mlp": walked(0.5, 1.0, 0.95)},
         "trained": {"c, mlp": trained(0.6, 30.0)},
-        "overhead": {"real": {"steps_s": {"ours": [[0.1]], "torch": [[0.2]]}, "modelled_s": None}},
+        "overhead": {
+            "real": {
+                "steps_s": {"ours": [[0.1]], "torch": [[0.2]]},
+                "processor_s": {"ours": [0.3], "torch": [0.4]},
+                "modelled_s": None,
+            }
+        },
     }
     raw["trained"]["c, mlp"]["steps_s"]["ours"] = [[0.5] * 3, [0.5, 0.5, 0.7]]  # a stall
     text = tables(raw)
@@ -371,4 +380,4 @@ def test_tables_show_every_plan_and_engine() -> None:
     assert "| c, mlp | ours | 500.0 | 1100.0 | 1100.0 | 500.0 | 1 | c |" in text
     assert "| c, mlp | even, 4 groups | – | – | – | – | – | fits no device's memory |" in text
     assert "| c, mlp | 1000.0 | 600.0 | 600.0 | 500.0 | 480.0 | 0.00 0.00 | 0.00 |" in text
-    assert "| real | 100.0 | 200.0 | – |" in text
+    assert "| real | 100.0 | 200.0 | – | 300.0 | 400.0 |" in text
