@@ -131,7 +131,7 @@ class Spending:
             if budget.resource == "traffic":
                 amount += seen.moved_bytes
             batches = seconds / self.reference_s if budget.per_hour else samples / self._samples
-            self.queues[budget.name].add(_ratio(budget, amount, samples, seconds), batches)
+            self.queues[budget.name].add(_ratio(budget, amount, samples, seconds), seen.batches * batches)
 
     def _work_energy(self, work_s: Mapping[int, float]) -> float:
         more = self.prices.power_w - self.prices.idle_power_w
