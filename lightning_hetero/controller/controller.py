@@ -34,6 +34,7 @@ class Controller:
         forms: of this model's plans.
         spending: of this run.
         always: ranks that never rest.
+        rest_samples: that a rank at rest computes all the same.
 
     Attributes:
         plan: in force, or decided last.
@@ -52,9 +53,10 @@ class Controller:
         forms: Forms,
         spending: Spending,
         always: Iterable[int] = (),
+        rest_samples: float = 0.0,
     ) -> None:
         self.settings, self._forms, self._spending = settings, forms, spending
-        self._always = frozenset(always)
+        self._always, self._rest_samples = frozenset(always), rest_samples
         self._ranks = len(cluster.devices)
         self._estimates = Estimates(forms.model, cluster, recheck=settings.recheck)
         self._migration = MigrationModel()
@@ -270,6 +272,7 @@ class Controller:
             present=present,
             migration=self._migration,
             horizon=self._triggers.life(self._seen),
+            rest_samples=self._rest_samples,
             known=self._shared,
         )
 

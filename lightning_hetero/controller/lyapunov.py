@@ -67,6 +67,7 @@ class LyapunovController(ControllerSettings):
         depth: Literal["auto"] | DepthRule = "auto",
         planned_batches: int | None = None,
         always: Iterable[int] = (),
+        rest_samples: float = 0.0,
     ) -> Controller:
         """Returns a controller for a run that begins with ``plan``.
 
@@ -76,6 +77,7 @@ class LyapunovController(ControllerSettings):
             spans, micro_batch_size, max_groups, overlap, depth: as in `best_plan`.
             planned_batches: of the whole run, if known.
             always: ranks that never rest.
+            rest_samples: that a rank at rest computes all the same, so that no batch is shorter.
 
         Raises:
             ValueError: numbers by rank of another length than the cluster, or a plan that does not fit it.
@@ -91,4 +93,6 @@ class LyapunovController(ControllerSettings):
             depth=depth,
         )
         spending = Spending(self, len(cluster.devices), forms.samples, planned_batches)
-        return Controller(self, cluster, plan, forms=forms, spending=spending, always=always)
+        return Controller(
+            self, cluster, plan, forms=forms, spending=spending, always=always, rest_samples=rest_samples
+        )
