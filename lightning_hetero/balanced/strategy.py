@@ -58,8 +58,8 @@ class LoadBalancedStrategy(HeteroStrategy[BalancedRun]):
         quantum: shares are multiples of this, e.g. for compiled or tensor-core-friendly shapes.
         policy: a whole `BalancePolicy`, instead of ``predictor``, ``dead_band`` and ``cooldown``.
         rebalance: ``False`` keeps equal shares (exact weighting and metrics stay).
-        controller: decides the shares, and which ranks rest, in the place of the policy: a `LyapunovController`, e.g. with
-            a ``budget``, or ``"lyapunov"`` for one without. ``None``: the policy decides, and all ranks work.
+        controller: decides the shares, and which ranks rest, in the place of the policy: a `LyapunovController`, e.g.
+            with a ``budget``, or ``"lyapunov"`` for one without. ``None``: the policy decides, and all ranks work.
         exchange_every: exchange measurements every k steps; default: every step, fewer when steps are short.
         stream: what an `IterableDataset` is: ``"infinite"`` per rank, or ``"shared"`` by all ranks.
         waiting_modules: module types, besides `SyncBatchNorm`, that wait for peers inside forward or backward.

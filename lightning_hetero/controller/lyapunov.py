@@ -33,7 +33,8 @@ class LyapunovController(ControllerSettings):
         idle_power_w: of a rank that is held and does not compute [W], of all or by rank.
         rest_cost: part of price and idle power that is due for ranks at rest, 0 to 1.
         structure: layers may move, and ranks may rest; False: only samples per group are decided again.
-        dead_band: least relative gain for which layers move or ranks rest, and least change of a time that is looked at.
+        dead_band: least relative gain for which layers move or ranks rest, and least change of a time that is looked
+            at.
         share_band: least relative gain for which samples per group change.
         look_every: batches after which the structure is looked at without a change.
         horizon: batches by which a migration should have paid; None: as long as states lasted so far.

@@ -7,10 +7,10 @@ divide: each rank is a pipeline of its own, or rests. What is left to decide is 
     then             the controller, from the same records; all ranks come to the same decision, without a message
 
 All ranks hold all parameters, so nothing moves when one rests or wakes, and all take part in the exchange of gradients,
-so its time and its bytes stay what they are. A rank at rest computes a dummy of weight 0: a batch never ends before it,
-so rest saves what is due for a rank, never time. The dummy is all that is measured of it. Were it believed as it stands, a
-device that is slow in its samples and not in a step's fixed part would seem fast; so only a change of that time counts:
-`Observation.probed`.
+so its time and its bytes stay what they are. A rank at rest computes a dummy of weight 0: a batch never ends before
+it, so rest saves what is due for a rank, never time. The dummy is all that is measured of it. Were it believed as it
+stands, a device that is slow in its samples and not in a step's fixed part would seem fast; so only a change of that
+time counts: `Observation.probed`.
 """
 
 from __future__ import annotations

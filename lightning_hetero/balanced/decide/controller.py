@@ -100,7 +100,7 @@ class Controller:
         self.report: StepReport | None = None
         self.decision: Decision | None = None
         self.news: deque[Decision] = deque(maxlen=_MOST_NEWS)
-        self._pending: deque[tuple[Tag, int, Callable[[], Sequence[Row]]]] = deque()  # with the generation of the shares
+        self._pending: deque[tuple[Tag, int, Callable[[], Sequence[Row]]]] = deque()  # generation of shares
         self._late: tuple[Tag, int, Sequence[Row]] | None = None
         self._decided: dict[Tag, tuple[tuple[int, ...], int]] = {}  # shares and their generation
         self._local: list[tuple[int, float, float]] = []  # samples, compute_s, wait_s since the last exchange

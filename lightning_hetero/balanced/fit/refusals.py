@@ -24,15 +24,15 @@ def controlled_policy(controller: Any, idle: Sequence[str]) -> ControlledPolicy:
     if idle:
         raise ValueError(
             f"controller= decides the shares by rules of its own, so {', '.join(idle)} would be ignored: drop"
-            f" {'it' if len(idle) == 1 else 'them'}, or the controller. LyapunovController(dead_band=..., share_band=...)"
-            " has its own; max_samples and quantum hold under it"
+            f" {'it' if len(idle) == 1 else 'them'}, or the controller. LyapunovController(dead_band=...,"
+            " share_band=...) has its own; max_samples and quantum hold under it"
         )
     settings = LyapunovController() if controller == "lyapunov" else controller
     limits = getattr(settings, "budget", None) or {}
     if traffic := sorted(name for name in limits if name.startswith("traffic")):
         raise ValueError(
-            f"budget={{{', '.join(traffic)}}} cannot be kept by LoadBalancedStrategy: its exchange of gradients takes in"
-            " all ranks, also those that rest, so no decision changes the traffic. Drop it, or use"
+            f"budget={{{', '.join(traffic)}}} cannot be kept by LoadBalancedStrategy: its exchange of gradients takes"
+            " in all ranks, also those that rest, so no decision changes the traffic. Drop it, or use"
             " strategy='hetero_pipeline'"
         )
     return ControlledPolicy(settings)

@@ -76,8 +76,8 @@ class BalancedRun(EngineRun[BalancedBinder]):
         if isinstance(settings.policy, ControlledPolicy):
             if self.policy is not settings.policy:
                 raise ValueError(
-                    "BatchRebalancer(policy=...) would decide in the place of LoadBalancedStrategy(controller=...): drop"
-                    " one of them"
+                    "BatchRebalancer(policy=...) would decide in the place of LoadBalancedStrategy(controller=...):"
+                    " drop one of them"
                 )
             settings.policy.begin_fit()
         agreed = {name: repr(getattr(settings.batches, name)) for name in BatchSettings.__slots__}
