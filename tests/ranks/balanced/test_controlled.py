@@ -17,6 +17,7 @@ from lightning_hetero.solvers.plans import replicas
 from lightning_hetero.types import Event, PipelinePlan
 from tests.ranks.exact_models import PoisonedDummy
 from tests.ranks.harness import run_ranks
+from tests.ranks.resume_kit import Saver
 from tests.ranks.kit import Toy, Weights, balanced, rank_trainer, regression, single, weights
 
 SAMPLES, BATCH, EPOCHS = 400, 16, 2  # 50 steps
@@ -75,9 +76,9 @@ class Watch(Callback):
 
 def fitted(rank: int, world: int, controller: Any, **options: Any) -> tuple[Any, Any, Watch]:
     module, watch = PoisonedDummy(), Watch()
-    ckpt_path = options.pop("ckpt_path", None)
+    ckpt_path, saver = options.pop("ckpt_path", None), options.pop("saver", None)
     strategy = balanced(policy=None, controller=controller)
-    trainer = rank_trainer(rank, world, strategy, callbacks=[watch], **{"max_epochs": EPOCHS, **options})
+    trainer = rank_trainer(rank, world, strategy, callbacks=[watch, *([saver] if saver else [])], **{"max_epochs": EPOCHS, **options})
     trainer.fit(module, DataLoader(regression(SAMPLES), batch_size=BATCH // world, shuffle=True), ckpt_path=ckpt_path)
     return trainer, module, watch
 
@@ -128,21 +129,20 @@ def costly(world: int) -> LyapunovController:
 
 
 def saving(rank: int, world: int, path: str) -> Watch:
-    trainer, _, watch = fitted(rank, world, costly(world), max_steps=30, max_epochs=-1)
-    trainer.save_checkpoint(path)
+    trainer, _, watch = fitted(rank, world, costly(world), saver=Saver(path, [(1, 4)]))
     assert trainer.strategy.shares == (BATCH, 0)
     assert "controller LyapunovController" in repr(trainer.strategy)
     return watch
 
 
 def resuming(rank: int, world: int, path: str) -> tuple[Weights, list[int]]:
-    _, module, watch = fitted(rank, world, costly(world), max_steps=33, max_epochs=-1, ckpt_path=path)
+    _, module, watch = fitted(rank, world, costly(world), max_steps=33, ckpt_path=path)
     return weights(module), watch.samples
 
 
 def test_a_rank_beyond_the_budget_rests_and_rests_on_in_a_resumed_run(tmp_path: Path) -> None:
-    path = str(tmp_path / "at_rest.ckpt")
-    first, second = run_ranks(2, saving, path)
+    first, second = run_ranks(2, saving, str(tmp_path))
+    path = str(tmp_path / "batch-1-4.ckpt")
     assert second.samples[0] == BATCH // 2 and second.samples[-1] == 0
     assert "; without rank 1 a batch takes" in first.summary and "of money_per_sample less" in first.summary
     event = next(event.data for event in first.events if event.kind == "decision" and "kind" in event.data)
@@ -151,7 +151,7 @@ def test_a_rank_beyond_the_budget_rests_and_rests_on_in_a_resumed_run(tmp_path: 
     state = torch.load(path, weights_only=True)["lightning_hetero"]["policy"]["controller"]
     assert state["units"] == [BATCH, 0]
     expected = PoisonedDummy()
-    single(expected, regression(SAMPLES), BATCH, max_steps=33, max_epochs=-1)
+    single(expected, regression(SAMPLES), BATCH, max_epochs=EPOCHS, max_steps=33)
     for world, samples in ((2, [(BATCH, 0)] * 3), (4, [(4, 4, 4, 4)] * 3)):
         outcomes = run_ranks(world, resuming, path)
         assert list(zip(*(taken for _, taken in outcomes), strict=True)) == samples
