@@ -162,6 +162,8 @@ class Objective:
 
     def _rest_s(self, pipes: Sequence[Pipe]) -> float:
         """Returns how long the ranks at rest are busy [s]: no batch is shorter."""
+        if not self._idle_s:
+            return 0.0
         used = {rank for pipe in pipes for rank in pipe.ranks}
         return max([seconds for rank, seconds in self._idle_s.items() if rank not in used] or [0.0])
 

@@ -17,8 +17,8 @@ from lightning_hetero.solvers.plans import replicas
 from lightning_hetero.types import Event, PipelinePlan
 from tests.ranks.exact_models import PoisonedDummy
 from tests.ranks.harness import run_ranks
-from tests.ranks.resume_kit import Saver
 from tests.ranks.kit import Toy, Weights, balanced, rank_trainer, regression, single, weights
+from tests.ranks.resume_kit import Saver
 
 SAMPLES, BATCH, EPOCHS = 400, 16, 2  # 50 steps
 EXACT = 1e-12
@@ -76,10 +76,11 @@ class Watch(Callback):
 
 def fitted(rank: int, world: int, controller: Any, **options: Any) -> tuple[Any, Any, Watch]:
     module, watch = PoisonedDummy(), Watch()
-    ckpt_path, saver = options.pop("ckpt_path", None), options.pop("saver", None)
-    strategy = balanced(policy=None, controller=controller)
-    trainer = rank_trainer(rank, world, strategy, callbacks=[watch, *([saver] if saver else [])], **{"max_epochs": EPOCHS, **options})
-    trainer.fit(module, DataLoader(regression(SAMPLES), batch_size=BATCH // world, shuffle=True), ckpt_path=ckpt_path)
+    ckpt_path, more = options.pop("ckpt_path", None), options.pop("more", [])
+    options = {"max_epochs": EPOCHS, "callbacks": [watch, *more], **options}
+    trainer = rank_trainer(rank, world, balanced(policy=None, controller=controller), **options)
+    loader = DataLoader(regression(SAMPLES), batch_size=BATCH // world, shuffle=True)
+    trainer.fit(module, loader, ckpt_path=ckpt_path)
     return trainer, module, watch
 
 
@@ -129,7 +130,7 @@ def costly(world: int) -> LyapunovController:
 
 
 def saving(rank: int, world: int, path: str) -> Watch:
-    trainer, _, watch = fitted(rank, world, costly(world), saver=Saver(path, [(1, 4)]))
+    trainer, _, watch = fitted(rank, world, costly(world), more=[Saver(path, [(1, 4)])])
     assert trainer.strategy.shares == (BATCH, 0)
     assert "controller LyapunovController" in repr(trainer.strategy)
     return watch
@@ -182,7 +183,7 @@ def test_arguments_that_a_controller_would_ignore_are_refused(other: dict[str, A
 def test_what_is_no_controller_or_cannot_be_kept_is_refused() -> None:
     with pytest.raises(TypeError, match="controller='greedy' must be 'lyapunov', None, or a LyapunovController"):
         LoadBalancedStrategy(controller="greedy")  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="traffic_per_hour.* cannot be kept by LoadBalancedStrategy"):
+    with pytest.raises(ValueError, match=r"traffic_per_hour.* cannot be kept by LoadBalancedStrategy"):
         LoadBalancedStrategy(controller=LyapunovController(budget={"traffic_per_hour": 1e9, "money_per_hour": 1.0}))
     strategy = LoadBalancedStrategy(controller="lyapunov", max_samples=8, quantum=2)
     assert strategy.replans == [] and "controller lyapunov" in repr(strategy)
