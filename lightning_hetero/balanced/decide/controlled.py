@@ -42,8 +42,8 @@ from lightning_hetero.types import (
 __all__ = ["ControlledPolicy", "Started", "Starts"]
 
 _LEARNED = 8  # records from which the first costs are known
-_STEADY = 3  # dummies from which a rank at rest is compared with itself
-_CHANGED = 0.1  # relative change of a dummy's time that counts
+_UNSTEADY, _STEADY = 3, 10  # first dummies of a rank at rest: ignored so many; compared with the mean up to so many
+_CHANGED, _SURE = 0.5, 4.0  # relative change of a dummy's time that counts, if it is so many standard deviations
 _LEAST_S = 1e-9
 _FREE = AffineCost(fixed_s=0.0, per_sample_s=0.0)
 _AROUND = LayerCost(name="", forward=_FREE, backward=_FREE)
@@ -97,19 +97,24 @@ class _Resting:
 
     def __init__(self, factor: float, why: str) -> None:
         self.factor, self.why = factor, why
-        self._filter, self._first_s = Kalman(), math.nan
+        self._filter, self._first_s, self._seen = Kalman(), math.nan, 0
 
     def add(self, dummy_s: float) -> float | None:
         """Takes in a dummy's time; returns the rank's speed over the profile's if that time has changed."""
+        self._seen += 1
+        if self._seen <= _UNSTEADY:
+            return None
         self._filter.update(1, dummy_s)
         now_s = self._filter.predict(1)
-        if self._filter.updates <= _STEADY:
+        if self._seen <= _STEADY:
             self._first_s = now_s
             return None
         ratio = now_s / self._first_s
-        if 1.0 / (1.0 + _CHANGED) <= ratio <= 1.0 + _CHANGED:
+        sure = abs(now_s - self._first_s) > _SURE * self._filter.std_s(1)
+        if not sure or max(ratio, 1.0 / ratio) <= 1.0 + _CHANGED:
             return None
-        return 1.0 / (self.factor * ratio)
+        # Never better than it was at work, or in the beginning: the first dummies may have been held up.
+        return 1.0 / max(self.factor * ratio, min(self.factor, 1.0))
 
 
 class ControlledPolicy(BalancePolicy):
@@ -234,13 +239,20 @@ class ControlledPolicy(BalancePolicy):
                 units = [n // self._quantum for n in self._shares]
                 self._open(self._first_profile(), replicas(1, units))
             return decision
-        self._learn(records)
-        if generation not in self._plans:  # drawn before the controller was started
+        shares = self._plans.get(generation)
+        if shares is None:  # drawn before the controller was started
+            self._learn(records)
             return Decision(shares=self._shares, changed=False, reason="begins")
+        # A dummy says little of a full share, and predictors would believe it.
+        self._learn([record if shares[record.rank] else replace(record, compute_s=0.0) for record in records])
         self._enter(generation, batches)
         seen = self._observation(records, generation, batches)
         self._log.batch(generation, seen.batch_s)
         return self._carried_out(self._started.step(seen))
+
+    def urgent(self, samples: Sequence[int], compute_s: Sequence[float]) -> bool:
+        expected = zip(samples, compute_s, self._predictors, self._shares, strict=True)
+        return super().urgent(samples, [s if n or not p.ready else p.predict(b) for b, s, p, n in expected])
 
     def _enter(self, generation: int, batches: int) -> None:
         if generation == self._in_force:
@@ -269,7 +281,8 @@ class ControlledPolicy(BalancePolicy):
         return Observation(
             batch=self._batch,
             generation=generation,
-            batch_s=max(record.compute_s + record.wait_s for record in records),
+            # The slowest rank's: what it waits is the exchange alone. (A record's wait is of the step before.)
+            batch_s=max(record.compute_s for record in records) + min(record.wait_s for record in records),
             work_s=work_s,
             probed=probed,
             micro_batches=sizes,

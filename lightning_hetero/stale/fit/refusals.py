@@ -35,8 +35,8 @@ def refuse_controller(given: object | None) -> None:
         raise TypeError(
             f"BoundedStalenessStrategy takes no controller (got {given!r}): ranks ask for samples when they are ready,"
             " so there are no shares to decide, nor a time of a batch that all end together. To rest a device that"
-            " costs more than it brings, use LoadBalancedStrategy(controller=...) or HeteroPipelineStrategy(controller=...),"
-            " or do not start its rank"
+            " costs more than it brings, use LoadBalancedStrategy(controller=...) or"
+            " HeteroPipelineStrategy(controller=...), or do not start its rank"
         )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Sequence
 
+import numpy as np
 import pytest
 
 from lightning_hetero import LyapunovController
@@ -160,6 +161,21 @@ def test_a_device_whose_dummies_show_nothing_is_tried_again_after_a_while() -> N
     assert all(one == [1] for one in never[36:])
     assert sum(one == [0] for one in again[36:100]) in range(1, 8)
     assert all(one == [0] for one in again[-20:])
+
+
+def test_noise_of_dummies_wakes_nobody_and_predictions_are_those_of_full_shares() -> None:
+    noise = np.random.default_rng(0)
+    policy = thrifty(recheck=None)
+    trained(policy, lambda _: [cost(), cost()], 150, dummy=lambda s: s * noise.uniform(0.6, 1.4))
+    assert [note.kind for note in policy.replans] == ["plan"]
+    assert policy.predict_s((16, 16)) == pytest.approx([0.17, 0.17], rel=0.05)
+
+
+def test_a_device_whose_first_dummies_were_held_up_is_not_taken_for_a_faster_one() -> None:
+    held_up = iter([0.2] * 15)
+    policy = thrifty(recheck=None)
+    trained(policy, lambda _: [cost(), cost()], 100, dummy=lambda s: next(held_up, s))
+    assert [note.kind for note in policy.replans] == ["plan"]
 
 
 def test_a_price_that_falls_wakes_a_device() -> None:
