@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,7 +14,7 @@ from lightning_hetero import LyapunovController
 from lightning_hetero.balanced.decide.controlled import ControlledPolicy
 from lightning_hetero.balanced.decide.controller import ExchangeClock
 from lightning_hetero.balanced.decide.policy import ShareBounds
-from lightning_hetero.controller.messages import Observation
+from lightning_hetero.controller.messages import Decision, Observation
 from lightning_hetero.solvers.plans import replicas
 from lightning_hetero.types import AffineCost, SpeedSample
 from tests.pure.balanced.kit import Mail, Rank
@@ -334,3 +336,42 @@ def test_all_ranks_come_to_the_same_decision(every: int, lag: int) -> None:
     for rank in ranks[1:]:
         assert rank.shares == ranks[0].shares
         assert rank.controller.policy.replans == ranks[0].controller.policy.replans  # type: ignore[attr-defined]
+
+
+class Listening:
+    """Hands on to a controller what it is told, and notes it."""
+
+    def __init__(self, settings: LyapunovController) -> None:
+        self.settings = settings
+        self.seen: list[Observation] = []
+
+    def start(self, *args: Any, **options: Any) -> Any:
+        started = self.settings.start(*args, **options)
+
+        def step(seen: Observation) -> Decision:
+            self.seen.append(seen)
+            return started.step(seen)
+
+        return SimpleNamespace(step=step, state_dict=started.state_dict)
+
+
+@pytest.mark.parametrize("lag", [0, 4])
+@pytest.mark.parametrize("every", [1, 3])
+def test_records_come_with_the_plan_they_ran_under_and_with_their_number(every: int, lag: int) -> None:
+    mail = Mail(2)
+    told = Listening(LyapunovController(budget={"money_per_sample": 8e-8}, prices=(1.0, 3.0), v=5.0))
+    policy = ControlledPolicy(told)
+    exchange = ExchangeClock(every=every)
+    ranks = [
+        Rank(0, mail, lag=lag, ahead=0, exchange=exchange, policy=policy),
+        Rank(1, mail, lag=lag, ahead=0, exchange=exchange, policy=ControlledPolicy(told.settings)),
+    ]
+    for step in range(150):
+        for rank in ranks:
+            rank.draw(0, step, 150, lag)
+        for rank in ranks:
+            rank.train(0, step, 0.1)
+    assert {seen.batches for seen in told.seen} == {every}
+    at_work = [set(seen.work_s) for seen in told.seen]
+    assert at_work == [{r for r, n in enumerate(ranks[0].shares[0, seen.batch]) if n} for seen in told.seen]
+    assert {0} in at_work and {0, 1} in at_work
