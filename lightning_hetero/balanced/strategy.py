@@ -13,19 +13,23 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_hetero import lightning_compat as compat
+from lightning_hetero.balanced.decide.controlled import ControlledPolicy
 from lightning_hetero.balanced.decide.policy import BalancePolicy, ShareBounds
 from lightning_hetero.balanced.fit.loaders import BatchSettings
 from lightning_hetero.balanced.fit.rebalancer import BatchRebalancer
+from lightning_hetero.balanced.fit.refusals import controlled_policy
 from lightning_hetero.balanced.fit.run import BalancedRun, BalanceSettings
+from lightning_hetero.controller.lyapunov import LyapunovController
+from lightning_hetero.controller.replans import Replan
 from lightning_hetero.data.stream import StreamMode
-from lightning_hetero.glue.checks import check_choice, check_counts, check_flags
+from lightning_hetero.glue.checks import check_choice, check_controller, check_counts, check_flags
 from lightning_hetero.glue.metrics import integer_mean_, is_mean, weighted_mean_
 from lightning_hetero.glue.refusals import Refusals
 from lightning_hetero.glue.strategy import HeteroStrategy
@@ -54,6 +58,8 @@ class LoadBalancedStrategy(HeteroStrategy[BalancedRun]):
         quantum: shares are multiples of this, e.g. for compiled or tensor-core-friendly shapes.
         policy: a whole `BalancePolicy`, instead of ``predictor``, ``dead_band`` and ``cooldown``.
         rebalance: ``False`` keeps equal shares (exact weighting and metrics stay).
+        controller: decides the shares, and which ranks rest, in the place of the policy: a `LyapunovController`, e.g.
+            with a ``budget``, or ``"lyapunov"`` for one without. ``None``: the policy decides, and all ranks work.
         exchange_every: exchange measurements every k steps; default: every step, fewer when steps are short.
         stream: what an `IterableDataset` is: ``"infinite"`` per rank, or ``"shared"`` by all ranks.
         waiting_modules: module types, besides `SyncBatchNorm`, that wait for peers inside forward or backward.
@@ -86,6 +92,7 @@ class LoadBalancedStrategy(HeteroStrategy[BalancedRun]):
         quantum: int = 1,
         policy: BalancePolicy | None = None,
         rebalance: bool = True,
+        controller: LyapunovController | Literal["lyapunov"] | None = None,
         exchange_every: int | None = None,
         stream: StreamMode | None = None,
         waiting_modules: Sequence[type[nn.Module]] = (),
@@ -103,7 +110,19 @@ class LoadBalancedStrategy(HeteroStrategy[BalancedRun]):
                 raise TypeError(f"waiting_modules={waiting_modules!r} must be a list of classes of modules")
         if policy is not None and (predictor, dead_band, cooldown) != ("kalman", 0.02, 0):
             raise ValueError("give either a whole policy, or predictor, dead_band and cooldown, not both")
-        self.policy = policy or BalancePolicy(predictor=predictor, dead_band=dead_band, cooldown=cooldown)
+        self.controller = check_controller(controller)
+        if controller is None:
+            self.policy = policy or BalancePolicy(predictor=predictor, dead_band=dead_band, cooldown=cooldown)
+        else:
+            idle = {
+                "predictor": predictor != "kalman",
+                "dead_band": dead_band != 0.02,
+                "cooldown": cooldown != 0,
+                "policy": policy is not None,
+                "min_samples": min_samples is not None,
+                "rebalance": not rebalance,
+            }
+            self.policy = controlled_policy(self.controller, [name for name, given in idle.items() if given])
         self.sample_weighted_metrics = sample_weighted_metrics
         self.settings = BalanceSettings(
             policy=self.policy,
@@ -118,12 +137,21 @@ class LoadBalancedStrategy(HeteroStrategy[BalancedRun]):
             ddp_arguments=self.ddp_arguments,
         )
 
+    def __repr__(self) -> str:
+        known = super().__repr__()
+        if self.controller is None:
+            return known
+        name = self.controller if isinstance(self.controller, str) else type(self.controller).__name__
+        return f"{known.removesuffix('>')}, controller {name}>"
+
     # ---- set-up -----------------------------------------------------------------------------------------------
 
     def set_world_ranks(self) -> None:
         super().set_world_ranks()
         if self.world_size > 1:
             self.settings.batches.bounds.check_ranks(self.world_size)
+            if isinstance(self.controller, LyapunovController):
+                self.controller.check_ranks(self.world_size)
 
     def begin(self, trainer: Trainer) -> BalancedRun:
         run = BalancedRun(trainer, self.shared, self.settings, timeout=self.timeout, device=self.root_device)
@@ -136,8 +164,8 @@ class LoadBalancedStrategy(HeteroStrategy[BalancedRun]):
             self._run.attach(self.model)
 
     def idle_on_one_device(self) -> dict[str, Any]:
-        upper = self.settings.batches.bounds.upper
-        return {} if upper is None else {"max_samples": upper}
+        given = {"max_samples": self.settings.batches.bounds.upper, "controller": self.controller}
+        return {name: value for name, value in given.items() if value is not None}
 
     # ---- one step ---------------------------------------------------------------------------------------------
 
@@ -218,6 +246,11 @@ class LoadBalancedStrategy(HeteroStrategy[BalancedRun]):
         if self._one_device is not None:
             return BatchRebalancer(self.policy, enabled=False)
         return self._run.rebalancer if self._run is not None else None
+
+    @property
+    def replans(self) -> list[Replan]:
+        """What the controller has changed in this fit, or the last one; empty without a controller."""
+        return list(self.policy.replans) if isinstance(self.policy, ControlledPolicy) else []
 
     @property
     def policy_in_use(self) -> BalancePolicy:

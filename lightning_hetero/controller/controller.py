@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from lightning_hetero.controller.estimates import Estimates, State
@@ -33,6 +33,8 @@ class Controller:
         plan: in force, generation 0.
         forms: of this model's plans.
         spending: of this run.
+        always: ranks that never rest.
+        rest_samples: that a rank at rest computes all the same.
 
     Attributes:
         plan: in force, or decided last.
@@ -50,8 +52,11 @@ class Controller:
         *,
         forms: Forms,
         spending: Spending,
+        always: Iterable[int] = (),
+        rest_samples: float = 0.0,
     ) -> None:
         self.settings, self._forms, self._spending = settings, forms, spending
+        self._always, self._rest_samples = frozenset(always), rest_samples
         self._ranks = len(cluster.devices)
         self._estimates = Estimates(forms.model, cluster, recheck=settings.recheck)
         self._migration = MigrationModel()
@@ -193,8 +198,11 @@ class Controller:
             most_groups=self._forms.most_groups,
             first=ranks,
             remembered=[s for s in reversed(self._library.structures) if s != best.pipes],
-            barred=lambda pipes: self._bars.barred(pipes, batch),
+            barred=lambda pipes: self._bars.barred(pipes, batch) or self._rests_wrongly(pipes),
         )
+
+    def _rests_wrongly(self, pipes: Pipes) -> bool:
+        return bool(self._always) and not self._always.issubset(rank for pipe in pipes for rank in pipe.ranks)
 
     def _adopt(self, kind: DecisionKind, now: Judged | None, new: Judged, reason: str) -> Decision:
         old, bias = self._plans[self.generation][0], self._trials.bias
@@ -264,6 +272,7 @@ class Controller:
             present=present,
             migration=self._migration,
             horizon=self._triggers.life(self._seen),
+            rest_samples=self._rest_samples,
             known=self._shared,
         )
 

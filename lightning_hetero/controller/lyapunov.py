@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -19,7 +19,7 @@ __all__ = ["LyapunovController"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LyapunovController(ControllerSettings):
-    """Settings of the online controller: pass it as ``HeteroPipelineStrategy(controller=...)``.
+    """Settings of the online controller: pass it to a strategy as ``controller=LyapunovController(...)``.
 
     Args:
         v: V, weight of time against overspending [batches' budgets]: large is faster now and overspends longer. None:
@@ -32,8 +32,9 @@ class LyapunovController(ControllerSettings):
         power_w: of a rank that computes [W], of all or by rank.
         idle_power_w: of a rank that is held and does not compute [W], of all or by rank.
         rest_cost: part of price and idle power that is due for ranks at rest, 0 to 1.
-        structure: layers may move; False: only samples per group are decided again.
-        dead_band: least relative gain for which layers move, and least change of a time that is looked at.
+        structure: layers may move, and ranks may rest; False: only samples per group are decided again.
+        dead_band: least relative gain for which layers move or ranks rest, and least change of a time that is looked
+            at.
         share_band: least relative gain for which samples per group change.
         look_every: batches after which the structure is looked at without a change.
         horizon: batches by which a migration should have paid; None: as long as states lasted so far.
@@ -66,6 +67,8 @@ class LyapunovController(ControllerSettings):
         overlap: bool = True,
         depth: Literal["auto"] | DepthRule = "auto",
         planned_batches: int | None = None,
+        always: Iterable[int] = (),
+        rest_samples: float = 0.0,
     ) -> Controller:
         """Returns a controller for a run that begins with ``plan``.
 
@@ -74,6 +77,8 @@ class LyapunovController(ControllerSettings):
             plan: in force, generation 0.
             spans, micro_batch_size, max_groups, overlap, depth: as in `best_plan`.
             planned_batches: of the whole run, if known.
+            always: ranks that never rest.
+            rest_samples: that a rank at rest computes all the same, so that no batch is shorter.
 
         Raises:
             ValueError: numbers by rank of another length than the cluster, or a plan that does not fit it.
@@ -89,4 +94,6 @@ class LyapunovController(ControllerSettings):
             depth=depth,
         )
         spending = Spending(self, len(cluster.devices), forms.samples, planned_batches)
-        return Controller(self, cluster, plan, forms=forms, spending=spending)
+        return Controller(
+            self, cluster, plan, forms=forms, spending=spending, always=always, rest_samples=rest_samples
+        )

@@ -51,6 +51,7 @@ class Observation:
         probed: of ranks at rest, if someone looks: their speed relative to what the controller was started with.
         prices: money per hour by rank, from now on; ranks left out keep their price.
         micro_batches: sizes by group, if they were not the plan's (a short last batch).
+        batches: how many batches this one stands for, which were like it; `batch` is the last of them.
         pause_s: training stood still for a migration just before this batch [s].
         moved_bytes: that this migration sent.
     """
@@ -64,6 +65,7 @@ class Observation:
     probed: Mapping[int, float] = field(default_factory=dict[int, float])
     prices: Mapping[int, float] = field(default_factory=dict[int, float])
     micro_batches: Sequence[Sequence[int]] | None = None
+    batches: int = 1
     pause_s: float = 0.0
     moved_bytes: float = 0.0
 
@@ -114,7 +116,7 @@ class Decision:
         batch: the batch whose measurement led to it.
         generation: of `plan`: one more than before if the plan changed, however little.
         kind: ``keep``: nothing changes; ``shares``: samples and micro-batches change, nothing moves; ``plan``: layers
-            move; ``rollback``: they move back.
+            move, or other ranks rest; ``rollback``: back to the plan before.
         plan: from now on, whole.
         reason: in words, for people and events.
         predicted_s: time of a batch under `plan`, the model's, corrected by what batches took so far [s].

@@ -102,6 +102,15 @@ class ControllerSettings:
             )
         return list(value)
 
+    def check_ranks(self, ranks: int) -> None:
+        """Checks lists by rank.
+
+        Raises:
+            ValueError: one of another length.
+        """
+        for name in ("prices", "power_w", "idle_power_w"):
+            self.each(name, ranks)
+
     def to_plain(self) -> dict[str, Any]:
         """Returns the arguments as JSON values."""
         plain = {f.name: getattr(self, f.name) for f in fields(self)}

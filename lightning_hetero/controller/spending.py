@@ -127,11 +127,11 @@ class Spending:
             use = use_of(budget.resource)
             amount = use.amount(seconds, shares)
             if budget.resource == "energy" and seen.work_s:
-                amount = use.per_s * seconds + self._work_energy(seen.work_s)
+                amount = use.per_s * seconds + self._work_energy(seen.work_s) + use.fixed
             if budget.resource == "traffic":
                 amount += seen.moved_bytes
             batches = seconds / self.reference_s if budget.per_hour else samples / self._samples
-            self.queues[budget.name].add(_ratio(budget, amount, samples, seconds), batches)
+            self.queues[budget.name].add(_ratio(budget, amount, samples, seconds), seen.batches * batches)
 
     def _work_energy(self, work_s: Mapping[int, float]) -> float:
         more = self.prices.power_w - self.prices.idle_power_w

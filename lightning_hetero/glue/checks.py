@@ -12,6 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 __all__ = [
     "check_averaging",
     "check_choice",
+    "check_controller",
     "check_counts",
     "check_ddp_arguments",
     "check_flags",
@@ -83,6 +84,19 @@ def check_flags(**flags: bool) -> None:
     """
     for name, value in flags.items():
         check_choice(name, value, (True, False))
+
+
+def check_controller(given: Any) -> Any:
+    """Checks the argument ``controller``; returns it.
+
+    Raises:
+        TypeError: it is neither a known word, nor None, nor what starts a controller.
+    """
+    if given is None or given == "lyapunov" or callable(getattr(given, "start", None)):
+        return given
+    raise TypeError(
+        f"controller={given!r} must be 'lyapunov', None, or a LyapunovController(...), whose arguments are its settings"
+    )
 
 
 def check_ddp_arguments(kwargs: Mapping[str, Any], strategy: type) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from abc import ABC, abstractmethod
 from collections import deque
@@ -27,7 +28,7 @@ from lightning_hetero.types import Event
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
 
-__all__ = ["EngineRun", "EventLog", "gloo_group"]
+__all__ = ["EngineRun", "EventLog", "gloo_group", "planned_batches"]
 
 _MOST_EVENTS = 4096  # kept for a trace that nobody may write
 
@@ -48,6 +49,16 @@ def own_memory(module: nn.Module) -> None:
     for tensor in chain(module.parameters(), module.buffers()):
         if tensor.device.type == "cpu" and tensor.is_shared():
             tensor.data = tensor.data.clone()
+
+
+def planned_batches(trainer: Trainer) -> int | None:
+    """Returns how many batches a fit will train at most; None if it is not known."""
+    known: list[int] = []
+    if trainer.max_epochs is not None and trainer.max_epochs >= 0 and math.isfinite(trainer.num_training_batches):
+        known.append(int(trainer.num_training_batches) * trainer.max_epochs)
+    if trainer.max_steps >= 0:
+        known.append(trainer.max_steps * trainer.accumulate_grad_batches)
+    return min(known, default=None)
 
 
 class EventLog:

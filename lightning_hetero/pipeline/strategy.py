@@ -20,8 +20,9 @@ from torch import Tensor
 
 from lightning_hetero import lightning_compat as compat
 from lightning_hetero.controller.lyapunov import LyapunovController
+from lightning_hetero.controller.replans import Replan
 from lightning_hetero.emulate.scenario import Scenario
-from lightning_hetero.glue.checks import check_choice, check_counts, check_flags
+from lightning_hetero.glue.checks import check_choice, check_controller, check_counts, check_flags
 from lightning_hetero.glue.metrics import integer_mean_, is_mean
 from lightning_hetero.lightning_compat.patches import patched
 from lightning_hetero.pipeline.decide.plans import describe_plan, unit_costs
@@ -44,7 +45,7 @@ from lightning_hetero.pipeline.fit.refusals import (
     refuse_no_optimizer,
     warn_undivided,
 )
-from lightning_hetero.pipeline.fit.replans import Decides, Replan
+from lightning_hetero.pipeline.fit.replans import Decides
 from lightning_hetero.pipeline.fit.run import PipelineRun
 from lightning_hetero.pipeline.fit.training import TrainBatches
 from lightning_hetero.pipeline.runtime.step.backbone import Backbone
@@ -137,7 +138,7 @@ class HeteroPipelineStrategy(WholeCheckpointsDDP):
         if not (isinstance(names, Sequence) and all(isinstance(name, str | None) for name in names)):
             raise TypeError(f"backbone={backbone!r} must be the name of an attribute, a list of names, or None")
         self.backbone = backbone
-        self.controller = _checked_controller(controller)
+        self.controller = check_controller(controller)
         self.plan_settings = PlanSettings(
             cluster=read_cluster(cluster),
             profile=None if profile is None else model_from_plain(profile),
@@ -421,11 +422,3 @@ class HeteroPipelineStrategy(WholeCheckpointsDDP):
     def planned(self) -> PlanResult | None:
         """The plan in force or the last one, with what it was made from; ``None`` before the first set-up."""
         return self._planned[2] if self._planned is not None else None
-
-
-def _checked_controller(given: Any) -> Any:
-    if given is None or given == "lyapunov" or callable(getattr(given, "start", None)):
-        return given
-    raise TypeError(
-        f"controller={given!r} must be 'lyapunov', None, or a LyapunovController(...), whose arguments are its settings"
-    )

@@ -26,7 +26,7 @@ from lightning_hetero.stale.decide.policy import Policy, PolicyName
 from lightning_hetero.stale.decide.policy import by_name as policy_by_name
 from lightning_hetero.stale.fit.elastic.ddp import ElasticDDPStrategy
 from lightning_hetero.stale.fit.elastic.meetings import Meetings
-from lightning_hetero.stale.fit.refusals import REFUSALS, refuse_manual_scaling
+from lightning_hetero.stale.fit.refusals import REFUSALS, refuse_controller, refuse_manual_scaling
 from lightning_hetero.stale.fit.run import StaleRun
 from lightning_hetero.stale.fit.settings import StaleSettings
 from lightning_hetero.stale.fit.tick_loop import TickLoop
@@ -64,6 +64,7 @@ class BoundedStalenessStrategy(ElasticDDPStrategy[StaleRun]):
             given to others.
         shards: threads that share the server's work; default by model size.
         transport: ``"auto"``: shared memory on the server's node, pair groups to other nodes; ``"pairs"``: these only.
+        controller: none is taken, see docs/stale.md; here so that ``controller=...`` is answered with the reason.
         **ddp: arguments shared by all engines, and `DDPStrategy`'s own; see `HeteroStrategy`. Those of
             `DistributedDataParallel`, which is not used here, are refused or named in a warning.
 
@@ -91,9 +92,11 @@ class BoundedStalenessStrategy(ElasticDDPStrategy[StaleRun]):
         liveness_s: float = 5.0,
         shards: int | None = None,
         transport: Literal["auto", "pairs"] = "auto",
+        controller: None = None,
         **ddp: Any,
     ) -> None:
         super().__init__(accelerator=accelerator, **ddp)
+        refuse_controller(controller)
         check_counts(shards=shards)
         check_choice("nonfinite", nonfinite, ("stop", "skip"))
         check_choice("transport", transport, ("auto", "pairs"))

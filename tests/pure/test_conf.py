@@ -116,6 +116,19 @@ def test_a_controller_is_the_engines_own_none_or_one_with_budgets() -> None:
     assert bought == LyapunovController(v=20, budget={"money_per_sample": 2e-6})
 
 
+def test_the_balanced_engine_takes_a_controller_that_was_asked_for_and_the_stale_one_says_why_not() -> None:
+    def built(*overrides: str) -> Any:
+        return build(composed(*overrides).strategy).controller
+
+    bought = ("controller=lyapunov", "controller.budget.money_per_sample=2e-6", "controller.prices=[1,3]")
+    assert built("strategy=hetero_balanced") is None and built("strategy=hetero_balanced", "controller=none") is None
+    expected = LyapunovController(budget={"money_per_sample": 2e-6}, prices=[1.0, 3.0])
+    assert built("strategy=hetero_balanced", *bought) == expected
+    build(composed("strategy=hetero_stale").strategy)
+    with pytest.raises(Exception, match="BoundedStalenessStrategy takes no controller"):
+        build(composed("strategy=hetero_stale", *bought).strategy)
+
+
 @pytest.mark.parametrize("debug", [[], *([f"debug={name}"] for name in names("debug"))], ids=str)
 @pytest.mark.parametrize("experiment", names("experiment"))
 def test_every_experiment_composes(experiment: str, debug: list[str]) -> None:

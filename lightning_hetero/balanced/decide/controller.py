@@ -27,7 +27,10 @@ Tag = tuple[int, int]
 """(epoch, step) an exchange belongs to; ordered."""
 
 Row = Sequence[float]
-"""What one rank sends: epoch, step, samples, compute_s, wait_s, digest."""
+"""What one rank sends: epoch, step, samples, compute_s, wait_s, digest, batches."""
+
+
+_MOST_NEWS = 64  # kept for a trace that nobody may write
 
 
 def shares_digest(epoch: int, step: int, shares: Sequence[int]) -> int:
@@ -83,6 +86,7 @@ class Controller:
     Attributes:
         report: the latest exchanged step that was evaluated, the same on every rank.
         decision: what that step led to.
+        news: decisions that changed something, or tell of an earlier change; for whoever takes them.
     """
 
     def __init__(
@@ -95,9 +99,10 @@ class Controller:
         self.exchange = exchange or ExchangeClock()
         self.report: StepReport | None = None
         self.decision: Decision | None = None
-        self._pending: deque[tuple[Tag, Callable[[], Sequence[Row]]]] = deque()
-        self._late: tuple[Tag, Sequence[Row]] | None = None
-        self._decided: dict[Tag, tuple[int, ...]] = {}
+        self.news: deque[Decision] = deque(maxlen=_MOST_NEWS)
+        self._pending: deque[tuple[Tag, int, Callable[[], Sequence[Row]]]] = deque()  # generation of shares
+        self._late: tuple[Tag, int, Sequence[Row]] | None = None
+        self._decided: dict[Tag, tuple[tuple[int, ...], int]] = {}  # shares and their generation
         self._local: list[tuple[int, float, float]] = []  # samples, compute_s, wait_s since the last exchange
         self._last_exchange: Tag | None = None
 
@@ -108,11 +113,11 @@ class Controller:
             if self._last_exchange is not None and tag <= self._last_exchange:
                 self._start_over()
             self.consume((epoch, step - 1 - self.lag))
-            self._decided[tag] = self.policy.shares
+            self._decided[tag] = self.policy.shares, self.policy.generation
             horizon = (epoch, step - 2 * self.lag - 2)
             for old in [t for t in self._decided if t < horizon]:
                 del self._decided[old]
-        return self._decided[tag]
+        return self._decided[tag][0]
 
     def _start_over(self) -> None:
         """Steps that were exchanged are drawn again: all ranks were set back, e.g. by the learning-rate finder."""
@@ -125,22 +130,27 @@ class Controller:
         """Takes in every exchange up to ``limit``, in order; the last one is put off unless it is urgent."""
         while self._pending and self._pending[0][0] <= limit:
             self.catch_up()
-            tag, wait = self._pending.popleft()
-            rows = wait()
-            self._check(tag, rows)
-            self._late = (tag, rows)
+            self._receive()
+            assert self._late is not None
+            rows = self._late[2]
             if limit[1] < 0 or self.policy.urgent([int(r[2]) for r in rows], [r[3] for r in rows]):
                 self.catch_up()
         if self._late is not None and self._late[0] < limit:
             self.catch_up()
 
+    def _receive(self) -> None:
+        tag, generation, wait = self._pending.popleft()
+        rows = wait()
+        self._check(tag, rows)
+        self._late = (tag, generation, rows)
+
     def catch_up(self) -> None:
         """Evaluates the record that was put off, if there is one."""
         if self._late is not None:
-            (tag, rows), self._late = self._late, None
-            self._observe(tag, rows)
+            (tag, generation, rows), self._late = self._late, None
+            self._observe(tag, generation, rows)
 
-    def _observe(self, tag: Tag, rows: Sequence[Row]) -> None:
+    def _observe(self, tag: Tag, generation: int, rows: Sequence[Row]) -> None:
         records = tuple(
             SpeedSample(rank=r, step=int(row[1]), samples=int(row[2]), compute_s=row[3], wait_s=row[4])
             for r, row in enumerate(rows)
@@ -150,7 +160,9 @@ class Controller:
         measured = all(r.compute_s > 0 for r in records)
         if not measured:  # CUDA events of the very first step are not readable yet
             return
-        self.decision = self.policy.observe(records)
+        self.decision = self.policy.take(records, generation=generation, batches=int(rows[0][6]))
+        if self.decision.changed or self.decision.outcome:
+            self.news.append(self.decision)
         self.report = StepReport(epoch=tag[0], step=tag[1], records=records, predicted_s=predicted)
 
     def _check(self, tag: Tag, rows: Sequence[Row]) -> None:
@@ -180,17 +192,19 @@ class Controller:
 
     def row(self, epoch: int, step: int) -> list[float]:
         """Returns what this rank sends for this step: the mean over the steps measured with its latest share."""
-        digest = shares_digest(epoch, step, self._decided[epoch, step])
+        digest = shares_digest(epoch, step, self._decided[epoch, step][0])
         latest = self._local[-1][0] if self._local else 0
         same = [m for m in self._local if m[0] == latest]
         n = max(1, len(same))
         compute_s = math.fsum(m[1] for m in same) / n
         wait_s = math.fsum(m[2] for m in same) / n
-        return [float(epoch), float(step), float(latest), compute_s, wait_s, float(digest)]
+        batches = max(1, len(self._local))
+        return [float(epoch), float(step), float(latest), compute_s, wait_s, float(digest), float(batches)]
 
     def sent(self, epoch: int, step: int, wait: Callable[[], Sequence[Row]]) -> None:
         """Notes an exchange under way; ``wait()`` returns every rank's row."""
-        self._pending.append(((epoch, step), wait))
+        _, generation = self._decided.get((epoch, step), ((), self.policy.generation))
+        self._pending.append(((epoch, step), generation, wait))
         self._last_exchange = (epoch, step)
         self._local.clear()
 
@@ -198,10 +212,7 @@ class Controller:
         """Takes in everything still under way (end of a run)."""
         while self._pending:
             self.catch_up()
-            tag, wait = self._pending.popleft()
-            rows = wait()
-            self._check(tag, rows)
-            self._late = (tag, rows)
+            self._receive()
         self.catch_up()
 
     def abandon(self) -> None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, cast
 
 from lightning_hetero.predictors import Predictor, PredictorName, by_name
@@ -131,13 +131,25 @@ def _check_order(low: Sequence[int], up: Sequence[int], why: str = "") -> None:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Decision:
-    """What was decided on the last records, and why; ``changed`` tells whether the shares moved."""
+    """What was decided on the last records, and why.
+
+    Attributes:
+        shares: samples per rank from now on.
+        changed: whether they are others than before.
+        reason: in words.
+        predicted_s: time of a batch that is expected of them [s].
+        gain_s: time per batch that is won, or would have been [s].
+        data: what else a trace says of it, plain.
+        outcome: what became of an earlier change, for a trace, plain; empty: nothing new.
+    """
 
     shares: tuple[int, ...]
     changed: bool
     reason: str
     predicted_s: float = math.nan
     gain_s: float = 0.0
+    data: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    outcome: Mapping[str, Any] = field(default_factory=dict[str, Any])
 
 
 class BalancePolicy:
@@ -155,6 +167,11 @@ class BalancePolicy:
             decides the very next batch; others are evaluated while gradients travel, one step later.
         warmup: first records to ignore (lazy initialisation, compilation, bucket rebuild).
         solver: the min-max split; same signature as `lightning_hetero.solvers.minimax`.
+
+    Attributes:
+        planned_batches: of the run, if known; set before `start`.
+        generation: number of the shares in force, told back with the records of the batches that ran on them, see
+            `take`; a policy that wants to know counts it.
 
     Raises:
         ValueError: a setting is out of range, or the predictor's name is unknown.
@@ -207,6 +224,8 @@ class BalancePolicy:
         self._since_change = 0
         self._expected_for: tuple[int, ...] = ()
         self._expected_s: list[float] = []
+        self.planned_batches: int | None = None
+        self.generation = 0
 
     def settings(self) -> dict[str, str]:
         """Returns what decides besides the records, in words: ranks where it differs would part ways."""
@@ -280,19 +299,34 @@ class BalancePolicy:
         limit = self.surprise
         return any(abs(s - e) > limit * e for s, e in zip(compute_s, self._expected_s, strict=True))
 
+    def take(self, records: Sequence[SpeedSample], *, generation: int, batches: int) -> Decision:
+        """Takes in one record per rank, in rank order, and decides the shares from now on.
+
+        Args:
+            records: of one batch.
+            generation: `generation` when the shares of this batch were drawn.
+            batches: how many batches the records are means of.
+        """
+        del generation, batches
+        return self.observe(records)
+
     def observe(self, records: Sequence[SpeedSample]) -> Decision:
-        """Takes in one record per rank, in rank order, and decides the shares from now on."""
+        """`take`, for a policy that decides by the times alone."""
+        if (reason := self._learn(records)) is not None:
+            return Decision(shares=self._shares, changed=False, reason=reason)
+        return self._decide()
+
+    def _learn(self, records: Sequence[SpeedSample]) -> str | None:
+        """Hands the records to the predictors; returns why nothing can be decided yet."""
         self._seen += 1
         self._since_change += 1
         self._expected_for = ()
         if self._seen <= self.warmup:
-            return Decision(shares=self._shares, changed=False, reason="warm-up")
+            return "warm-up"
         for predictor, record in zip(self._predictors, records, strict=True):
             if record.compute_s > 0:
                 predictor.update(record.samples, record.compute_s)
-        if not all(p.ready for p in self._predictors):
-            return Decision(shares=self._shares, changed=False, reason="not every rank was measured yet")
-        return self._decide()
+        return None if all(p.ready for p in self._predictors) else "not every rank was measured yet"
 
     def _decide(self) -> Decision:
         now_s = [p.predict(n) for p, n in zip(self._predictors, self._shares, strict=True)]

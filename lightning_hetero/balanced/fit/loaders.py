@@ -15,6 +15,7 @@ from lightning.fabric.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch.utils.data import DataLoader
 
 from lightning_hetero import lightning_compat as compat
+from lightning_hetero.balanced.decide.controlled import ControlledPolicy
 from lightning_hetero.balanced.decide.controller import Controller, ExchangeClock
 from lightning_hetero.balanced.decide.policy import BalancePolicy, ShareBounds
 from lightning_hetero.balanced.runtime.batch_norm import least_samples
@@ -23,6 +24,7 @@ from lightning_hetero.data.batches import micro_batch_size
 from lightning_hetero.data.copies import users_own
 from lightning_hetero.data.stream import StreamMode
 from lightning_hetero.glue.loaders import BoundLoader, PartBinder, SharedSettings
+from lightning_hetero.glue.run import planned_batches
 from lightning_hetero.solvers.scale import scale_shares
 from lightning_hetero.transport.side_channel import SideChannel
 
@@ -151,6 +153,8 @@ class BalancedBinder(PartBinder[_Balanced]):
             bounds = self.settings.bounds
             bound = bounds.lower is not None or bounds.upper is not None or self.settings.quantum > 1
             without = " min_samples, max_samples and quantum have no effect." if bound else ""
+            if isinstance(self.policy, ControlledPolicy):
+                without += " No controller decides."
             rank_zero_warn(
                 f"{self._strategy_name} trains in equal parts, as stock DDP does, and cannot make up for slow ranks:"
                 f" {self.equal}.{without}"
@@ -243,6 +247,7 @@ class BalancedBinder(PartBinder[_Balanced]):
             )
         world = self._channel.world_size
         bounds = replace(self.settings.bounds, least=least)
+        self.policy.planned_batches = planned_batches(self._trainer)
         self.policy.start(world_size=world, total=primary.full, bounds=bounds, quantum=quantum)
         self._upper = bounds.resolve(world, primary.full, quantum)[1]
         self.controller = Controller(

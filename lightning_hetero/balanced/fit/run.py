@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_hetero import lightning_compat as compat
-from lightning_hetero.balanced.decide.policy import BalancePolicy
+from lightning_hetero.balanced.decide.controlled import ControlledPolicy
+from lightning_hetero.balanced.decide.policy import BalancePolicy, Decision
 from lightning_hetero.balanced.fit.loaders import BalancedBinder, BatchSettings
 from lightning_hetero.balanced.fit.rebalancer import BatchRebalancer
 from lightning_hetero.balanced.runtime.batch_norm import statistics_kept
@@ -72,6 +73,13 @@ class BalancedRun(EngineRun[BalancedBinder]):
         # Not added to the Trainer's callbacks: it has no hook to call, and calling none costs some 10 us each.
         self.rebalancer = given[0] if given else BatchRebalancer(settings.policy, enabled=settings.rebalance)
         self.policy = self.rebalancer.policy or settings.policy
+        if isinstance(settings.policy, ControlledPolicy):
+            if self.policy is not settings.policy:
+                raise ValueError(
+                    "BatchRebalancer(policy=...) would decide in the place of LoadBalancedStrategy(controller=...):"
+                    " drop one of them"
+                )
+            settings.policy.begin_fit()
         agreed = {name: repr(getattr(settings.batches, name)) for name in BatchSettings.__slots__}
         agreed |= {
             "global_batch_size": str(shared.global_batch_size),
@@ -103,7 +111,6 @@ class BalancedRun(EngineRun[BalancedBinder]):
         self._returned_s: float | None = None
         self._sent = False
         self._synced = False
-        self._last_decision: object = None
 
     def attach(self, model: nn.Module | None) -> None:
         """Takes the module as it is trained, wrapped or not, once set-up is over."""
@@ -145,9 +152,11 @@ class BalancedRun(EngineRun[BalancedBinder]):
         equal_s = max(self.policy.predict_s(scale_shares([1] * len(shares), sum(shares))))
         if not slowest_s > 0:
             return None
+        at_rest = self.policy.at_rest if isinstance(self.policy, ControlledPolicy) else {}
+        without = "".join(f"; without rank {rank} {why or 'from the start'}" for rank, why in at_rest.items())
         return (
             f"hetero_balanced: shares {'/'.join(map(str, shares))}, {slowest_s * 1e3:.1f} ms of work per batch;"
-            f" equal shares would take {equal_s / slowest_s:.2f} times as long"
+            f" equal shares would take {equal_s / slowest_s:.2f} times as long{without}"
         )
 
     # ---- one step ---------------------------------------------------------------------------------------------
@@ -253,13 +262,18 @@ class BalancedRun(EngineRun[BalancedBinder]):
             wait = self.channel.all_gather_row(controller.row(part.epoch, part.step))
             controller.sent(part.epoch, part.step, wait)
         controller.catch_up()  # beside the gradient exchange, where it delays nobody
-        decision = controller.decision
-        if decision is not None and decision.changed and decision is not self._last_decision:
-            self._last_decision = decision
+        while controller.news:
+            self._note_decision(part, controller.news.popleft())
+
+    def _note_decision(self, part: Part, decision: Decision) -> None:
+        if decision.outcome:
+            self.events.note("outcome", part.epoch, part.step, decision.outcome)
+        if decision.changed:
             data = {
                 "shares": list(decision.shares),
                 "predicted_s": decision.predicted_s,
                 "reason": decision.reason,
+                **decision.data,
             }
             self.events.note("decision", part.epoch, part.step, data)
 

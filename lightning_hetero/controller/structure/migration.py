@@ -101,8 +101,10 @@ class MigrationModel:
         pieces = pieces_between(problem, old, new)
         for piece in pieces:
             _, _, source, target = piece
+            if not (size_bytes := piece_bytes(problem, piece)) > 0.0:  # plain data parallelism: all ranks hold it
+                continue
             per_byte_s = max(float(problem.per_byte_s[source, target]), 1.0 / _WIRE_BYTES_PER_S)
-            seconds = float(problem.latency_s[source, target]) + piece_bytes(problem, piece) * per_byte_s
+            seconds = float(problem.latency_s[source, target]) + size_bytes * per_byte_s
             for end in ((0, source), (1, target)):
                 busy[end] = busy.get(end, 0.0) + seconds
         return (_AGREE_S + max(busy.values())) * self.scale if busy else 0.0

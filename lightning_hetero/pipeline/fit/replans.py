@@ -10,14 +10,11 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 import pickle
 import time
-from collections import deque
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, replace
-from statistics import median
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -25,8 +22,9 @@ import torch.distributed as dist
 
 from lightning_hetero import lightning_compat as compat
 from lightning_hetero.controller.messages import Decision, Observation
+from lightning_hetero.controller.replans import Replan, ReplanLog
 from lightning_hetero.data import Part
-from lightning_hetero.glue.run import EventLog
+from lightning_hetero.glue.run import EventLog, planned_batches
 from lightning_hetero.pipeline.decide.changeover import Changeover, changeover
 from lightning_hetero.pipeline.decide.plans import check_plan, in_one_piece
 from lightning_hetero.pipeline.fit.loaders import PipelineBinder
@@ -38,10 +36,7 @@ from lightning_hetero.types import PipelinePlan, StepReport
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
 
-__all__ = ["Decides", "Replan", "Replans"]
-
-
-_COMPARED = 3  # batches before and after a change
+__all__ = ["Decides", "Replans"]
 
 
 class Decides(Protocol):
@@ -54,34 +49,6 @@ class Decides(Protocol):
     def state_dict(self) -> dict[str, Any]: ...
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Replan:
-    """A change of plan, or one that was given up.
-
-    Attributes:
-        step: batches trained before it held, or was given up.
-        kind: ``"shares"``: nothing moved; ``"plan"``; ``"rollback"``: back to the plan before.
-        reason: in words.
-        generation: number of the plan, from 1; the first plan is 0.
-        predicted_gain: part of the time of a batch that was to be saved; negative where money is saved instead.
-        realised_gain: the same, measured: of the first batches under the plan against the last ones before; where
-            layers moved, against what the plan before would take by then. None: not known yet.
-        bytes: sent between ranks.
-        pause_s: how long training stood still for it, the mean of the ranks [s].
-        cancelled: why the plan before is in force still; empty: it is not.
-    """
-
-    step: int
-    kind: str
-    reason: str
-    generation: int
-    predicted_gain: float
-    realised_gain: float | None = None
-    bytes: int = 0
-    pause_s: float = 0.0
-    cancelled: str = ""
 
 
 class Replans:
@@ -117,15 +84,14 @@ class Replans:
         in_force: Callable[[], None],
     ) -> None:
         self._trainer, self._place, self._binder, self._events = trainer, place, binder, events
-        self._start, self._records, self._in_force = start, records, in_force
+        self._start, self._in_force = start, in_force
+        self._log = ReplanLog(records)
         self._state, self._whole = state, whole
         self._decider: Decides | None = None
         self._asked = False  # for one
         self._told: tuple[torch.Tensor, dist.Work, bytes] | None = None  # on its way: size of what rank 0 has to say
         self._due: list[tuple[Changeover, Decision]] = []
         self._paused_s, self._moved_bytes = 0.0, 0
-        self._took_s: deque[float] = deque(maxlen=_COMPARED)  # the last batches under the plan in force
-        self._before_s = math.nan  # those before it came into force
         self.generation = 0
 
     # ---- what is measured, and what is decided by it -----------------------------------------------------------
@@ -147,10 +113,10 @@ class Replans:
         if self._start is None:
             return
         if self._paused_s:
-            self._amend(self.generation, pause_s=pause_s)
+            self._log.amend(self.generation, pause_s=pause_s)
         moved_bytes, self._moved_bytes, self._paused_s = self._moved_bytes, 0, 0.0
         report = report_of()
-        self._compare(max(record.compute_s + record.wait_s for record in report.records))
+        self._log.batch(self.generation, max(record.compute_s + record.wait_s for record in report.records))
         text = b""
         if self._place.channel.rank == 0:
             if not self._asked:
@@ -163,13 +129,6 @@ class Replans:
         work = dist.broadcast(size, src=0, group=self._place.channel.group, async_op=True)
         assert work is not None
         self._told = size, work, text
-
-    def _compare(self, batch_s: float) -> None:
-        """Notes what the plan in force has really won, as far as its first batches show."""
-        is_first = len(self._took_s) < _COMPARED
-        self._took_s.append(batch_s)
-        if is_first and self._before_s > 0.0:
-            self._amend(self.generation, realised_gain=1.0 - median(self._took_s) / self._before_s)
 
     def _started(self, start: Callable[[int | None], Decides | None]) -> Decides | None:
         decider = start(planned_batches(self._trainer))
@@ -213,9 +172,7 @@ class Replans:
         """
         if (decision := self._heard()) is not None:
             if decision.outcome is not None:
-                outcome = decision.outcome
-                before_s = outcome.measured_s + outcome.realised_gain_s
-                self._amend(outcome.generation, realised_gain=outcome.realised_gain_s / before_s)
+                self._log.settle(decision.outcome)
             if decision.kind != "keep":
                 self._schedule(part, decision)
         now = part.epoch, part.step
@@ -261,13 +218,7 @@ class Replans:
         started_s = time.perf_counter()
         planned = replace(before, plan=decision.plan)
         step = compat.batches_of_all_epochs(self._trainer)
-        note = Replan(
-            step=step,
-            kind=decision.kind,
-            reason=decision.reason,
-            generation=decision.generation,
-            predicted_gain=decision.gain_s / (decision.predicted_s + decision.gain_s),
-        )
+        note = Replan.of(decision, step)
         plain = plan_to_plain(decision.plan)
         ticket = {
             "generation": [self.generation, decision.generation],
@@ -286,14 +237,12 @@ class Replans:
         else:
             self._binder.follow(decision.plan)
             self.generation = decision.generation
-            if self._took_s:
-                self._before_s = median(self._took_s)
-                self._took_s.clear()
+            self._log.in_force()
             self._moved_bytes += sent_bytes
             self._in_force()
             note = replace(note, bytes=sent_bytes)
         self._paused_s += time.perf_counter() - started_s
-        self._records.append(replace(note, pause_s=self._paused_s))
+        self._log.records.append(replace(note, pause_s=self._paused_s))
         if place.channel.rank == 0:
             self._events.note("decision", part.epoch, part.step, self._data(note, plain, decision))
 
@@ -320,24 +269,8 @@ class Replans:
             "queues": dict(decision.queues),
         }
 
-    def _amend(self, generation: int, **known: Any) -> None:
-        """Adds what has become known of an earlier change."""
-        for i, record in enumerate(self._records):
-            if record.generation == generation and not record.cancelled:
-                self._records[i] = replace(record, **known)
-
     def close(self) -> None:
         """Takes in what was still on its way."""
         if self._told is not None and not self._place.failures.reported:
             self._place.failures.wait(self._told[1])
         self._told = None
-
-
-def planned_batches(trainer: Trainer) -> int | None:
-    """Returns how many batches a fit will train at most; None if it is not known."""
-    known: list[int] = []
-    if trainer.max_epochs is not None and trainer.max_epochs >= 0 and math.isfinite(trainer.num_training_batches):
-        known.append(int(trainer.num_training_batches) * trainer.max_epochs)
-    if trainer.max_steps >= 0:
-        known.append(trainer.max_steps * trainer.accumulate_grad_batches)
-    return min(known, default=None)

@@ -11,13 +11,14 @@ import torch.distributed as dist
 
 from lightning_hetero import lightning_compat as compat
 from lightning_hetero.cluster.spec import cluster_to_plain
+from lightning_hetero.controller.replans import Replan
 from lightning_hetero.emulate.scenario import Scenario
 from lightning_hetero.glue.run import EngineRun
 from lightning_hetero.pipeline.decide.recorded_costs import model_to_plain
 from lightning_hetero.pipeline.fit.loaders import PipelineBinder
 from lightning_hetero.pipeline.fit.place import Place
 from lightning_hetero.pipeline.fit.plan.planning import PipelineSettings, PlanResult
-from lightning_hetero.pipeline.fit.replans import Decides, Replan, Replans
+from lightning_hetero.pipeline.fit.replans import Decides, Replans
 from lightning_hetero.pipeline.fit.training import TrainBatches
 from lightning_hetero.pipeline.runtime.execute.failures import FailureBoard
 from lightning_hetero.pipeline.runtime.step.backbone import Backbone

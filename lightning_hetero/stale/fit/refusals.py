@@ -9,7 +9,7 @@ from lightning_hetero.glue.refusals import Refusals
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule
 
-__all__ = ["REFUSALS", "refuse_manual_scaling"]
+__all__ = ["REFUSALS", "refuse_controller", "refuse_manual_scaling"]
 
 REFUSALS = Refusals(
     no_wrapper="there is no DistributedDataParallel: gradients go to a parameter server",
@@ -23,6 +23,21 @@ REFUSALS = Refusals(
     zero="ZeroRedundancyOptimizer divides the optimizer's state among the ranks, which wait for each other in every"
     " step; here the state is in the parameter server, once. Use the optimizer that it wraps",
 )
+
+
+def refuse_controller(given: object | None) -> None:
+    """Refuses the argument ``controller``.
+
+    Raises:
+        TypeError: there is one; with the reason.
+    """
+    if given is not None:
+        raise TypeError(
+            f"BoundedStalenessStrategy takes no controller (got {given!r}): ranks ask for samples when they are ready,"
+            " so there are no shares to decide, nor a time of a batch that all end together. To rest a device that"
+            " costs more than it brings, use LoadBalancedStrategy(controller=...) or"
+            " HeteroPipelineStrategy(controller=...), or do not start its rank"
+        )
 
 
 def refuse_manual_scaling(module: LightningModule) -> None:

@@ -1,0 +1,364 @@
+"""Shares by the online controller: who rests, and what the others get, under a budget (layer P).
+
+To the controller (`lightning_hetero.controller`) plain data parallelism is a model of one layer, which nobody can
+divide: each rank is a pipeline of its own, or rests. What is left to decide is who rests, and the shares.
+
+    first records    shares as `BalancePolicy` decides them: that tells a step's fixed time from that of a sample
+    then             the controller, from the same records; all ranks come to the same decision, without a message
+
+All ranks hold all parameters, so nothing moves when one rests or wakes, and all take part in the exchange of gradients,
+so its time and its bytes stay what they are. A rank at rest computes a dummy of weight 0: a batch never ends before
+it, so rest saves what is due for a rank, never time. The dummy is all that is measured of it. Were it believed as it
+stands, a device that is slow in its samples and not in a step's fixed part would seem fast; so only a change of that
+time counts: `Observation.probed`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+from lightning_hetero.balanced.decide.policy import BalancePolicy, Decision, ShareBounds
+from lightning_hetero.controller.messages import Decision as PlanDecision
+from lightning_hetero.controller.messages import Observation
+from lightning_hetero.controller.replans import Replan, ReplanLog
+from lightning_hetero.controller.settings import ControllerSettings
+from lightning_hetero.predictors import Kalman
+from lightning_hetero.solvers.plans import replicas
+from lightning_hetero.types import (
+    AffineCost,
+    Cluster,
+    Device,
+    LayerCost,
+    Link,
+    ModelCost,
+    PipelinePlan,
+    SpeedSample,
+)
+
+__all__ = ["ControlledPolicy", "Started", "Starts"]
+
+_LEARNED = 8  # records from which the first costs are known
+_UNSTEADY, _STEADY = 3, 10  # first dummies of a rank at rest: ignored so many; compared with the mean up to so many
+_CHANGED, _SURE = 0.5, 4.0  # relative change of a dummy's time that counts, if it is so many standard deviations
+_LEAST_S = 1e-9
+_FREE = AffineCost(fixed_s=0.0, per_sample_s=0.0)
+_AROUND = LayerCost(name="", forward=_FREE, backward=_FREE)
+
+
+class Started(Protocol):
+    """A controller of one run, see `lightning_hetero.controller.controller.Controller`."""
+
+    def step(self, seen: Observation) -> PlanDecision: ...
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> object: ...
+
+
+class Starts(Protocol):
+    """What makes one: `LyapunovController`."""
+
+    def start(
+        self,
+        model: ModelCost,
+        cluster: Cluster,
+        plan: PipelinePlan,
+        *,
+        micro_batch_size: int | None,
+        planned_batches: int | None,
+        always: Iterable[int],
+        rest_samples: float,
+    ) -> Started: ...
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Profile:
+    """A step's time on a rank of speed 1, and the ranks' speeds, as known when the controller was started."""
+
+    fixed_s: float
+    per_unit_s: float
+    speeds: tuple[float, ...]
+
+    def seconds(self, rank: int, units: float) -> float:
+        return (self.fixed_s + self.per_unit_s * units) / self.speeds[rank]
+
+
+class _Resting:
+    """What is known of a rank since it rests.
+
+    Args:
+        factor: its time over the profile's, measured when it worked last.
+        why: in words.
+    """
+
+    def __init__(self, factor: float, why: str) -> None:
+        self.factor, self.why = factor, why
+        self._filter, self._first_s, self._seen = Kalman(), math.nan, 0
+
+    def add(self, dummy_s: float) -> float | None:
+        """Takes in a dummy's time; returns the rank's speed over the profile's if that time has changed."""
+        self._seen += 1
+        if self._seen <= _UNSTEADY:
+            return None
+        self._filter.update(1, dummy_s)
+        now_s = self._filter.predict(1)
+        if self._seen <= _STEADY:
+            self._first_s = now_s
+            return None
+        ratio = now_s / self._first_s
+        sure = abs(now_s - self._first_s) > _SURE * self._filter.std_s(1)
+        if not sure or max(ratio, 1.0 / ratio) <= 1.0 + _CHANGED:
+            return None
+        # Never better than it was at work, or in the beginning: the first dummies may have been held up.
+        return 1.0 / max(self.factor * ratio, min(self.factor, 1.0))
+
+
+class ControlledPolicy(BalancePolicy):
+    """Asks a controller for the shares.
+
+    Args:
+        controller: its settings.
+
+    Attributes:
+        replans: changes of shares, and of who rests, in this fit or the last one.
+    """
+
+    def __init__(self, controller: Starts) -> None:
+        super().__init__()
+        self.controller = controller
+        self.replans: list[Replan] = []
+        self._always: tuple[int, ...] = ()
+        self._state: Mapping[str, Any] = {}  # of an earlier run, for the next `start`
+        self._forget()
+
+    def _forget(self) -> None:
+        self._started: Started | None = None
+        self._profile: _Profile | None = None
+        self._plans: dict[int, tuple[int, ...]] = {}  # shares by generation, of those that may still be seen
+        self._in_force, self._batch = -1, -1
+        self._resting: dict[int, _Resting] = {}
+        self._factors: dict[int, float] = {}  # time over the profile's, of ranks at work
+        self._log = ReplanLog(self.replans)
+        self.generation = -1  # shares that the controller knows nothing of
+
+    def settings(self) -> dict[str, str]:
+        return {**super().settings(), "controller": repr(self.controller)}
+
+    # ---- set-up -----------------------------------------------------------------------------------------------
+
+    def begin_fit(self) -> None:
+        """Another fit begins, and its list of changes."""
+        self.replans.clear()
+
+    def start(self, *, world_size: int, total: int, bounds: ShareBounds, quantum: int = 1) -> None:
+        if self._started is not None:
+            self._state = self._learned()
+        self._forget()
+        super().start(world_size=world_size, total=total, bounds=bounds, quantum=quantum)
+        self._always = (0,) if bounds.least > 1 else ()  # BatchNorm's statistics are rank 0's, as in any DDP
+        state, self._state = self._state, {}
+        if state:
+            self._go_on(state)
+
+    def _go_on(self, state: Mapping[str, Any]) -> None:
+        """Takes over what an earlier run has learned, if it had as many ranks and the same batch."""
+        units: list[int] = state["units"]
+        if len(units) != len(self._shares) or sum(units) != self._total // self._quantum:
+            return
+        profile = _Profile(
+            fixed_s=state["fixed_s"], per_unit_s=state["per_unit_s"], speeds=tuple(state["speeds"])
+        )
+        with suppress(ValueError):  # other limits now
+            self._open(profile, replicas(1, units)).load_state_dict(state["controller"])
+            self._batch = state["batch"]
+            self._resting = {rank: _Resting(factor, why) for rank, factor, why in state["resting"]}
+
+    def _open(self, profile: _Profile, plan: PipelinePlan) -> Started:
+        """Starts the controller with a plan in units of the quantum."""
+        units = self._total // self._quantum
+        step = AffineCost(fixed_s=profile.fixed_s, per_sample_s=profile.per_unit_s)
+        # One byte per unit, so that a device's memory is its most units; no state, which is everywhere.
+        layer = LayerCost(name="model", forward=step, backward=_FREE, activation_bytes=1.0)
+        most = [upper // self._quantum for upper in self._upper]
+        devices = tuple(
+            Device(name=f"rank {rank}", speed=speed, mem_bytes=math.inf if n >= units else max(float(n), 0.5))
+            for rank, (speed, n) in enumerate(zip(profile.speeds, most, strict=True))
+        )
+        started = self._settings_per_unit().start(
+            ModelCost(layers=(layer,), before=_AROUND, head=_AROUND),
+            Cluster(devices=devices, links=((Link(),) * len(devices),) * len(devices)),
+            plan,
+            micro_batch_size=units,
+            planned_batches=self.planned_batches,
+            always=self._always,
+            rest_samples=self._least / self._quantum,
+        )
+        self._started, self._profile = started, profile
+        self._shares = self._shares_of(plan)
+        self._plans, self.generation = {0: self._shares}, 0
+        self._resting = {rank: _Resting(1.0, "") for rank, n in enumerate(self._shares) if not n}
+        return started
+
+    def _settings_per_unit(self) -> Starts:
+        """Returns the settings for samples that are units."""
+        settings = self.controller
+        if not isinstance(settings, ControllerSettings) or self._quantum == 1 or not settings.budget:
+            return settings
+        limits = {
+            name: limit * self._quantum if limit is not None and name.endswith("_per_sample") else limit
+            for name, limit in settings.budget.items()
+        }
+        return replace(settings, budget=limits)
+
+    def _first_profile(self) -> _Profile:
+        """Returns the mean rank's costs by the predictors, and the ranks' speeds that meet their present times."""
+        costs = [predictor.cost() for predictor in self._predictors]
+        fixed_s = math.fsum(cost.fixed_s for cost in costs) / len(costs)
+        per_sample_s = max(math.fsum(cost.per_sample_s for cost in costs) / len(costs), _LEAST_S)
+        speeds = tuple(
+            (fixed_s + per_sample_s * n) / max(cost.seconds(n), _LEAST_S)
+            for cost, n in zip(costs, self._shares, strict=True)
+        )
+        return _Profile(fixed_s=fixed_s, per_unit_s=per_sample_s * self._quantum, speeds=speeds)
+
+    def _shares_of(self, plan: PipelinePlan) -> tuple[int, ...]:
+        units = {group.ranks[0]: group.samples for group in plan.groups}
+        return tuple(units.get(rank, 0) * self._quantum for rank in range(len(self._lower)))
+
+    # ---- one record -------------------------------------------------------------------------------------------
+
+    def take(self, records: Sequence[SpeedSample], *, generation: int, batches: int) -> Decision:
+        self._batch += batches
+        if self._started is None:
+            decision = self.observe(records)
+            if self._seen >= self.warmup + _LEARNED and all(p.ready for p in self._predictors):
+                units = [n // self._quantum for n in self._shares]
+                self._open(self._first_profile(), replicas(1, units))
+            return decision
+        shares = self._plans.get(generation)
+        if shares is None:  # drawn before the controller was started
+            self._learn(records)
+            return Decision(shares=self._shares, changed=False, reason="begins")
+        # A dummy says little of a full share, and predictors would believe it.
+        self._learn([record if shares[record.rank] else replace(record, compute_s=0.0) for record in records])
+        self._enter(generation, batches)
+        seen = self._observation(records, generation, batches)
+        self._log.batch(generation, seen.batch_s)
+        return self._carried_out(self._started.step(seen))
+
+    def urgent(self, samples: Sequence[int], compute_s: Sequence[float]) -> bool:
+        expected = zip(samples, compute_s, self._predictors, self._shares, strict=True)
+        return super().urgent(samples, [s if n or not p.ready else p.predict(b) for b, s, p, n in expected])
+
+    def _enter(self, generation: int, batches: int) -> None:
+        if generation == self._in_force:
+            return
+        self._plans = {g: shares for g, shares in self._plans.items() if g >= generation}
+        self._in_force = generation
+        if generation > 0:
+            self._log.in_force()
+            self._log.amend(generation, step=self._batch + 1 - batches)
+
+    def _observation(self, records: Sequence[SpeedSample], generation: int, batches: int) -> Observation:
+        assert self._profile is not None
+        shares = self._plans[generation]
+        work_s: dict[int, float] = {}
+        probed: dict[int, float] = {}
+        sizes: list[tuple[int]] = []
+        for record in records:
+            rank = record.rank
+            units = max(1, round(record.samples / self._quantum))
+            if shares[rank]:
+                work_s[rank] = record.compute_s
+                sizes.append((units,))
+                self._factors[rank] = record.compute_s / self._profile.seconds(rank, units)
+            elif rank in self._resting and (speed := self._resting[rank].add(record.compute_s)) is not None:
+                probed[rank] = speed
+        return Observation(
+            batch=self._batch,
+            generation=generation,
+            # The slowest rank's: what it waits is the exchange alone. (A record's wait is of the step before.)
+            batch_s=max(record.compute_s for record in records) + min(record.wait_s for record in records),
+            work_s=work_s,
+            probed=probed,
+            micro_batches=sizes,
+            batches=batches,
+        )
+
+    def _carried_out(self, decided: PlanDecision) -> Decision:
+        outcome: dict[str, Any] = {}
+        if decided.outcome is not None:
+            self._log.settle(decided.outcome)
+            outcome = {
+                "generation": decided.outcome.generation,
+                "predicted_gain_s": decided.outcome.predicted_gain_s,
+                "realised_gain_s": decided.outcome.realised_gain_s,
+                "kept": decided.outcome.kept,
+            }
+        if decided.kind == "keep":
+            return Decision(shares=self._shares, changed=False, reason=decided.reason, outcome=outcome)
+        note = Replan.of(decided, self._batch + 1)
+        self.replans.append(note)
+        self._shares, self.generation = self._shares_of(decided.plan), decided.generation
+        self._plans[decided.generation] = self._shares
+        why = _gains(note.predicted_gain, decided.cost_gain)
+        self._resting = {
+            rank: self._resting.get(rank) or _Resting(self._factors.get(rank, 1.0), why)
+            for rank, n in enumerate(self._shares)
+            if not n
+        }
+        return Decision(
+            shares=self._shares,
+            changed=True,
+            reason=decided.reason,
+            predicted_s=decided.predicted_s,
+            gain_s=decided.gain_s,
+            data={
+                "kind": decided.kind,
+                "generation": decided.generation,
+                "predicted_gain": note.predicted_gain,
+                "resting": sorted(self._resting),
+                "queues": dict(decided.queues),
+            },
+            outcome=outcome,
+        )
+
+    @property
+    def at_rest(self) -> Mapping[int, str]:
+        """Ranks that rest by now, and what that brings, in words; empty words: it was so from the start."""
+        return {rank: resting.why for rank, resting in self._resting.items()}
+
+    # ---- checkpoint -------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        learned = self._state if self._started is None else self._learned()
+        return {**super().state_dict(), **({"controller": learned} if learned else {})}
+
+    def _learned(self) -> dict[str, Any]:
+        assert self._started is not None and self._profile is not None
+        return {
+            "units": [n // self._quantum for n in self._shares],
+            "batch": self._batch,
+            "resting": [[rank, resting.factor, resting.why] for rank, resting in self._resting.items()],
+            "fixed_s": self._profile.fixed_s,
+            "per_unit_s": self._profile.per_unit_s,
+            "speeds": list(self._profile.speeds),
+            "controller": self._started.state_dict(),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        super().load_state_dict(state)
+        self._state = state.get("controller") or {}
+
+
+def _gains(time: float, budgets: Mapping[str, float]) -> str:
+    """Returns in words what is saved per batch: part of its time, and parts of its budgets."""
+    if not math.isfinite(time):
+        return ""
+    words = [f"{abs(time):.1%} {'less' if time > 0.0 else 'more'} time"]
+    words += [f"{abs(part):.1%} of {name} {'less' if part > 0.0 else 'more'}" for name, part in budgets.items()]
+    return f"a batch takes {' and '.join(words)}"
