@@ -7,7 +7,9 @@ Layer P. Kinds and their data (readers keep kinds and keys they do not know):
     step      samples, compute_s (own work), wait_s (for peers); without such a measurement step_s (batch). The stale
               engine writes one per contribution, several in a batch, with version and fill_in
     passed    behind; a batch made without this rank (stale engine)
-    decision  shares (samples per rank), predicted_s (step time expected of them), reason (in words)
+    decision  shares (samples per rank), predicted_s (step time expected of them), reason (in words). The pipeline
+              engine: what `Replans` notes, and when it is known outcome, with generation and realised_gain
+    plan      plan, cluster and profile that a run began with (pipeline engine)
     fault     error (what happened, in words)
 
 A process may be killed at any time: a last line cut short is skipped and reported, as is one that a resumed

@@ -2,7 +2,8 @@
 
 A run measures stages, not speeds. A stage's time over what the profile says of it is the device's *slowness*; a link's
 time over what the cluster says is the link's. Where layers are timed one by one, the median over a stage's layers is
-the device's and what is left is the layer's own: that heals a profile which is wrong about layers.
+the device's and what is left is the layer's own: that heals a profile which is wrong about layers. Layers too small to
+matter count for neither: most of what they take is what surrounds a computation.
 
 Each factor has a filter of its own, the predictor of the balanced engine (Kalman with a test for jumps): noise is
 averaged, a jump is believed the second time it is seen. What is measured no more (a resting device, a link nobody uses)
@@ -25,6 +26,7 @@ from lightning_hetero.types import AffineCost, Cluster, LayerCost, Link, ModelCo
 __all__ = ["Estimates", "State"]
 
 _FEW = 3  # layers in a stage, below which their median says nothing
+_SMALL = 0.1  # of the mean layer of a stage
 _SURE = 2.0  # standard deviations that a change must exceed, besides the dead band
 _NOTHING_S = 1e-12
 
@@ -115,12 +117,14 @@ class Estimates:
         parts = [self._seconds(self._base[k], count, samples) / speed for k in layers]
         by_layer = seen.layer_s.get(rank)
         if by_layer is not None and len(by_layer) == len(parts) >= _FEW:
-            ratios = [m / max(r, _NOTHING_S) for m, r in zip(by_layer, parts, strict=True)]
-            own = median(ratios)
-            if own > 0.0:
-                for k, ratio, part in zip(layers, ratios, parts, strict=True):
-                    if ratio > 0.0 and part > 0.0:
-                        self._factor("layer", k).add(ratio / own, seen.batch)
+            least_s, least_part_s = _SMALL * sum(by_layer) / len(parts), _SMALL * sum(parts) / len(parts)
+            pairs = [(k, m, p) for k, m, p in zip(layers, by_layer, parts, strict=True) if m > 0.0 and p > 0.0]
+            common = [m / p for _, m, p in pairs if m >= least_s and p >= least_part_s]
+            if common:
+                own = median(common)
+                for k, m, p in pairs:
+                    if m >= least_s or p >= least_part_s:
+                        self._factor("layer", k).add(m / p / own, seen.batch)
         work_s = seen.work_s.get(rank)
         if work_s is None or not work_s > 0.0:
             return

@@ -103,6 +103,21 @@ def test_times_by_layer_tell_a_heavy_layer_from_a_slow_device() -> None:
     assert model.layers[1].backward.per_sample_s == pytest.approx(5.0 * 2 / 3, rel=0.02)
 
 
+def test_layers_too_small_to_matter_say_nothing_of_the_device() -> None:
+    """Four of six take ten times as long as profiled, for what surrounds each computation; 4 % of the stage together."""
+    found = Estimates(model_of([1.0, 0.01, 0.01, 1.0, 0.01, 0.01]), cluster_of([1.0]), recheck=None)
+    pipes = (Pipe((0,), (0, 6)),)
+    for t in range(20):
+        layer_s = [12.0, 0.4, 0.4, 24.0, 0.4, 0.4]  # of 4 s each, and 0.04
+        one = Observation(batch=t, generation=0, work_s={0: sum(layer_s)}, layer_s={0: layer_s})
+        found.update(one, pipes, SIZES)
+    assert found.state.layers[1:3] == (1.0, 1.0)
+    assert found.state.layers[3] / found.state.layers[0] == pytest.approx(2.0, rel=0.05)
+    model, cluster = found.costs(found.state)
+    spent = sum(layer.forward.seconds(4) + layer.backward.seconds(4) for layer in model.layers)
+    assert spent / cluster.devices[0].speed == pytest.approx(37.6, rel=0.02), "the device has what is left"
+
+
 def test_links_are_measured_by_direction_also_where_nothing_was_known() -> None:
     found = estimates()
     wire = LinkTime(source=0, target=1, messages=2, size_bytes=2e6, seconds=4 * (2e-5 + 2e-3))
