@@ -132,6 +132,18 @@ def test_links_are_measured_by_direction_also_where_nothing_was_known() -> None:
     assert cluster.links[0][1].seconds(2e6) == pytest.approx(wire.seconds, rel=0.02)
 
 
+def test_a_link_that_hardly_counts_is_no_change_however_slow() -> None:
+    """Four times as long, but of a batch of 40 s that is 24 or 2400 ms more."""
+    for size_bytes, counts in ((8e6, False), (8e8, True)):
+        found = told(estimates(), *(seen(t, batch_s=40.0) for t in range(3)))
+        before = found.state
+        wire = LinkTime(source=0, target=1, messages=1, size_bytes=size_bytes / 2, seconds=2 * size_bytes / 1e9)
+        told(found, *(seen(t, batch_s=40.0, links=[wire]) for t in range(3, 6)))
+        words = [text for _, text, _ in found.changes(before, 0.03)]
+        assert bool(words) == counts, "one of two messages was timed; both count"
+        assert found.state.links[0, 1] == pytest.approx(4.0, rel=0.05), "it is known all the same"
+
+
 def test_what_is_used_no_more_is_forgotten_after_twice_as_long_each_time() -> None:
     found = estimates(recheck=100)
     told(found, *(seen(t, (1.0, 4.0)) for t in range(3)))
