@@ -220,7 +220,7 @@ class Estimates:
         return sorted(found, key=lambda change: (-change[0], change[1]))
 
     def unsure(self, batch: int) -> bool:
-        """Returns whether a rank's time jumped in this batch, which the next one will confirm, or show to be a hiccup."""
+        """Returns whether a rank's time jumped in this batch, which the next one will confirm or call a hiccup."""
         return any(key[0] == "rank" and f.seen == batch and f.unsure for key, f in self._factors.items())
 
     def furthest(self, since: State) -> float:

@@ -20,10 +20,10 @@ from lightning_hetero.balanced.decide.controller import ExchangeClock
 from lightning_hetero.callbacks.reporting import Reporting
 from lightning_hetero.cli import train
 from lightning_hetero.cli.summary import RankSummary
+from lightning_hetero.pipeline.fit.replans import Replan, Replans
 from lightning_hetero.predictors import Kalman
 from lightning_hetero.stale.decide.policy import _KNOWN, Asynchronous, by_name
 from lightning_hetero.stale.decide.report.counts import Counts, Measures
-from lightning_hetero.pipeline.fit.replans import Replan, Replans
 from lightning_hetero.stale.decide.report.summary import engine_metrics
 from lightning_hetero.types import SpeedSample, StepReport
 from tests.docs.kit import DOCS, ENGINES, ROOT, Engine, rows, section

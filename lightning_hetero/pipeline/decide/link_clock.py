@@ -1,15 +1,16 @@
 """How long messages of one direction between two ranks were on the wire, by two clocks that nobody has set (layer P).
 
-    sender      ready at s, its clock  ────────►  arrived at a, the receiver's clock         a - s  =  wire + offset
-    the way back                       ◄────────                                             a - s  =  wire - offset
+    sender      ready at s, its clock  ────────►  arrived at a, the receiver's clock       a - s  =  wire + offset
+    the way back                       ◄────────                                           a - s  =  wire - offset
 
-A message is stamped when it is ready to go, so that waiting for the sender's computation counts nowhere. It counts if it
-found the way empty; one that had to queue behind another is left out, for nobody knows how long it lay where.
+A message is stamped when it is ready to go, so that waiting for the sender's computation counts nowhere. It counts if
+it found the way empty; one that had to queue behind another is left out, for nobody knows how long it lay where.
 
-No message comes before it was sent, so each one bounds the offset of the clocks, from above on one side, from below on
-the other; each side tells its bound with every message that it sends. Where 0 lies between the bounds the clocks are
-one, as on one machine: then times are exact. Else the offset is taken to be in the middle: the sum of both directions is
-exact, and how it divides is as sure as the fastest message either way was fast. Old bounds give way as clocks may drift.
+No message comes before it was sent, so each one bounds the offset of the clocks, from above on one side, from below
+on the other; each side tells its bound with every message that it sends. Where 0 lies between the bounds the clocks
+are one, as on one machine: then times are exact. Else the offset is taken to be in the middle: the sum of both
+directions is exact, and how it divides is as sure as the fastest message either way was fast. Old bounds give way as
+clocks may drift.
 
 Of a batch the faster half of the messages is taken: a thread that gets its turn late makes a few look slower.
 """
@@ -32,7 +33,7 @@ class LinkClock:
         least_s: what a message from there seems to take at least, by both clocks; to be told to the other side.
 
     >>> clock = LinkClock()
-    >>> clock.came(sent_s=10.0, back_s=0.3, arrived_s=10.5, size_bytes=100)  # 0.3: the way back, as the other side sees it
+    >>> clock.came(sent_s=10.0, back_s=0.3, arrived_s=10.5, size_bytes=100)  # 0.3: the way back, as seen there
     >>> clock.came(sent_s=10.4, back_s=0.3, arrived_s=11.0, size_bytes=100)  # sent before the first had come
     >>> clock.take()
     (1, 100.0, 0.5)

@@ -1,4 +1,4 @@
-"""What every rank tells all others of a batch: as many numbers whatever has happened, for one sum over ranks (layer P)."""
+"""What every rank tells all others of a batch: as many numbers whatever happened, for one sum over ranks (layer P)."""
 
 from __future__ import annotations
 

@@ -104,7 +104,7 @@ def test_times_by_layer_tell_a_heavy_layer_from_a_slow_device() -> None:
 
 
 def test_layers_too_small_to_matter_say_nothing_of_the_device() -> None:
-    """Four of six take ten times as long as profiled, for what surrounds each computation; 4 % of the stage together."""
+    """Four of six take ten times as long as profiled, for what surrounds a computation; 4 % of the stage together."""
     found = Estimates(model_of([1.0, 0.01, 0.01, 1.0, 0.01, 0.01]), cluster_of([1.0]), recheck=None)
     pipes = (Pipe((0,), (0, 6)),)
     for t in range(20):

@@ -26,10 +26,10 @@ def test_everything_comes_out_as_it_was_put_in() -> None:
     work = [(8.0, 0.5, 0.1), (8.0, 0.25, 0.35), (8.0, 0.4, 0.2), (0.0, 0.0, 0.6)]
     links = [[link(2, 0), link(3, 0)], [], [link(0, 2)], []]
     layers = {0: (1, [0.1, 0.2, 0.3]), 2: (0, [0.4])}
-    told = [
-        Told.by(r, 4, 4, work[r], links=links[r], first_layer=layers.get(r, (0, []))[0], layer_s=layers.get(r, (0, []))[1])
-        for r in range(4)
-    ]  # fmt: skip
+    told: list[Told] = []
+    for r in range(4):
+        first, layer_s = layers.get(r, (0, []))
+        told.append(Told.by(r, 4, 4, work[r], links=links[r], first_layer=first, layer_s=layer_s))
     assert {len(each.numbers) for each in told} == {Told.size(4, 4)}
     whole = replace(told[0], numbers=[sum(column) for column in zip(*(t.numbers for t in told), strict=True)])
     assert whole.work == [(round(n), compute_s, wait_s) for n, compute_s, wait_s in work]

@@ -1,4 +1,4 @@
-"""A plan that was made from wrong costs heals within ten batches: speeds, layers; and again when speeds or links change."""
+"""A plan that was made from wrong speeds or layers heals within ten batches, and again when speeds or links change."""
 
 from __future__ import annotations
 
@@ -113,7 +113,8 @@ def test_without_a_controller_the_first_plan_stays() -> None:
 # ---- a layer that the profile is wrong about -------------------------------------------------------------------------
 
 FREE = AffineCost(fixed_s=0.0, per_sample_s=0.0)
-COST = LayerCost(name="", forward=AffineCost(fixed_s=0.0, per_sample_s=SAMPLE_S), backward=FREE, output_bytes=4.0 * WIDTH)
+SLEEP = AffineCost(fixed_s=0.0, per_sample_s=SAMPLE_S)
+COST = LayerCost(name="", forward=SLEEP, backward=FREE, output_bytes=4.0 * WIDTH)
 ENDS = LayerCost(name="", forward=FREE, backward=FREE)
 ALIKE = ModelCost(layers=(COST,) * LAYERS, before=ENDS, head=ENDS)
 EQUAL = Cluster(devices=(Device(name="a"), Device(name="b")), links=((LINK,) * 2,) * 2)

@@ -323,7 +323,7 @@ def test_the_controller_is_told_of_links_and_layers() -> None:
         for link in one.links:  # of 4 micro-batches, there and on to the head; of each the faster half is taken
             assert 1 <= link.messages <= 4 and link.size_bytes == 256 * link.messages and link.seconds > 0.0
         assert {rank: len(layers) for rank, layers in one.layer_s.items()} == {0: 1, 1: 5}
-        assert all(0.0 < sum(layers) for layers in one.layer_s.values())
+        assert all(sum(layers) > 0.0 for layers in one.layer_s.values())
     for one in seen[14:]:  # two groups take turns
         assert one.links == [] and {rank: len(layers) for rank, layers in one.layer_s.items()} == {one.batch % 2: 6}
     seen, *_ = run_ranks(4, measured, FOUR_RANKS[1], {})
