@@ -7,9 +7,10 @@ Layer P. Kinds and their data (readers keep kinds and keys they do not know):
     step      samples, compute_s (own work), wait_s (for peers); without such a measurement step_s (batch). The stale
               engine writes one per contribution, several in a batch, with version and fill_in
     passed    behind; a batch made without this rank (stale engine)
-    decision  shares (samples per rank), predicted_s (step time expected of them), reason (in words)
-              under a controller also kind, generation, predicted_gain (part of a batch's time), resting, queues
-    outcome   generation, predicted_gain_s, realised_gain_s (per batch), kept; of an earlier decision (balanced engine)
+    decision  shares (samples per rank), predicted_s (step time expected of them), reason (in words); under a controller
+              also kind, generation, predicted_gain (part of a batch's time), queues, and who rests, or the plan
+    outcome   generation, measured_s, predicted_gain, realised_gain, of an earlier decision of a controller
+    plan      plan, cluster and profile that a run began with (pipeline engine)
     fault     error (what happened, in words)
 
 A process may be killed at any time: a last line cut short is skipped and reported, as is one that a resumed

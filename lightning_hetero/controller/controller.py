@@ -63,6 +63,7 @@ class Controller:
         self._library, self._bars = Library(settings.library), Bars(batches=settings.bar_batches)
         self._trials = Trials(settings.trial_batches, settings.margin)
         self._outcome: Outcome | None = None  # to be told with the next decision
+        self._put_off: list[str] | None = None  # what there was to look at, when it was put off by a batch
         self._start_with(plan)
         pipes = self._plans[0][0]
         first = self._objective(pipes).at(pipes, shares_of(plan))
@@ -177,12 +178,19 @@ class Controller:
         if now is None:
             now = best
         if self.settings.structure and self._trials.present is None:
+            if self._put_off is None and self._estimates.unsure(self._seen):
+                self._put_off = told  # layers would move for half of what has happened
+                return self._shares(objective, now, best)
+            told, self._put_off = [*(self._put_off or ()), *told], None
             look = self._triggers.look(self._seen, self._state, self._estimates, self._spending, told)
             if look.reason:
                 found = self._search(objective, best, look.ranks)
                 gain = best.value - found.value
                 if found.pipes != best.pipes and gain > self.settings.dead_band * objective.scale_at(best):
                     return self._adopt("plan", best, found, look.reason)
+        return self._shares(objective, now, best)
+
+    def _shares(self, objective: Objective, now: Judged, best: Judged) -> Decision:
         gain = now.value - best.value
         if best.shares != now.shares and gain > self.settings.share_band * objective.scale_at(now):
             return self._adopt("shares", now, best, "samples per group")

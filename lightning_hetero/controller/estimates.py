@@ -2,7 +2,8 @@
 
 A run measures stages, not speeds. A stage's time over what the profile says of it is the device's *slowness*; a link's
 time over what the cluster says is the link's. Where layers are timed one by one, the median over a stage's layers is
-the device's and what is left is the layer's own: that heals a profile which is wrong about layers.
+the device's and what is left is the layer's own: that heals a profile which is wrong about layers. Layers too small to
+matter count for neither: most of what they take is what surrounds a computation.
 
 Each factor has a filter of its own, the predictor of the balanced engine (Kalman with a test for jumps): noise is
 averaged, a jump is believed the second time it is seen. What is measured no more (a resting device, a link nobody uses)
@@ -12,6 +13,7 @@ after twice as long.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from statistics import median
@@ -25,6 +27,7 @@ from lightning_hetero.types import AffineCost, Cluster, LayerCost, Link, ModelCo
 __all__ = ["Estimates", "State"]
 
 _FEW = 3  # layers in a stage, below which their median says nothing
+_SMALL = 0.1  # of the mean layer of a stage
 _SURE = 2.0  # standard deviations that a change must exceed, besides the dead band
 _NOTHING_S = 1e-12
 
@@ -50,6 +53,7 @@ class _Factor:
         self._filter = Kalman()
         self.value, self.std = 1.0, 0.0
         self.seen = -1  # last batch
+        self.batch_s = math.inf  # what is at stake: its time in a batch, as profiled
         self.patience = 1  # how many times as long as usual until it is forgotten
 
     def add(self, ratio: float, batch: int) -> None:
@@ -58,6 +62,10 @@ class _Factor:
         self._filter.update(1, ratio)
         self.seen = batch
         self._read()
+
+    @property
+    def unsure(self) -> bool:
+        return self._filter.ready and self._filter.outlier_side != 0
 
     def forget(self) -> None:
         self._filter = self._filter.fresh()
@@ -91,6 +99,7 @@ class Estimates:
         self._model, self._cluster, self._recheck = model, cluster, recheck
         self._links: dict[tuple[int, int], Link] = {}  # of such as were free in the cluster's description
         self._factors: dict[tuple[Any, ...], _Factor] = {}
+        self._batch_s = 0.0  # of the last batch
         self._base = [_both(layer) for layer in model.layers]
         self._leader = [_both(model.before), _both(model.head)]
 
@@ -105,8 +114,11 @@ class Estimates:
         for rank, speed in seen.probed.items():
             if speed > 0.0:
                 self._factor("rank", rank).add(1.0 / speed, seen.batch)
+        most = max(map(len, sizes))
         for link in seen.links:
-            self._link(link.source, link.target, link.messages, link.size_bytes, link.seconds, seen.batch)
+            self._link(link.source, link.target, link.messages, link.size_bytes, link.seconds, seen.batch, most)
+        if seen.batch_s > 0.0:
+            self._batch_s = seen.batch_s
 
     def _stage(
         self, seen: Observation, rank: int, layers: range, count: int, samples: int, *, leader: bool
@@ -115,12 +127,15 @@ class Estimates:
         parts = [self._seconds(self._base[k], count, samples) / speed for k in layers]
         by_layer = seen.layer_s.get(rank)
         if by_layer is not None and len(by_layer) == len(parts) >= _FEW:
-            ratios = [m / max(r, _NOTHING_S) for m, r in zip(by_layer, parts, strict=True)]
-            own = median(ratios)
-            if own > 0.0:
-                for k, ratio, part in zip(layers, ratios, parts, strict=True):
-                    if ratio > 0.0 and part > 0.0:
-                        self._factor("layer", k).add(ratio / own, seen.batch)
+            least_s, least_part_s = _SMALL * sum(by_layer) / len(parts), _SMALL * sum(parts) / len(parts)
+            pairs = [(k, m, p) for k, m, p in zip(layers, by_layer, parts, strict=True) if m > 0.0 and p > 0.0]
+            common = [m / p for _, m, p in pairs if m >= least_s and p >= least_part_s]
+            if common:
+                own = median(common)
+                for k, m, p in pairs:
+                    if m >= least_s or p >= least_part_s:
+                        self._factor("layer", k).add(m / p / own, seen.batch)
+                        self._factor("layer", k).batch_s = p * own
         work_s = seen.work_s.get(rank)
         if work_s is None or not work_s > 0.0:
             return
@@ -130,7 +145,9 @@ class Estimates:
         if reference_s > 0.0:
             self._factor("rank", rank).add(work_s / reference_s, seen.batch)
 
-    def _link(self, a: int, b: int, messages: int, size_bytes: float, seconds: float, batch: int) -> None:
+    def _link(
+        self, a: int, b: int, messages: int, size_bytes: float, seconds: float, batch: int, most: int
+    ) -> None:
         if messages < 1 or not seconds > 0.0:
             return
         link = self._links.get((a, b), self._cluster.links[a][b])
@@ -139,7 +156,9 @@ class Estimates:
                 return
             link = self._links[a, b] = Link(bandwidth_bytes_per_s=size_bytes / seconds)  # nothing was known of it
         reference_s = messages * link.latency_s + size_bytes / link.bandwidth_bytes_per_s
-        self._factor("link", a, b).add(seconds / reference_s, batch)
+        factor = self._factor("link", a, b)
+        factor.add(seconds / reference_s, batch)
+        factor.batch_s = reference_s / messages * max(messages, most)  # not every message need have been timed
 
     @staticmethod
     def _seconds(cost: tuple[float, float], count: int, samples: int) -> float:
@@ -180,6 +199,8 @@ class Estimates:
     def changes(self, since: State, band: float) -> list[tuple[float, str, tuple[int, ...]]]:
         """Returns what changed by more than ``band`` and by more than the noise: (ratio, in words, ranks), most first.
 
+        A link or a layer must also have changed by that part of a batch: what hardly counts is noisiest.
+
         Args:
             since: an earlier `state`.
             band: relative.
@@ -189,13 +210,18 @@ class Estimates:
             before = _of(since, key)
             now, std = factor.value, factor.std
             size = max(now / before, before / now)
-            if size - 1.0 > band and abs(now - before) > _SURE * std:
+            matters = abs(now - before) * factor.batch_s > band * self._batch_s
+            if matters and size - 1.0 > band and abs(now - before) > _SURE * std:
                 ranks = key[1:] if key[0] != "layer" else ()
                 slower = (
                     f"{now / before:.2f} times its time" if now > before else f"1/{before / now:.2f} of its time"
                 )
                 found.append((size, f"{_named(key)} takes {slower}", ranks))
         return sorted(found, key=lambda change: (-change[0], change[1]))
+
+    def unsure(self, batch: int) -> bool:
+        """Returns whether a rank's time jumped in this batch, which the next one will confirm or call a hiccup."""
+        return any(key[0] == "rank" and f.seen == batch and f.unsure for key, f in self._factors.items())
 
     def furthest(self, since: State) -> float:
         """Returns the largest relative change since ``since``, noise or not."""

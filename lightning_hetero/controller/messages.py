@@ -24,9 +24,9 @@ class LinkTime:
 
     Attributes:
         source, target: ranks.
-        messages: number of them.
-        size_bytes: of all of them together.
-        seconds: they were on the wire, together, waiting for the sender's computation excluded.
+        messages: number of those that were timed.
+        size_bytes: of these together.
+        seconds: they were on the wire, together: waiting for the sender's computation, or behind one another, excluded.
     """
 
     source: int

@@ -66,12 +66,19 @@ class ReplanLog:
         self._took_s: deque[float] = deque(maxlen=_COMPARED)  # the last batches under the plan in force
         self._before_s = math.nan  # those before it came into force
 
-    def batch(self, generation: int, batch_s: float) -> None:
-        """Takes in a batch: the first ones under a plan show what it has won."""
+    def batch(self, generation: int, batch_s: float) -> dict[str, Any]:
+        """Takes in a batch: the first ones under a plan show what it has won.
+
+        Returns:
+            for a trace, with the last of them: what it has won; else empty.
+        """
         is_first = len(self._took_s) < _COMPARED
         self._took_s.append(batch_s)
-        if is_first and self._before_s > 0.0:
-            self.amend(generation, realised_gain=1.0 - median(self._took_s) / self._before_s)
+        if not (is_first and self._before_s > 0.0):
+            return {}
+        measured_s = median(self._took_s)
+        found = self._won(generation, measured_s, 1.0 - measured_s / self._before_s)
+        return found if len(self._took_s) == _COMPARED else {}
 
     def in_force(self) -> None:
         """Another plan is in force from the next batch on."""
@@ -79,13 +86,45 @@ class ReplanLog:
             self._before_s = median(self._took_s)
             self._took_s.clear()
 
-    def settle(self, outcome: Outcome) -> None:
-        """Takes in what the controller found of a structure."""
+    def settle(self, outcome: Outcome) -> dict[str, Any]:
+        """Takes in what the controller found of a structure; returns it for a trace."""
         before_s = outcome.measured_s + outcome.realised_gain_s
-        self.amend(outcome.generation, realised_gain=outcome.realised_gain_s / before_s)
+        found = self._won(outcome.generation, outcome.measured_s, outcome.realised_gain_s / before_s)
+        return {**found, "kept": outcome.kept} if found else {}
+
+    def _won(self, generation: int, measured_s: float, gain: float) -> dict[str, Any]:
+        self.amend(generation, realised_gain=gain)
+        held = [record for record in self.held if record.generation == generation]
+        if not held:
+            return {}
+        return {
+            "generation": generation,
+            "measured_s": measured_s,
+            "predicted_gain": held[-1].predicted_gain,
+            "realised_gain": gain,
+        }
 
     def amend(self, generation: int, **known: Any) -> None:
         """Adds what has become known of an earlier change."""
         for i, record in enumerate(self.records):
             if record.generation == generation and not record.cancelled:
                 self.records[i] = replace(record, **known)
+
+    @property
+    def held(self) -> list[Replan]:
+        """Changes that came into force."""
+        return [record for record in self.records if not record.cancelled]
+
+    def metrics(self) -> dict[str, float]:
+        """Returns what has become of changes so far."""
+        held = self.held
+        found = {
+            "replans": float(len(held)),
+            "moved_bytes": float(sum(record.bytes for record in held)),
+            "pause_s": sum(record.pause_s for record in self.records),
+        }
+        if held:
+            found["predicted_gain"] = held[-1].predicted_gain
+            if held[-1].realised_gain is not None:
+                found["realised_gain"] = held[-1].realised_gain
+        return found

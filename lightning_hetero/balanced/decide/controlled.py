@@ -247,8 +247,8 @@ class ControlledPolicy(BalancePolicy):
         self._learn([record if shares[record.rank] else replace(record, compute_s=0.0) for record in records])
         self._enter(generation, batches)
         seen = self._observation(records, generation, batches)
-        self._log.batch(generation, seen.batch_s)
-        return self._carried_out(self._started.step(seen))
+        found = self._log.batch(generation, seen.batch_s)
+        return self._carried_out(self._started.step(seen), found)
 
     def urgent(self, samples: Sequence[int], compute_s: Sequence[float]) -> bool:
         expected = zip(samples, compute_s, self._predictors, self._shares, strict=True)
@@ -289,16 +289,9 @@ class ControlledPolicy(BalancePolicy):
             batches=batches,
         )
 
-    def _carried_out(self, decided: PlanDecision) -> Decision:
-        outcome: dict[str, Any] = {}
-        if decided.outcome is not None:
-            self._log.settle(decided.outcome)
-            outcome = {
-                "generation": decided.outcome.generation,
-                "predicted_gain_s": decided.outcome.predicted_gain_s,
-                "realised_gain_s": decided.outcome.realised_gain_s,
-                "kept": decided.outcome.kept,
-            }
+    def _carried_out(self, decided: PlanDecision, found: Mapping[str, Any]) -> Decision:
+        """Returns what is decided, with what has become known of an earlier decision."""
+        outcome = found if decided.outcome is None else self._log.settle(decided.outcome)
         if decided.kind == "keep":
             return Decision(shares=self._shares, changed=False, reason=decided.reason, outcome=outcome)
         note = Replan.of(decided, self._batch + 1)

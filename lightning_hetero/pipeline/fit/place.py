@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from lightning_hetero.controller.messages import LinkTime
 from lightning_hetero.emulate.scenario import Scenario
 from lightning_hetero.glue.run import gloo_group
 from lightning_hetero.pipeline.decide.direct_links import direct_pairs
@@ -65,10 +66,11 @@ class Place:
         channel: over all ranks.
         failures: of the run.
         scenario: that stages sleep for, where training is emulated.
+        watched: somebody decides on other plans, by what is measured.
 
     Attributes:
         planned: the plan in force, and what it was made from.
-        settings, channel, failures: as given.
+        settings, channel, failures, watched: as given.
         group_index: of this rank's group in the plan; None for a rank at rest.
         leads: whether this rank runs the training step of its group.
         ownership: who holds what.
@@ -102,12 +104,14 @@ class Place:
         channel: SideChannel,
         failures: FailureBoard,
         scenario: Scenario | None,
+        watched: bool,
     ) -> None:
         module, world = trainer.lightning_module, channel.group
         folder = trainer.default_root_dir
         self._folder = folder if os.access(folder, os.W_OK) else None
         self._module, self._optimizers, self._backbone, self._scenario = module, optimizers, backbone, scenario
         self.planned, self.settings, self.channel, self.failures = planned, settings, channel, failures
+        self.watched = watched
         self.ownership = self._ownership_under(planned.plan)
         share_initial(module, self.ownership, world)
         prune(module, optimizers, self.ownership)
@@ -259,7 +263,18 @@ class Place:
             timeout_s=1800.0 if settings.timeout is None else settings.timeout.total_seconds(),
             device=settings.device,
             ways=self.ways.by_peer,
+            time_layers=self.watched and self._scenario is None,
         )
+
+    def measured(self) -> tuple[list[LinkTime], list[float]]:
+        """Returns what was timed since it was last asked: messages to this rank, and its layers [s]; or nothing.
+
+        Of emulated devices that is what is emulated, links or nothing.
+        """
+        if not isinstance(self.runner, StageRunner):
+            return [], []
+        links, layer_s = self.runner.measured()
+        return links if self._scenario is None or self.settings.emulate_links else [], layer_s
 
     def share_buffers(self) -> None:
         """Before an evaluation: statistics such as BatchNorm's are those of the first group, as rank 0's under DDP."""

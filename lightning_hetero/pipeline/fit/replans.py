@@ -27,11 +27,12 @@ from lightning_hetero.data import Part
 from lightning_hetero.glue.run import EventLog, planned_batches
 from lightning_hetero.pipeline.decide.changeover import Changeover, changeover
 from lightning_hetero.pipeline.decide.plans import check_plan, in_one_piece
+from lightning_hetero.pipeline.decide.told import Told, telling_layers
 from lightning_hetero.pipeline.fit.loaders import PipelineBinder
 from lightning_hetero.pipeline.fit.place import Place
 from lightning_hetero.pipeline.runtime.own.migration import CancelledError
 from lightning_hetero.solvers.plans import plan_to_plain
-from lightning_hetero.types import PipelinePlan, StepReport
+from lightning_hetero.types import PipelinePlan
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
@@ -101,13 +102,13 @@ class Replans:
         """How long this rank stood still before the batch that runs [s]."""
         return self._paused_s
 
-    def observe(self, batch: int, part: Part, report_of: Callable[[], StepReport], pause_s: float) -> None:
+    def observe(self, batch: int, part: Part, told: Told, pause_s: float) -> None:
         """A batch has been trained: rank 0 decides; the others are told of it while they go on.
 
         Args:
             batch: its number in the run.
             part: of this rank; shares are those of all.
-            report_of: returns what is known of all ranks' work, the same on all.
+            told: by all ranks, the same on all.
             pause_s: for a change of plan before it, the mean of the ranks.
         """
         if self._start is None:
@@ -115,14 +116,15 @@ class Replans:
         if self._paused_s:
             self._log.amend(self.generation, pause_s=pause_s)
         moved_bytes, self._moved_bytes, self._paused_s = self._moved_bytes, 0, 0.0
-        report = report_of()
-        self._log.batch(self.generation, max(record.compute_s + record.wait_s for record in report.records))
+        batch_s = max(compute_s + wait_s for _, compute_s, wait_s in told.work)
+        self._note_outcome(part, self._log.batch(self.generation, batch_s))
         text = b""
         if self._place.channel.rank == 0:
             if not self._asked:
                 self._decider, self._asked = self._started(self._start), True
             if self._decider is not None:
-                decision = self._decider.step(self._observation(batch, part, report, pause_s, moved_bytes))
+                observation = self._observation(batch, part, told, batch_s, pause_s, moved_bytes)
+                decision = self._decider.step(observation)
                 if decision.kind != "keep" or decision.outcome is not None:
                     text = pickle.dumps(replace(decision, plan=self._in_one_piece(decision.plan)))
         size = torch.tensor([len(text)])
@@ -148,15 +150,17 @@ class Replans:
         return {} if self._decider is None else self._decider.state_dict()
 
     def _observation(
-        self, batch: int, part: Part, report: StepReport, pause_s: float, moved_bytes: int
+        self, batch: int, part: Part, told: Told, batch_s: float, pause_s: float, moved_bytes: int
     ) -> Observation:
-        groups = range(len(self._place.planned.plan.groups))
+        groups = self._place.planned.plan.groups
         return Observation(
             batch=batch,
             generation=self.generation,
-            batch_s=max(record.compute_s + record.wait_s for record in report.records),
-            work_s={record.rank: record.compute_s for record in report.records if record.samples},
-            micro_batches=[self._binder.micro_batches(part, i)[0] for i in groups],
+            batch_s=batch_s,
+            work_s={rank: compute_s for rank, (samples, compute_s, _) in enumerate(told.work) if samples},
+            layer_s=told.layer_s(groups[telling_layers(batch, groups)]),
+            links=told.links,
+            micro_batches=[self._binder.micro_batches(part, i)[0] for i in range(len(groups))],
             pause_s=pause_s,
             moved_bytes=moved_bytes,
         )
@@ -172,7 +176,7 @@ class Replans:
         """
         if (decision := self._heard()) is not None:
             if decision.outcome is not None:
-                self._log.settle(decision.outcome)
+                self._note_outcome(part, self._log.settle(decision.outcome))
             if decision.kind != "keep":
                 self._schedule(part, decision)
         now = part.epoch, part.step
@@ -264,10 +268,20 @@ class Replans:
         names = ("kind", "reason", "generation", "predicted_gain", "bytes", "cancelled")
         return {
             **{name: getattr(note, name) for name in names},
+            "predicted_s": decision.predicted_s,
             "pause_s": self._paused_s,
             "plan": plan,
+            "cost_gain": dict(decision.cost_gain),
             "queues": dict(decision.queues),
         }
+
+    def _note_outcome(self, part: Part, found: Mapping[str, Any]) -> None:
+        if found and self._place.channel.rank == 0:
+            self._events.note("outcome", part.epoch, part.step, found)
+
+    def metrics(self) -> dict[str, float]:
+        """Returns what has become of changes so far, the same on all ranks; nothing if nobody decides."""
+        return {} if self._start is None else self._log.metrics()
 
     def close(self) -> None:
         """Takes in what was still on its way."""

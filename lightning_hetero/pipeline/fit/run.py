@@ -109,11 +109,11 @@ class PipelineRun(EngineRun[PipelineBinder]):
             channel=self.channel,
             failures=self.failures,
             scenario=self.scenario if self.fitting else None,
+            watched=start is not None and self.fitting,
         )
         self._hide_example(planned.plan)
         if self.channel.rank == 0 and self.fitting:
             self.events.note("plan", 0, 0, _plan_data(planned))
-
 
         def took_place() -> None:
             self._hide_example(place.planned.plan)
@@ -169,6 +169,10 @@ class PipelineRun(EngineRun[PipelineBinder]):
     def step_report(self) -> StepReport | None:
         """Per rank samples, own work and the rest of the last step; ``None`` before the first one."""
         return None if self.batches is None else self.batches.report
+
+    def engine_metrics(self) -> dict[str, float]:
+        """Changes of plan so far; nothing where nobody decides on them."""
+        return {} if self.batches is None else self.batches.replans.metrics()
 
     def summary(self) -> str | None:
         """One line on what the last step took, against the plan; ``None`` before the first one."""

@@ -16,7 +16,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -28,6 +28,7 @@ from lightning_hetero.data import Part
 from lightning_hetero.data.micro_batches import join_outputs, split_batch
 from lightning_hetero.glue.run import EventLog
 from lightning_hetero.lightning_compat.patches import patched
+from lightning_hetero.pipeline.decide.told import Told, telling_layers
 from lightning_hetero.pipeline.fit.loaders import PipelineBinder
 from lightning_hetero.pipeline.fit.place import Place
 from lightning_hetero.pipeline.fit.replans import Replans
@@ -67,7 +68,7 @@ class TrainBatches:
         self._place, self._binder, self._events, self.replans = place, binder, events, replans
         self._keeps_gradients = is_overridden("optimizer_zero_grad", self._module)
         self.part: Part | None = None
-        self._last: tuple[Part, list[float]] | None = None  # what all ranks' last step took
+        self._last: tuple[Part, Told] | None = None  # of all ranks' last step
         self._pending: dict[nn.Parameter, Tensor] = {}
         self._skips = False  # whether some rank's gradients overflowed, for a gradient scaler
 
@@ -76,12 +77,10 @@ class TrainBatches:
         """On the last batch, the same on all ranks; None before the first one."""
         return None if self._last is None else self._report_of(*self._last)
 
-    def _report_of(self, part: Part, columns: Sequence[float]) -> StepReport:
-        world = self._place.channel.world_size
-        rows = zip(columns[:world], columns[world : 2 * world], columns[2 * world :], strict=True)
+    def _report_of(self, part: Part, told: Told) -> StepReport:
         records = tuple(
-            SpeedSample(rank=r, step=part.step, samples=round(n), compute_s=compute_s, wait_s=wait_s)
-            for r, (n, compute_s, wait_s) in enumerate(rows)
+            SpeedSample(rank=r, step=part.step, samples=n, compute_s=compute_s, wait_s=wait_s)
+            for r, (n, compute_s, wait_s) in enumerate(told.work)
         )
         return StepReport(epoch=part.epoch, step=part.step, records=records, predicted_s=self._place.predicted_s)
 
@@ -180,13 +179,13 @@ class TrainBatches:
         rank, world = self._place.channel.rank, self._place.channel.world_size
         pairs = zip(outputs, weights, strict=True) if outputs else ()
         own = sum(float(loss_of(output)) * weight for output, weight in pairs)
-        row = [0.0] * (3 * world)
-        row[rank::world] = [samples, busy_s, wait_s]
+        told = self._told(batch, samples, busy_s, wait_s)
         number = self.replans.generation
         stops = float(self._trainer.should_stop)
-        loss, numbers, paused_s, stops, *columns = self._place.logs.publish(
-            [own * self._trainer.accumulate_grad_batches, number, self.replans.paused_s, stops, *row]
+        loss, numbers, paused_s, stops, *sums = self._place.logs.publish(
+            [own * self._trainer.accumulate_grad_batches, number, self.replans.paused_s, stops, *told.numbers]
         )
+        told = replace(told, numbers=sums)
         if stops:  # `training_step` may have said so, which not all ranks run
             self._trainer.should_stop = True
         if numbers != number * world:
@@ -194,11 +193,33 @@ class TrainBatches:
                 f"rank {rank} trains under plan {number}, and the ranks together under {numbers / world:g} in the mean;"
                 " this is a bug of lightning_hetero"
             )
-        self._last = (part, columns)
+        self._last = (part, told)
         data = {"samples": part.samples, "compute_s": busy_s, "wait_s": wait_s}
         self._events.note("step", part.epoch, part.step, data)
-        self.replans.observe(batch, part, partial(self._report_of, part, columns), paused_s / world)
+        self.replans.observe(batch, part, told, paused_s / world)
         return torch.tensor(loss, device=self._place.settings.device, dtype=torch.float32)
+
+    def _told(self, batch: int, samples: int, busy_s: float, wait_s: float) -> Told:
+        """Returns what this rank tells the others of a batch."""
+        place = self._place
+        groups, work = place.planned.plan.groups, (float(samples), busy_s, wait_s)
+        rank, world = place.channel.rank, place.channel.world_size
+        if not place.watched:
+            return Told.by(rank, world, 0, work)
+        links, layer_s = place.measured()
+        first = 0
+        if place.group is not None:
+            first = place.group.cuts[place.group.ranks.index(rank)]
+        turn = place.group_index == telling_layers(batch, groups)
+        return Told.by(
+            rank,
+            world,
+            groups[0].cuts[-1],
+            work,
+            links=links,
+            first_layer=first,
+            layer_s=layer_s if turn else (),
+        )
 
     # ---- gradients: computed within Lightning's training_step hook, wanted in its backward hook -----------------
 

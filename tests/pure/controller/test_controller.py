@@ -75,6 +75,34 @@ def test_a_change_is_answered_by_the_second_batch_that_shows_it(cluster: Cluster
     assert run.batch_s[-10:].mean() <= 1.1 * ideal_s(cluster, slow(0, 4.0, 1.0, 1.0, 1.0))
 
 
+@pytest.mark.parametrize("jump", [False, True])
+def test_layers_do_not_move_for_half_of_what_has_happened(jump: bool) -> None:
+    """A price changes in the batch in which a rank is first seen to be slower: one batch later that is believed."""
+    controller = started(LyapunovController(budget={"money_per_sample": 1e-7}, v=1.0))
+    plan, batch = controller.plan, 0
+    machine = Machine(MODEL, CAPPED)
+
+    def seen(phase: Phase, **more: Any) -> Decision:
+        nonlocal batch
+        took = machine.batch(plan, phase)
+        batch += 1
+        work = {rank: work_s for rank, work_s in enumerate(took.work_s) if work_s > 0.0}
+        return controller.step(
+            Observation(batch=batch, generation=0, batch_s=took.seconds, work_s=work, **more)
+        )
+
+    for _ in range(4):  # fewer than it looks at queues after
+        assert seen(calm()).kind == "keep"
+    phase = slow(0, 1.0, 4.0, 1.0, 1.0) if jump else calm()
+    first = seen(phase, prices={0: 50.0})
+    assert controller.looked_at == (0 if jump else 5)
+    if jump:
+        assert first.kind != "plan"
+        found = seen(phase)
+        assert controller.looked_at == 6 and found.kind == "plan"
+        assert "price of rank 0" in found.reason and "rank 1 takes 4.00 times" in found.reason
+
+
 def test_moves_are_named_with_their_reason_gain_and_pause() -> None:
     controller = started()
     run = trained(controller, [calm(), slow(30, 4.0, 1.0, 1.0, 1.0)], 60)

@@ -103,6 +103,21 @@ def test_times_by_layer_tell_a_heavy_layer_from_a_slow_device() -> None:
     assert model.layers[1].backward.per_sample_s == pytest.approx(5.0 * 2 / 3, rel=0.02)
 
 
+def test_layers_too_small_to_matter_say_nothing_of_the_device() -> None:
+    """Four of six take ten times as long as profiled, for what surrounds a computation; 4 % of the stage together."""
+    found = Estimates(model_of([1.0, 0.01, 0.01, 1.0, 0.01, 0.01]), cluster_of([1.0]), recheck=None)
+    pipes = (Pipe((0,), (0, 6)),)
+    for t in range(20):
+        layer_s = [12.0, 0.4, 0.4, 24.0, 0.4, 0.4]  # of 4 s each, and 0.04
+        one = Observation(batch=t, generation=0, work_s={0: sum(layer_s)}, layer_s={0: layer_s})
+        found.update(one, pipes, SIZES)
+    assert found.state.layers[1:3] == (1.0, 1.0)
+    assert found.state.layers[3] / found.state.layers[0] == pytest.approx(2.0, rel=0.05)
+    model, cluster = found.costs(found.state)
+    spent = sum(layer.forward.seconds(4) + layer.backward.seconds(4) for layer in model.layers)
+    assert spent / cluster.devices[0].speed == pytest.approx(37.6, rel=0.02), "the device has what is left"
+
+
 def test_links_are_measured_by_direction_also_where_nothing_was_known() -> None:
     found = estimates()
     wire = LinkTime(source=0, target=1, messages=2, size_bytes=2e6, seconds=4 * (2e-5 + 2e-3))
@@ -115,6 +130,18 @@ def test_links_are_measured_by_direction_also_where_nothing_was_known() -> None:
     told(free, *(seen(t, links=[wire]) for t in range(3)))
     _, cluster = free.costs(free.state)
     assert cluster.links[0][1].seconds(2e6) == pytest.approx(wire.seconds, rel=0.02)
+
+
+def test_a_link_that_hardly_counts_is_no_change_however_slow() -> None:
+    """Four times as long, but of a batch of 40 s that is 24 or 2400 ms more."""
+    for size_bytes, counts in ((8e6, False), (8e8, True)):
+        found = told(estimates(), *(seen(t, batch_s=40.0) for t in range(3)))
+        before = found.state
+        wire = LinkTime(source=0, target=1, messages=1, size_bytes=size_bytes / 2, seconds=2 * size_bytes / 1e9)
+        told(found, *(seen(t, batch_s=40.0, links=[wire]) for t in range(3, 6)))
+        words = [text for _, text, _ in found.changes(before, 0.03)]
+        assert bool(words) == counts, "one of two messages was timed; both count"
+        assert found.state.links[0, 1] == pytest.approx(4.0, rel=0.05), "it is known all the same"
 
 
 def test_what_is_used_no_more_is_forgotten_after_twice_as_long_each_time() -> None:

@@ -1,16 +1,19 @@
-"""A plan that was made from wrong speeds heals within ten batches, and again when the speeds change."""
+"""A plan that was made from wrong speeds or layers heals within ten batches, and again when speeds or links change."""
 
 from __future__ import annotations
 
 import time
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_hetero.types import Cluster, Device, Link
+from lightning_hetero.pipeline.fit import place
+from lightning_hetero.pipeline.runtime.execute.stage_runner import StageRunner
+from lightning_hetero.types import AffineCost, Cluster, Device, LayerCost, Link, ModelCost
 from tests.ranks.harness import run_ranks
 from tests.ranks.kit import FEATURES, rank_trainer
 from tests.ranks.pipeline.kit import LAYERS, WIDTH, Deep, pipeline
@@ -25,22 +28,37 @@ class Sleepy(nn.Linear):
     """Rank 1 takes five times as long, from the twelfth batch on rank 0: nothing that a probe could see."""
 
     batches = 0
+    heavy = 1.0
 
     def forward(self, x: Tensor) -> Tensor:
-        slow = int(Sleepy.batches < TURN)
         if self.training:
-            time.sleep(SAMPLE_S * len(x) * (5.0 if torch.distributed.get_rank() == slow else 1.0))
+            time.sleep(SAMPLE_S * len(x) * self.heavy * self.slowness())
         return super().forward(x).tanh()
+
+    @staticmethod
+    def slowness() -> float:
+        return 5.0 if torch.distributed.get_rank() == int(Sleepy.batches < TURN) else 1.0
+
+
+class Equal(Sleepy):
+    """On equal ranks."""
+
+    @staticmethod
+    def slowness() -> float:
+        return 1.0
 
 
 class Slowed(Deep):
-    def __init__(self) -> None:
+    def __init__(self, layer: type[Sleepy] = Sleepy, first: float = 1.0) -> None:
+        self._layer, self._first = layer, first
         super().__init__(torch.float32)
         self.plans: list[Any] = []
         Sleepy.batches = 0
 
     def backbone(self) -> nn.Module:
-        return nn.Sequential(*(Sleepy(WIDTH, WIDTH) for _ in range(LAYERS)))
+        layers = [self._layer(WIDTH, WIDTH) for _ in range(LAYERS)]
+        layers[0].heavy = self._first
+        return nn.Sequential(*layers)
 
     def on_train_batch_end(self, *args: Any) -> None:
         Sleepy.batches += 1
@@ -56,12 +74,17 @@ def parts(plan: Any) -> list[float]:
     return work
 
 
-def job(rank: int, world: int, options: dict[str, Any]) -> tuple[list[list[float]], list[Any]]:
+def trained(rank: int, world: int, module: Slowed, options: dict[str, Any]) -> tuple[list[Any], list[Any]]:
     data = TensorDataset(torch.randn(SAMPLES * BATCHES, FEATURES), torch.randn(SAMPLES * BATCHES, 1))
-    module, strategy = Slowed(), pipeline(None, **options)
+    strategy = pipeline(None, **options)
     trainer = rank_trainer(rank, world, strategy, max_epochs=1)
     trainer.fit(module, DataLoader(data, batch_size=SAMPLES // world))
-    return [parts(plan) for plan in module.plans], strategy.replans
+    return module.plans, strategy.replans
+
+
+def job(rank: int, world: int, options: dict[str, Any]) -> tuple[list[list[float]], list[Any]]:
+    plans, replans = trained(rank, world, Slowed(), options)
+    return [parts(plan) for plan in plans], replans
 
 
 @pytest.mark.parametrize("options", [{"max_groups": 1}, {"cluster": WRONG}], ids=["layers move", "wrong cluster"])
@@ -85,3 +108,66 @@ def kept(rank: int, world: int) -> tuple[int, list[Any]]:
 
 def test_without_a_controller_the_first_plan_stays() -> None:
     assert run_ranks(2, kept) == [(1, [])] * 2
+
+
+# ---- a layer that the profile is wrong about -------------------------------------------------------------------------
+
+FREE = AffineCost(fixed_s=0.0, per_sample_s=0.0)
+SLEEP = AffineCost(fixed_s=0.0, per_sample_s=SAMPLE_S)
+COST = LayerCost(name="", forward=SLEEP, backward=FREE, output_bytes=4.0 * WIDTH)
+ENDS = LayerCost(name="", forward=FREE, backward=FREE)
+ALIKE = ModelCost(layers=(COST,) * LAYERS, before=ENDS, head=ENDS)
+EQUAL = Cluster(devices=(Device(name="a"), Device(name="b")), links=((LINK,) * 2,) * 2)
+
+
+def one_heavy(rank: int, world: int) -> tuple[list[Any], list[Any]]:
+    """The first layer takes as long as seven of the others."""
+    options = {"profile": ALIKE, "cluster": EQUAL, "max_groups": 1}
+    plans, replans = trained(rank, world, Slowed(Equal, first=7.0), options)
+    return [plan.groups for plan in plans], replans
+
+
+def test_a_profile_that_is_wrong_about_one_layer_heals() -> None:
+    (groups, replans), (_, same) = run_ranks(2, one_heavy, timeout_s=100.0)
+    assert replans == same
+    assert {(len(g), g[0].cuts) for g in groups[:2]} == {(1, (0, 3, 6))}
+    assert groups[9][0].cuts == groups[-1][0].cuts == (0, 1, 6)
+    assert "layer 0 takes" in replans[0].reason
+
+
+# ---- a link that gets slow -------------------------------------------------------------------------------------------
+
+
+WIRE = Link(bandwidth_bytes_per_s=1e9, latency_s=1e-3)  # more than what surrounds a message on a busy machine
+
+
+class Jammed:
+    """From the twelfth batch on each message takes 20 ms."""
+
+    bandwidth_bytes_per_s = WIRE.bandwidth_bytes_per_s
+
+    @property
+    def latency_s(self) -> float:
+        return WIRE.latency_s * (1.0 if Sleepy.batches < TURN else 20.0)
+
+
+class OverJammed(StageRunner):
+    def __init__(self, *args: Any, emulated_links: Any, **options: Any) -> None:
+        super().__init__(*args, emulated_links=dict.fromkeys(emulated_links, Jammed()), **options)
+
+
+def jammed(rank: int, world: int) -> tuple[list[Any], list[Any]]:
+    cluster = Cluster(devices=EQUAL.devices, links=((WIRE,) * 2,) * 2)
+    options = {"profile": ALIKE, "cluster": cluster, "max_groups": 1, "emulate_links": True}
+    with mock.patch.object(place, "StageRunner", OverJammed):
+        plans, replans = trained(rank, world, Slowed(Equal), options)
+    return [plan.groups for plan in plans], replans
+
+
+def test_a_link_that_gets_slow_is_not_used_any_more() -> None:
+    (groups, replans), (_, same) = run_ranks(2, jammed, timeout_s=100.0)
+    assert replans == same
+    assert len(groups[TURN - 1][0].ranks) == 2
+    assert all(len(g[0].ranks) == 1 for g in groups[TURN + 7 :]), [g[0].ranks for g in groups]
+    reasons = [r.reason for r in replans if r.kind == "plan" and r.step >= TURN]
+    assert any("link 0 -> 1 takes" in each or "link 1 -> 0 takes" in each for each in reasons), reasons

@@ -98,17 +98,27 @@ def exchange(rank: int, world_size: int) -> None:
     # Over an emulated link of 1 MB/s and 10 ms one message follows the other, 20 ms each; the other way there is none.
     slow = {(0, 1): Link(bandwidth_bytes_per_s=1e6, latency_s=0.01)}
     links = Links(dist.group.WORLD, rank, [1 - rank], emulated=slow, **options)
+    message = Message(what=What.ACTIVATION, value=torch.zeros(20_000, dtype=torch.uint8))
+    links.send(1 - rank, message)
+    links.receive(1 - rank)
+    assert links.times() == [] or rank == 1, "nothing had come back yet when rank 1 sent"
+    dist.barrier()
+    links.times()
     start_s = time.monotonic()
     dist.barrier()
     if rank == 0:
         for _ in range(3):
-            links.send(1, Message(what=What.ACTIVATION, value=torch.zeros(20_000, dtype=torch.uint8)))
+            links.send(1, message)
         links.receive(1)
     else:
         for i in range(3):
             links.receive(0)
             assert time.monotonic() - start_s >= 0.02 * (i + 1) + 0.01
-        links.send(0, Message(what=None))
+        links.send(0, message)
+    [found] = links.times()
+    assert (found.source, found.target, found.messages, found.size_bytes) == (1 - rank, rank, 1, 20_032.0)
+    assert found.seconds >= (0.03 if rank == 1 else 0.0), "the first of three: the others had to queue"
+    assert links.times() == []
     links.close()
 
     # A neighbour that sends nothing, and one that gives up while it is waited for.

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -216,12 +218,14 @@ class Decisions(Callback):
 
     def __init__(self) -> None:
         self.found: list[Event] = []
+        self.metrics: dict[str, float] = {}
 
     def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
-        self.found += [event for event in trainer.strategy.step_events() if event.kind == "decision"]
+        self.found += [event for event in trainer.strategy.step_events() if event.kind in ("decision", "outcome")]
+        self.metrics = trainer.strategy.engine_metrics()
 
 
-def saving(rank: int, world: int, folder: str) -> tuple[Weights, list[Event]]:
+def saving(rank: int, world: int, folder: str) -> tuple[Weights, list[Event], dict[str, float]]:
     """The plan changes after batches 4 and 8; epochs have six."""
     strategy = pipeline(CHAIN, controller=Scripted({3: TURNED, 7: APART}))
     saver, decisions = Saver(folder, [(0, 5), (1, 2)]), Decisions()
@@ -229,7 +233,7 @@ def saving(rank: int, world: int, folder: str) -> tuple[Weights, list[Event]]:
     trainer = rank_trainer(rank, world, strategy, max_epochs=EPOCHS, callbacks=callbacks, enable_checkpointing=True)
     module = Saved()
     trainer.fit(module, train(BATCH // world))
-    return weights(module), decisions.found
+    return weights(module), decisions.found, decisions.metrics
 
 
 def resuming(rank: int, world: int, folder: str) -> list[Weights]:
@@ -251,11 +255,24 @@ def resuming(rank: int, world: int, folder: str) -> list[Weights]:
 def test_a_checkpoint_written_after_a_change_is_resumed(tmp_path: Any) -> None:
     whole = alone()[0]
     ranks = run_ranks(2, saving, str(tmp_path))
-    assert all(found.distance(whole) <= EXACT for found, _ in ranks)
+    assert all(found.distance(whole) <= EXACT for found, *_ in ranks)
     assert ranks[1][1] == []
-    assert [(event.epoch, event.step, event.data["kind"]) for event in ranks[0][1]] == [(0, 5, "plan"), (1, 2, "plan")]
-    assert all(event.data["bytes"] > 0 and event.data["pause_s"] > 0 for event in ranks[0][1])
-    assert ranks[0][1][1].data["plan"]["groups"][1]["ranks"] == [1]
+    (_, events, metrics), others = ranks[0], ranks[1][2]
+    assert [(event.kind, event.epoch, event.step) for event in events] == [
+        ("decision", 0, 5), ("outcome", 1, 1), ("decision", 1, 2), ("outcome", 1, 4),
+    ]  # fmt: skip
+    decided, outcomes = [e.data for e in events[::2]], [e.data for e in events[1::2]]
+    assert all(data["kind"] == "plan" and data["bytes"] > 0 and data["pause_s"] > 0 for data in decided)
+    assert decided[1]["plan"]["groups"][1]["ranks"] == [1] and decided[1]["predicted_s"] == 0.9
+    assert [data["generation"] for data in outcomes] == [1, 2]
+    assert all(data["predicted_gain"] == pytest.approx(0.1) and data["measured_s"] > 0.0 for data in outcomes)
+    table = (Path(__file__).parents[3] / "docs/pipeline.md").read_text()
+    for event in events:
+        row = next(line for line in table.splitlines() if line.startswith(f"| `{event.kind}` |"))
+        assert {f"`{name}`" for name in event.data} <= set(re.findall(r"`\w+`", row)), "documented"
+    assert metrics == others and metrics["replans"] == 2.0
+    assert metrics["moved_bytes"] == sum(data["bytes"] for data in decided)
+    assert metrics["realised_gain"] == outcomes[1]["realised_gain"] and metrics["predicted_gain"] == pytest.approx(0.1)
     state = torch.load(tmp_path / "batch-1-2.ckpt", weights_only=True)["lightning_hetero"]
     assert [g["ranks"] for g in state["plan"]["groups"]] == [[0], [1]]
     assert state["controller"] == {"observed": 9}, "what has been learned is kept"
@@ -286,6 +303,33 @@ def test_averaged_weights_move_along_and_loaders_may_read_ahead() -> None:
     kept = run_ranks(2, averaging, {}, forks=True)
     for before, found in zip(kept, run_ranks(2, averaging, TWO_RANKS, forks=True), strict=True):
         assert [a.distance(b) <= EXACT for a, b in zip(found, before, strict=True)] == [True] * 3
+
+
+# ---- what is measured ------------------------------------------------------------------------------------------------
+
+
+def measured(rank: int, world: int, first: Any, script: dict[int, Any]) -> list[Any]:
+    scripted = Scripted(script)
+    fit(rank, world, Deep(), pipeline(first, controller=scripted), data=DATA, max_epochs=1)
+    return scripted.observed
+
+
+def test_the_controller_is_told_of_links_and_layers() -> None:
+    seen, nothing = run_ranks(2, measured, CHAIN, {12: APART})
+    assert nothing == [], "rank 0 decides"
+    assert len(seen) == 25
+    for one in seen[1:13]:  # of the first batch nobody knows what the clocks are
+        assert {(link.source, link.target) for link in one.links} == {(0, 1), (1, 0)}
+        for link in one.links:  # of 4 micro-batches, there and on to the head; of each the faster half is taken
+            assert 1 <= link.messages <= 4 and link.size_bytes == 256 * link.messages and link.seconds > 0.0
+        assert {rank: len(layers) for rank, layers in one.layer_s.items()} == {0: 1, 1: 5}
+        assert all(sum(layers) > 0.0 for layers in one.layer_s.values())
+    for one in seen[14:]:  # two groups take turns
+        assert one.links == [] and {rank: len(layers) for rank, layers in one.layer_s.items()} == {one.batch % 2: 6}
+    seen, *_ = run_ranks(4, measured, FOUR_RANKS[1], {})
+    ways = {(2, 1), (1, 2), (1, 0), (0, 1), (0, 3), (3, 0), (3, 2), (2, 3)}
+    assert all({(link.source, link.target) for link in one.links} == ways for one in seen[1:])
+    assert all({rank: len(found) for rank, found in one.layer_s.items()} == {2: 1, 1: 2, 0: 2, 3: 1} for one in seen)
 
 
 # ---- a change that cannot be carried out -----------------------------------------------------------------------------

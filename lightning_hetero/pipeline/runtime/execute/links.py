@@ -30,6 +30,8 @@ import torch
 from torch import Tensor
 from torch import distributed as dist
 
+from lightning_hetero.controller.messages import LinkTime
+from lightning_hetero.pipeline.decide.link_clock import LinkClock
 from lightning_hetero.pipeline.runtime.execute.direct_ways import DirectWay
 from lightning_hetero.pipeline.runtime.execute.failures import FailureBoard
 from lightning_hetero.pipeline.runtime.execute.messages import Message, pack, unpack
@@ -42,8 +44,10 @@ __all__ = ["Links"]
 LOOK_S = 1.0  # at the failure board, while waiting
 _ABORT_S = 1.0  # how long threads may take to notice that a connection is closed
 _HEAD_BYTES = 1024
-_SIZES = struct.Struct("<QQd")  # bytes of header and payload, when it was sent [s, time.monotonic]
-_INLINE_BYTES = _HEAD_BYTES - _SIZES.size
+_SIZES = struct.Struct("<QQ")  # bytes of header and payload
+_STAMP = struct.Struct("<dd")  # when it was sent [s, time.monotonic], what came back seems to have taken [s, LinkClock]
+_BEFORE_HEADER = _SIZES.size + _STAMP.size
+_INLINE_BYTES = _HEAD_BYTES - _BEFORE_HEADER
 _ROOM_BYTES = 4 * 2**20  # at most; the larger a message, the less an extra block matters
 _REMEMBERED = 8  # messages, whose largest determines the room
 _HELD, _HELD_BYTES = 8, 2**20  # messages, and their bytes, that may wait together to be freed
@@ -92,14 +96,15 @@ class Links:
         self._timeout_s = timeout_s
         self._broken = False
         emulated = emulated or {}
+        self._rank, self._clocks = rank, {peer: LinkClock() for peer in peers}
         self._senders: dict[int, _Sender] = {}
         self._receivers: dict[int, _Receiver] = {}
         for peer in peers:
             at = dist.get_group_rank(wire, peer)
-            way = self._ways.get(peer)
-            self._senders[peer] = _Sender(wire, at, f"pipeline-send-{rank}-{peer}", device, way)
+            way, clock = self._ways.get(peer), self._clocks[peer]
+            self._senders[peer] = _Sender(wire, at, f"pipeline-send-{rank}-{peer}", device, way, clock)
             self._receivers[peer] = _Receiver(
-                wire, at, f"pipeline-receive-{peer}-{rank}", device, way, emulated.get((peer, rank))
+                wire, at, f"pipeline-receive-{peer}-{rank}", device, way, clock, emulated.get((peer, rank))
             )
 
     def send(self, peer: int, message: Message) -> None:
@@ -159,6 +164,19 @@ class Links:
             return work is None or self._ways[peer].arrived(work)
         except RuntimeError as error:
             raise self._failures.lost(peer, first_line(error)) from error
+
+    def times(self) -> list[LinkTime]:
+        """Returns what was timed of messages to this rank since it was last asked; nothing of direct ways."""
+        found: list[LinkTime] = []
+        for peer, clock in self._clocks.items():
+            messages, size_bytes, seconds = clock.take()
+            if messages:
+                found.append(
+                    LinkTime(
+                        source=peer, target=self._rank, messages=messages, size_bytes=size_bytes, seconds=seconds
+                    )
+                )
+        return found
 
     def close(self) -> None:
         """Ends the links when all has been sent and the neighbours do the same; they can be waited for. Idempotent.
@@ -223,12 +241,19 @@ class _LinkThread:
     """A thread for one direction of one link. A daemon: what it waits for may never come."""
 
     def __init__(
-        self, wire: dist.ProcessGroup, peer: int, name: str, device: torch.device, way: DirectWay | None
+        self,
+        wire: dist.ProcessGroup,
+        peer: int,
+        name: str,
+        device: torch.device,
+        way: DirectWay | None,
+        clock: LinkClock,
     ) -> None:
         self._wire: Any = wire  # torch's stubs do not know of send and recv
         self.peer = peer
         self._device = device
         self._way = way
+        self._clock = clock  # of what comes
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
 
     def _run(self) -> None:
@@ -253,9 +278,15 @@ class _Sender(_LinkThread):
     """
 
     def __init__(
-        self, wire: dist.ProcessGroup, peer: int, name: str, device: torch.device, way: DirectWay | None
+        self,
+        wire: dist.ProcessGroup,
+        peer: int,
+        name: str,
+        device: torch.device,
+        way: DirectWay | None,
+        clock: LinkClock,
     ) -> None:
-        super().__init__(wire, peer, name, device, way)
+        super().__init__(wire, peer, name, device, way, clock)
         self.broken: str | None = None
         self._room = _Room()
         self._posted: SimpleQueue[list[_Job] | None] = SimpleQueue()
@@ -287,9 +318,10 @@ class _Sender(_LinkThread):
         announced_bytes = payload_bytes if direct is None else direct.numel()
         inline = len(header) <= _INLINE_BYTES
         head = block[:_HEAD_BYTES].numpy().data
-        _SIZES.pack_into(head, 0, len(header), announced_bytes, time.monotonic())
+        _SIZES.pack_into(head, 0, len(header), announced_bytes)
+        self._stamp(block)
         if inline:
-            head[_SIZES.size : _SIZES.size + len(header)] = header
+            head[_BEFORE_HEADER : _BEFORE_HEADER + len(header)] = header
         parts = [block]
         if block.numel() > self._room.size_bytes:
             parts = [block[:_HEAD_BYTES], block[_HEAD_BYTES:]]
@@ -335,6 +367,7 @@ class _Sender(_LinkThread):
                     parts, works, ready, direct = jobs.pop(0)
                     if ready is not None and direct is None:
                         ready.synchronize()
+                        self._stamp(parts[0])  # [CUDA, untested]
                     works = works or self._send(parts)
                     while works:
                         works.pop(0).wait(FOREVER)
@@ -347,6 +380,11 @@ class _Sender(_LinkThread):
                     self._out.notify_all()
         except RuntimeError as error:
             self.broken = first_line(error)
+
+    def _stamp(self, head: Tensor) -> None:
+        """Notes that a message is ready to go."""
+        front = head[:_BEFORE_HEADER].numpy().data
+        _STAMP.pack_into(front, _SIZES.size, time.monotonic(), self._clock.least_s)
 
     def _send(self, parts: list[Tensor]) -> list[Any]:
         return [self._wire.send([part], self.peer, _TAG) for part in parts]
@@ -375,9 +413,10 @@ class _Receiver(_LinkThread):
         name: str,
         device: torch.device,
         way: DirectWay | None,
+        clock: LinkClock,
         emulated: Link | None,
     ) -> None:
-        super().__init__(wire, peer, name, device, way)
+        super().__init__(wire, peer, name, device, way, clock)
         self.broken: str | None = None
         self._emulated = emulated
         self._room = _Room()
@@ -407,7 +446,8 @@ class _Receiver(_LinkThread):
         pinned = self._device.type == "cuda"
         block = self._receive(self._room.size_bytes, pinned=pinned)
         head = block[:_HEAD_BYTES].numpy().tobytes()
-        header_bytes, payload_bytes, sent_s = _SIZES.unpack_from(head)
+        header_bytes, payload_bytes = _SIZES.unpack_from(head)
+        sent_s, back_s = _STAMP.unpack_from(head, _SIZES.size)
         if not header_bytes:
             return None
         size_bytes = _HEAD_BYTES + payload_bytes
@@ -422,11 +462,14 @@ class _Receiver(_LinkThread):
         else:  # it would keep more memory than it has
             payload = block[_HEAD_BYTES:size_bytes].clone()
         self._room.went(payload_bytes)
-        return self._header(head, header_bytes), payload, self._usable_s(sent_s, payload_bytes), None
+        header, usable_s = self._header(head, header_bytes), self._usable_s(sent_s, payload_bytes)
+        arrived_s = max(time.monotonic(), usable_s)
+        self._clock.came(sent_s=sent_s, back_s=back_s, arrived_s=arrived_s, size_bytes=payload_bytes)
+        return header, payload, usable_s, None
 
     def _header(self, head: bytes, size_bytes: int) -> bytes:
         if size_bytes <= _INLINE_BYTES:
-            return head[_SIZES.size : _SIZES.size + size_bytes]
+            return head[_BEFORE_HEADER : _BEFORE_HEADER + size_bytes]
         return self._receive(size_bytes).numpy().tobytes()
 
     def _directly(self, way: DirectWay, size_bytes: int) -> tuple[Tensor, Any]:

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch import distributed as dist
 
+from lightning_hetero.controller.messages import LinkTime
 from lightning_hetero.pipeline.decide.schedule import (
     PipelineTimes,
     Schedule,
@@ -37,6 +38,7 @@ from lightning_hetero.pipeline.runtime.execute.execution import (
 from lightning_hetero.pipeline.runtime.execute.failures import FailureBoard
 from lightning_hetero.pipeline.runtime.execute.links import Links
 from lightning_hetero.pipeline.runtime.execute.stages import Stage, streams_kept
+from lightning_hetero.pipeline.runtime.measure.layer_clock import LayerClock
 from lightning_hetero.pipeline.runtime.step.coroutines import CarrierName
 from lightning_hetero.pipeline.runtime.step.cut import BackboneCut
 from lightning_hetero.pipeline.runtime.step.resumable import make_carrier
@@ -73,6 +75,7 @@ class StageRunner:
         timeout_s: how long a rank waits for another at most.
         device: of this rank's layers.
         ways: see `Links`.
+        time_layers: for `measured`; on the CPU only.
 
     Raises:
         ValueError: a rank that is not of the group, cuts that do not fit the layers, a cut on another rank than the
@@ -100,6 +103,7 @@ class StageRunner:
         timeout_s: float = 1800.0,
         device: torch.device,
         ways: Mapping[int, DirectWay] | None = None,
+        time_layers: bool = False,
     ) -> None:
         _check(group, rank, len(layers), cut)
         if calls < 1:
@@ -121,12 +125,14 @@ class StageRunner:
         self._closed = False
         self._failed = False
         first, end = group.cuts[self._position : self._position + 2]
+        self._clock = LayerClock(range(first, end)) if time_layers and device.type == "cpu" else None
         stage = Stage(
             {i: layers[i] for i in range(first, end)},
             last=end == len(layers),
             seed=seed,
             checkpoint_layers=checkpoint_layers,
             device=device,
+            clock=self._clock,
         )
         self._carrier = make_carrier(carrier) if self._position == 0 else None
         links = None
@@ -254,6 +260,11 @@ class StageRunner:
                 numbers=numbers,
                 before_last_backward=before_last_backward,
             ).run()
+
+    def measured(self) -> tuple[list[LinkTime], list[float]]:
+        """Returns what was timed since it was last asked: messages to this rank, and its layers [s]; or nothing."""
+        links = self._local.links
+        return [] if links is None else links.times(), [] if self._clock is None else self._clock.take()
 
     # ---- evaluation ------------------------------------------------------------------------------------------------
 

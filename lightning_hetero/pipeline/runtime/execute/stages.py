@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from lightning_hetero.pipeline.runtime.measure.layer_clock import LayerClock
 from lightning_hetero.pipeline.runtime.step.graph_input import GraphInput
 from lightning_hetero.pipeline.runtime.step.layer_calls.route import PLAIN, Route
 from lightning_hetero.pipeline.runtime.step.tensor_trees import split
@@ -69,7 +70,9 @@ class Flight:
         outputs: Sequence[Tensor],
         *,
         grad_enabled: bool,
+        clock: LayerClock | None = None,
     ) -> None:
+        self._clock = clock
         self.input_flags = tuple(input_flags)
         self.output_flags = tuple([grad_enabled and tensor.requires_grad for tensor in outputs])
         self._graph_input = graph_input
@@ -95,7 +98,11 @@ class Flight:
         if end is not None and any(grad is not None for grad in wanted):
             self._grads += wanted
             del wanted, grads, output_grads
+            if self._clock is not None:
+                self._clock.goes_back()
             torch.autograd.backward([end], [torch.empty_like(end)])
+            if self._clock is not None:
+                self._clock.is_back()
         graph_input, self._graph_input = self._graph_input, None
         return graph_input.take_grads() if graph_input is not None else [None] * len(self.input_flags)
 
@@ -126,6 +133,7 @@ class Stage:
         checkpoint_layers: keep the layers' inputs only, and compute each layer once more in backward. BatchNorm then
             updates its statistics twice.
         device: where the layers are; of autocast.
+        clock: times the layers of passes with gradients.
     """
 
     def __init__(
@@ -136,7 +144,9 @@ class Stage:
         seed: int,
         checkpoint_layers: bool,
         device: torch.device,
+        clock: LayerClock | None = None,
     ) -> None:
+        self._clock = clock
         self._layers = dict(layers)
         self._end = max(self._layers) + 1
         self._last = last
@@ -162,22 +172,26 @@ class Stage:
             tensors = graph_input.take()
         value = joined(tensors)
         del tensors
-        route = way.route
+        route, clock = way.route, self._clock if way.grad_enabled else None
         with torch.set_grad_enabled(way.grad_enabled), self._autocast(way.autocast):
             first = next(iter(self._layers))
             previous, inputs = route.unpack(first, value)
             del value
             output: Any = None
+            if clock is not None:
+                clock.begins()
             for index, layer in self._layers.items():
                 if index > first:
                     previous = route.taken(index, output)
                     del output
                 output = self._run(index, layer, previous, inputs, way)
+                if clock is not None:
+                    clock.returned(index, output)
             if not self._last:
                 output = route.pack(self._end, route.taken(self._end, output), inputs)
             del previous, inputs
         tensors, joined = split(output)
-        flight = Flight(graph_input, flags, tensors, grad_enabled=way.grad_enabled)
+        flight = Flight(graph_input, flags, tensors, grad_enabled=way.grad_enabled, clock=clock)
         del output
         return joined([tensor.detach() for tensor in tensors]), flight
 

@@ -1,7 +1,7 @@
 """Layers change hands between two training batches, with all that belongs to them; in two phases (layer T).
 
     stage     every rank says what it is about to send, and where it stands: one ticket for all
-              bytes travel into new tensors; checksums before and after; every rank confirms
+              bytes travel into new tensors; checksums of what was sent and what has come; every rank confirms
               until here nothing has changed, and a rank that cannot do its part cancels it for all
     commit    new tensors take their place, what is elsewhere now loses its memory: without a message
 
@@ -177,9 +177,10 @@ class Migration:
             problem = error
         self._agree(problem)
         parcels.exchange(outgoing, incoming, manifests, group=self._group, wait=self._wait, ways=self._ways)
+        sums = gathered({target: parcel.checksums for target, parcel in outgoing.items()}, self._group, self._wait)
         try:
-            for parcel in incoming.values():
-                staged.update(parcels.rebuilt(parcel))
+            for source, parcel in incoming.items():
+                staged.update(parcels.rebuilt(parcel, sums[source][rank]))
         except Exception as error:
             problem = error
         self._agree(problem)

@@ -1,0 +1,86 @@
+"""What each layer of a stage takes while it trains, forward and backward (layer T).
+
+Two readings of the clock per layer and pass: when its output is there, and when the gradient of that is. What lies
+between two readings is one layer's. On the CPU only: elsewhere the host just starts what is computed.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+from functools import partial
+from statistics import median
+from typing import Any
+
+from torch import Tensor
+
+__all__ = ["LayerClock"]
+
+
+class LayerClock:
+    """Times the layers of one stage; one pass at a time.
+
+    Args:
+        layers: numbers of the stage's layers, in order.
+        clock: seconds; injectable for tests.
+    """
+
+    def __init__(self, layers: Iterable[int], *, clock: Callable[[], float] = time.perf_counter) -> None:
+        self._clock = clock
+        self._forward: dict[int, list[float]] = {index: [] for index in layers}
+        self._backward: dict[int, list[float]] = {index: [] for index in self._forward}
+        self._since_s = 0.0
+        self._at: int | None = None  # the layer whose backward pass runs
+
+    def begins(self) -> None:
+        """A forward pass begins."""
+        self._since_s = self._clock()
+
+    def returned(self, index: int, output: Any) -> None:
+        """A layer has returned its output; its gradient is waited for."""
+        now_s = self._clock()
+        self._forward[index].append(now_s - self._since_s)
+        tensor = _with_gradient(output)
+        if tensor is not None:
+            tensor.register_hook(partial(self._back, index))
+        self._since_s = self._clock()
+
+    def goes_back(self) -> None:
+        """A backward pass begins."""
+        self._at, self._since_s = None, self._clock()
+
+    def _back(self, index: int, _: Tensor) -> None:
+        now_s = self._clock()
+        self._spent(now_s)
+        self._at, self._since_s = index, now_s
+
+    def is_back(self) -> None:
+        """It has ended."""
+        self._spent(self._clock())
+        self._at = None
+
+    def _spent(self, now_s: float) -> None:
+        if self._at is not None:
+            self._backward[self._at].append(now_s - self._since_s)
+
+    def take(self) -> list[float]:
+        """Returns what all passes since it was last asked took, by layer [s]; empty if there were none.
+
+        The median of the passes, times their number: one hiccup says nothing of a layer.
+        """
+        found = [_total(self._forward[index]) + _total(self._backward[index]) for index in self._forward]
+        for spans in (*self._forward.values(), *self._backward.values()):
+            spans.clear()
+        return found if all(seconds > 0.0 for seconds in found) else []
+
+
+def _total(spans: list[float]) -> float:
+    return median(spans) * len(spans) if spans else 0.0
+
+
+def _with_gradient(output: Any) -> Tensor | None:
+    """Returns the first tensor that a gradient comes to."""
+    if isinstance(output, Tensor):
+        return output if output.requires_grad else None
+    parts = output.values() if isinstance(output, dict) else output if isinstance(output, tuple | list) else ()
+    return next((tensor for part in parts if (tensor := _with_gradient(part)) is not None), None)
