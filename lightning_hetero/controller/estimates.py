@@ -5,9 +5,13 @@ time over what the cluster says is the link's. Where layers are timed one by one
 the device's and what is left is the layer's own: that heals a profile which is wrong about layers.
 
 Each factor has a filter of its own, the predictor of the balanced engine (Kalman with a test for jumps): noise is
-averaged, a jump is believed the second time it is seen. What is measured no more (a resting device, a link nobody uses)
-is *forgotten* after a while, that is taken for what the profile says, or it would never be tried again; the next time
-after twice as long.
+averaged, a jump is believed the second time it is seen.
+
+**Not measured.** Only links between neighbouring stages are measured. But what slows one link of a rank mostly slows
+all of them: its interface, or its island's. So a rank is *blamed* if all that was measured of it lately, links to two
+ranks or more, is slow; then its other links count as that slow, too, and so does what groups send one another. And
+what is measured no more (a resting device, a link nobody uses) is *forgotten* after a while, that is taken for what the
+profile says, or it would never be tried again; the next time after twice as long, until it was found to be well.
 """
 
 from __future__ import annotations
@@ -27,6 +31,9 @@ __all__ = ["Estimates", "State"]
 _FEW = 3  # layers in a stage, below which their median says nothing
 _SURE = 2.0  # standard deviations that a change must exceed, besides the dead band
 _NOTHING_S = 1e-12
+_BESIDE = 50  # batches within which measurements of a rank's links count together
+_BLAMED = 1.5  # the least factor of these from which it is the rank that is slow, not a link
+_WELL = 1.05  # factor up to which something is as the profile says
 
 
 class State(NamedTuple):
@@ -34,7 +41,7 @@ class State(NamedTuple):
 
     Attributes:
         ranks: by rank.
-        links: by (source, target), where it was measured.
+        links: by (source, target), where it was measured, or an end is blamed.
         layers: by layer.
     """
 
@@ -50,7 +57,6 @@ class _Factor:
         self._filter = Kalman()
         self.value, self.std = 1.0, 0.0
         self.seen = -1  # last batch
-        self.patience = 1  # how many times as long as usual until it is forgotten
 
     def add(self, ratio: float, batch: int) -> None:
         if not self._filter.ready:
@@ -61,20 +67,22 @@ class _Factor:
 
     def forget(self) -> None:
         self._filter = self._filter.fresh()
-        self.patience *= 2
         self._read()
 
+    @property
+    def known(self) -> bool:
+        return self._filter.ready
+
     def _read(self) -> None:
-        ready = self._filter.ready
-        self.value = self._filter.predict(1) if ready else 1.0
-        self.std = self._filter.std_s(1) if ready else 0.0
+        self.value = self._filter.predict(1) if self.known else 1.0
+        self.std = self._filter.std_s(1) if self.known else 0.0
 
     def to_plain(self) -> dict[str, Any]:
-        return {"filter": self._filter.state_dict(), "seen": self.seen, "patience": self.patience}
+        return {"filter": self._filter.state_dict(), "seen": self.seen}
 
     def load(self, plain: Mapping[str, Any]) -> None:
         self._filter.load_state_dict(plain["filter"])
-        self.seen, self.patience = plain["seen"], plain["patience"]
+        self.seen = plain["seen"]
         self._read()
 
 
@@ -91,6 +99,7 @@ class Estimates:
         self._model, self._cluster, self._recheck = model, cluster, recheck
         self._links: dict[tuple[int, int], Link] = {}  # of such as were free in the cluster's description
         self._factors: dict[tuple[Any, ...], _Factor] = {}
+        self._patience: dict[tuple[str, int], int] = {}  # with a rank or its links: how many times `recheck`
         self._base = [_both(layer) for layer in model.layers]
         self._leader = [_both(model.before), _both(model.head)]
 
@@ -107,6 +116,10 @@ class Estimates:
                 self._factor("rank", rank).add(1.0 / speed, seen.batch)
         for link in seen.links:
             self._link(link.source, link.target, link.messages, link.size_bytes, link.seconds, seen.batch)
+        for key, factor in self._factors.items():
+            if factor.seen == seen.batch and factor.value <= _WELL:
+                for rank in key[1:]:
+                    self._patience.pop((key[0], rank), None)
 
     def _stage(
         self, seen: Observation, rank: int, layers: range, count: int, samples: int, *, leader: bool
@@ -157,12 +170,18 @@ class Estimates:
         if self._recheck is None:
             return []
         gone: list[str] = []
+        again: set[tuple[str, int]] = set()
         for key, factor in self._factors.items():
-            if key[0] != "layer" and factor.seen >= 0 and batch - factor.seen > self._recheck * factor.patience:
-                if abs(factor.value - 1.0) > 1e-3:
-                    gone.append(f"{_named(key)} not measured for {batch - factor.seen} batches")
-                    factor.forget()
-                factor.seen = batch
+            if key[0] == "layer" or not factor.known or abs(factor.value - 1.0) <= 1e-3:
+                continue
+            ends = [(key[0], rank) for rank in key[1:]]
+            patience = max(self._patience.get(end, 1) for end in ends)
+            if batch - factor.seen > self._recheck * patience:
+                gone.append(f"{_named(key)} not measured for {batch - factor.seen} batches")
+                factor.forget()
+                again.update(ends)
+        for end in again:
+            self._patience[end] = 2 * self._patience.get(end, 1)
         return gone
 
     # ---- what follows ----
@@ -170,12 +189,21 @@ class Estimates:
     @property
     def state(self) -> State:
         """The present factors."""
-        links = {(key[1], key[2]): f.value for key, f in self._factors.items() if key[0] == "link"}
         return State(
             ranks=tuple(self._value("rank", rank) for rank in range(len(self._cluster.devices))),
-            links=links,
+            links=self._links_now(),
             layers=tuple(self._value("layer", k) for k in range(len(self._base))),
         )
+
+    def _links_now(self) -> dict[tuple[int, int], float]:
+        known = {(key[1], key[2]): f for key, f in self._factors.items() if key[0] == "link" and f.known}
+        found = {pair: factor.value for pair, factor in known.items()}
+        for (side, rank), (least, since) in _blamed(known).items():
+            for other in range(len(self._cluster.devices)):
+                pair = (other, rank) if side else (rank, other)
+                if other != rank and (pair not in known or known[pair].seen <= since):
+                    found[pair] = max(found.get(pair, 1.0), least)
+        return found
 
     def changes(self, since: State, band: float) -> list[tuple[float, str, tuple[int, ...]]]:
         """Returns what changed by more than ``band`` and by more than the noise: (ratio, in words, ranks), most first.
@@ -185,11 +213,11 @@ class Estimates:
             band: relative.
         """
         found: list[tuple[float, str, tuple[int, ...]]] = []
+        state = self.state
         for key, factor in self._factors.items():
-            before = _of(since, key)
-            now, std = factor.value, factor.std
+            before, now = _of(since, key), _of(state, key)
             size = max(now / before, before / now)
-            if size - 1.0 > band and abs(now - before) > _SURE * std:
+            if size - 1.0 > band and abs(now - before) > _SURE * factor.std:
                 ranks = key[1:] if key[0] != "layer" else ()
                 slower = (
                     f"{now / before:.2f} times its time" if now > before else f"1/{before / now:.2f} of its time"
@@ -199,9 +227,9 @@ class Estimates:
 
     def furthest(self, since: State) -> float:
         """Returns the largest relative change since ``since``, noise or not."""
-        return max(
-            [max(f.value / _of(since, k), _of(since, k) / f.value) - 1.0 for k, f in self._factors.items()] or [0]
-        )
+        state = self.state
+        ratios = [(_of(state, key), _of(since, key)) for key in self._factors]
+        return max([max(now / before, before / now) - 1.0 for now, before in ratios] or [0.0])
 
     def costs(self, state: State) -> tuple[ModelCost, Cluster]:
         """Returns the profile and the cluster with the factors applied."""
@@ -231,6 +259,7 @@ class Estimates:
         return {
             "factors": [[list(key), factor.to_plain()] for key, factor in self._factors.items()],
             "links": links,
+            "patience": [[list(end), times] for end, times in self._patience.items()],
         }
 
     def load(self, plain: Mapping[str, Any]) -> None:
@@ -239,6 +268,25 @@ class Estimates:
         self._factors = {}
         for key, state in plain["factors"]:
             self._factor(*key).load(state)
+        self._patience = {(kind, rank): times for (kind, rank), times in plain["patience"]}
+
+
+def _blamed(links: Mapping[tuple[int, int], _Factor]) -> dict[tuple[int, int], tuple[float, int]]:
+    """Returns what all that was measured lately of a rank's links is slower than, and since when that counts.
+
+    By (0, rank) of what leaves it, and (1, rank) of what gets to it.
+    """
+    ends: dict[tuple[int, int], list[_Factor]] = {}
+    for pair, factor in links.items():
+        for side, rank in enumerate(pair):
+            ends.setdefault((side, rank), []).append(factor)
+    found: dict[tuple[int, int], tuple[float, int]] = {}
+    for end, factors in ends.items():
+        since = max(factor.seen for factor in factors) - _BESIDE
+        lately = [factor.value for factor in factors if factor.seen > since]
+        if len(lately) > 1 and min(lately) >= _BLAMED:
+            found[end] = min(lately), since
+    return found
 
 
 def _named(key: tuple[Any, ...]) -> str:
