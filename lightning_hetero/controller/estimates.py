@@ -196,7 +196,7 @@ class Estimates:
         )
 
     def _links_now(self) -> dict[tuple[int, int], float]:
-        known = {(key[1], key[2]): f for key, f in self._factors.items() if key[0] == "link" and f.known}
+        known = self._known_links()
         found = {pair: factor.value for pair, factor in known.items()}
         for (side, rank), (least, since) in _blamed(known).items():
             for other in range(len(self._cluster.devices)):
@@ -205,20 +205,26 @@ class Estimates:
                     found[pair] = max(found.get(pair, 1.0), least)
         return found
 
+    def _known_links(self) -> dict[tuple[int, int], _Factor]:
+        return {(key[1], key[2]): f for key, f in self._factors.items() if key[0] == "link" and f.known}
+
     def changes(self, since: State, band: float) -> list[tuple[float, str, tuple[int, ...]]]:
         """Returns what changed by more than ``band`` and by more than the noise: (ratio, in words, ranks), most first.
+
+        Of a link both its ranks, or only the one that is blamed.
 
         Args:
             since: an earlier `state`.
             band: relative.
         """
         found: list[tuple[float, str, tuple[int, ...]]] = []
-        state = self.state
+        state, blamed = self.state, {rank for _, rank in _blamed(self._known_links())}
         for key, factor in self._factors.items():
             before, now = _of(since, key), _of(state, key)
             size = max(now / before, before / now)
             if size - 1.0 > band and abs(now - before) > _SURE * factor.std:
                 ranks = key[1:] if key[0] != "layer" else ()
+                ranks = tuple(rank for rank in ranks if key[0] == "link" and rank in blamed) or ranks
                 slower = (
                     f"{now / before:.2f} times its time" if now > before else f"1/{before / now:.2f} of its time"
                 )

@@ -1,4 +1,4 @@
-"""Structures near a structure: borders, swaps, moving, resting, waking, merging, splitting (layer P).
+"""Structures near a structure: borders, swaps, moving, shifting, resting, waking, merging, splitting (layer P).
 
 Each is drafted, not solved: borders of a new pipeline stand where stages are as even as layers, speeds and memory
 allow, links left out (`drafted`). That is a hundredth of the price of an exact split, which only the best drafts are
@@ -34,6 +34,7 @@ class Drafts:
         self._lead = float(lead_fixed + lead_per_sample * micro_samples)
         self._speeds: list[float] = problem.speeds.tolist()
         self._caps: list[float] = problem.caps.tolist()
+        self.trips_s: list[list[float]] = (problem.per_byte_s + problem.per_byte_s.T).tolist()  # of a byte, there and back
         self._bytes: dict[int, list[float]] = {}  # up to each layer, by micro-batches in flight
         self._known: dict[Ranks, Pipe | None] = {}
 
@@ -115,6 +116,7 @@ def neighbours(pipes: Pipes, drafts: Drafts, first: Sequence[int], most_groups: 
         _rested(pipes, drafts, everyone, home),
         _woken(pipes, drafts, [rank for rank in everyone if rank not in home], most_groups),
         _moved(pipes, drafts, everyone, home, most_groups),
+        _shifted(pipes, drafts, everyone, home),
         _swapped(pipes, drafts, everyone, home),
         _split(pipes, drafts, most_groups),
         _merged(pipes, drafts),
@@ -198,6 +200,27 @@ def _moved(
             if q != p:
                 for longer in _inserted(drafts.problem, pipe.ranks, rank):
                     yield from _some([_drawn(pipes, drafts, {p, q}, [left, longer] if left else [longer])])
+
+
+def _shifted(
+    pipes: Pipes, drafts: Drafts, ranks: Sequence[int], home: dict[int, tuple[int, int]]
+) -> Iterator[Pipes]:
+    """Puts a rank elsewhere in its own pipeline, first where all links together are fastest: slow ones side by side."""
+    trips_s = drafts.trips_s
+    for rank in ranks:
+        if rank not in home or len(pipes[home[rank][0]].ranks) < 3:
+            continue
+        p, i = home[rank]
+        order = pipes[p].ranks
+        left = (*order[:i], *order[i + 1 :])
+        n = len(left)  # places 0 and n are between the same two, around the loop
+        added_s = [
+            trips_s[left[j - 1]][rank] + trips_s[rank][left[j % n]] - trips_s[left[j - 1]][left[j % n]]
+            for j in range(n + 1)
+        ]
+        for j in sorted(range(n + 1), key=lambda j: (added_s[j], -j)):
+            if j != i:
+                yield from _some([_drawn(pipes, drafts, {p}, [(*left[:j], rank, *left[j:])])])
 
 
 def _swapped(
