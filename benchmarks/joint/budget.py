@@ -34,7 +34,8 @@ NOTES = (
     f" the budget is {PART:g} of what the fastest plans cost. *Bounds*: drift plus penalty, for states drawn anew each"
     " batch and exact minimisation; ours last and the search is tentative, so they are drawn beside, as a guide. T*"
     " and the slack are from all subsets of the devices, samples divided exactly: no plan, however mixed, keeps the"
-    f" budget at less than T*. *{DEFAULT.capitalize()}*: V and bank left to the controller, which is told the number of batches."
+    f" budget at less than T*. *{DEFAULT.capitalize()}*: V and bank left to the controller, which is told how many"
+    " batches there will be."
 )
 
 

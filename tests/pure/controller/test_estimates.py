@@ -1,5 +1,5 @@
-"""Factors on the profile: jumps believed the second time, layers told from devices, noise ignored, the unused forgotten,
-ranks blamed for their links."""
+"""Factors on the profile: jumps believed the second time, layers told from devices, noise ignored, the unused
+forgotten, ranks blamed for their links."""
 
 from __future__ import annotations
 
