@@ -17,7 +17,7 @@ from lightning_hetero.pipeline.decide.simulate.traces import (
 )
 from lightning_hetero.types import AffineCost, Cluster, Device, LayerCost, Link, ModelCost
 
-__all__ = ["LAYERS", "SAMPLES", "SCENARIOS", "Scenario", "cluster_of", "model_of"]
+__all__ = ["LAYERS", "SAMPLES", "SCENARIOS", "Scenario", "Traced", "cluster_of", "model_of"]
 
 LAYERS, SAMPLES = 48, 128
 STATE, PARAMS, OUTPUT = 16e6, 4e6, 1e5
@@ -57,6 +57,19 @@ def cluster_of(speeds: tuple[float, ...], mem_bytes: float = math.inf) -> Cluste
     return Cluster(devices=devices, links=((link,) * len(speeds),) * len(speeds))
 
 
+@dataclass(frozen=True)
+class Traced:
+    """How a cluster changes; equal only to itself.
+
+    Attributes:
+        trace: by its length in batches and a seed.
+        drawn: it depends on the seed.
+    """
+
+    trace: Callable[[int, int], Trace]
+    drawn: bool = True
+
+
 @dataclass(frozen=True, kw_only=True)
 class Scenario:
     """One cluster and how it changes.
@@ -64,7 +77,7 @@ class Scenario:
     Attributes:
         title: for tables.
         speeds: of the devices.
-        trace: by its length in batches and a seed.
+        traced: the changes.
         fitting: layers that fit a device; None: all.
         move: what a layer takes to move, in batches of the first plan.
         noise: of each measured time.
@@ -72,7 +85,7 @@ class Scenario:
 
     title: str
     speeds: tuple[float, ...]
-    trace: Callable[[int, int], Trace]
+    traced: Traced
     fitting: int | None = None
     move: float = MOVE
     noise: float = 0.0
@@ -84,10 +97,10 @@ class Scenario:
         return cluster_of(self.speeds, self.fitting * STATE + 0.4 * SAMPLES * self.fitting * OUTPUT)
 
 
-def _speeds(
-    n: int, dwell: float = DWELL, odds: tuple[float, ...] = (0.6, 0.25, 0.15)
-) -> Callable[[int, int], Trace]:
-    return lambda length, seed: markov_speeds(n, length, np.random.default_rng(seed), dwell=dwell * n, odds=odds)
+def _speeds(n: int, dwell: float = DWELL, odds: tuple[float, ...] = (0.6, 0.25, 0.15)) -> Traced:
+    return Traced(
+        lambda length, seed: markov_speeds(n, length, np.random.default_rng(seed), dwell=dwell * n, odds=odds)
+    )
 
 
 def _links(length: int, seed: int) -> Trace:
@@ -98,27 +111,29 @@ def _links(length: int, seed: int) -> Trace:
     )
 
 
+BASE, FAST = _speeds(8), _speeds(8, DWELL / 4)
+HOURS = Traced(lambda length, _: diurnal_load(8, length, period=1200.0, most=4.0, steps=12), drawn=False)
 SCENARIOS: dict[str, Scenario] = {
-    "base": Scenario(title="base", speeds=UNEVEN, trace=_speeds(8)),
-    "slow": Scenario(title="slow changes (dwell x 4)", speeds=UNEVEN, trace=_speeds(8, 4 * DWELL)),
-    "fast": Scenario(title="fast changes (dwell / 4)", speeds=UNEVEN, trace=_speeds(8, DWELL / 4)),
-    "capped": Scenario(title="memory: 16 of 48 layers fit", speeds=UNEVEN, trace=_speeds(8), fitting=16),
-    "capped9": Scenario(title="memory: 9 of 48 layers fit", speeds=UNEVEN, trace=_speeds(8), fitting=9),
-    "fast_capped": Scenario(title="16 fit, fast changes", speeds=UNEVEN, trace=_speeds(8, DWELL / 4), fitting=16),
-    "heavy": Scenario(title="16 fit, moving x 4", speeds=UNEVEN, trace=_speeds(8), fitting=16, move=4 * MOVE),
-    "heavier": Scenario(title="16 fit, moving x 13", speeds=UNEVEN, trace=_speeds(8), fitting=16, move=13 * MOVE),
-    "noisy": Scenario(title="16 fit, 5% noise", speeds=UNEVEN, trace=_speeds(8), fitting=16, noise=0.05),
-    "noisier": Scenario(title="16 fit, 15% noise", speeds=UNEVEN, trace=_speeds(8), fitting=16, noise=0.15),
-    "links": Scenario(title="16 fit, links degrade x 50", speeds=UNEVEN, trace=_links, fitting=16),
+    "base": Scenario(title="base", speeds=UNEVEN, traced=BASE),
+    "slow": Scenario(title="slow changes (dwell x 4)", speeds=UNEVEN, traced=_speeds(8, 4 * DWELL)),
+    "fast": Scenario(title="fast changes (dwell / 4)", speeds=UNEVEN, traced=FAST),
+    "capped": Scenario(title="memory: 16 of 48 layers fit", speeds=UNEVEN, traced=BASE, fitting=16),
+    "capped9": Scenario(title="memory: 9 of 48 layers fit", speeds=UNEVEN, traced=BASE, fitting=9),
+    "fast_capped": Scenario(title="16 fit, fast changes", speeds=UNEVEN, traced=FAST, fitting=16),
+    "heavy": Scenario(title="16 fit, moving x 4", speeds=UNEVEN, traced=BASE, fitting=16, move=4 * MOVE),
+    "heavier": Scenario(title="16 fit, moving x 13", speeds=UNEVEN, traced=BASE, fitting=16, move=13 * MOVE),
+    "noisy": Scenario(title="16 fit, 5% noise", speeds=UNEVEN, traced=BASE, fitting=16, noise=0.05),
+    "noisier": Scenario(title="16 fit, 15% noise", speeds=UNEVEN, traced=BASE, fitting=16, noise=0.15),
+    "links": Scenario(title="16 fit, links degrade x 50", speeds=UNEVEN, traced=Traced(_links), fitting=16),
     "diurnal": Scenario(
         title="16 fit, load by the hour",
         speeds=UNEVEN,
-        trace=lambda length, seed: diurnal_load(8, length, period=1200.0, most=4.0, steps=12),
+        traced=HOURS,
         fitting=16,
     ),
     "equal": Scenario(
         title="4 equal, rarely slow",
         speeds=EQUAL4,
-        trace=_speeds(4, odds=(0.9, 0.07, 0.03)),
+        traced=_speeds(4, odds=(0.9, 0.07, 0.03)),
     ),
 }

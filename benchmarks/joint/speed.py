@@ -20,7 +20,7 @@ from lightning_hetero.solvers.placement import place
 __all__ = ["NOTES", "figures", "measure"]
 
 LAYERS, DWELL = 100, 20.0
-SIZES = {4: 400, 16: 400, 64: 150, 256: 60}
+SIZES = {4: 400, 16: 1200, 64: 150, 256: 60}
 NOTES = (
     f"{LAYERS} layers, memory for three times a device's equal part; some device changes its speed every"
     f" {DWELL:g} batches,"

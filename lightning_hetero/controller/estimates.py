@@ -6,9 +6,13 @@ the device's and what is left is the layer's own: that heals a profile which is 
 matter count for neither: most of what they take is what surrounds a computation.
 
 Each factor has a filter of its own, the predictor of the balanced engine (Kalman with a test for jumps): noise is
-averaged, a jump is believed the second time it is seen. What is measured no more (a resting device, a link nobody uses)
-is *forgotten* after a while, that is taken for what the profile says, or it would never be tried again; the next time
-after twice as long.
+averaged, a jump is believed the second time it is seen.
+
+**Not measured.** Only links between neighbouring stages are measured. But what slows one link of a rank mostly slows
+all of them: its interface, or its island's. So a rank is *blamed* if all that was measured of it lately, links to two
+ranks or more, is slow; then its other links count as that slow, too, and so does what groups send one another. And
+what is measured no more (a resting device, a link nobody uses) is *forgotten* after a while, that is taken for what the
+profile says, or it would never be tried again; the next time after twice as long, until it was found to be well.
 """
 
 from __future__ import annotations
@@ -30,6 +34,9 @@ _FEW = 3  # layers in a stage, below which their median says nothing
 _SMALL = 0.1  # of the mean layer of a stage
 _SURE = 2.0  # standard deviations that a change must exceed, besides the dead band
 _NOTHING_S = 1e-12
+_BESIDE = 50  # batches within which measurements of a rank's links count together
+_BLAMED = 1.5  # the least factor of these from which it is the rank that is slow, not a link
+_WELL = 1.05  # factor up to which something is as the profile says
 
 
 class State(NamedTuple):
@@ -37,7 +44,7 @@ class State(NamedTuple):
 
     Attributes:
         ranks: by rank.
-        links: by (source, target), where it was measured.
+        links: by (source, target), where it was measured, or an end is blamed.
         layers: by layer.
     """
 
@@ -54,7 +61,6 @@ class _Factor:
         self.value, self.std = 1.0, 0.0
         self.seen = -1  # last batch
         self.batch_s = math.inf  # what is at stake: its time in a batch, as profiled
-        self.patience = 1  # how many times as long as usual until it is forgotten
 
     def add(self, ratio: float, batch: int) -> None:
         if not self._filter.ready:
@@ -69,20 +75,22 @@ class _Factor:
 
     def forget(self) -> None:
         self._filter = self._filter.fresh()
-        self.patience *= 2
         self._read()
 
+    @property
+    def known(self) -> bool:
+        return self._filter.ready
+
     def _read(self) -> None:
-        ready = self._filter.ready
-        self.value = self._filter.predict(1) if ready else 1.0
-        self.std = self._filter.std_s(1) if ready else 0.0
+        self.value = self._filter.predict(1) if self.known else 1.0
+        self.std = self._filter.std_s(1) if self.known else 0.0
 
     def to_plain(self) -> dict[str, Any]:
-        return {"filter": self._filter.state_dict(), "seen": self.seen, "patience": self.patience}
+        return {"filter": self._filter.state_dict(), "seen": self.seen}
 
     def load(self, plain: Mapping[str, Any]) -> None:
         self._filter.load_state_dict(plain["filter"])
-        self.seen, self.patience = plain["seen"], plain["patience"]
+        self.seen = plain["seen"]
         self._read()
 
 
@@ -100,6 +108,7 @@ class Estimates:
         self._links: dict[tuple[int, int], Link] = {}  # of such as were free in the cluster's description
         self._factors: dict[tuple[Any, ...], _Factor] = {}
         self._batch_s = 0.0  # of the last batch
+        self._patience: dict[tuple[str, int], int] = {}  # with a rank or its links: how many times `recheck`
         self._base = [_both(layer) for layer in model.layers]
         self._leader = [_both(model.before), _both(model.head)]
 
@@ -119,6 +128,10 @@ class Estimates:
             self._link(link.source, link.target, link.messages, link.size_bytes, link.seconds, seen.batch, most)
         if seen.batch_s > 0.0:
             self._batch_s = seen.batch_s
+        for key, factor in self._factors.items():
+            if factor.seen == seen.batch and factor.value <= _WELL:
+                for rank in key[1:]:
+                    self._patience.pop((key[0], rank), None)
 
     def _stage(
         self, seen: Observation, rank: int, layers: range, count: int, samples: int, *, leader: bool
@@ -176,12 +189,18 @@ class Estimates:
         if self._recheck is None:
             return []
         gone: list[str] = []
+        again: set[tuple[str, int]] = set()
         for key, factor in self._factors.items():
-            if key[0] != "layer" and factor.seen >= 0 and batch - factor.seen > self._recheck * factor.patience:
-                if abs(factor.value - 1.0) > 1e-3:
-                    gone.append(f"{_named(key)} not measured for {batch - factor.seen} batches")
-                    factor.forget()
-                factor.seen = batch
+            if key[0] == "layer" or not factor.known or abs(factor.value - 1.0) <= 1e-3:
+                continue
+            ends = [(key[0], rank) for rank in key[1:]]
+            patience = max(self._patience.get(end, 1) for end in ends)
+            if batch - factor.seen > self._recheck * patience:
+                gone.append(f"{_named(key)} not measured for {batch - factor.seen} batches")
+                factor.forget()
+                again.update(ends)
+        for end in again:
+            self._patience[end] = 2 * self._patience.get(end, 1)
         return gone
 
     # ---- what follows ----
@@ -189,30 +208,44 @@ class Estimates:
     @property
     def state(self) -> State:
         """The present factors."""
-        links = {(key[1], key[2]): f.value for key, f in self._factors.items() if key[0] == "link"}
         return State(
             ranks=tuple(self._value("rank", rank) for rank in range(len(self._cluster.devices))),
-            links=links,
+            links=self._links_now(),
             layers=tuple(self._value("layer", k) for k in range(len(self._base))),
         )
+
+    def _links_now(self) -> dict[tuple[int, int], float]:
+        known = self._known_links()
+        found = {pair: factor.value for pair, factor in known.items()}
+        for (side, rank), (least, since) in _blamed(known).items():
+            for other in range(len(self._cluster.devices)):
+                pair = (other, rank) if side else (rank, other)
+                if other != rank and (pair not in known or known[pair].seen <= since):
+                    found[pair] = max(found.get(pair, 1.0), least)
+        return found
+
+    def _known_links(self) -> dict[tuple[int, int], _Factor]:
+        return {(key[1], key[2]): f for key, f in self._factors.items() if key[0] == "link" and f.known}
 
     def changes(self, since: State, band: float) -> list[tuple[float, str, tuple[int, ...]]]:
         """Returns what changed by more than ``band`` and by more than the noise: (ratio, in words, ranks), most first.
 
-        A link or a layer must also have changed by that part of a batch: what hardly counts is noisiest.
+        Of a link both its ranks, or only the one that is blamed. A link or a layer must also have changed by that part
+        of a batch: what hardly counts is noisiest.
 
         Args:
             since: an earlier `state`.
             band: relative.
         """
         found: list[tuple[float, str, tuple[int, ...]]] = []
+        state, blamed = self.state, {rank for _, rank in _blamed(self._known_links())}
         for key, factor in self._factors.items():
-            before = _of(since, key)
-            now, std = factor.value, factor.std
+            before, now = _of(since, key), _of(state, key)
             size = max(now / before, before / now)
             matters = abs(now - before) * factor.batch_s > band * self._batch_s
-            if matters and size - 1.0 > band and abs(now - before) > _SURE * std:
+            if matters and size - 1.0 > band and abs(now - before) > _SURE * factor.std:
                 ranks = key[1:] if key[0] != "layer" else ()
+                ranks = tuple(rank for rank in ranks if key[0] == "link" and rank in blamed) or ranks
                 slower = (
                     f"{now / before:.2f} times its time" if now > before else f"1/{before / now:.2f} of its time"
                 )
@@ -225,9 +258,9 @@ class Estimates:
 
     def furthest(self, since: State) -> float:
         """Returns the largest relative change since ``since``, noise or not."""
-        return max(
-            [max(f.value / _of(since, k), _of(since, k) / f.value) - 1.0 for k, f in self._factors.items()] or [0]
-        )
+        state = self.state
+        ratios = [(_of(state, key), _of(since, key)) for key in self._factors]
+        return max([max(now / before, before / now) - 1.0 for now, before in ratios] or [0.0])
 
     def costs(self, state: State) -> tuple[ModelCost, Cluster]:
         """Returns the profile and the cluster with the factors applied."""
@@ -257,6 +290,7 @@ class Estimates:
         return {
             "factors": [[list(key), factor.to_plain()] for key, factor in self._factors.items()],
             "links": links,
+            "patience": [[list(end), times] for end, times in self._patience.items()],
         }
 
     def load(self, plain: Mapping[str, Any]) -> None:
@@ -265,6 +299,25 @@ class Estimates:
         self._factors = {}
         for key, state in plain["factors"]:
             self._factor(*key).load(state)
+        self._patience = {(kind, rank): times for (kind, rank), times in plain["patience"]}
+
+
+def _blamed(links: Mapping[tuple[int, int], _Factor]) -> dict[tuple[int, int], tuple[float, int]]:
+    """Returns what all that was measured lately of a rank's links is slower than, and since when that counts.
+
+    By (0, rank) of what leaves it, and (1, rank) of what gets to it.
+    """
+    ends: dict[tuple[int, int], list[_Factor]] = {}
+    for pair, factor in links.items():
+        for side, rank in enumerate(pair):
+            ends.setdefault((side, rank), []).append(factor)
+    found: dict[tuple[int, int], tuple[float, int]] = {}
+    for end, factors in ends.items():
+        since = max(factor.seen for factor in factors) - _BESIDE
+        lately = [factor.value for factor in factors if factor.seen > since]
+        if len(lately) > 1 and min(lately) >= _BLAMED:
+            found[end] = min(lately), since
+    return found
 
 
 def _named(key: tuple[Any, ...]) -> str:

@@ -8,6 +8,7 @@ migrations took.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Sequence
 from statistics import median
 
@@ -38,7 +39,7 @@ def pieces_between(problem: Problem, old: Sequence[Pipe], new: Sequence[Pipe]) -
             for low, high in ((first, min(end, a)), (max(first, b), end)) if a < b else ((first, end),):
                 at = low
                 while at < high:
-                    owners = [owner for owner, (x, y) in held.items() if x <= at < y]
+                    owners = [pipe.ranks[bisect_right(pipe.cuts, at) - 1] for pipe in old]
                     source = _nearest(problem, owners, rank)
                     upto = min(high, held[source][1])
                     pieces.append((at, upto, source, rank))
@@ -47,7 +48,8 @@ def pieces_between(problem: Problem, old: Sequence[Pipe], new: Sequence[Pipe]) -
 
 
 def _nearest(problem: Problem, owners: Sequence[int], target: int) -> int:
-    return min(owners, key=lambda rank: (float(problem.per_byte_s[rank, target]), rank))
+    rows = problem.per_byte_rows
+    return min(owners, key=lambda rank: (rows[rank][target], rank))
 
 
 def piece_bytes(problem: Problem, piece: Piece) -> float:
@@ -103,7 +105,7 @@ class MigrationModel:
             _, _, source, target = piece
             if not (size_bytes := piece_bytes(problem, piece)) > 0.0:  # plain data parallelism: all ranks hold it
                 continue
-            per_byte_s = max(float(problem.per_byte_s[source, target]), 1.0 / _WIRE_BYTES_PER_S)
+            per_byte_s = max(problem.per_byte_rows[source][target], 1.0 / _WIRE_BYTES_PER_S)
             seconds = float(problem.latency_s[source, target]) + size_bytes * per_byte_s
             for end in ((0, source), (1, target)):
                 busy[end] = busy.get(end, 0.0) + seconds

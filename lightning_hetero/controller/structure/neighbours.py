@@ -1,4 +1,4 @@
-"""Structures near a structure: borders, swaps, moving, resting, waking, merging, splitting (layer P).
+"""Structures near a structure: borders, swaps, moving, shifting, resting, waking, merging, splitting (layer P).
 
 Each is drafted, not solved: borders of a new pipeline stand where stages are as even as layers, speeds and memory
 allow, links left out (`drafted`). That is a hundredth of the price of an exact split, which only the best drafts are
@@ -72,24 +72,28 @@ class Drafts:
         for stage, rank in enumerate(ranks):
             room_s = period_s * self._speeds[rank] - (0.0 if stage else self._lead)
             end = bisect_right(work, work[at] + room_s * (1.0 + 1e-12)) - 1
-            end = min(end, self._fits(rank, at, last - stage + 2, leader=stage == 0), layers - (last - stage))
+            if self._caps[rank] < math.inf:
+                need = self._needed(last - stage + 2)
+                room_bytes = self._caps[rank] - (0.0 if stage else self._leader_bytes(last + 2))
+                end = min(end, bisect_right(need, need[at] + room_bytes) - 1)
+            end = min(end, layers - (last - stage))
             if end <= at:
                 return None
             cuts.append(end)
             at = end
         return tuple(cuts) if at == layers else None
 
-    def _fits(self, rank: int, first: int, in_flight: int, *, leader: bool) -> int:
-        """Returns the last layer's end for which the rank has memory."""
-        if self._caps[rank] == math.inf:
-            return self.problem.n_layers
-        problem = self.problem
-        each = in_flight * min(self._size, problem.samples)
+    def _needed(self, in_flight: int) -> list[float]:
+        """Returns what the layers in front of each one need, for so many micro-batches [bytes]."""
         need = self._bytes.get(in_flight)
         if need is None:
+            problem, each = self.problem, in_flight * min(self._size, self.problem.samples)
             need = self._bytes[in_flight] = (problem.state_bytes + each * problem.activation_bytes).tolist()
-        used = problem.leader_state_bytes + each * problem.leader_activation_bytes if leader else 0.0
-        return bisect_right(need, need[first] + self._caps[rank] - used) - 1
+        return need
+
+    def _leader_bytes(self, in_flight: int) -> float:
+        problem, each = self.problem, in_flight * min(self._size, self.problem.samples)
+        return problem.leader_state_bytes + each * problem.leader_activation_bytes
 
 
 def borders(pipes: Pipes, busiest: Sequence[int]) -> Iterator[Pipes]:
@@ -115,6 +119,7 @@ def neighbours(pipes: Pipes, drafts: Drafts, first: Sequence[int], most_groups: 
         _rested(pipes, drafts, everyone, home),
         _woken(pipes, drafts, [rank for rank in everyone if rank not in home], most_groups),
         _moved(pipes, drafts, everyone, home, most_groups),
+        _shifted(pipes, drafts, everyone, home),
         _swapped(pipes, drafts, everyone, home),
         _split(pipes, drafts, most_groups),
         _merged(pipes, drafts),
@@ -178,7 +183,8 @@ def _woken(pipes: Pipes, drafts: Drafts, resting: Sequence[int], most_groups: in
 def _inserted(problem: Problem, order: Ranks, rank: int) -> Iterator[Ranks]:
     """Puts a rank at the end, and behind whoever it has the best link to."""
     yield (*order, rank)
-    near = min(range(len(order)), key=lambda i: (float(problem.per_byte_s[order[i], rank]), i))
+    rows = problem.per_byte_rows
+    near = min(range(len(order)), key=lambda i: (rows[order[i]][rank], i))
     if near + 1 < len(order):
         yield (*order[: near + 1], rank, *order[near + 1 :])
 
@@ -198,6 +204,31 @@ def _moved(
             if q != p:
                 for longer in _inserted(drafts.problem, pipe.ranks, rank):
                     yield from _some([_drawn(pipes, drafts, {p, q}, [left, longer] if left else [longer])])
+
+
+def _shifted(
+    pipes: Pipes, drafts: Drafts, ranks: Sequence[int], home: dict[int, tuple[int, int]]
+) -> Iterator[Pipes]:
+    """Puts a rank elsewhere in its own pipeline, first where all links together are fastest: slow ones side by side."""
+    rows = drafts.problem.per_byte_rows
+
+    def trip_s(a: int, b: int) -> float:
+        return rows[a][b] + rows[b][a]
+
+    for rank in ranks:
+        if rank not in home or len(pipes[home[rank][0]].ranks) < 3:
+            continue
+        p, i = home[rank]
+        order = pipes[p].ranks
+        left = (*order[:i], *order[i + 1 :])
+        n = len(left)  # places 0 and n are between the same two, around the loop
+        added_s = [
+            trip_s(left[j - 1], rank) + trip_s(rank, left[j % n]) - trip_s(left[j - 1], left[j % n])
+            for j in range(n + 1)
+        ]
+        for j in sorted(range(n + 1), key=lambda j: (added_s[j], -j)):
+            if j != i:
+                yield from _some([_drawn(pipes, drafts, {p}, [(*left[:j], rank, *left[j:])])])
 
 
 def _swapped(

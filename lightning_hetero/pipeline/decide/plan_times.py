@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from itertools import pairwise
 
@@ -49,13 +49,17 @@ def times_of(model: ModelCost, cluster: Cluster, group: GroupPlan) -> PipelineTi
     stages = [(rank, model.layers[a:b]) for rank, (a, b) in zip(ranks, pairwise(cuts), strict=True)]
     first, last = ranks[0], ranks[-1]
 
+    def by_size(seconds: Callable[[int], float]) -> Row:
+        known = {size: seconds(size) for size in set(sizes)}  # there are few
+        return tuple(known[size] for size in sizes)
+
     def compute(rank: int, costs: Iterable[AffineCost]) -> Row:
         parts, speed = list(costs), cluster.devices[rank].speed
-        return tuple(sum(cost.seconds(size) for cost in parts) / speed for size in sizes)
+        return by_size(lambda size: sum(cost.seconds(size) for cost in parts) / speed)
 
     def message(source: int, target: int, cut: int) -> Row:
-        per_sample_bytes = model.layers[cut - 1].output_bytes
-        return tuple(cluster.links[source][target].seconds(size * per_sample_bytes) for size in sizes)
+        per_sample_bytes, link = model.layers[cut - 1].output_bytes, cluster.links[source][target]
+        return by_size(lambda size: link.seconds(size * per_sample_bytes))
 
     hops = [(a, b, cut) for (a, b), cut in zip(pairwise(ranks), cuts[1:-1], strict=True)]
     loop = (message(last, first, cuts[-1]), message(first, last, cuts[-1])) if len(ranks) > 1 else ((), ())

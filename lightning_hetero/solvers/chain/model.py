@@ -32,7 +32,7 @@ because depths only fall as P grows, and equal to the bottleneck unless memory i
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -184,10 +184,7 @@ def fitting_periods(chain: Chain, cuts: Ints, split: Times) -> Floats:
 
 def _slowed(chain: Chain, split: Times, space: Floats, too_short_s: float) -> float:
     """Bisects for the least period that fits: depths never rise with the period."""
-
-    def fits(period_s: float) -> bool:
-        return bool((depths(chain, split, np.array([period_s])) <= space).all())
-
+    fits = _fits_one(chain, split, space)
     enough_s = max(float(split.rests_s[0, 0]), too_short_s)  # no way is longer: all depths are the least
     if not fits(enough_s):
         return math.inf
@@ -199,6 +196,30 @@ def _slowed(chain: Chain, split: Times, space: Floats, too_short_s: float) -> fl
             enough_s = middle_s
         else:
             too_short_s = middle_s
+
+
+def _fits_one(chain: Chain, split: Times, space: Floats) -> Callable[[float], bool]:
+    """Returns whether a single split fits at a period: `depths` once more, for a period at a time without arrays."""
+    if not chain.overlap or len(chain) == 1:
+        return lambda period_s: bool((depths(chain, split, np.array([period_s])) <= space).all())
+    most, thrifty = chain.micro_batches, chain.depth == "low_memory"
+    trips, rests, rooms = split.trips_s[0].tolist(), split.rests_s[0].tolist(), space.tolist()
+    stages = list(enumerate(zip(trips, rests, rooms, strict=True)))[::-1]
+
+    def fits(period_s: float) -> bool:
+        per_s = max(period_s, TINY_S)
+        by_links, by_rest = 1, 0
+        for i, (trip_s, rest_s, room_for) in stages:
+            by_links += 1 + math.ceil(min(trip_s / per_s * PERIOD_SNAP, most))
+            held = by_links
+            if thrifty:
+                by_rest = max(by_rest, i + max(1 + math.ceil(min(rest_s / per_s * PERIOD_SNAP, most)), 2))
+                held = min(by_links, by_rest - i)
+            if min(held, most) > room_for:
+                return False
+        return True
+
+    return fits
 
 
 def evaluate(chain: Chain, cuts: Sequence[int]) -> ChainPlan:

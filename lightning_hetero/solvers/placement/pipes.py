@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import cached_property
 from typing import NamedTuple, TypeAlias
 
 import numpy as np
@@ -104,6 +105,11 @@ class Problem:
         self._costs: dict[Pipe, PipeCost] = {}
         self._splits: dict[tuple[tuple[int, ...], int, int, float], Pipe | None] = {}
 
+    @cached_property
+    def per_byte_rows(self) -> list[list[float]]:
+        """``per_byte_s``, for those who ask for one number at a time."""
+        return self.per_byte_s.tolist()
+
     def chain(self, ranks: tuple[int, ...], size: int, micro_batches: int) -> Chain:
         """Returns the pipeline of ``ranks`` in this order for micro-batches of ``size`` samples."""
         layers = self._layers.get(size)
@@ -157,11 +163,11 @@ class PipeCost:
     def __init__(self, problem: Problem, pipe: Pipe) -> None:
         self._problem, self._pipe = problem, pipe
         cuts, ranks = np.array(pipe.cuts), np.array(pipe.ranks)
-        stages = np.diff(problem.work_s[:, cuts], axis=1) / problem.speeds[ranks]
+        stages = _steps(problem.work_s[:, cuts]) / problem.speeds[ranks]
         stages[:, 0] += problem.leader_s / problem.speeds[ranks[0]]
         trips, lines = np.zeros_like(stages), stages
         if len(ranks) > 1:
-            size, after = problem.cut_bytes[cuts[1:]], np.roll(ranks, -1)
+            size, after = problem.cut_bytes[cuts[1:]], np.array([*pipe.ranks[1:], pipe.ranks[0]])
             ahead = np.array([problem.latency_s[ranks, after], size * problem.per_byte_s[ranks, after]])
             back = np.array([problem.latency_s[after, ranks], size * problem.per_byte_s[after, ranks]])
             trips = ahead + back
@@ -203,7 +209,7 @@ class PipeCost:
         """Returns by size: the most samples of a single micro-batch; whether memory never matters; whether two fit."""
         problem = self._problem
         cuts, caps = np.array(self._pipe.cuts), problem.caps[list(self._pipe.ranks)]
-        state, per_sample = np.diff(problem.state_bytes[cuts]), np.diff(problem.activation_bytes[cuts])
+        state, per_sample = _steps(problem.state_bytes[cuts]), _steps(problem.activation_bytes[cuts])
         state[0] += problem.leader_state_bytes
         head = np.zeros(len(state))  # kept for one micro-batch at a time
         head[0] = problem.model.head.activation_bytes
@@ -338,6 +344,11 @@ class PipeCost:
                 return [(per_s, at_zero) for per_s, at_zero, _ in kept]
             for size in guessed:
                 known[size] = self.stretch(size, max(2, -(-part // size)))
+
+
+def _steps(sums: Floats) -> Floats:
+    """Returns the differences along the last axis: `np.diff` at half the price."""
+    return sums[..., 1:] - sums[..., :-1]
 
 
 def _highest(lines: list[tuple[float, float, int]]) -> list[tuple[float, float, int]]:

@@ -56,9 +56,9 @@ def sync_loads_s(problem: Problem, pipes: Sequence[Pipe]) -> Floats:
     for row, pipe in zip(owners, pipes, strict=True):
         row[:] = np.array(pipe.ranks)[np.searchsorted(pipe.cuts, starts, side="right") - 1]
     ring = np.sort(owners, axis=0)
-    after = np.roll(ring, -1, axis=0)
+    after = np.concatenate([ring[1:], ring[:1]])
     slowest_s = problem.per_byte_s[ring, after].max(axis=0)
     latency_s = problem.latency_s[ring, after].max(axis=0)
     each_s = np.where(size > 0.0, 2.0 * (k - 1) * (size / k * slowest_s + latency_s), 0.0)
-    weights = np.tile(each_s, k)
+    weights = np.broadcast_to(each_s, owners.shape).ravel()
     return np.bincount(owners.ravel(), weights=weights, minlength=problem.n_devices).astype(np.float64)

@@ -126,6 +126,19 @@ def test_a_plan_from_a_wrong_profile_heals_within_ten_batches_twice() -> None:
         assert run.batch_s[50:].max() <= 1.25 * ideal_s(cluster, reversed_)
 
 
+def test_slow_links_count_also_between_groups_where_nobody_measures_them() -> None:
+    """Two groups of three, and rank 4's links are slow: most of the loss is the gradients' synchronisation."""
+    cluster = replace(
+        cluster_of([1.0] * 6), devices=tuple(replace(d, mem_bytes=7e6) for d in cluster_of([1.0] * 6).devices)
+    )
+    links = {(a, b): 200.0 for a in range(6) for b in range(6) if a != b and 4 in (a, b)}
+    phase = Phase(start=30, slowness=(1.0,) * 6, links=links)
+    controller = started(cluster=cluster)
+    assert [len(group.ranks) for group in controller.plan.groups] == [3, 3]
+    run = trained(controller, [calm(6), phase], 80, cluster)
+    assert run.batch_s[-10:].mean() <= 1.1 * ideal_s(cluster, phase) < 0.5 * run.batch_s[30]
+
+
 def test_only_shares_if_structure_is_off() -> None:
     controller = started(LyapunovController(structure=False))
     run = trained(controller, [calm(), slow(30, 4.0, 1.0, 1.0, 1.0)], 90)

@@ -1,5 +1,5 @@
-"""Factors on the profile: jumps believed the second time, layers told from devices, noise ignored, the unused"
-" forgotten."""
+"""Factors on the profile: jumps believed the second time, layers told from devices, noise ignored, the unused
+forgotten, ranks blamed for their links."""
 
 from __future__ import annotations
 
@@ -164,6 +164,83 @@ def test_what_is_used_no_more_is_forgotten_after_twice_as_long_each_time() -> No
     assert rest(403, 800) == [603]
 
 
+def test_what_was_found_well_is_tried_again_as_soon_as_the_first_time() -> None:
+    found, gone = estimates(recheck=100), list[int]()
+    alone = (Pipe((0,), (0, 6)),)
+    for t in range(1000):
+        slow = 4.0 if t < 10 or 500 <= t < 510 else 1.0
+        if t < 10 or 200 <= t < 510:
+            found.update(seen(t, (1.0, slow)), PIPES, SIZES)
+        else:
+            found.update(Observation(batch=t, generation=0, work_s={0: 34.0}), alone, SIZES)
+        gone += [t] if found.forget(t) else []
+    assert gone == [110, 610]
+
+
+# ---- links that nobody measures ---------------------------------------------------------------------------------
+
+
+def ringed(batch: int, ranks: Sequence[int], slow: Sequence[int] = (), pairs: Sequence[tuple[int, int]] = ()) -> Any:
+    """All that a pipeline of these ranks sends; links of some ranks are 20 times slower, and so are some links."""
+    around = [(a, b) for a, b in zip(ranks, [*ranks[1:], ranks[0]], strict=True)]
+    links: list[LinkTime] = []
+    for a, b in [*around, *((b, a) for a, b in around)]:
+        factor = 20.0 if {a, b} & {*slow} or (a, b) in pairs else 1.0
+        links.append(LinkTime(source=a, target=b, messages=2, size_bytes=2e6, seconds=factor * (2e-5 + 2e-3)))
+    return Observation(batch=batch, generation=0, links=links)
+
+
+def wired(**arguments: Any) -> Estimates:
+    return Estimates(model_of(WORK), cluster_of([1.0] * 5), **{"recheck": None, **arguments})
+
+
+def test_a_rank_whose_links_are_all_slow_is_slow_on_those_that_nobody_measured() -> None:
+    found = wired()
+    for t in range(3):
+        found.update(ringed(t, (0, 1, 2, 3), slow=[1]), (), ())
+    links = found.state.links
+    assert [links[pair] for pair in ((1, 3), (3, 1), (1, 4), (4, 1))] == pytest.approx([20.0] * 4, rel=0.05)
+    assert links[1, 0] == pytest.approx(20.0, rel=0.05) and links[0, 3] == pytest.approx(1.0)
+    assert not {(0, 4), (4, 0), (2, 4), (4, 2), (3, 4), (0, 2)} & {*links}  # as described
+    for t in range(3, 6):
+        found.update(ringed(t, (0, 1, 2, 3)), (), ())
+    assert (1, 4) not in found.state.links  # well again
+
+
+def test_one_slow_link_is_no_rank_s_fault() -> None:
+    found = wired()
+    for t in range(3):
+        found.update(ringed(t, (0, 1, 2, 3), pairs=[(0, 1), (1, 0)]), (), ())
+    assert {pair for pair, factor in found.state.links.items() if factor > 1.1} == {(0, 1), (1, 0)}
+    pair = wired()
+    pair.update(ringed(0, (0, 1), slow=[1]), (), ())  # of two, either may be it
+    assert {*pair.state.links} == {(0, 1), (1, 0)}
+
+
+def test_what_was_measured_long_ago_acquits_nobody() -> None:
+    found = wired()
+    for t in range(10):
+        found.update(ringed(t, (0, 1, 2)), (), ())
+    for t in range(10, 80):
+        found.update(ringed(t, (0, 3, 1, 4), slow=[1] if t >= 70 else []), (), ())
+    assert found.state.links[1, 2] == found.state.links[2, 1] == pytest.approx(20.0, rel=0.05)
+    assert found.state.links[0, 2] == pytest.approx(1.0)
+    start = found.state
+    found.update(ringed(80, (0, 3, 1, 4), slow=[1]), (), ())
+    assert found.changes(start, 0.03) == [] and found.furthest(start) < 0.01
+
+
+def test_links_of_a_rank_are_forgotten_as_one() -> None:
+    """Woken between other ranks, links nobody ever measured are slow as well: that is the second time."""
+    found, gone = wired(recheck=100), list[int]()
+    for t in range(900):
+        ranks, slow = ((0, 1, 2), [1]) if t < 3 else ((0, 4, 1, 3), [1]) if 300 <= t < 303 else ((0, 2), [])
+        found.update(ringed(t, ranks, slow=slow), (), ())
+        gone += [t] if found.forget(t) else []
+    assert gone == [103, 503]
+    assert all(factor == pytest.approx(1.0) for factor in found.state.links.values())
+
+
 def test_a_look_at_a_resting_rank_counts() -> None:
     found = estimates()
     told(found, *(seen(t, probed={2: 0.25}) for t in range(3)))
@@ -172,10 +249,11 @@ def test_a_look_at_a_resting_rank_counts() -> None:
 
 def test_goes_on_from_json_as_if_nothing_had_happened() -> None:
     wire = LinkTime(source=0, target=1, messages=2, size_bytes=2e6, seconds=0.1)
-    one = told(estimates(), *(seen(t, (1.0, 2.0), links=[wire]) for t in range(5)))
+    one = told(estimates(recheck=100), *(seen(t, (1.0, 2.0), links=[wire]) for t in range(5)))
     two = estimates()
+    one.forget(500)
     two.load(json.loads(json.dumps(one.to_plain())))
-    assert two.state == one.state
+    assert two.state == one.state and two.to_plain() == one.to_plain()
     told(one, seen(5, (1.2, 2.0)))
     told(two, seen(5, (1.2, 2.0)))
     assert two.state == one.state

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from itertools import combinations, pairwise
+from dataclasses import replace
+from itertools import combinations, islice, pairwise
 
 import numpy as np
 import pytest
@@ -171,6 +172,18 @@ def test_neighbours_are_structures(pipes: Pipes, capped: bool) -> None:
             assert all(a < b for a, b in pairwise(pipe.cuts))
     if len(pipes) < 4:
         assert len({len(found) for found in drawn}) > 1 or [len(pipe.ranks) for pipe in pipes] == [1]
+
+
+def test_ranks_with_slow_links_are_put_side_by_side_within_a_pipeline() -> None:
+    """Ranks 1 and 4 of a ring: side by side three links are slow, apart four. No swap keeps the others' order."""
+    cluster = cluster_of([1.0] * 6)
+    rows = [[replace(w, bandwidth_bytes_per_s=1e6) if {a, b} & {1, 4} else w for b, w in enumerate(row)]
+            for a, row in enumerate(cluster.links)]  # fmt: skip
+    slow = replace(cluster, links=tuple(map(tuple, rows)))
+    drafts = Drafts(Problem(model_of([1.0] * 12), slow, 8, (1,)), 1)
+    present = (Pipe((0, 1, 2, 3, 4, 5), (0, 2, 4, 6, 8, 10, 12)),)
+    drawn = [pipes[0].ranks for pipes in islice(neighbours(present, drafts, [1, 4], 6), 40) if len(pipes) == 1]
+    assert {(0, 2, 3, 1, 4, 5), (0, 2, 3, 4, 1, 5)} <= {*drawn}
 
 
 def test_a_draft_makes_the_stages_even_and_respects_memory() -> None:
