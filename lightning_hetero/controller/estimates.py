@@ -123,7 +123,7 @@ class Estimates:
         for rank, speed in seen.probed.items():
             if speed > 0.0:
                 self._factor("rank", rank).add(1.0 / speed, seen.batch)
-        most = max(map(len, sizes))
+        most = max(map(len, sizes), default=1)
         for link in seen.links:
             self._link(link.source, link.target, link.messages, link.size_bytes, link.seconds, seen.batch, most)
         if seen.batch_s > 0.0:
