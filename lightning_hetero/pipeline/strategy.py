@@ -85,7 +85,8 @@ class HeteroPipelineStrategy(WholeCheckpointsDDP):
             makes the faster plan under the devices' memory.
         overlap: transfers run beside computation.
         checkpoint_layers: keep only each layer's input for the backward pass and compute the layer again there.
-        emulate_links: let messages take the time they would on the links of ``cluster``.
+        emulate_links: let activations, sums of gradients and layers that move take the time they would on the links of
+            ``cluster``.
         seed: of dropout and whatever else is drawn; ``None``: ``seed_everything``'s, or 0.
         stream: what an `IterableDataset` is: ``"shared"``, if all ranks read the same one.
         carrier: what suspends a training step: ``"greenlet"``, ``"thread"``, or ``"auto"``.
@@ -302,11 +303,11 @@ class HeteroPipelineStrategy(WholeCheckpointsDDP):
             idle["checkpoint_layers"] = True
         return idle
 
-    def emulate(self, scenario: Scenario) -> bool:
+    def emulate(self, scenario: Scenario, step_of: Callable[[int], int]) -> bool:
         """Called by a `ThrottleCallback` when set-up begins: stages sleep for their own part of the emulated work."""
         if self._run is None:
             return False
-        self._run.scenario = scenario
+        self._run.scenario, self._run.scenario_step = scenario, step_of
         return True
 
     # ---- one step ---------------------------------------------------------------------------------------------
