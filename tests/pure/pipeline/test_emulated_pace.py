@@ -64,6 +64,30 @@ def test_oversleeping_is_made_up_for() -> None:
     assert clock.slept == pytest.approx([0.8, 0.76, 0.76])
 
 
+def test_the_next_plans_pace_makes_up_for_this_ones() -> None:
+    clock = Clock(late_s=0.04)
+    slow = pace(0, clock, speeds=[1.0], sample_s=0.9)
+    slow.begin(0)
+    slow.computed(Kind.FORWARD, 1, 4, 0.0)
+    after = ScenarioPace(
+        Scenario(speeds=[1.0], sample_s=0.9), 0, parts=parts_of(MODEL, GROUP, 0, 4), stages=2, pacer=slow.pacer
+    )
+    after.begin(1)
+    after.computed(Kind.FORWARD, 1, 4, 0.0)
+    assert clock.slept == pytest.approx([0.8, 0.76])
+    assert after.pacer.wanted_s == pytest.approx(1.6) and after.pacer.taken_s == pytest.approx(1.64)
+
+
+def test_a_scenario_may_pass_with_time() -> None:
+    clock, scenario = Clock(), Scenario(sample_s=0.9).slow(0, 2, at_step=3)
+    options = {"parts": parts_of(MODEL, GROUP, 0, 4), "stages": 2, "clock": lambda: clock.now_s, "sleep": clock.sleep}
+    slow = ScenarioPace(scenario, 0, step_of=lambda batches: int(clock.now_s), **options)  # type: ignore[arg-type]
+    for batch in range(5):
+        slow.begin(batch)
+        slow.computed(Kind.FORWARD, 1, 4, 0.0)
+    assert clock.slept == pytest.approx([0.8, 0.8, 0.8, 0.8, 1.6])  # they begin at 0, 0.8, 1.6, 2.4 and 3.2 s
+
+
 def test_several_calls_share_the_work() -> None:
     clock = Clock()
     slow = pace(2, clock, calls=2, speeds=[1.0], sample_s=0.9)
