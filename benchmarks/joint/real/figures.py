@@ -77,7 +77,10 @@ def course_figures(course: Course, raw: Mapping[str, Any]) -> list[Figure]:
         else:
             add(f"less time than {name}", less, "%", f">= {wanted:g}", less >= wanted)
     above, most = 100.0 * (whole[OURS] / whole[ORACLE] - 1.0), course.above_oracle
-    add("above the oracle", above, "%", most and f"<= {most:g}", None if most is None else above <= most)
+    if most is None:
+        add("above the oracle", above, "%")
+    else:
+        add("above the oracle", above, "%", f"<= {most:g}", above <= most)
     ours = raw["measured"][OURS]
     late = answers(raw, steps_of(raw, OURS))
     add(f"batches until within {WITHIN:g} of the best, longest after a change", max(n for n, _ in late), "batches")
