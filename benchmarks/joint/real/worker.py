@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from benchmarks.joint.real.courses import ORACLE, REACTING, Course, courses
 from benchmarks.joint.real.training import train
-from lightning_hetero.pipeline.decide.plans import plan_from_plain
+from lightning_hetero.solvers.plans import plan_from_plain
 
 TURNS, STEPS = 2, 6  # of those that do not answer changes: turns, and measured batches of each state in a turn
 SKIPPED = 1  # batches of a state that do not count before them; of a run, besides, as many as of a state

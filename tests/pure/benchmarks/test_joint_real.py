@@ -27,7 +27,8 @@ from benchmarks.joint.real.courses import (
 from benchmarks.joint.real.figures import answers, course_figures, layer_batches, steps_of, table
 from benchmarks.joint.real.plans import prepared
 from benchmarks.report import FIELDS
-from lightning_hetero.pipeline.decide.plans import check_plan, plan_from_plain
+from lightning_hetero.pipeline.decide.plans import check_plan
+from lightning_hetero.solvers.plans import plan_from_plain
 
 EVERY = courses()
 PLAIN: dict[str, Any] = {
