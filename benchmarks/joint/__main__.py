@@ -5,8 +5,8 @@ Four parts, one report; the first three without a process, a network or torch:
 - *compared*: scenarios, each with plans that stay, shares alone, the controller and an oracle;
 - *budget*: V over four decades, with and without a bank, and what theory allows; pictures in ``docs/pictures``;
 - *speed*: how long decisions take, 4 to 256 devices;
-- *real*: four processes under Lightning on emulated devices and links that change, at batches and at times; a quarter of
-  an hour.
+- *real*: four processes under Lightning on emulated devices that change, at batches and at times; a good quarter of an
+  hour.
 """
 
 from __future__ import annotations

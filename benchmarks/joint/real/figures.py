@@ -103,7 +103,8 @@ def table(titles: Mapping[str, str], every: Mapping[str, Mapping[str, Any]]) -> 
     """
     head = [
         "scenario", "contender", "all batches [s]", "mean [ms]", "median [ms]", "p95 [ms]", "longest [ms]",
-        "modelled mean [ms]", "batches until within 1.25 of the best, by change", "migrations", "sent [MB]", "pauses [s]",
+        "modelled mean [ms]", "batches until within 1.25 of the best, by change", "migrations", "sent [MB]",
+        "pauses [s]",
     ]  # fmt: skip
     rows: list[list[str]] = []
     for stem, raw in every.items():

@@ -19,18 +19,18 @@ from benchmarks.joint.real.plans import prepared
 __all__ = ["NOTES", "figures", "measure", "table"]
 
 NOTES = (
-    "Four processes under Lightning, one after the other trained by each contender; emulated devices sleep for the time"
-    " of their layers, real work included, and messages, sums of gradients and layers that move take their time on"
-    " emulated links (for stock DDP and the balanced engine, which know of no such links, what they do not hide of"
-    " their gradients' exchange: `benchmarks/pipeline/exchange.py`). A step lasts from one batch's end on the slowest"
-    " rank to the next one's, a migration before it included; the first ones count. The balanced engine, the shares"
-    " alone and the controller train every batch of a scenario, with what they have to find out. All others are the same"
-    " whenever a state of the devices holds: they are measured for twelve batches of each state, half of them before and"
-    " half after those runs, and their time for the whole is made up of these; their starts, and the oracle's moves, cost"
-    " nothing. *Even*: equal parts of the batch, layers by number or parameters, the best over the whole scenario by the"
-    " model. *Best static plan*: of these, and of the planner's plans for each state, the best over the whole scenario"
-    " by the model; *oracle*: the best of them all in each state. In *fast changes* and *heavy migration* what comes is"
-    " reported as it is."
+    "Four processes under Lightning train by each contender in turn; emulated devices sleep for the time of their"
+    " layers, real work included, and messages, sums of gradients and layers that move take their time on "
+    "emulated links (for stock DDP and the balanced engine, which know of no such links, what they do not hide of"
+    " their gradients' exchange: `benchmarks/pipeline/exchange.py`). A step lasts from one batch's end on the "
+    "slowest rank to the next one's, a migration before it included; the first ones count. The balanced engine, "
+    "the shares alone and the controller train every batch of a scenario, with what they have to find out. All "
+    "others are the same whenever a state of the devices holds: they are measured for twelve batches of each "
+    "state, half of them before and half after those runs, and their time for the whole is made up of these; "
+    "their starts, and the oracle's moves, cost nothing. *Even*: equal parts of the batch, layers by number or "
+    "parameters, the best over the whole scenario by the model. *Best static plan*: of these, and of the "
+    "planner's plans for each state, the best over the whole scenario by the model; *oracle*: the best of them "
+    "all in each state. In *fast changes* and *heavy migration* what comes is reported as it is."
 )
 
 

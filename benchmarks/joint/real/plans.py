@@ -64,8 +64,10 @@ def prepared(course: Course) -> dict[str, Any]:
     planned = [best_plan(judged.model, one.cluster, case.global_batch) for one in cases]
     every = [*(plan for plan in planned if plan.ok), *evens]
     oracle = [min(every, key=lambda plan: judged.batch_s(plan)[i]) for i in range(len(cases))]
-    plans = {name: min(some, key=judged.mean_s) for name, some in ((CHAIN, chains), (EVEN, evens), (STATIC, every)) if some}
-    plans = {name: plan for name, plan in plans.items() if name in course.contenders}
+    known = {CHAIN: chains, EVEN: evens, STATIC: every}
+    plans = {
+        name: min(some, key=judged.mean_s) for name, some in known.items() if some and name in course.contenders
+    }
     best_s = [judged.batch_s(plan)[i] for i, plan in enumerate(oracle)]
     return {
         "plans": {name: plan_to_plain(plan) for name, plan in plans.items()},

@@ -180,8 +180,9 @@ def _exchange_s(name: str, course: Course, model: ModelCost) -> dict[tuple[float
 
 def _moved(old: PipelinePlan, new: PipelinePlan) -> int:
     """Returns how many layers ranks hold under a plan that they did not hold before, ranks added up."""
-    held = [
-        {(rank, layer) for g in plan.groups for s, rank in enumerate(g.ranks) for layer in range(g.cuts[s], g.cuts[s + 1])}
-        for plan in (old, new)
-    ]
-    return len(held[1] - held[0])
+
+    def held(plan: PipelinePlan) -> set[tuple[int, int]]:
+        stages = [stage for g in plan.groups for stage in zip(g.ranks, pairwise(g.cuts), strict=True)]
+        return {(rank, layer) for rank, (first, end) in stages for layer in range(first, end)}
+
+    return len(held(new) - held(old))

@@ -143,7 +143,8 @@ def raw(ours_s: list[float] = OURS_S) -> dict[str, Any]:
             CHAIN: {"by_state_s": [[3.0], [4.0, 6.0]], "taken": 1.0},
             SHARES: {"steps_s": [1.0] * 4 + [4.0] * 4 + [1.0] * 2, "taken": 1.0, "replans": [], "moved": [],
                      "plans": [[0, "a"]]},
-            OURS: {"steps_s": ours_s, "taken": 1.01, "replans": replans, "moved": [3, 2], "plans": [[0, "a"], [5, "b"]]},
+            OURS: {"steps_s": ours_s, "taken": 1.01, "replans": replans, "moved": [3, 2],
+                   "plans": [[0, "a"], [5, "b"]]},
             ORACLE: {"by_state_s": [[1.0, 0.9, 1.1], [2.0]], "taken": 1.0},
         },
     }  # fmt: skip
@@ -213,6 +214,7 @@ def test_the_report_takes_the_part() -> None:
     found = {"real": {"base": {**raw(), "load_before": 0.123456789}}}
     figures, rounded, notes = report(found)
     assert figures[0]["name"] == "real: base: controller, all batches"
-    assert rounded["real: base"]["load_before"] == 0.12346 and rounded["real: base"]["phases"] == [[0, 0], [4, 1], [8, 0]]
-    assert rounded["real: base"]["measured"][OURS]["steps_s"] == OURS_S
+    base = rounded["real: base"]
+    assert base["load_before"] == 0.12346 and base["phases"] == [[0, 0], [4, 1], [8, 0]]
+    assert base["measured"][OURS]["steps_s"] == OURS_S
     assert "**real.** Four processes" in notes and "| base | controller | 17.9 |" in notes

@@ -15,7 +15,8 @@ RANKS = range(4)
 CLUSTER = Cluster(
     devices=tuple(Device(name=f"{r}") for r in RANKS),
     links=tuple(
-        tuple(Link(bandwidth_bytes_per_s=100.0 + 30 * a + 7 * b, latency_s=0.01 * (1 + a)) for b in RANKS) for a in RANKS
+        tuple(Link(bandwidth_bytes_per_s=100.0 + 30 * a + 7 * b, latency_s=0.01 * (1 + a)) for b in RANKS)
+        for a in RANKS
     ),
 )
 SIZES = [100.0, 200.0, 300.0, 400.0, 500.0, 600.0]

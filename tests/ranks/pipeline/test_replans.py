@@ -293,7 +293,7 @@ def test_averaged_weights_move_along_and_loaders_may_read_ahead() -> None:
         assert [a.distance(b) <= EXACT for a, b in zip(found, before, strict=True)] == [True] * 3
 
 
-# ---- emulated links and devices ----------------------------------------------------------------------------------------
+# ---- emulated links and devices --------------------------------------------------------------------------------------
 
 SLOW_LINKS = {"devices": [{"count": 2}], "link": {"bandwidth": "1 kB/s", "latency": "250 ms"}}
 
