@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from lightning_hetero.emulate.scenario import Scenario
@@ -51,13 +50,8 @@ class Reporting(EventSource):
         """One line on the fit so far; ``None`` before anything was measured."""
         return None
 
-    def emulate(self, scenario: Scenario, step_of: Callable[[int], int]) -> bool:
-        """Asked by a `ThrottleCallback` when set-up begins: whether the strategy sleeps for the scenario by itself.
-
-        Args:
-            scenario: what to emulate.
-            step_of: returns the scenario's step now, from the number of batches trained so far.
-        """
+    def emulate(self, scenario: Scenario) -> bool:
+        """Asked by a `ThrottleCallback` when set-up begins: whether the strategy sleeps for the scenario by itself."""
         return False
 
 

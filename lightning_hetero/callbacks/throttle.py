@@ -84,7 +84,7 @@ class ThrottleCallback(Callback):
                 f" {'; '.join(unused)}"
             )
         reporting = reporting_of(trainer) if stage == "fit" else None
-        self._taken_over = reporting is not None and reporting.emulate(self.scenario, self._step_of)
+        self._taken_over = reporting is not None and reporting.emulate(self.scenario)
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._throttle = self._make_throttle(
@@ -115,7 +115,10 @@ class ThrottleCallback(Callback):
         counts = self._throttle.counts_samples and not self._taken_over
         samples = count_samples(trainer, batch, self._samples) if counts else 0
         # Counted over epochs and restored from checkpoints, unlike batch_idx and a count of our own.
-        self._throttle.begin(self._step_of(trainer.fit_loop.epoch_loop.total_batch_idx), samples)
+        step = trainer.fit_loop.epoch_loop.total_batch_idx
+        if self.step_every_s is not None:
+            step = int((self._clock() - self._began_s) / self.step_every_s)
+        self._throttle.begin(step, samples)
 
     def on_extra_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
@@ -144,12 +147,6 @@ class ThrottleCallback(Callback):
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         self._unhook()
         self._throttle = None
-
-    def _step_of(self, batches: int) -> int:
-        """The scenario's step, as its steps pass: with the training's, or with time."""
-        if self.step_every_s is None:
-            return batches
-        return int((self._clock() - self._began_s) / self.step_every_s)
 
     def _unhook(self) -> None:
         for hook in self._hooks:

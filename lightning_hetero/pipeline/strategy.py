@@ -19,6 +19,7 @@ from lightning.fabric.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor
 
 from lightning_hetero import lightning_compat as compat
+from lightning_hetero.callbacks.throttle import ThrottleCallback
 from lightning_hetero.controller.lyapunov import LyapunovController
 from lightning_hetero.emulate.scenario import Scenario
 from lightning_hetero.glue.checks import check_choice, check_counts, check_flags
@@ -47,6 +48,7 @@ from lightning_hetero.pipeline.fit.refusals import (
 from lightning_hetero.pipeline.fit.replans import Decides, Replan
 from lightning_hetero.pipeline.fit.run import PipelineRun
 from lightning_hetero.pipeline.fit.training import TrainBatches
+from lightning_hetero.pipeline.runtime.execute.emulated_pace import scenario_steps
 from lightning_hetero.pipeline.runtime.step.backbone import Backbone
 from lightning_hetero.pipeline.runtime.step.coroutines import CarrierName
 from lightning_hetero.pipeline.runtime.step.undivided import Undivided, find_layers, undivided
@@ -303,11 +305,14 @@ class HeteroPipelineStrategy(WholeCheckpointsDDP):
             idle["checkpoint_layers"] = True
         return idle
 
-    def emulate(self, scenario: Scenario, step_of: Callable[[int], int]) -> bool:
+    def emulate(self, scenario: Scenario) -> bool:
         """Called by a `ThrottleCallback` when set-up begins: stages sleep for their own part of the emulated work."""
         if self._run is None:
             return False
-        self._run.scenario, self._run.scenario_step = scenario, step_of
+        callbacks = compat.trainer_callbacks(self._run.trainer)
+        asking = (c for c in callbacks if isinstance(c, ThrottleCallback) and c.scenario is scenario)
+        every_s = next((callback.step_every_s for callback in asking), None)
+        self._run.scenario, self._run.scenario_step = scenario, scenario_steps(every_s)
         return True
 
     # ---- one step ---------------------------------------------------------------------------------------------

@@ -205,8 +205,8 @@ def read(plain: Mapping[str, Any]) -> Course:
     if absent := ({OURS, ORACLE, *goals}) - set(contenders):
         raise ValueError(f"contenders={list(contenders)} must have {sorted(absent)}, too")
     unit, batches = plain.get("unit", "batch"), plain["batches"]
-    if unit not in ("batch", "second"):
-        raise ValueError(f"unit={unit!r} must be batch or second")
+    if unit not in ("batch", "second") or (unit == "second" and BALANCED in contenders):
+        raise ValueError(f"unit={unit!r} must be batch or second; with seconds the {BALANCED} cannot run")
     changes = tuple(Change(**change) for change in plain["changes"])
     for change in changes:
         whole = all(type(at) is int for at in (change.at, change.until) if at is not None)

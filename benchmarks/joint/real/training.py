@@ -71,7 +71,7 @@ class Devices(Emulated):
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Any) -> None:
         if self._exchange_s:
-            step = self._step_of(trainer.fit_loop.epoch_loop.total_batch_idx)
+            step = trainer.fit_loop.epoch_loop.total_batch_idx
             speeds = tuple(self.scenario.speed(rank, step) for rank in range(trainer.world_size))
             time.sleep(self._exchange_s[speeds])
 

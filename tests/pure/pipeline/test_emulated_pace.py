@@ -7,7 +7,7 @@ import pytest
 from lightning_hetero import Scenario
 from lightning_hetero.pipeline.decide.plans import unit_costs
 from lightning_hetero.pipeline.decide.schedule import Kind
-from lightning_hetero.pipeline.runtime.execute.emulated_pace import ScenarioPace, parts_of
+from lightning_hetero.pipeline.runtime.execute.emulated_pace import ScenarioPace, parts_of, scenario_steps
 from lightning_hetero.types import GroupPlan
 
 GROUP = GroupPlan(ranks=(2, 0), cuts=(0, 2, 6), samples=8, micro_batches=(4, 4), depths=(2, 2))
@@ -80,12 +80,15 @@ def test_the_next_plans_pace_makes_up_for_this_ones() -> None:
 
 def test_a_scenario_may_pass_with_time() -> None:
     clock, scenario = Clock(), Scenario(sample_s=0.9).slow(0, 2, at_step=3)
+    steps = scenario_steps(1.0, clock=lambda: clock.now_s)
     options = {"parts": parts_of(MODEL, GROUP, 0, 4), "stages": 2, "clock": lambda: clock.now_s, "sleep": clock.sleep}
-    slow = ScenarioPace(scenario, 0, step_of=lambda batches: int(clock.now_s), **options)  # type: ignore[arg-type]
+    slow = ScenarioPace(scenario, 0, step_of=steps, **options)  # type: ignore[arg-type]
+    clock.now_s = 100.0
     for batch in range(5):
         slow.begin(batch)
         slow.computed(Kind.FORWARD, 1, 4, 0.0)
-    assert clock.slept == pytest.approx([0.8, 0.8, 0.8, 0.8, 1.6])  # they begin at 0, 0.8, 1.6, 2.4 and 3.2 s
+    assert clock.slept == pytest.approx([0.8, 0.8, 0.8, 0.8, 1.6])  # they begin 0, 0.8, 1.6, 2.4 and 3.2 s later
+    assert [scenario_steps(None)(batch) for batch in (0, 7)] == [0, 7]
 
 
 def test_several_calls_share_the_work() -> None:

@@ -157,28 +157,6 @@ class Counting(Reporting, SingleDeviceStrategy):
         return self.samples
 
 
-class Taking(Counting):
-    """A strategy that sleeps by itself."""
-
-    def emulate(self, scenario: Scenario, step_of: Any) -> bool:
-        self.step_of = step_of
-        return True
-
-
-@WARNINGS
-def test_who_sleeps_by_itself_is_told_how_steps_pass(tmp_path: Path) -> None:
-    time = Time()
-    found: list[list[int]] = []
-    for every_s in (None, 0.5):
-        callback = ThrottleCallback(CHANGING, throttle=time.throttle, step_every_s=every_s, clock=time.clock)
-        strategy = Taking("cpu")
-        fit(tmp_path, [callback], max_epochs=1, strategy=strategy)
-        began_s, time.now_s = time.now_s, time.now_s + 1.2
-        found.append([strategy.step_of(7), strategy.step_of(8)])
-        time.now_s = began_s
-    assert time.sleeps == [] and found == [[7, 8], [2, 2]]
-
-
 @WARNINGS
 def test_who_counts_the_samples(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     time, scenario = Time(), Scenario(sample_s=1.0)
