@@ -1,10 +1,12 @@
-"""``python -m benchmarks.joint [--quick] [--part NAME]``: the online controller in simulation.
+"""``python -m benchmarks.joint [--quick] [--part NAME]``: the online controller, in simulation and at work.
 
-Three parts, one report; no process, no network, no torch:
+Four parts, one report; the first three without a process, a network or torch:
 
 - *compared*: scenarios, each with plans that stay, shares alone, the controller and an oracle;
 - *budget*: V over four decades, with and without a bank, and what theory allows; pictures in ``docs/pictures``;
-- *speed*: how long decisions take, 4 to 256 devices.
+- *speed*: how long decisions take, 4 to 256 devices;
+- *real*: four processes under Lightning on emulated devices that change, at batches and at times; a good quarter of an
+  hour.
 """
 
 from __future__ import annotations
@@ -17,11 +19,12 @@ from typing import Any
 
 from benchmarks.joint import budget, compared, speed
 from benchmarks.joint.pictures import Line, chart
+from benchmarks.joint.real import part as real
 from benchmarks.report import write_results
 
 HERE = Path(__file__).parent
 PICTURES = HERE.parents[1] / "docs" / "pictures"
-PARTS: Mapping[str, ModuleType] = {"compared": compared, "budget": budget, "speed": speed}
+PARTS: Mapping[str, ModuleType] = {"compared": compared, "budget": budget, "speed": speed, "real": real}
 
 
 def draw(raw: Mapping[str, Mapping[str, list[float]]], folder: Path) -> None:
@@ -55,15 +58,23 @@ def report(raw: Mapping[str, dict[str, Any]]) -> tuple[list[dict[str, Any]], dic
         for figure in PARTS[part].figures(found)
     ]
     rounded = {
-        f"{part}: {case}": {name: [float(f"{value:.5g}") for value in values] for name, values in columns.items()}
+        f"{part}: {case}": {name: _rounded(values) for name, values in columns.items()}
         for part, cases in raw.items()
         if part != "speed"
         for case, columns in cases.items()
     }
     notes = [f"**{part}.** {PARTS[part].NOTES}" for part in raw]
-    if "compared" in raw:
-        notes.append(compared.table(raw["compared"]))
+    notes += [tabled.table(raw[part]) for part, tabled in (("compared", compared), ("real", real)) if part in raw]
     return figures, rounded, "\n\n".join(notes)
+
+
+def _rounded(value: Any) -> Any:
+    """Returns JSON values whose numbers have five digits."""
+    if isinstance(value, dict):
+        return {key: _rounded(entry) for key, entry in value.items()}
+    if isinstance(value, list | tuple):
+        return [_rounded(entry) for entry in value]
+    return float(f"{value:.5g}") if isinstance(value, float) else value
 
 
 def main() -> None:
@@ -81,7 +92,7 @@ def main() -> None:
     out = args.out or (HERE if whole else HERE / ".cache" / HERE.name)
     if "budget" in raw:
         draw(raw["budget"], PICTURES if whole else out)
-    write_results(out, title="The online controller, simulated", figures=figures, raw=rounded, notes=notes)
+    write_results(out, title="The online controller, simulated and at work", figures=figures, raw=rounded, notes=notes)
 
 
 if __name__ == "__main__":

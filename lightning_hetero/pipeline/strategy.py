@@ -19,6 +19,7 @@ from lightning.fabric.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor
 
 from lightning_hetero import lightning_compat as compat
+from lightning_hetero.callbacks.throttle import ThrottleCallback
 from lightning_hetero.controller.lyapunov import LyapunovController
 from lightning_hetero.controller.replans import Replan
 from lightning_hetero.emulate.scenario import Scenario
@@ -48,6 +49,7 @@ from lightning_hetero.pipeline.fit.refusals import (
 from lightning_hetero.pipeline.fit.replans import Decides
 from lightning_hetero.pipeline.fit.run import PipelineRun
 from lightning_hetero.pipeline.fit.training import TrainBatches
+from lightning_hetero.pipeline.runtime.execute.emulated_pace import scenario_steps
 from lightning_hetero.pipeline.runtime.step.backbone import Backbone
 from lightning_hetero.pipeline.runtime.step.coroutines import CarrierName
 from lightning_hetero.pipeline.runtime.step.undivided import Undivided, find_layers, undivided
@@ -86,7 +88,8 @@ class HeteroPipelineStrategy(WholeCheckpointsDDP):
             makes the faster plan under the devices' memory.
         overlap: transfers run beside computation.
         checkpoint_layers: keep only each layer's input for the backward pass and compute the layer again there.
-        emulate_links: let messages take the time they would on the links of ``cluster``.
+        emulate_links: let activations, sums of gradients and layers that move take the time they would on the links of
+            ``cluster``.
         seed: of dropout and whatever else is drawn; ``None``: ``seed_everything``'s, or 0.
         stream: what an `IterableDataset` is: ``"shared"``, if all ranks read the same one.
         carrier: what suspends a training step: ``"greenlet"``, ``"thread"``, or ``"auto"``.
@@ -307,7 +310,10 @@ class HeteroPipelineStrategy(WholeCheckpointsDDP):
         """Called by a `ThrottleCallback` when set-up begins: stages sleep for their own part of the emulated work."""
         if self._run is None:
             return False
-        self._run.scenario = scenario
+        callbacks = compat.trainer_callbacks(self._run.trainer)
+        asking = (c for c in callbacks if isinstance(c, ThrottleCallback) and c.scenario is scenario)
+        every_s = next((callback.step_every_s for callback in asking), None)
+        self._run.scenario, self._run.scenario_step = scenario, scenario_steps(every_s)
         return True
 
     # ---- one step ---------------------------------------------------------------------------------------------

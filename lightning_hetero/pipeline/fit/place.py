@@ -12,6 +12,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -28,6 +29,7 @@ from lightning_hetero.pipeline.decide.direct_links import direct_pairs
 from lightning_hetero.pipeline.decide.plan_times import called, times_of, work_s
 from lightning_hetero.pipeline.decide.plans import unit_costs
 from lightning_hetero.pipeline.decide.schedule import PipelineTimes, SchedulePolicy
+from lightning_hetero.pipeline.decide.wire_times import parcels_s, sums_s
 from lightning_hetero.pipeline.fit.averaged_weights import Averages
 from lightning_hetero.pipeline.fit.evaluation import EvaluationBatches
 from lightning_hetero.pipeline.fit.logs import StepLogs
@@ -67,6 +69,7 @@ class Place:
         failures: of the run.
         scenario: that stages sleep for, where training is emulated.
         watched: somebody decides on other plans, by what is measured.
+        scenario_step: returns the scenario's step from the number of batches trained so far.
 
     Attributes:
         planned: the plan in force, and what it was made from.
@@ -105,11 +108,13 @@ class Place:
         failures: FailureBoard,
         scenario: Scenario | None,
         watched: bool,
+        scenario_step: Callable[[int], int] = int,
     ) -> None:
         module, world = trainer.lightning_module, channel.group
         folder = trainer.default_root_dir
         self._folder = folder if os.access(folder, os.W_OK) else None
-        self._module, self._optimizers, self._backbone, self._scenario = module, optimizers, backbone, scenario
+        self._module, self._optimizers, self._backbone = module, optimizers, backbone
+        self._scenario, self._scenario_step = scenario, scenario_step
         self.planned, self.settings, self.channel, self.failures = planned, settings, channel, failures
         self.watched = watched
         self.ownership = self._ownership_under(planned.plan)
@@ -177,7 +182,10 @@ class Place:
             wait=self.failures.wait,
             ways=self.ways.by_peer,
         )
+        began_s = time.monotonic()
         migration.stage(ticket)
+        if self.settings.emulate_links:
+            time.sleep(max(0.0, began_s + parcels_s(planned.cluster, migration.sent_bytes) - time.monotonic()))
         migration.commit()
         self.ownership = self.averages.ownership = new
         self._hold()
@@ -210,7 +218,15 @@ class Place:
         if group is not None and self._scenario is not None:
             parts = parts_of(model, group, rank, max(group.micro_batches))
             stages, calls = len(group.ranks), planned.calls
-            self.busy.pace = ScenarioPace(self._scenario, rank, parts=parts, stages=stages, calls=calls)
+            self.busy.pace = ScenarioPace(
+                self._scenario,
+                rank,
+                parts=parts,
+                stages=stages,
+                calls=calls,
+                step_of=self._scenario_step,
+                pacer=None if self.busy.pace is None else self.busy.pace.pacer,
+            )
         same = group is not None and before is not None and (group.ranks, group.cuts) == (before.ranks, before.cuts)
         if same and isinstance(self.runner, StageRunner):
             assert group is not None
@@ -275,6 +291,12 @@ class Place:
             return [], []
         links, layer_s = self.runner.measured()
         return links if self._scenario is None or self.settings.emulate_links else [], layer_s
+
+    def finish_sums(self) -> None:
+        """Ends the sums of gradients; over emulated links they take their time, behind the real ones."""
+        self.sync.finish()
+        if self.settings.emulate_links:
+            time.sleep(sums_s(self.planned.cluster, self.sync.sizes_bytes(), self.channel.rank))
 
     def share_buffers(self) -> None:
         """Before an evaluation: statistics such as BatchNorm's are those of the first group, as rank 0's under DDP."""

@@ -44,6 +44,7 @@ class PipelineRun(EngineRun[PipelineBinder]):
         batches: of training, from then on.
         replans: changes of plan, so far.
         scenario: set where a `ThrottleCallback` emulates: stages sleep for their part.
+        scenario_step: returns the scenario's step from the number of batches trained so far.
     """
 
     def __init__(self, trainer: Trainer, settings: PipelineSettings) -> None:
@@ -52,6 +53,7 @@ class PipelineRun(EngineRun[PipelineBinder]):
         self.failures = FailureBoard(self._store(), self.channel.rank)
         self.binder = PipelineBinder(trainer, self.channel, shared=settings.shared, stream=settings.stream)
         self.scenario: Scenario | None = None
+        self.scenario_step: Callable[[int], int] = int
         self.place: Place | None = None
         self.batches: TrainBatches | None = None
         self.replans: list[Replan] = []
@@ -110,6 +112,7 @@ class PipelineRun(EngineRun[PipelineBinder]):
             failures=self.failures,
             scenario=self.scenario if self.fitting else None,
             watched=start is not None and self.fitting,
+            scenario_step=self.scenario_step,
         )
         self._hide_example(planned.plan)
         if self.channel.rank == 0 and self.fitting:

@@ -124,7 +124,7 @@ class TrainBatches:
                 place.runner.serve(step, sizes, numbers, before_last_backward=arm)
         place.busy.end()
         if not accumulates:
-            place.sync.finish()
+            place.finish_sums()
             if self._scale is not None:
                 self._skips = place.sync.agree_nonfinite()
         self._put_aside(old)

@@ -7,7 +7,7 @@ import pytest
 from lightning_hetero import Scenario
 from lightning_hetero.pipeline.decide.plans import unit_costs
 from lightning_hetero.pipeline.decide.schedule import Kind
-from lightning_hetero.pipeline.runtime.execute.emulated_pace import ScenarioPace, parts_of
+from lightning_hetero.pipeline.runtime.execute.emulated_pace import ScenarioPace, parts_of, scenario_steps
 from lightning_hetero.types import GroupPlan
 
 GROUP = GroupPlan(ranks=(2, 0), cuts=(0, 2, 6), samples=8, micro_batches=(4, 4), depths=(2, 2))
@@ -62,6 +62,33 @@ def test_oversleeping_is_made_up_for() -> None:
     for _ in range(3):
         slow.computed(Kind.FORWARD, 1, 4, 0.0)
     assert clock.slept == pytest.approx([0.8, 0.76, 0.76])
+
+
+def test_the_next_plans_pace_makes_up_for_this_ones() -> None:
+    clock = Clock(late_s=0.04)
+    slow = pace(0, clock, speeds=[1.0], sample_s=0.9)
+    slow.begin(0)
+    slow.computed(Kind.FORWARD, 1, 4, 0.0)
+    after = ScenarioPace(
+        Scenario(speeds=[1.0], sample_s=0.9), 0, parts=parts_of(MODEL, GROUP, 0, 4), stages=2, pacer=slow.pacer
+    )
+    after.begin(1)
+    after.computed(Kind.FORWARD, 1, 4, 0.0)
+    assert clock.slept == pytest.approx([0.8, 0.76])
+    assert after.pacer.wanted_s == pytest.approx(1.6) and after.pacer.taken_s == pytest.approx(1.64)
+
+
+def test_a_scenario_may_pass_with_time() -> None:
+    clock, scenario = Clock(), Scenario(sample_s=0.9).slow(0, 2, at_step=3)
+    steps = scenario_steps(1.0, clock=lambda: clock.now_s)
+    options = {"parts": parts_of(MODEL, GROUP, 0, 4), "stages": 2, "clock": lambda: clock.now_s, "sleep": clock.sleep}
+    slow = ScenarioPace(scenario, 0, step_of=steps, **options)  # type: ignore[arg-type]
+    clock.now_s = 100.0
+    for batch in range(5):
+        slow.begin(batch)
+        slow.computed(Kind.FORWARD, 1, 4, 0.0)
+    assert clock.slept == pytest.approx([0.8, 0.8, 0.8, 0.8, 1.6])  # they begin 0, 0.8, 1.6, 2.4 and 3.2 s later
+    assert [scenario_steps(None)(batch) for batch in (0, 7)] == [0, 7]
 
 
 def test_several_calls_share_the_work() -> None:

@@ -5,8 +5,11 @@ from __future__ import annotations
 import re
 import warnings
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -15,7 +18,11 @@ from torch import nn
 from torch.optim.swa_utils import get_ema_avg_fn
 from torch.utils.data import DataLoader, DistributedSampler
 
+from lightning_hetero import Scenario, ThrottleCallback
 from lightning_hetero import lightning_compat as compat
+from lightning_hetero.pipeline import strategy as engine
+from lightning_hetero.pipeline.fit import place
+from lightning_hetero.pipeline.runtime.execute.emulated_pace import ScenarioPace, scenario_steps
 from lightning_hetero.pipeline.runtime.own import parcels
 from lightning_hetero.solvers.plans import plan_from_plain, plan_to_plain
 from lightning_hetero.types import Event
@@ -330,6 +337,54 @@ def test_the_controller_is_told_of_links_and_layers() -> None:
     ways = {(2, 1), (1, 2), (1, 0), (0, 1), (0, 3), (3, 0), (3, 2), (2, 3)}
     assert all({(link.source, link.target) for link in one.links} == ways for one in seen[1:])
     assert all({rank: len(found) for rank, found in one.layer_s.items()} == {2: 1, 1: 2, 0: 2, 3: 1} for one in seen)
+
+
+# ---- emulated links and devices --------------------------------------------------------------------------------------
+
+SLOW_LINKS = {"devices": [{"count": 2}], "link": {"bandwidth": "1 kB/s", "latency": "250 ms"}}
+
+
+def emulating(rank: int, world: int) -> dict[str, Any]:
+    """One stage each, so that no activation is waited for; rank 0 gets everything, and then gradients are summed."""
+    slept: list[float] = []
+    steps: list[tuple[int, int]] = []
+    pacers: set[int] = set()
+    begin = ScenarioPace.begin
+
+    def noted(pace: ScenarioPace, step: int) -> None:
+        begin(pace, step)
+        steps.append((step, pace._step or 0))
+        pacers.add(id(pace.pacer))
+
+    strategy = pipeline(ALONE, controller=Scripted({1: APART}), cluster=SLOW_LINKS, emulate_links=True)
+    ticks = iter(range(1000))
+    throttle = ThrottleCallback(Scenario(sample_s=1e-4), step_every_s=2.0)
+    by_ticks = partial(scenario_steps, clock=lambda: 10.0 * next(ticks))
+    module, at_once = Deep(), SimpleNamespace(sleep=slept.append, monotonic=lambda: 0.0)
+    timed = patch.object(engine, "scenario_steps", by_ticks)
+    with timed, patch.object(ScenarioPace, "begin", noted), patch.object(place, "time", at_once):
+        trained, _ = fit(rank, world, module, strategy, data=DATA, max_steps=6, callbacks=[throttle])
+    (replan,) = strategy.replans
+    gradients = sum(p.nbytes for p in module.parameters())
+    return {
+        "weights": trained, "slept": slept, "steps": steps, "pacers": len(pacers), "sent": replan.bytes,
+        "gradients": gradients, "from": replan.step,
+    }  # fmt: skip
+
+
+def test_emulated_links_carry_sums_and_layers_that_move_and_a_scenario_passes_with_time() -> None:
+    module = Deep()
+    single(module, DATA, 16, max_steps=6)
+    for rank, found in enumerate(run_ranks(2, emulating)):
+        assert found["weights"].distance(weights(module)) <= EXACT
+        sums_s = 2 * (found["gradients"] / 2 / 1e3 + 0.25)
+        alone = found["from"]
+        assert alone in (2, 3) and found["sent"] > 2 * found["gradients"]  # with Adam's state
+        move_s = 0.25 + found["sent"] / 1e3
+        assert found["slept"] == pytest.approx([0.0] * alone + [move_s] + [sums_s] * (6 - alone)), rank
+        batches, ticked = zip(*found["steps"], strict=True)
+        assert list(batches) == list(range(alone if rank == 0 else 0, 6)) and found["pacers"] == 1
+        assert list(ticked) == [5 * i for i in range(len(ticked))], "a step every two seconds, ten between batches"
 
 
 # ---- a change that cannot be carried out -----------------------------------------------------------------------------

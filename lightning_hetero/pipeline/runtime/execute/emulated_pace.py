@@ -20,7 +20,27 @@ from lightning_hetero.emulate.throttle import Pacer
 from lightning_hetero.pipeline.decide.schedule import Kind
 from lightning_hetero.types import GroupPlan, LayerCost, ModelCost
 
-__all__ = ["BusyTime", "ScenarioPace", "parts_of"]
+__all__ = ["BusyTime", "ScenarioPace", "parts_of", "scenario_steps"]
+
+
+def scenario_steps(every_s: float | None, clock: Callable[[], float] = time.perf_counter) -> Callable[[int], int]:
+    """Returns what tells a scenario's step from the number of batches trained so far.
+
+    Args:
+        every_s: a step passes every so many seconds since the first batch; None: with each batch.
+        clock: seconds; injectable for tests.
+    """
+    if every_s is None:
+        return int
+    began_s: list[float] = []
+
+    def passed(_: int) -> int:
+        now_s = clock()
+        if not began_s:
+            began_s.append(now_s)
+        return int((now_s - began_s[0]) / every_s)
+
+    return passed
 
 
 def parts_of(model: ModelCost, group: GroupPlan, rank: int, samples: int) -> dict[tuple[Kind, int], float]:
@@ -134,6 +154,8 @@ class ScenarioPace:
         rank: global rank.
         parts: see `parts_of`; not needed where real work is stretched.
         stages: of the pipeline, for several calls of the backbone: stage s of call k is number k * stages + s.
+        step_of: returns the scenario's step from the number of batches trained so far: it may pass with time.
+        pacer: of the plan before, whose sums go on; None: a new one.
         clock, sleep: seconds; injectable for tests.
 
     Attributes:
@@ -148,17 +170,19 @@ class ScenarioPace:
         parts: dict[tuple[Kind, int], float],
         stages: int,
         calls: int = 1,
+        step_of: Callable[[int], int] = int,
+        pacer: Pacer | None = None,
         clock: Callable[[], float] = time.perf_counter,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
-        self._scenario, self._rank = scenario, rank
+        self._scenario, self._rank, self._step_of = scenario, rank, step_of
         self._parts, self._stages, self._calls = parts, stages, calls
-        self.pacer = Pacer(clock=clock, sleep=sleep)
+        self.pacer = pacer or Pacer(clock=clock, sleep=sleep)
         self._step: int | None = None
 
     def begin(self, step: int) -> None:
         """From here on, until `end`, computations belong to this training step."""
-        self._step = step
+        self._step = self._step_of(step)
 
     def end(self) -> None:
         """What follows, e.g. validation, runs at full speed."""

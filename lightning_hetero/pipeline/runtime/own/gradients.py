@@ -91,6 +91,13 @@ class GradientSync:
         self._lanes: list[Lane] | None = None  # while armed
         self._hooks: list[Any] = []
 
+    def sizes_bytes(self) -> dict[tuple[int, ...], int]:
+        """Returns what is summed in each set of owners that this rank is in, of what is trained at present [bytes]."""
+        return {
+            owners: sum(parameter.nbytes for parameter, _ in entries if parameter.requires_grad)
+            for owners, entries in self._synced.items()
+        }
+
     # ---- sums over the owners ----------------------------------------------------------------------------------
 
     def arm(self) -> None:

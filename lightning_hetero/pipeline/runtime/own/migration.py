@@ -112,7 +112,7 @@ class Migration:
 
     Attributes:
         moves: see `moves`.
-        size_bytes: what all ranks together send; known after `stage`.
+        sent_bytes: what goes from one rank to another, by (source, target); known after `stage`, the same on all.
     """
 
     def __init__(
@@ -136,7 +136,12 @@ class Migration:
         self._ways = ways or {}
         self._staged: dict[Any, Any] | None = None
         self.moves = moves(old, new, module)
-        self.size_bytes = 0
+        self.sent_bytes: dict[tuple[int, int], int] = {}
+
+    @property
+    def size_bytes(self) -> int:
+        """What all ranks together send; 0 before `stage`."""
+        return sum(self.sent_bytes.values())
 
     # ---- first phase -------------------------------------------------------------------------------------------
 
@@ -184,8 +189,11 @@ class Migration:
         except Exception as error:
             problem = error
         self._agree(problem)
-        notes = (note for to in manifests for manifest in to.values() for note in parcels.notes_of(manifest))
-        self.size_bytes = sum(note.size_bytes for note in notes)
+        self.sent_bytes = {
+            (source, target): sum(note.size_bytes for note in parcels.notes_of(manifest))
+            for source, to in enumerate(manifests)
+            for target, manifest in to.items()
+        }
         self._staged = staged
 
     def _values(self, target: int) -> dict[Any, Any]:

@@ -1,0 +1,60 @@
+"""How long gradients, and layers that move, are on the links of a described cluster: for its emulation (layer P)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from lightning_hetero.types import Cluster
+
+__all__ = ["parcels_s", "sums_s"]
+
+
+def sums_s(cluster: Cluster, sizes_bytes: Mapping[tuple[int, ...], float], rank: int) -> float:
+    """Returns how long a rank takes part in summing gradients [s].
+
+    As the planner has it, see `lightning_hetero.solvers.placement.sync`: per set of owners a ring by rank, over its
+    slowest link, one set after the other.
+
+    Args:
+        cluster: devices and links.
+        sizes_bytes: of the gradients, by owners.
+        rank: sets without it take it no time.
+
+    >>> from lightning_hetero.types import Device, Link
+    >>> link = Link(bandwidth_bytes_per_s=100.0, latency_s=0.5)
+    >>> two = Cluster(devices=(Device(name="a"), Device(name="b")), links=((link, link), (link, link)))
+    >>> sums_s(two, {(1, 0): 400.0}, rank=0), sums_s(two, {(1,): 400.0}, rank=1)
+    (5.0, 0.0)
+    """
+    total_s = 0.0
+    for owners, size_bytes in sizes_bytes.items():
+        k, ring = len(owners), sorted(owners)
+        if k < 2 or rank not in owners or not size_bytes:
+            continue
+        links = [cluster.links[ring[i]][ring[(i + 1) % k]] for i in range(k)]
+        slowest = min(link.bandwidth_bytes_per_s for link in links)
+        total_s += 2.0 * (k - 1) * (size_bytes / k / slowest + max(link.latency_s for link in links))
+    return total_s
+
+
+def parcels_s(cluster: Cluster, sent_bytes: Mapping[tuple[int, int], float]) -> float:
+    """Returns how long layers are on their way to other ranks [s].
+
+    As the controller has it: a rank sends one message at a time, and receives one, all ranks side by side.
+
+    Args:
+        cluster: devices and links.
+        sent_bytes: by (source, target).
+
+    >>> from lightning_hetero.types import Device, Link
+    >>> link = Link(bandwidth_bytes_per_s=100.0, latency_s=0.5)
+    >>> three = Cluster(devices=tuple(Device(name=n) for n in "abc"), links=((link,) * 3,) * 3)
+    >>> parcels_s(three, {(0, 1): 100.0, (0, 2): 200.0, (1, 2): 100.0}), parcels_s(three, {})
+    (4.0, 0.0)
+    """
+    busy: dict[tuple[str, int], float] = {}
+    for (source, target), size_bytes in sent_bytes.items():
+        seconds = cluster.links[source][target].seconds(size_bytes)
+        for end in (("sends", source), ("receives", target)):
+            busy[end] = busy.get(end, 0.0) + seconds
+    return max(busy.values(), default=0.0)
