@@ -20,7 +20,7 @@ from lightning_hetero.balanced.decide.controller import ExchangeClock
 from lightning_hetero.callbacks.reporting import Reporting
 from lightning_hetero.cli import train
 from lightning_hetero.cli.summary import RankSummary
-from lightning_hetero.pipeline.fit.replans import Replan, Replans
+from lightning_hetero.controller.replans import Replan, ReplanLog
 from lightning_hetero.predictors import Kalman
 from lightning_hetero.stale.decide.policy import _KNOWN, Asynchronous, by_name
 from lightning_hetero.stale.decide.report.counts import Counts, Measures
@@ -150,8 +150,7 @@ def logged_names(engine_metrics: dict[str, float]) -> set[str]:
 def replan_metrics() -> dict[str, float]:
     """What the pipeline engine logs of changes of plan, one of which has been in force for long enough."""
     record = Replan(step=1, kind="plan", reason="", generation=1, predicted_gain=0.1, realised_gain=0.1)
-    replans: Any = SimpleNamespace(_start=object, _records=[record])
-    return Replans.metrics(replans)
+    return ReplanLog([record]).metrics()
 
 
 @pytest.mark.parametrize("engine", ENGINES, ids=str)

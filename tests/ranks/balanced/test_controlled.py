@@ -174,7 +174,7 @@ def test_a_rank_beyond_the_budget_rests_and_rests_on_in_a_resumed_run(tmp_path: 
         {"min_samples": 1},
         {"rebalance": False},
     ],
-    ids=str,
+    ids=lambda other: next(iter(other)),
 )
 def test_arguments_that_a_controller_would_ignore_are_refused(other: dict[str, Any]) -> None:
     (name,) = other
