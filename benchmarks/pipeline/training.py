@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 
 from benchmarks.emulated import Emulated
 from benchmarks.pipeline.exchange import ddp_exposed_s
-from benchmarks.pipeline.models import Net, dataset, make, parameters_of
+from benchmarks.pipeline.models import Net, costs_of, dataset, make, parameters_of
 from benchmarks.pipeline.plans import Entry, described, replica_sync_s
 from benchmarks.pipeline.scenarios import Case
 from benchmarks.pipeline.stalls import Collections, Sleeper, Span, within
@@ -108,7 +108,7 @@ def _replicas(case: Case) -> PipelinePlan:
     )
 
 
-def _strategy(engine: str, case: Case, model: ModelCost) -> Any:
+def _strategy(engine: str, case: Case) -> Any:
     if engine == "ddp":
         return DDPStrategy(process_group_backend="gloo")
     if engine == "balanced":
@@ -116,7 +116,7 @@ def _strategy(engine: str, case: Case, model: ModelCost) -> Any:
     return HeteroPipelineStrategy(
         backbone="layers",
         cluster=case.cluster,
-        profile=model,
+        profile=costs_of(case.model, case.sample_s),  # the fixed time comes with the scenario
         plan=_replicas(case) if engine == "replicas" else None,
         controller=None,  # plans as they are made; that they change is `benchmarks.joint`'s
         depth=case.depth,
@@ -162,7 +162,7 @@ def train(
     trainer = Trainer(
         accelerator="cpu",
         devices=world,
-        strategy=_strategy(engine, case, model),
+        strategy=_strategy(engine, case),
         max_steps=steps,
         max_epochs=-1,
         logger=False,
