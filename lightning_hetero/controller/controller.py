@@ -125,8 +125,10 @@ class Controller:
             self._trials.add(seen.batch_s, modelled.time_s if modelled is not None else math.nan)
         if self._pending >= 0:
             return self._keep("a change of structure is under way")
-        if (trial := self._trials.over) is not None and (way_back := self._settle(trial)) is not None:
-            return way_back
+        if (trial := self._trials.over) is not None:
+            if (way_back := self._settle(trial)) is not None:
+                return way_back
+            told.append("the last change of structure has proved itself")  # from there the search may find more
         return self._decide(told)
 
     def withdraw(self, generation: int) -> None:
