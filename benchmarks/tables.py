@@ -18,7 +18,7 @@ from benchmarks.provenance import ROOT
 
 __all__ = ["BLOCKS", "PAGES", "Results", "page_with"]
 
-PAGES = ("README.md", "docs/stale.md", "docs/pipeline.md")
+PAGES = ("README.md", "docs/stale.md", "docs/pipeline.md", "docs/federated.md")
 _BLOCK = re.compile(r"(<!-- (?P<name>[\w ]+): python -m benchmarks\.tables -->\n).*?(<!-- end -->)", re.S)
 _DASH = "–"
 
@@ -247,6 +247,26 @@ def predictions(results: Results) -> str:
     )
 
 
+def federated(results: Results) -> str:
+    """Of docs/federated.md: every policy, by devices."""
+    rows = []
+    for case in results.cases(", final accuracy"):
+        base = case.endswith(": fedavg")
+        reached = results.text(f"{case}, runs that reach the target", "{:.0f}")
+        rows.append([
+            case.replace(": ", ": `", 1) + "`",
+            results.text(f"{case}, time to target", "{:.0f} s" if base else "{:.2f} times that") + f" ({reached} runs)",
+            f"{results[f'{case}, final accuracy']:.1f} %",
+            results.text(f"{case}, final accuracy lost to fedavg", "{:.2f}"),
+            results.text(f"{case}, accuracy lost after as many rounds", "{:.2f}"),
+            f"{results[f'{case}, rounds']:.0f}",
+            f"{100 * results[f'{case}, waiting']:.0f} %",
+        ])  # fmt: skip
+    head = ["devices: policy", "emulated time to 90 %", "final accuracy", "points lost to `fedavg`",
+            "after as many rounds", "rounds", "waiting"]  # fmt: skip
+    return _table(head, rows)
+
+
 BLOCKS: dict[str, tuple[str, Callable[[Results], str]]] = {
     "balanced": ("balanced", balanced),
     "stale": ("stale", stale),
@@ -255,6 +275,7 @@ BLOCKS: dict[str, tuple[str, Callable[[Results], str]]] = {
     "pipeline": ("pipeline", pipeline),
     "pipeline besides": ("pipeline", pipeline_besides),
     "predictions": ("planning_real", predictions),
+    "federated": ("federated", federated),
 }
 """What a page's mark names -> the benchmark, and the text that is made of its results."""
 

@@ -2,14 +2,19 @@
 
 Layer P. Kinds and their data (readers keep kinds and keys they do not know):
 
-    run       version (of this schema), world_size, names (of the devices this rank uses); the first line of a
-              file, and again where a resumed run goes on writing
-    step      samples, compute_s (own work), wait_s (for peers); without such a measurement step_s (batch). The stale
-              engine writes one per contribution, several in a batch, with version and fill_in
+    run       version (of this schema), world_size, names (of the devices this rank uses), unix_s (when it was
+              opened), strategy (class), engine and what its figures are read against, e.g. policy and bound; the
+              first line of a file, and again where a resumed run goes on writing
+    step      samples, compute_s (own work), wait_s (for peers); without such a measurement step_s (batch). The balanced
+              engine adds work (of these samples, in the user's items), the stale one writes one per contribution,
+              several in a batch, with version and fill_in
     passed    behind; a batch made without this rank (stale engine)
-    decision  shares (samples per rank), predicted_s (step time expected of them), reason (in words); under a controller
-              also kind, generation, predicted_gain (part of a batch's time), queues, and who rests, or the plan
+    decision  shares (samples per rank), predicted_s (step time expected of them), predicted_gain (part of a batch's
+              time), reason (in words); under a controller also kind, generation, queues, and who rests, or the plan
     outcome   generation, measured_s, predicted_gain, realised_gain, of an earlier decision of a controller
+    queue     queues: by constraint of a budget, how many batches' budget are overspent (controller; rank 0)
+    server    what the server has counted so far, when it was asked (stale engine), see its `Counts.as_dict`
+    memory    what a rank has learned of its memory (balanced engine)
     plan      plan, cluster and profile that a run began with (pipeline engine)
     fault     error (what happened, in words)
 
@@ -26,7 +31,7 @@ import re
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
+from types import MappingProxyType, TracebackType
 from typing import IO, Any, cast
 
 from lightning_hetero.types import Event, SpeedSample
@@ -59,6 +64,7 @@ class EventWriter:
         rank: rank that writes.
         world_size: number of ranks of the run.
         names: names of this rank's devices, for people.
+        about: what else the ``run`` line says.
         flush_every: lines to collect before writing; a killed process loses fewer than this many.
 
     Raises:
@@ -72,6 +78,7 @@ class EventWriter:
         rank: int = 0,
         world_size: int = 1,
         names: Sequence[str] = (),
+        about: Mapping[str, Any] = MappingProxyType({}),
         flush_every: int = 64,
     ) -> None:
         if not 0 <= rank < world_size:
@@ -86,7 +93,7 @@ class EventWriter:
         self._file: IO[bytes] | None = open(self.path, "ab", buffering=0)  # noqa: SIM115 (closed by close)
         if torn:
             self._file.write(b"\n")
-        data = {"version": SCHEMA_VERSION, "world_size": world_size, "names": list(names)}
+        data = {"version": SCHEMA_VERSION, "world_size": world_size, "names": list(names), **about}
         self.write(Event(kind="run", rank=rank, epoch=0, step=0, t_s=0.0, data=data))
         self.flush()
 
@@ -176,7 +183,12 @@ def _speed_sample(event: Event) -> SpeedSample | None:
         return None
     wait_s = float(event.data.get("wait_s") or 0.0)
     return SpeedSample(
-        rank=event.rank, step=event.step, samples=int(samples), compute_s=float(compute_s), wait_s=wait_s
+        rank=event.rank,
+        step=event.step,
+        samples=int(samples),
+        compute_s=float(compute_s),
+        wait_s=wait_s,
+        work=float(event.data.get("work") or math.nan),
     )
 
 

@@ -11,7 +11,7 @@ from bisect import bisect_right
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any, Literal, Protocol, runtime_checkable
+from typing import Any, Literal, Protocol, TypeAlias, runtime_checkable
 
 __all__ = [
     "AffineCost",
@@ -22,11 +22,13 @@ __all__ = [
     "Event",
     "GroupPlan",
     "LayerCost",
+    "LearnedCost",
     "Link",
     "LossReduction",
     "ModelCost",
     "PiecewiseLinearCost",
     "PipelinePlan",
+    "SaturatingCost",
     "SpeedSample",
     "Status",
     "StepReport",
@@ -71,10 +73,7 @@ class AffineCost:
     per_sample_s: float
 
     def __post_init__(self) -> None:
-        for name in ("fixed_s", "per_sample_s"):
-            value = getattr(self, name)
-            if not (math.isfinite(value) and value >= 0.0):
-                raise ValueError(f"AffineCost.{name}={value!r} must be a finite number >= 0 (seconds)")
+        _check_seconds(self, "fixed_s", "per_sample_s")
 
     def seconds(self, samples: float) -> float:
         return self.fixed_s + self.per_sample_s * samples
@@ -85,6 +84,50 @@ class AffineCost:
         if self.per_sample_s == 0.0:
             return math.inf
         return (deadline_s - self.fixed_s) / self.per_sample_s
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SaturatingCost:
+    """``T(b) = max(floor_s, fixed_s + per_sample_s * b)``: a device that small batches do not fill.
+
+    LB-BSP's cost of a GPU without its memory ("pairwise-linear"): flat below saturation, then linear.
+
+    Raises:
+        ValueError: a coefficient is negative or not finite.
+
+    >>> cost = SaturatingCost(floor_s=4.0, fixed_s=1.0, per_sample_s=0.5)
+    >>> cost.seconds(2), cost.seconds(8), cost.most_samples(4.0)
+    (4.0, 5.0, 6.0)
+    """
+
+    floor_s: float
+    fixed_s: float
+    per_sample_s: float
+
+    def __post_init__(self) -> None:
+        _check_seconds(self, "floor_s", "fixed_s", "per_sample_s")
+
+    @property
+    def line(self) -> AffineCost:
+        """What it costs above saturation."""
+        return AffineCost(fixed_s=self.fixed_s, per_sample_s=self.per_sample_s)
+
+    def seconds(self, samples: float) -> float:
+        return max(self.floor_s, self.fixed_s + self.per_sample_s * samples)
+
+    def most_samples(self, deadline_s: float) -> float:
+        return -math.inf if deadline_s < self.floor_s else self.line.most_samples(deadline_s)
+
+
+LearnedCost: TypeAlias = AffineCost | SaturatingCost
+"""What a predictor learns of a rank."""
+
+
+def _check_seconds(cost: AffineCost | SaturatingCost, *names: str) -> None:
+    for name in names:
+        value = getattr(cost, name)
+        if not (math.isfinite(value) and value >= 0.0):
+            raise ValueError(f"{type(cost).__name__}.{name}={value!r} must be a finite number >= 0 (seconds)")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -146,6 +189,9 @@ class SpeedSample:
         samples: samples this rank computed on.
         compute_s: seconds of own work; never any waiting for peers.
         wait_s: seconds between the end of own work and the end of the gradient exchange.
+        work: of these samples, as the user's ``batch_cost`` counts it, e.g. in tokens; NaN: as many as samples.
+        free_cpu, free_mem: part of the host's processors and memory that others left free; NaN: not known.
+        most_samples: the most samples that the rank says it can hold; None: not known.
     """
 
     rank: int
@@ -153,6 +199,10 @@ class SpeedSample:
     samples: int
     compute_s: float
     wait_s: float = 0.0
+    work: float = math.nan
+    free_cpu: float = math.nan
+    free_mem: float = math.nan
+    most_samples: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -203,7 +253,7 @@ class Event:
         rank: rank that wrote the line.
         epoch: epoch, from 0.
         step: batch index inside the epoch.
-        t_s: seconds since the trace was opened on this rank (passed in; pure code reads no clock).
+        t_s: seconds since the trace was opened on this rank, when it was over (passed in; pure code reads no clock).
         data: plain JSON values; units in the keys.
     """
 

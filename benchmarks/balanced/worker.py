@@ -3,29 +3,31 @@
 from __future__ import annotations
 
 import gc
-import json
-import logging
+import os
 import statistics
 import sys
 import time
-import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.strategies import DDPStrategy, Strategy
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Sampler, TensorDataset
 
 from benchmarks.balanced.cases import Case, EqualCase, equal_cases, unequal_cases
+from benchmarks.balanced.figures import SETTLED
 from benchmarks.emulated import Emulated
 from benchmarks.steps import percentile
+from benchmarks.torchrun import as_rank
 from lightning_hetero import LoadBalancedStrategy, Scenario
+from lightning_hetero.emulate import Throttle
 from lightning_hetero.solvers import apportion
 
 FEATURES = 16
@@ -77,6 +79,59 @@ class Stopwatch(Callback):
 
     def steps_s(self) -> list[float]:
         return [b - a for a, b in zip(self.starts_s, self.starts_s[1:], strict=False)]
+
+
+class CountedThrottle(Throttle):
+    """A throttle that counts the processor time of the real work within the emulated one [s]."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.work_s = self._since_work_s = self._gradient_s = 0.0
+
+    def begin_work(self) -> None:
+        super().begin_work()
+        self._since_work_s = time.process_time()
+
+    def before_backward(self) -> None:
+        self.work_s += time.process_time() - self._since_work_s
+        super().before_backward()
+
+    def backward_began(self) -> None:
+        super().backward_began()
+        self._since_work_s = self._gradient_s = time.process_time()
+
+    def gradient_came(self) -> None:
+        super().gradient_came()
+        self._gradient_s = time.process_time()
+
+    def after_backward(self) -> None:
+        super().after_backward()
+        self.work_s += self._gradient_s - self._since_work_s
+
+
+class ChargedDevice(Emulated):
+    """An emulated device, and the processor time of a step that is not the device's: the framework's, and ours."""
+
+    def __init__(self, scenario: Scenario) -> None:
+        super().__init__(scenario)
+        self._measured_throttle: CountedThrottle | None = None
+        self._since_s, self._steps_since = 0.0, 0
+
+    def _made(self, *args: Any, **kwargs: Any) -> Throttle:
+        self._measured_throttle = throttle = CountedThrottle(*args, **kwargs)
+        self.pacer = throttle.pacer
+        return throttle
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        assert self._measured_throttle is not None
+        if batch_idx == SETTLED:  # what comes once is over
+            self._since_s, self._measured_throttle.work_s, self._steps_since = time.process_time(), 0.0, 0
+        self._steps_since += 1
+        super().on_train_batch_start(trainer, pl_module, batch, batch_idx)
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        assert self._measured_throttle is not None
+        self.framework_s = (time.process_time() - self._since_s - self._measured_throttle.work_s) / self._steps_since
 
 
 class StaticShares(Sampler[list[int]]):
@@ -172,14 +227,29 @@ class CriticalPathProbe(Callback):
 
 
 def train(
-    engine: str, case: Case, rank: int, *, probe: CriticalPathProbe | None = None
-) -> tuple[Stopwatch, Model, Emulated]:
-    """Runs one training and returns its clock, its model and the emulated device."""
+    engine: str,
+    case: Case,
+    rank: int,
+    *,
+    strategy: Strategy | None = None,
+    probe: CriticalPathProbe | None = None,
+) -> tuple[Stopwatch, Model, ChargedDevice]:
+    """Runs one training and returns its clock, its model and the emulated device.
+
+    Args:
+        engine: ``"ddp"``, ``"folk"`` or ``"ours"``.
+        case: to train.
+        rank: this one.
+        strategy: instead of the engine's.
+        probe: of the critical path.
+    """
     samples = case.global_batch * (case.steps + 2)
     data, watch, model = dataset(samples), Stopwatch(), Model()
     kwargs: dict[str, Any] = {}
     loader = DataLoader(data, batch_size=case.per_rank, shuffle=True)
-    if engine == "ours":
+    if strategy is not None:
+        kwargs["strategy"] = strategy
+    elif engine == "ours":
         kwargs["strategy"] = LoadBalancedStrategy(process_group_backend="gloo", min_samples=case.min_samples)
     else:
         kwargs["strategy"] = DDPStrategy(process_group_backend="gloo")
@@ -188,7 +258,7 @@ def train(
         sampler = StaticShares(samples, apportion(speeds, case.global_batch, lower=1).shares, rank)
         loader = DataLoader(data, batch_sampler=sampler)
         kwargs["use_distributed_sampler"] = False
-    emulated = Emulated(case.scenario)
+    emulated = ChargedDevice(case.scenario)
     callbacks: list[Callback] = [watch, emulated]
     trainer = Trainer(
         accelerator="cpu",
@@ -228,7 +298,7 @@ def gathered(own: Any) -> list[Any]:
 def run_case(case: Case, repeats: int, rank: int) -> dict[str, Any]:
     """Runs every engine ``repeats`` times, interleaved; returns raw steps, shares and gradient errors of rank 0."""
     engines = ("ddp", "folk", "ours")
-    fields = ("steps_s", "samples", "gradient_error", "taken")
+    fields = ("steps_s", "samples", "gradient_error", "taken", "framework_s")
     out: dict[str, Any] = {engine: {field: [] for field in fields} for engine in engines}
     reference = true_gradient(case)
     for _ in range(repeats):
@@ -243,6 +313,7 @@ def run_case(case: Case, repeats: int, rank: int) -> dict[str, Any]:
             out[engine]["samples"].append([list(step) for step in zip(*samples, strict=True)])
             out[engine]["gradient_error"].append(error)
             out[engine]["taken"].append(max(gathered(emulated.taken())))
+            out[engine]["framework_s"].append(sum(gathered(emulated.framework_s)))
     return out
 
 
@@ -252,19 +323,26 @@ def equal_case(case: EqualCase, step_s: float) -> Case:
     return Case(name=case.name, world_size=case.world_size, scenario=scenario, per_rank=8, steps=case.steps)
 
 
-def fitted_step_s(case: EqualCase, rank: int, tries: int = 3) -> float:
-    """Returns the emulated work with which a step of stock DDP takes what the case says, as far as it can [s]."""
-    step_s = case.ddp_step_s
+def fitted_step_s(ddp_step_s: float, case_of: Callable[[float], Case], rank: int, tries: int = 3) -> float:
+    """Returns the emulated work with which a step of stock DDP takes so long, as far as it can [s].
+
+    Args:
+        ddp_step_s: what a step is to take, all in all [s].
+        case_of: makes the case of this much work in a step [s].
+        rank: this one.
+        tries: runs of it.
+    """
+    step_s = ddp_step_s
     for _ in range(tries):
-        watch, *_ = train("ddp", equal_case(case, step_s), rank)
+        watch, *_ = train("ddp", case_of(step_s), rank)
         ddp_s = max(gathered(statistics.median(watch.steps_s()[5:])))
-        step_s = max(1e-4, step_s + case.ddp_step_s - ddp_s)  # real work remains, and what is no work
+        step_s = max(1e-4, step_s + ddp_step_s - ddp_s)  # real work remains, and what is no work
     return step_s
 
 
 def run_equal(case: EqualCase, repeats: int, rank: int) -> dict[str, Any]:
     """Steps of stock DDP, stock DDP again (the noise) and ours, interleaved: median, p95 and longest of each run."""
-    step_s = fitted_step_s(case, rank)
+    step_s = fitted_step_s(case.ddp_step_s, partial(equal_case, case), rank)
     engines = ("ddp", "ddp again", "ours")
     out: dict[str, Any] = {name: {e: [] for e in engines} for name in ("median_s", "p95_s", "longest_s", "taken")}
     for _ in range(repeats):
@@ -285,27 +363,25 @@ def run_critical_path(case: Case, rank: int) -> dict[str, list[list[Any]]]:
     return {kind: gathered(getattr(probe, kind)) for kind in (*CriticalPathProbe.KINDS, "hidden")}
 
 
-def main() -> None:
-    world_size, repeats, quick, path = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3] == "quick", Path(sys.argv[4])
-    warnings.simplefilter("ignore")
-    for name in ("lightning.pytorch", "lightning.fabric"):
-        logging.getLogger(name).setLevel(logging.ERROR)
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")  # Lightning keeps an existing group
-    rank = dist.get_rank()
+def usable_cores() -> int:
+    """Returns how many cores this process may use."""
+    affinity = getattr(os, "sched_getaffinity", None)
+    return len(affinity(0)) if affinity is not None else os.cpu_count() or 1
+
+
+def measure(rank: int, repeats: int, quick: bool) -> dict[str, Any]:
+    world_size = dist.get_world_size()
     cases = [c.quick() if quick else c for c in unequal_cases() if c.world_size == world_size]
-    result: dict[str, Any] = {"cases": {c.name: run_case(c, repeats, rank) for c in cases}}
+    result: dict[str, Any] = {"cores": usable_cores(), "cases": {c.name: run_case(c, repeats, rank) for c in cases}}
     equals = [e.quick() if quick else e for e in equal_cases() if e.world_size == world_size]
     result["equal"] = {e.name: run_equal(e, max(repeats, 2 if quick else 9), rank) for e in equals}
     if world_size == 4:
         paths = (cases[0], equal_case(equals[1], equals[1].ddp_step_s))
         steps = 60 if quick else 320
         result["critical_path"] = {c.name: run_critical_path(replace(c, steps=steps), rank) for c in paths}
-    if rank == 0:
-        path.write_text(json.dumps(result))
-    dist.barrier()
-    dist.destroy_process_group()
+    return result
 
 
 if __name__ == "__main__":
-    main()
+    _path, _repeats, _extent = sys.argv[1:]
+    as_rank(Path(_path), lambda rank: measure(rank, int(_repeats), _extent == "quick"))

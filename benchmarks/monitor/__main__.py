@@ -10,28 +10,15 @@ noise / sqrt(cycles).
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
-import subprocess
-import sys
-import tempfile
 from pathlib import Path
 from typing import Any
 
 from benchmarks.monitor.worker import ENGINES, RANKS, STEP_S
 from benchmarks.report import write_results
+from benchmarks.torchrun import launch
 
 GOAL = 2.0  # percent
-
-
-def launch(repeats: int, cycles: int) -> dict[str, dict[str, list[list[float]]]]:
-    """Runs the ranks under torchrun and returns what rank 0 wrote: steps [s] by engine, kind of block and cycle."""
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "result.json"
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={RANKS}"]
-        command += ["-m", "benchmarks.monitor.worker", str(repeats), str(cycles), folder, str(path)]
-        subprocess.run(command, check=True)
-        return json.loads(path.read_text())
 
 
 def figures_of(engine: str, raw: dict[str, list[list[float]]], goals: bool) -> list[dict[str, Any]]:
@@ -67,7 +54,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path(__file__).parent, help="folder for results.json, results.md")
     args = parser.parse_args()
     repeats, cycles = (1, 3) if args.quick else (args.repeats, args.cycles)
-    raw = launch(repeats, cycles)
+    raw = launch("benchmarks.monitor.worker", RANKS, repeats, cycles)
     figures = [figure for engine in ENGINES for figure in figures_of(engine, raw[engine], goals=not args.quick)]
     notes = (
         "Compute is emulated by sleeping 20 ms per step, so that four devices fit on fewer cores; Lightning, engines,"

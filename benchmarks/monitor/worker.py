@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import json
-import logging
 import shutil
 import sys
 import time
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +16,7 @@ from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from benchmarks.torchrun import as_rank
 from lightning_hetero import (
     BoundedStalenessStrategy,
     LoadBalancedStrategy,
@@ -122,23 +120,18 @@ def train(engine: str, cycles: int, folder: str) -> dict[str, list[list[float]]]
     return monitor.cycles()
 
 
-def main() -> None:
-    repeats, cycles, folder, path = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], Path(sys.argv[4])
-    warnings.simplefilter("ignore")
-    for name in ("lightning.pytorch", "lightning.fabric"):
-        logging.getLogger(name).setLevel(logging.ERROR)
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")  # Lightning keeps an existing group
+def measure(repeats: int, cycles: int, folder: str) -> dict[str, dict[str, list[list[float]]]]:
+    """Returns the steps [s] by engine, kind of block and cycle."""
     result: dict[str, dict[str, list[list[float]]]] = {engine: {} for engine in ENGINES}
     for _ in range(repeats):
         for engine, noted in result.items():
             for kind, blocks in train(engine, cycles, folder).items():
                 noted.setdefault(kind, []).extend(blocks)
-    if dist.get_rank() == 0:
-        path.write_text(json.dumps(result))
-    dist.barrier()
-    dist.destroy_process_group()
+    return result
+
 
 
 if __name__ == "__main__":
-    main()
+    _path, _repeats, _cycles = sys.argv[1:]
+    # Loggers write beside the result.
+    as_rank(Path(_path), lambda rank: measure(int(_repeats), int(_cycles), str(Path(_path).parent)))

@@ -13,15 +13,14 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import subprocess
 import sys
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from benchmarks.planning_real.figures import WARM_UP, figures, table
 from benchmarks.report import write_results
+from benchmarks.torchrun import launch
 
 HERE = Path(__file__).parent
 CASES = ("mlp, small", "mlp, large", "cnn, small", "cnn, large", "gpt, small", "gpt, large")
@@ -42,16 +41,11 @@ NOTES = (
 )
 
 
-def launch(cores: Sequence[int], cases: Sequence[str], steps: int, clock: str) -> dict[str, Any]:
+def run(cores: Sequence[int], cases: Sequence[str], steps: int, clock: str) -> dict[str, Any]:
     """Runs a clock's engines on all cases once, a rank on each core, and returns what rank 0 wrote."""
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "result.json"
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={len(cores)}"]
-        setting = {"cores": list(cores), "cases": list(cases), "steps": steps, "clock": clock}
-        setting["engines"] = ENGINES[clock]
-        command += ["-m", "benchmarks.planning_real.rank", str(path), json.dumps(setting)]
-        subprocess.run(command, check=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
-        return json.loads(path.read_text())
+    setting = {"cores": list(cores), "cases": list(cases), "steps": steps, "clock": clock, "engines": ENGINES[clock]}
+    one_thread = {"OMP_NUM_THREADS": "1"}
+    return launch("benchmarks.planning_real.rank", len(cores), json.dumps(setting), environment=one_thread)
 
 
 def cores_for(ranks: int) -> list[int]:
@@ -82,7 +76,7 @@ def main() -> None:
     for _ in range(1 if args.quick else args.repeats):
         loads.append(os.getloadavg()[0])
         for clock, runs in raw.items():
-            runs.append(launch(cores, cases, args.steps, clock))
+            runs.append(run(cores, cases, args.steps, clock))
     load = f"{len(cores)} ranks. Load average before each repeat: {', '.join(f'{load:.1f}' for load in loads)}."
     write_results(
         args.out or (HERE / ".cache" / HERE.name if args.quick else HERE),

@@ -33,7 +33,8 @@ from benchmarks.stale.cases import (
     JitteredWork,
 )
 from benchmarks.stale.learning import BATCH, RECIPES, TRAINING_SAMPLES, Learner, Recipe, Training, synchronous
-from lightning_hetero.balanced.decide.policy import BalancePolicy, ShareBounds
+from lightning_hetero.shares.bounds import ShareBounds
+from lightning_hetero.shares.policy import BalancePolicy
 from lightning_hetero.solvers.scale import scale_shares
 from lightning_hetero.stale.decide.coordinator import Coordinator
 from lightning_hetero.stale.decide.simulate.simulator import Costs, Trace, WorkerTotals, simulate
@@ -157,7 +158,7 @@ def code_digest() -> int:
     package = here.parents[1] / "lightning_hetero"
     found: dict[Path, str] = {}
     todo = [here / "learning.py", here / "cases.py"]
-    todo += [package / "stale/decide/simulate/simulator.py", package / "balanced/decide/policy.py"]
+    todo += [package / "stale/decide/simulate/simulator.py", package / "shares/policy.py"]
     while todo:
         file = todo.pop()
         if file in found:

@@ -1,5 +1,7 @@
-"""The policy's documented path; it lives in ``decide/``."""
+"""The policies' documented path; they live in ``decide/``."""
 
-from lightning_hetero.balanced.decide.policy import BalancePolicy, ShareBounds
+from lightning_hetero.balanced.decide.tuning import TuningPolicy
+from lightning_hetero.shares.bounds import ShareBounds
+from lightning_hetero.shares.policy import BalancePolicy
 
-__all__ = ["BalancePolicy", "ShareBounds"]
+__all__ = ["BalancePolicy", "ShareBounds", "TuningPolicy"]

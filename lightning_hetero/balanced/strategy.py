@@ -21,13 +21,14 @@ from torch import Tensor, nn
 
 from lightning_hetero import lightning_compat as compat
 from lightning_hetero.balanced.decide.controlled import ControlledPolicy
-from lightning_hetero.balanced.decide.policy import BalancePolicy, ShareBounds
 from lightning_hetero.balanced.fit.loaders import BatchSettings
 from lightning_hetero.balanced.fit.rebalancer import BatchRebalancer
-from lightning_hetero.balanced.fit.refusals import controlled_policy
+from lightning_hetero.balanced.fit.refusals import PolicyName, chosen_policy, controlled_policy
 from lightning_hetero.balanced.fit.run import BalancedRun, BalanceSettings
+from lightning_hetero.callbacks.work import check_batch_cost
 from lightning_hetero.controller.lyapunov import LyapunovController
 from lightning_hetero.controller.replans import Replan
+from lightning_hetero.data.costs import check_sample_costs
 from lightning_hetero.data.stream import StreamMode
 from lightning_hetero.glue.checks import check_choice, check_controller, check_counts, check_flags
 from lightning_hetero.glue.metrics import integer_mean_, is_mean, weighted_mean_
@@ -35,6 +36,8 @@ from lightning_hetero.glue.refusals import Refusals
 from lightning_hetero.glue.strategy import HeteroStrategy
 from lightning_hetero.lightning_compat.patches import patched
 from lightning_hetero.predictors import Predictor, PredictorName
+from lightning_hetero.shares.bounds import ShareBounds
+from lightning_hetero.shares.policy import BalancePolicy
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
@@ -46,25 +49,38 @@ class LoadBalancedStrategy(HeteroStrategy[BalancedRun]):
     """Synchronous data parallelism with per-rank batches re-sized so that all ranks finish together (LB-BSP).
 
     A drop-in for `DDPStrategy`: the global batch stays what stock DDP would train on and the gradient is the mean over
-    its samples, so the trained weights are those of a single process; only the time per step changes.
+    its samples, so the trained weights are those of a single process; only the time per step changes. A rank that runs
+    out of memory computes that step in pieces and gets fewer samples from then on.
 
     Args:
-        predictor: models a rank's time: ``"kalman"``, ``"ewma"``, ``"last"``, or a `Predictor`.
+        predictor: models a rank's time: ``"kalman"``, ``"narx"`` (it is told the host's load, too), ``"ewma"``,
+            ``"last"``, ``"curve"``, or a `Predictor`.
         dead_band: relative gain of the predicted step time below which shares stay.
         cooldown: measurements to let pass after a change of shares.
         min_samples: least samples per rank (one number, or one per rank); default a quarter of the equal share.
         max_samples: most samples per rank; default four times the equal share. If together they hold less than the
             global batch, it is accumulated over several batches.
-        quantum: shares are multiples of this, e.g. for compiled or tensor-core-friendly shapes.
-        policy: a whole `BalancePolicy`, instead of ``predictor``, ``dead_band`` and ``cooldown``.
+        quantum: shares are multiples of this. ``"auto"``: 1, but where the module is compiled anew for each number of
+            samples, and where tensor cores compute in half precision, a power of two that divides the global batch.
+        policy: how shares are decided: ``"predictive"`` (the default): by a predictor's times; ``"tuning"``: by trial,
+            as LB-BSP on GPU clusters; or a whole `BalancePolicy`. The last two exclude ``predictor``, ``dead_band`` and
+            ``cooldown``.
         rebalance: ``False`` keeps equal shares (exact weighting and metrics stay).
         controller: decides the shares, and which ranks rest, in the place of the policy: a `LyapunovController`, e.g.
             with a ``budget``, or ``"lyapunov"`` for one without. ``None``: the policy decides, and all ranks work.
         exchange_every: exchange measurements every k steps; default: every step, fewer when steps are short.
         stream: what an `IterableDataset` is: ``"infinite"`` per rank, or ``"shared"`` by all ranks.
+        batch_cost: the work of this rank's batch, padding included, e.g. ``lambda batch: batch["ids"].numel()``, where
+            samples differ in it: a long batch is then not taken for a slow device. A method of that name on the
+            LightningModule serves too. Default: ``batch_weight`` if given, else the number of samples.
+        sample_costs: the work of each sample of the train dataset, by index, where it is known before loading: each
+            rank's part of a global batch is then cut by work, not by number. A method ``sample_cost(i)`` of the dataset
+            serves too. Gradients stay means over samples.
         waiting_modules: module types, besides `SyncBatchNorm`, that wait for peers inside forward or backward.
         sample_weighted_metrics: per-step means over ranks (``self.log(..., sync_dist=True)``) count samples, or what
             ``batch_weight`` counts; means of an epoch count ``batch_size``, as Lightning's always do.
+        check_parameters_every: optimizer steps in which the ranks compare all their parameters once, by a checksum that
+            travels with the measurements; ``None``: they do not.
         **ddp: arguments shared by all engines, and `DDPStrategy`'s own; see `HeteroStrategy`.
 
     Raises:
@@ -89,30 +105,35 @@ class LoadBalancedStrategy(HeteroStrategy[BalancedRun]):
         cooldown: int = 0,
         min_samples: int | Sequence[int] | None = None,
         max_samples: int | Sequence[int] | None = None,
-        quantum: int = 1,
-        policy: BalancePolicy | None = None,
+        quantum: int | Literal["auto"] = "auto",
+        policy: PolicyName | BalancePolicy | None = None,
         rebalance: bool = True,
         controller: LyapunovController | Literal["lyapunov"] | None = None,
         exchange_every: int | None = None,
         stream: StreamMode | None = None,
+        batch_cost: Callable[[Any], float] | None = None,
+        sample_costs: Sequence[float] | None = None,
         waiting_modules: Sequence[type[nn.Module]] = (),
         sample_weighted_metrics: bool = True,
+        check_parameters_every: int | None = None,
         **ddp: Any,
     ) -> None:
         super().__init__(accelerator=accelerator, **ddp)
-        check_counts(quantum=quantum, exchange_every=exchange_every)
+        check_counts(exchange_every=exchange_every, check_parameters_every=check_parameters_every)
+        if quantum != "auto":
+            if isinstance(quantum, str):
+                raise ValueError(f"quantum={quantum!r} must be a whole number >= 1, or 'auto'")
+            check_counts(quantum=quantum)
+        check_batch_cost(batch_cost)
+        check_sample_costs(sample_costs)
         check_choice("stream", stream, (None, "infinite", "shared"))
         check_flags(rebalance=rebalance, sample_weighted_metrics=sample_weighted_metrics)
-        if not isinstance(policy, BalancePolicy | None):
-            raise TypeError(f"policy={policy!r} must be a BalancePolicy, or None; names are for predictor=")
         for kind in waiting_modules if isinstance(waiting_modules, Sequence) else [waiting_modules]:
             if not (isinstance(kind, type) and issubclass(kind, nn.Module)):
                 raise TypeError(f"waiting_modules={waiting_modules!r} must be a list of classes of modules")
-        if policy is not None and (predictor, dead_band, cooldown) != ("kalman", 0.02, 0):
-            raise ValueError("give either a whole policy, or predictor, dead_band and cooldown, not both")
         self.controller = check_controller(controller)
         if controller is None:
-            self.policy = policy or BalancePolicy(predictor=predictor, dead_band=dead_band, cooldown=cooldown)
+            self.policy = chosen_policy(policy, predictor, dead_band, cooldown)
         else:
             idle = {
                 "predictor": predictor != "kalman",
@@ -123,6 +144,7 @@ class LoadBalancedStrategy(HeteroStrategy[BalancedRun]):
                 "rebalance": not rebalance,
             }
             self.policy = controlled_policy(self.controller, [name for name, given in idle.items() if given])
+        self._closure_loss: Tensor | None = None
         self.sample_weighted_metrics = sample_weighted_metrics
         self.settings = BalanceSettings(
             policy=self.policy,
@@ -132,8 +154,11 @@ class LoadBalancedStrategy(HeteroStrategy[BalancedRun]):
                 quantum=quantum,
                 stream=stream,
                 exchange_every=exchange_every,
+                sample_costs=sample_costs,
             ),
             waiting_modules=tuple(waiting_modules),
+            batch_cost=batch_cost,
+            check_parameters_every=check_parameters_every,
             ddp_arguments=self.ddp_arguments,
         )
 
@@ -182,18 +207,26 @@ class LoadBalancedStrategy(HeteroStrategy[BalancedRun]):
         run = self._run
         if run is None:
             return super().training_step(*args, **kwargs)
-        with run.dummy_guard():
+        with run.dummy_guard(), run.memory_guard():
             output = super().training_step(*args, **kwargs)
         if not run.automatic:
             run.manual_step_done()
         return output
 
+    def pre_backward(self, closure_loss: Tensor) -> None:
+        self._closure_loss = closure_loss if self._run is not None else None  # holds the graph, also if it gets scaled
+        super().pre_backward(closure_loss)
+
     def _backward_weighted(self, tensor: Tensor, model: Any, optimizer: Any, *args: Any, **kwargs: Any) -> None:
         """In the place of the precision plugin's ``backward`` during a run: users' hooks see their own loss."""
         run, plugin = self._run, self.precision_plugin
         assert run is not None
-        type(plugin).backward(plugin, run.weigh(tensor), model, optimizer, *args, **kwargs)
-        run.backward_returned()
+        closure_loss, self._closure_loss = self._closure_loss, None
+        run.backward(
+            tensor,
+            lambda loss: type(plugin).backward(plugin, loss, model, optimizer, *args, **kwargs),
+            [] if closure_loss is None else [closure_loss],
+        )
 
     def optimizer_step(self, optimizer: Any, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
         output = super().optimizer_step(optimizer, closure, model, **kwargs)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from lightning_hetero.cluster.score import waiting
 from lightning_hetero.emulate.scenario import Scenario
 from lightning_hetero.lightning_compat import trainer_callbacks
 from lightning_hetero.types import Event, StepReport
@@ -18,7 +19,8 @@ class EventSource:
     """Notes events of this rank; a callback of the user's may be one, too."""
 
     def step_events(self) -> list[Event]:
-        """Returns and forgets this rank's events since the last call, for `HeteroTrace`."""
+        """Returns and forgets this rank's events since the last call, for `HeteroTrace`; their times by the clock
+        ``time.perf_counter``."""
         return []
 
 
@@ -42,6 +44,15 @@ class Reporting(EventSource):
         """Samples, own work and waiting of all ranks; ``None`` if nothing (new) is known."""
         return None
 
+    def waiting_in(self, report: StepReport) -> float:
+        """Returns the part of the ranks' time that they waited for one another, of a `step_report`; NaN: not known."""
+        return waiting(report.records)
+
+    def take_reports(self) -> list[StepReport] | None:
+        """Returns and forgets reports of steps since the last call, in which ranks' seconds per item can be compared;
+        empty: there are none, or they cannot be. ``None``: `step_report` is all there is, and they can."""
+        return None
+
     def engine_metrics(self) -> dict[str, float]:
         """The engine's own numbers, logged as ``hetero/<name>``."""
         return {}
@@ -49,6 +60,10 @@ class Reporting(EventSource):
     def summary(self) -> str | None:
         """One line on the fit so far; ``None`` before anything was measured."""
         return None
+
+    def about(self) -> dict[str, Any]:
+        """Returns what a trace begins with: ``engine``, and what its figures are read against, plain."""
+        return {}
 
     def emulate(self, scenario: Scenario) -> bool:
         """Asked by a `ThrottleCallback` when set-up begins: whether the strategy sleeps for the scenario by itself."""

@@ -3,72 +3,106 @@
 from __future__ import annotations
 
 import math
+import time
 from collections import deque
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from lightning.pytorch.callbacks import Callback
-from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor, nn
 
 from lightning_hetero import lightning_compat as compat
 from lightning_hetero.callbacks.reporting import EventSource, Reporting, reporting_of
 from lightning_hetero.callbacks.samples import count_samples
-from lightning_hetero.cluster.score import imbalance, straggler_scores
+from lightning_hetero.callbacks.work import BatchCost, check_batch_cost, cost_in, count_work
+from lightning_hetero.cluster.score import imbalance, shares_text, straggler_scores, waiting
+from lightning_hetero.cluster.stragglers import StragglerTest
 from lightning_hetero.cluster.what_if import exchange_alone, what_if
 from lightning_hetero.measure.step_clock import StepProbe, when_backward_ends
-from lightning_hetero.types import Event, SpeedSample
+from lightning_hetero.types import Event, SpeedSample, StepReport
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
 
 __all__ = ["StragglerMonitor"]
 
+_OFTEN = 50  # steps between two looks for stragglers under stock DDP, where nothing is logged
+_SELDOM = 5  # and at least so many where all is logged: to send something costs as much as some hooks
+
 
 class StragglerMonitor(Callback, EventSource):
-    """Gives ``hetero/*`` to the Trainer's loggers and shows the imbalance on the progress bar.
+    """Gives ``hetero/*`` to the Trainer's loggers; progress bars show shares and waiting, ``shares=21/11, wait=3%``.
 
     Per rank: ``share`` [samples], ``compute_s`` (own work), ``wait_s`` (in the gradient exchange), ``predicted_s``,
-    ``score`` (speed relative to the fastest rank), and over the ranks ``max`` and ``min``;
-    ``hetero/imbalance`` is the slowest rank's work over the mean (1.0 = balanced).
+    ``score`` (speed relative to the fastest rank), ``straggler`` (1, or of a rank found to be slow its seconds per item
+    over the others'), and over the ranks ``max`` and ``min``; ``hetero/imbalance`` is the slowest rank's work over the
+    mean (1.0 = balanced).
+
+    A rank that has become slow is named in one line, once per fit: since which step, and by how much. A test watches
+    seconds per item of work, see `lightning_hetero.cluster.stragglers`, so that a long batch is no slow device.
 
     As with Lightning's `DeviceStatsMonitor` only rank 0 reports, and straight to ``trainer.loggers``: nothing comes
     into ``callback_metrics`` or ``logged_metrics``. Nothing is built or sent in steps that are not reported.
 
     With an engine of this package the values come from what its ranks exchange anyway, and the engine may add its own
     (``engine_metrics() -> dict``; see its page in docs/); at the end of the fit one line tells who did what. With stock
-    DDP the monitor times its own rank, gathers means once per epoch, and tells at the end how long ranks waited and
-    what each engine would give, see `lightning_hetero.cluster.what_if`.
+    DDP the monitor times its own rank, tells rank 0 of its steps every ``every_n_steps``, though not more often than
+    every fifth step, to look for stragglers, which nobody waits for, gathers means once per epoch, and tells at the end
+    how long ranks waited and what each engine would give, see `lightning_hetero.cluster.what_if`.
 
     Args:
         every_n_steps: report every n optimizer steps and in each epoch's last; ``None``: the Trainer's
             ``log_every_n_steps``.
-        prog_bar: show the imbalance on the progress bar.
+        prog_bar: show each rank's samples, and the part of the ranks' time that is waiting, on the progress bar.
         most_ranks: with more ranks than this, report only ``max`` and ``min`` over them.
+        batch_cost: under stock DDP, the work of this rank's batch, padding included, e.g. its tokens, where samples
+            differ in it. Default: a method ``batch_cost`` of the module, else ``batch_weight``, else samples count. An
+            engine of this package counts by itself, see `LoadBalancedStrategy`.
 
     Raises:
         ValueError: ``every_n_steps`` < 1.
+        TypeError: ``batch_cost`` is no function.
     """
 
-    def __init__(self, *, every_n_steps: int | None = None, prog_bar: bool = True, most_ranks: int = 16) -> None:
+    def __init__(
+        self,
+        *,
+        every_n_steps: int | None = None,
+        prog_bar: bool = True,
+        most_ranks: int = 16,
+        batch_cost: BatchCost | None = None,
+    ) -> None:
         if every_n_steps is not None and every_n_steps < 1:
             raise ValueError(f"every_n_steps={every_n_steps!r} must be at least 1")
+        check_batch_cost(batch_cost)
         self.every_n_steps = every_n_steps
         self.prog_bar = prog_bar
         self.most_ranks = most_ranks
+        self.batch_cost = batch_cost
         self._strategy: Reporting | None = None  # of the running fit, where this rank reports it
         self._due = False  # in this batch, or in the next that this rank trains on
         self._own: _OwnTiming | None = None
+        self._test = StragglerTest(0)
+        self._named: set[int] = set()  # ranks that a line has told of
+        self._told: _Told | None = None
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         strategy, self._due = reporting_of(trainer), False
-        self._own = _OwnTiming(trainer, pl_module) if strategy is None else None
+        self._own = _OwnTiming(trainer, pl_module, self.batch_cost) if strategy is None else None
+        self._test, self._named, self._told = StragglerTest(trainer.world_size), set(), None
+        if strategy is not None and self.batch_cost is not None:
+            rank_zero_warn(
+                "StragglerMonitor(batch_cost=...) has no effect under a strategy of lightning_hetero, which measures"
+                " by itself: give it to LoadBalancedStrategy, or drop it"
+            )
         self._strategy = strategy if trainer.is_global_zero else None
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         if self._own is not None:
-            self._own.open(count_samples(trainer, batch), trainer.current_epoch, batch_idx)
+            self._own.open(count_samples(trainer, batch), batch, trainer.current_epoch, batch_idx)
         elif self._strategy is not None and self._is_due(trainer):
             self._strategy.ask_report()
 
@@ -85,8 +119,54 @@ class StragglerMonitor(Callback, EventSource):
     ) -> None:
         if self._own is not None:
             self._own.close()
-        elif self._strategy is not None and self._is_due(trainer) and batch is not None:
-            self._due = not self._report(trainer, self._strategy)
+            every = self.every_n_steps or compat.log_interval(trainer) or _OFTEN
+            if (batch_idx + 1) % max(every, _SELDOM) == 0:
+                self._compare_own(trainer, self._own)
+        elif self._strategy is not None:
+            self._compare(self._strategy.take_reports() or ())
+            if self._is_due(trainer) and batch is not None:
+                self._due = not self._report(trainer, self._strategy)
+
+    def _compare_own(self, trainer: Trainer, own: _OwnTiming) -> None:
+        """Tells of the steps that no rank has told of yet, and looks for stragglers in those told of before.
+
+        A collective that nobody waits for: what is sent now is read when the next is sent.
+        """
+        self._compare_told(trainer)
+        if trainer.world_size > 1 and dist.is_initialized() and (steps := own.next_steps()):
+            epoch, rows = own.epoch, own.take_steps(steps).to(trainer.strategy.root_device)
+            everyone = [torch.empty_like(rows) for _ in range(trainer.world_size)]
+            self._told = _Told(epoch, steps, everyone, dist.all_gather(everyone, rows, async_op=True))
+
+    def _compare_told(self, trainer: Trainer) -> None:
+        told, self._told = self._told, None
+        if told is None:
+            return
+        told.work.wait()
+        if not trainer.is_global_zero:
+            return
+        everyone = [rows.tolist() for rows in told.everyone]
+        waited: list[float] = []
+        for i, step in enumerate(told.steps):
+            records = tuple(
+                SpeedSample(rank=r, step=step, samples=1, compute_s=rows[i][1], work=rows[i][0])
+                for r, rows in enumerate(everyone)
+            )
+            self._compare([StepReport(epoch=told.epoch, step=step, records=records, predicted_s=())])
+            waited.append(waiting(records))
+        if self.prog_bar and (known := [part for part in waited if not math.isnan(part)]):
+            compat.show_on_progress_bar(trainer, "wait", f"{100.0 * math.fsum(known) / len(known):.0f}%")
+
+    def _compare(self, reports: Sequence[StepReport]) -> None:
+        """Names ranks that have become slow."""
+        for report in reports:
+            for found in self._test.add(report.records, epoch=report.epoch, step=report.step):
+                if found.rank not in self._named:
+                    self._named.add(found.rank)
+                    rank_zero_info(
+                        f"StragglerMonitor: rank {found.rank} is slow since epoch {found.epoch}, step {found.step}: it"
+                        f" needs {found.slowdown:.2f} times as long for the same work as the other ranks' median"
+                    )
 
     def _is_due(self, trainer: Trainer) -> bool:
         if not (trainer.loggers or self.prog_bar):
@@ -100,11 +180,15 @@ class StragglerMonitor(Callback, EventSource):
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self._own is None:
             return
+        self._compare_own(trainer, self._own)
+        self._compare_told(trainer)
         sums = self._own.take_sums().to(trainer.strategy.root_device)
         rows = trainer.strategy.all_gather(sums).reshape(-1, sums.numel()).cpu()
         if (rows[:, 0] > 0).all():
             self._own.fit_rows += rows
-            values = self._values(_means(rows), [])
+            means = _means(rows)
+            self._show_on_bar(trainer, means, waiting(means))
+            values = self._values(means, [])
             # Lightning's own step of the epoch's values: the last batch's.
             self._show(trainer, values, step=compat.logging_step(trainer) - 1)
 
@@ -112,7 +196,7 @@ class StragglerMonitor(Callback, EventSource):
         if self._own is not None:
             self._own.probe.detach()
             rows = self._own.fit_rows
-            exchange_s = float((rows[:, 4] / rows[:, 0]).min())
+            exchange_s = float((rows[:, 5] / rows[:, 0]).min())
             if (told := what_if(_means(rows), exchange_s)) is not None:
                 rank_zero_info(told.text(steps=int(rows[0, 0])))
         elif self._strategy is not None and (summary := self._strategy.summary()):
@@ -130,7 +214,10 @@ class StragglerMonitor(Callback, EventSource):
         """Reports what is known; returns whether anything is."""
         values: dict[str, float] = {}
         if (report := strategy.step_report()) is not None:
+            if strategy.take_reports() is None:
+                self._compare([report])
             values = self._values(report.records, report.predicted_s)
+            self._show_on_bar(trainer, report.records, strategy.waiting_in(report))
         values |= {f"hetero/{name}": float(value) for name, value in strategy.engine_metrics().items()}
         self._show(trainer, values, step=compat.logging_step(trainer))
         return bool(values)
@@ -143,6 +230,7 @@ class StragglerMonitor(Callback, EventSource):
             "wait_s": [r.wait_s for r in records],
             "predicted_s": list(predicted_s),
             "score": straggler_scores(records),
+            "straggler": self._test.slowdowns(),
         }
         values: dict[str, float] = {}
         for name, column in columns.items():
@@ -160,8 +248,21 @@ class StragglerMonitor(Callback, EventSource):
             return
         for logger in trainer.loggers:
             logger.log_metrics(dict(values), step=step)
-        if self.prog_bar and "hetero/imbalance" in values:
-            compat.show_on_progress_bar(trainer, "hetero/imbalance", values["hetero/imbalance"])
+
+    def _show_on_bar(self, trainer: Trainer, records: Sequence[SpeedSample], waited: float) -> None:
+        if not (self.prog_bar and trainer.is_global_zero) or math.isnan(waited):
+            return
+        compat.show_on_progress_bar(trainer, "shares", shares_text([r.samples for r in records]))
+        compat.show_on_progress_bar(trainer, "wait", f"{100.0 * waited:.0f}%")
+
+
+class _Told(NamedTuple):
+    """Steps that the ranks have told one another of, and what is told, once the work is done: [work, seconds]."""
+
+    epoch: int
+    steps: range
+    everyone: list[Tensor]
+    work: Any
 
 
 def _means(rows: Tensor) -> list[SpeedSample]:
@@ -169,8 +270,15 @@ def _means(rows: Tensor) -> list[SpeedSample]:
     if not (rows[:, 0] > 0).all():
         return []
     return [
-        SpeedSample(rank=r, step=0, samples=round(samples / steps), compute_s=compute_s / steps, wait_s=wait_s / steps)
-        for r, (steps, samples, compute_s, wait_s) in enumerate(rows[:, :4].tolist())
+        SpeedSample(
+            rank=r,
+            step=0,
+            samples=round(samples / steps),
+            compute_s=compute_s / steps,
+            wait_s=wait_s / steps,
+            work=work / steps,
+        )
+        for r, (steps, samples, work, compute_s, wait_s) in enumerate(rows[:, :5].tolist())
     ]
 
 
@@ -180,23 +288,46 @@ class _OwnTiming:
     Attributes:
         probe: the stopwatch.
         fit_rows: per rank, sums over the fit's epochs so far, see `take_sums`.
+        epoch: of the steps that are told next, see `take_steps`.
     """
 
-    def __init__(self, trainer: Trainer, module: LightningModule) -> None:
+    def __init__(self, trainer: Trainer, module: LightningModule, batch_cost: BatchCost | None) -> None:
         self.probe = StepProbe(trainer.strategy.root_device, waiting=(nn.SyncBatchNorm,))
         self.probe.attach(module)
         self._rank = trainer.global_rank
-        self._sizes: deque[tuple[int, int, int]] = deque()
+        self._cost = cost_in(module, batch_cost)
+        self._weight = getattr(module, "batch_weight", None)
+        self._sizes: deque[tuple[int, int, int, float]] = deque()
+        self.epoch, self._from, self._until = 0, 0, -2  # steps not told of yet, up to the one that runs
+        self._steps: dict[int, tuple[float, float]] = {}  # work and time of each of them
         self._world_size = trainer.world_size
-        self._sums = [0.0] * 4
+        self._sums = [0.0] * 5
         self._waits_s: deque[float] = deque(maxlen=4096)
-        self.fit_rows = torch.zeros(self._world_size, 5, dtype=torch.float64)
+        self.fit_rows = torch.zeros(self._world_size, 6, dtype=torch.float64)
         self._events: deque[Event] = deque(maxlen=4096)
-        self._clock_s = 0.0
 
-    def open(self, samples: int, epoch: int, step: int) -> None:
-        self._sizes.append((epoch, step, samples))
+    def open(self, samples: int, batch: Any, epoch: int, step: int) -> None:
+        self._sizes.append((epoch, step, samples, self._work_of(batch, samples)))
+        if (epoch, step) != (self.epoch, self._until + 1):
+            self.epoch, self._from = epoch, step
+            self._steps.clear()
+        self._until = step
         self.probe.arm()
+
+    def _work_of(self, batch: Any, samples: int) -> float:
+        if self._cost is not None:
+            return count_work(self._cost, batch, self._rank)
+        return float(samples if self._weight is None else self._weight(batch))
+
+    def next_steps(self) -> range:
+        """Returns the steps, the same on every rank, whose times are known: on CUDA they are a step late."""
+        return range(self._from, self._until)
+
+    def take_steps(self, steps: range) -> Tensor:
+        """Returns and forgets work and own time [s] of each step; zeros: not measured."""
+        self._from = steps.stop
+        rows = [self._steps.pop(step, (0.0, 0.0)) for step in steps]
+        return torch.tensor(rows, dtype=torch.float64)
 
     def backward_returned(self, *, more: bool) -> None:
         self.probe.exchanged()
@@ -208,20 +339,22 @@ class _OwnTiming:
         compute_s = self.probe.take()
         if compute_s is None or not self._sizes:
             return
-        epoch, step, samples = self._sizes.popleft()
+        epoch, step, samples, work = self._sizes.popleft()
+        if epoch == self.epoch and self._world_size > 1:
+            self._steps[step] = work, compute_s
         wait_s = self.probe.wait_s
-        self._clock_s += compute_s + wait_s
-        self._sums = [a + b for a, b in zip(self._sums, (1.0, samples, compute_s, wait_s), strict=True)]
+        self._sums = [a + b for a, b in zip(self._sums, (1.0, samples, work, compute_s, wait_s), strict=True)]
         self._waits_s.append(wait_s)
         data = {"samples": samples, "compute_s": compute_s, "wait_s": wait_s}
-        self._events.append(
-            Event(kind="step", rank=self._rank, epoch=epoch, step=step, t_s=self._clock_s, data=data)
-        )
+        if work != samples:
+            data["work"] = work
+        now_s = time.perf_counter()
+        self._events.append(Event(kind="step", rank=self._rank, epoch=epoch, step=step, t_s=now_s, data=data))
 
     def take_sums(self) -> Tensor:
-        """Returns and forgets this epoch's sums over steps: 1, samples, own work, waiting, exchange alone [s]."""
+        """Returns and forgets this epoch's sums over steps: 1, samples, items, own time, waiting, exchange alone."""
         exchange_s = exchange_alone(self._waits_s, self._world_size)
-        sums, self._sums = [*self._sums, self._sums[0] * exchange_s], [0.0] * 4
+        sums, self._sums = [*self._sums, self._sums[0] * exchange_s], [0.0] * 5
         self._waits_s.clear()
         return torch.tensor(sums, dtype=torch.float64)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable
 from typing import Any
@@ -13,7 +14,7 @@ from torch import Tensor
 from lightning_hetero.callbacks.reporting import reporting_of
 from lightning_hetero.callbacks.samples import count_samples
 from lightning_hetero.emulate.scenario import Scenario
-from lightning_hetero.emulate.throttle import Throttle
+from lightning_hetero.emulate.throttle import Throttle, scenario_steps
 
 __all__ = ["ThrottleCallback"]
 
@@ -37,7 +38,7 @@ class ThrottleCallback(Callback):
             `lightning_hetero.callbacks.samples.count_samples`.
         backward_per_forward: time of the first backward pass in forward passes, before one has been timed: 2 because a
             layer's backward pass takes two products (for its input and for its weights) for one of the forward pass.
-        step_every_s: let the scenario's steps pass with time, one every so many seconds since the fit began,
+        step_every_s: let the scenario's steps pass with time, one every so many seconds since its first batch,
             instead of with the training's steps: a neighbour's load on a shared machine does not wait for us.
         throttle: makes the runtime, ``(scenario, rank, backward_per_forward=...) -> Throttle``; injectable for tests,
             like ``clock``.
@@ -68,13 +69,16 @@ class ThrottleCallback(Callback):
         self.scenario = scenario
         self.step_every_s = step_every_s
         self._clock = clock
-        self._began_s = 0.0
+        self._scenario_step: Callable[[int], int] = int  # made in fit, too
         self._samples = samples
         self._backward_per_forward = float(backward_per_forward)
         self._make_throttle = throttle
         self._throttle: Throttle | None = None  # made in fit: the callback is pickled before
         self._taken_over = False
         self._hooks: list[Any] = []
+        self._undo_cap: Callable[[], None] | None = None
+        self._batch: Any = None  # that runs, and its samples
+        self._counted = 0
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """A strategy whose ranks do different parts of a step sleeps by itself, see `Reporting.emulate`."""
@@ -90,9 +94,34 @@ class ThrottleCallback(Callback):
         self._throttle = self._make_throttle(
             self.scenario, trainer.global_rank, backward_per_forward=self._backward_per_forward
         )
+        if not self._taken_over and self.scenario.mem_cap(trainer.global_rank) is not None:
+            self._undo_cap = self._cap_memory(trainer, pl_module, self._throttle)
+
+    def _cap_memory(self, trainer: Trainer, module: LightningModule, throttle: Throttle) -> Callable[[], None]:
+        """Lets ``training_step`` run out of the emulated memory, where a device would, too; returns undo."""
+        original = module.training_step
+
+        @functools.wraps(original)  # Lightning looks at the signature
+        def training_step(*args: Any, **kwargs: Any) -> Any:
+            batch = args[0] if args else next(iter(kwargs.values()))
+            # A batch that is not the loop's is a piece of it, of which no loader and no strategy tells the size.
+            whole = batch is self._batch
+            throttle.hold(self._counted if whole else count_samples(trainer, batch, self._samples, whole=False))
+            return original(*args, **kwargs)
+
+        own = vars(module)
+        before = own.get("training_step")
+        own["training_step"] = training_step
+
+        def undo() -> None:
+            own.pop("training_step", None)
+            if before is not None:
+                own["training_step"] = before
+
+        return undo
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._began_s = self._clock()
+        self._scenario_step = scenario_steps(self.step_every_s, self._clock)
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Parameters may have been frozen or thawed since the last epoch."""
@@ -114,11 +143,10 @@ class ThrottleCallback(Callback):
             return
         counts = self._throttle.counts_samples and not self._taken_over
         samples = count_samples(trainer, batch, self._samples) if counts else 0
+        self._batch, self._counted = batch, samples
         # Counted over epochs and restored from checkpoints, unlike batch_idx and a count of our own.
         step = trainer.fit_loop.epoch_loop.total_batch_idx
-        if self.step_every_s is not None:
-            step = int((self._clock() - self._began_s) / self.step_every_s)
-        self._throttle.begin(step, samples)
+        self._throttle.begin(self._scenario_step(step), samples)
 
     def on_extra_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
@@ -141,12 +169,20 @@ class ThrottleCallback(Callback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
+        self._batch = None
         if self._throttle is not None and not self._taken_over:
             self._throttle.end()
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         self._unhook()
-        self._throttle = None
+        self._throttle, self._scenario_step, self._batch = None, int, None
+        undo, self._undo_cap = self._undo_cap, None
+        if undo is not None:
+            undo()
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        """Lightning calls no teardown then."""
+        self.teardown(trainer, pl_module, "fit")
 
     def _unhook(self) -> None:
         for hook in self._hooks:

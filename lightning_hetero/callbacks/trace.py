@@ -10,7 +10,7 @@ from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 
-from lightning_hetero.callbacks.reporting import event_source
+from lightning_hetero.callbacks.reporting import event_source, reporting_of
 from lightning_hetero.callbacks.samples import count_samples
 from lightning_hetero.record import EventWriter, trace_path
 from lightning_hetero.types import Event
@@ -58,7 +58,11 @@ class HeteroTrace(Callback):
         self._opened_s = time.perf_counter()
         name = f"{platform.node()} {trainer.strategy.root_device}"
         path = trace_path(dirpath, self._rank)
-        self._writer = EventWriter(path, rank=self._rank, world_size=trainer.world_size, names=[name])
+        reporting = reporting_of(trainer)
+        about = {"strategy": type(trainer.strategy).__name__, **({} if reporting is None else reporting.about())}
+        self._writer = EventWriter(
+            path, rank=self._rank, world_size=trainer.world_size, names=[name], about={**about, "unix_s": time.time()}
+        )
 
     def on_train_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
@@ -98,12 +102,14 @@ class HeteroTrace(Callback):
             return source is not None
         for event in source.step_events():
             if event.kind != "step" or event.step % self.every_n_steps == 0:
-                self._write(event.kind, event.epoch, event.step, event.data)
+                self._write(event.kind, event.epoch, event.step, event.data, event.t_s)
         return True
 
-    def _write(self, kind: str, epoch: int, step: int, data: Any) -> None:
+    def _write(self, kind: str, epoch: int, step: int, data: Any, at_s: float = 0.0) -> None:
+        """Writes an event that was over at ``at_s`` by the host's clock; now, if it was not since the file is open."""
         if self._writer is not None:
-            t_s = time.perf_counter() - self._opened_s
+            now_s = time.perf_counter()
+            t_s = (at_s if self._opened_s <= at_s <= now_s else now_s) - self._opened_s
             self._writer.write(Event(kind=kind, rank=self._rank, epoch=epoch, step=step, t_s=t_s, data=data))
 
     def _close(self) -> None:

@@ -1,8 +1,15 @@
 """Command line (layer A): nothing in the package imports it.
 
 ``train``    ``lightning-hetero-train``: compose a configuration, train, write ``result.json``, print tables.
+``report``   ``lightning-hetero-report``: a recorded run as one HTML file, which ``train`` writes, too.
 ``jobs``     what makes several jobs in one process safe, each with its own ranks.
 ``summary``  events and results to rows and plain-text tables; pure functions.
+``plan``     ``lightning-hetero-plan``: what each engine would give, from `lightning_hetero.plan`.
+``doctor``   ``lightning-hetero-doctor``: will it train, from `lightning_hetero.doctor`.
+``loading``  modules and data by import path, and what they cost.
+``ranks``    a short program on several ranks of this machine.
+``probe``    such a one: devices and links.
+``parity``   another one: gradients of every engine beside those of one process.
 """
 
 from __future__ import annotations

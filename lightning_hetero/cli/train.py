@@ -4,13 +4,14 @@
     lightning-hetero-train -m strategy=ddp,hetero_balanced   # the same twice, and a table that compares
     lightning-hetero-train experiment=stale_digits emulation=dying_rank   # a rank is killed; training goes on
 
-Each job writes ``result.json`` into its output directory and prints a table of its ranks; a multirun ends
-with a table of its jobs. Only rank 0 writes and prints.
+Each job writes ``result.json`` and ``report.html`` into its output directory and prints a table of its ranks; a
+multirun ends with a table of its jobs. Only rank 0 writes and prints.
 """
 
 from __future__ import annotations
 
 import json
+import logging
 import math
 import time
 import warnings
@@ -29,6 +30,7 @@ from omegaconf import DictConfig
 from lightning_hetero import lightning_compat as compat
 from lightning_hetero.callbacks import ThrottleCallback
 from lightning_hetero.cli.jobs import end_children, isolated_job, job_number
+from lightning_hetero.cli.report import write_report
 from lightning_hetero.cli.summary import (
     comparison_table,
     mean_global_batch,
@@ -43,6 +45,7 @@ from lightning_hetero.record import read_events
 __all__ = ["ComparisonTable", "FitClock", "build", "main", "run_job"]
 
 RESULT_FILE = "result.json"
+_LOG = logging.getLogger(__name__)
 CONF = Path(__file__).resolve().parent / "conf"
 """The command's own configuration; groups for every app are in the top-level ``conf``, found by our Hydra plugin."""
 
@@ -128,7 +131,19 @@ def run_job(cfg: DictConfig) -> float | None:
     result = collect_result(cfg, output_dir, metrics)
     (output_dir / RESULT_FILE).write_text(json.dumps(result, indent=2) + "\n")
     print(job_report(result), flush=True)
+    if Path(cfg.paths.events_dir).is_dir():
+        print(f"report: {report_of(cfg, output_dir)}", flush=True)
     return result["metric"]["value"]
+
+
+def report_of(cfg: DictConfig, output_dir: Path) -> Path | str:
+    """Writes the job's report into its folder; returns where, or in words why there is none: the training is over and
+    was not in vain."""
+    try:
+        return write_report(output_dir, trace_dir=cfg.paths.events_dir)[0]
+    except Exception as error:
+        _LOG.warning("the report could not be written", exc_info=True)
+        return f"none ({type(error).__name__}: {error})"
 
 
 def check_groups(cfg: DictConfig, strategy: Any) -> None:

@@ -30,7 +30,7 @@ from lightning_hetero.cluster.units import (
 )
 from lightning_hetero.types import Cluster, Device, Link
 
-__all__ = ["cluster_from_plain", "cluster_to_plain", "equal_cluster", "override_cluster"]
+__all__ = ["cluster_from_plain", "cluster_to_plain", "equal_cluster", "override_cluster", "ranks_named", "relinked"]
 
 _FREE = Link()
 _SPEC = ("devices", "nodes", "link", "links", "matrix")
@@ -200,6 +200,54 @@ def _read_inner(nodes: Any, table: _Table) -> None:
             ranks = [r for r, place in enumerate(table.places) if place.node == count]
             table.put(f"{at}.link", inner, [(a, b) for a, b in product(ranks, ranks) if a != b])
             count += 1
+
+
+def relinked(cluster: Cluster, links: Sequence[Mapping[str, Any]]) -> Cluster:
+    """Returns the cluster with some links changed.
+
+    Args:
+        cluster: what to change.
+        links: as under the key ``links`` of a description, e.g. ``[{"between": [0, 3], "latency": "1 ms"}]``; ends are
+            ranks, devices' names, or what names of several begin with (``fast``, ``left``).
+
+    Raises:
+        TypeError, ValueError: see `cluster_from_plain`.
+
+    >>> cluster = relinked(equal_cluster(3), [{"between": [0, 2], "latency": "1 ms"}])
+    >>> [[link.latency_s for link in row] for row in cluster.links]
+    [[0.0, 0.0, 0.001], [0.0, 0.0, 0.0], [0.001, 0.0, 0.0]]
+    """
+    table = _table_of(cluster)
+    for at, entry in _entries("links", links, ("between", "from", "to", *_LINK)):
+        if not set(entry) & set(_LINK):
+            raise ValueError(f"{at}={entry!r} changes nothing: give bandwidth, latency or both")
+        table.put(at, entry, _ends(at, entry, table))
+    return Cluster(devices=cluster.devices, links=table.links())
+
+
+def ranks_named(cluster: Cluster, end: int | str, *, at: str = "device") -> list[int]:
+    """Returns the ranks that a name stands for: a rank, a device, or all whose names begin so.
+
+    Raises:
+        ValueError: there are none.
+
+    >>> ranks_named(equal_cluster(3), "device"), ranks_named(equal_cluster(3), 2)
+    ([0, 1, 2], [2])
+    """
+    return _table_of(cluster).ranks(at, end)
+
+
+def _table_of(cluster: Cluster) -> _Table:
+    """Returns the table of a cluster that was read before."""
+    places: list[_Place] = []
+    for device in cluster.devices:
+        node, _, own = device.name.rpartition("/")
+        names = {device.name, own, own.partition(":")[0], node, node.partition(":")[0]} - {""}
+        places.append(_Place(device, -1, frozenset(names)))
+    table = _Table(places)
+    table.bandwidth = [[link.bandwidth_bytes_per_s for link in row] for row in cluster.links]
+    table.latency = [[link.latency_s for link in row] for row in cluster.links]
+    return table
 
 
 def _ends(at: str, entry: Mapping[str, Any], table: _Table) -> list[tuple[int, int]]:

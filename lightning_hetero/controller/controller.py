@@ -121,7 +121,7 @@ class Controller:
         objective, shares = self._objective(pipes), [sum(of_group) for of_group in sizes]
         self._spending.add(seen, shares, lambda resource: objective.use(resource, pipes))
         if seen.batch_s > 0.0 and sum(shares) == self._forms.samples and seen.batch >= self.settings.warmup:
-            modelled = self._objective(pipes).at(pipes, shares_of(plan))
+            modelled = objective.at(pipes, shares_of(plan))  # its time depends on no queue
             self._trials.add(seen.batch_s, modelled.time_s if modelled is not None else math.nan)
         if self._pending >= 0:
             return self._keep("a change of structure is under way")

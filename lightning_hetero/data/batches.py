@@ -9,6 +9,7 @@ sample as a rule, because every rank must take part in the collectives of a step
 
 from __future__ import annotations
 
+import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -18,6 +19,7 @@ from typing import Any
 
 from torch.utils.data import Sampler
 
+from lightning_hetero.data.costs import SampleCosts
 from lightning_hetero.data.order import EpochOrder
 
 __all__ = ["GlobalBatchSampler", "HandedParts", "Part", "Split", "micro_batch_size"]
@@ -39,6 +41,7 @@ class Part:
             the global batch divided by their number.
         fetch_s: seconds this rank spent getting the batch, without the time to decide the shares.
         dummy: samples of the dummy that stands for none.
+        work: of what this rank computes on, in the user's items; NaN: not counted.
     """
 
     epoch: int
@@ -48,6 +51,7 @@ class Part:
     weight_base: float
     fetch_s: float = 0.0
     dummy: int = 1
+    work: float = math.nan
 
     @property
     def computed(self) -> int:
@@ -102,6 +106,7 @@ class GlobalBatchSampler(Sampler[list[Any]]):
         rank: this rank.
         micro_batches: Lightning batches per global batch (gradient accumulation); 1 = the global batch itself.
         quantum: full micro-batches are multiples of this many samples.
+        costs: moves the boundaries between parts to where they cost what their shares say; None: samples cost alike.
         least: samples of a dummy; no micro-batch has fewer, as far as they can be moved from the one before.
         clock: seconds; to keep the decision out of the fetch time.
 
@@ -118,6 +123,7 @@ class GlobalBatchSampler(Sampler[list[Any]]):
         micro_batches: int = 1,
         quantum: int = 1,
         least: int = 1,
+        costs: SampleCosts | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.order = order
@@ -128,6 +134,7 @@ class GlobalBatchSampler(Sampler[list[Any]]):
         self.decision_s = 0.0
         self._split = split
         self._least, self._quantum = least, quantum
+        self.costs = costs
         self._clock = clock
         self._plan: tuple[int, Sequence[Any], list[tuple[int, int, float]]] | None = None
         self._next: tuple[int, deque[Part]] = (0, deque())
@@ -169,9 +176,14 @@ class GlobalBatchSampler(Sampler[list[Any]]):
         for i, (start, end, base) in enumerate(pieces[first:]):
             before = self._clock()
             shares = self._split(epoch, position + i, end - start)
+            if self.costs is not None:
+                shares = self.costs.cut(indices[start:end], shares)
             self.decision_s += self._clock() - before
             offset = start + sum(shares[: self.rank])
             mine = shares[self.rank]
+            # The first samples of an epoch are as good a dummy as any for an empty micro-batch at its end.
+            near = indices[start:end] if start < end else indices
+            drawn = list(indices[offset : offset + mine]) if mine else list(islice(cycle(near), self._least))
             issued.append(
                 Part(
                     epoch=epoch,
@@ -180,11 +192,10 @@ class GlobalBatchSampler(Sampler[list[Any]]):
                     shares=shares,
                     weight_base=base,
                     dummy=self._least,
+                    work=math.nan if self.costs is None else math.fsum(self.costs.of(drawn)),
                 )
             )
-            # The first samples of an epoch are as good a dummy as any for an empty micro-batch at its end.
-            near = indices[start:end] if start < end else indices
-            yield list(indices[offset : offset + mine]) if mine else list(islice(cycle(near), self._least))
+            yield drawn
 
     def _pieces(self) -> tuple[int, Sequence[Any], list[tuple[int, int, float]]]:
         """Returns epoch, indices and (start, end, weight_base) of each Lightning batch; drawn once per epoch."""

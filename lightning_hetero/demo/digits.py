@@ -9,10 +9,12 @@ import torch
 from lightning.pytorch import LightningDataModule, LightningModule
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, Subset, TensorDataset
 from torchmetrics.classification import MulticlassAccuracy
 
-__all__ = ["DigitsCNN", "DigitsData"]
+from lightning_hetero.data.partition import partition_by_labels
+
+__all__ = ["DigitsCNN", "DigitsClients", "DigitsData"]
 
 TOTAL_SAMPLES = 1797
 CLASSES = 10
@@ -74,6 +76,47 @@ class DigitsData(LightningDataModule):
     def val_dataloader(self) -> DataLoader[Any]:
         assert self._val is not None, "call setup() first"
         return DataLoader(self._val, self.batch_size, num_workers=self.num_workers)
+
+
+class DigitsClients(DigitsData):
+    """`DigitsData` whose training images are divided among the ranks for good: each trains on its own.
+
+    Args:
+        batch_size: samples per device.
+        alpha: concentration of the Dirichlet distribution of labels; small: few digits per client, > 0.
+        partition_seed: of the partition, the same for every run.
+        val_samples, split_seed, num_workers: see `DigitsData`.
+
+    Raises:
+        ValueError, ModuleNotFoundError: see `DigitsData`; ``alpha`` is out of range (in ``train_dataloader``).
+    """
+
+    def __init__(
+        self,
+        *,
+        batch_size: int = 16,
+        alpha: float = 0.3,
+        partition_seed: int = 0,
+        val_samples: int = 357,
+        split_seed: int = 0,
+        num_workers: int = 0,
+    ) -> None:
+        super().__init__(
+            batch_size=batch_size, val_samples=val_samples, split_seed=split_seed, num_workers=num_workers
+        )
+        self.alpha, self.partition_seed = alpha, partition_seed
+
+    def train_dataloader(self) -> DataLoader[Any]:
+        assert self._train is not None and self.trainer is not None, "call setup() first"
+        parts = partition_by_labels(
+            self._train.tensors[1].tolist(),
+            self.trainer.world_size,
+            alpha=self.alpha,
+            least=self.batch_size,
+            seed=self.partition_seed,
+        )
+        mine = Subset(self._train, parts[self.trainer.global_rank])
+        return DataLoader(mine, self.batch_size, shuffle=True, num_workers=self.num_workers)
 
 
 class DigitsCNN(LightningModule):

@@ -8,7 +8,7 @@ come on top. `Pacer` keeps the rule for one piece of work whose real time is kno
     begin  begin_work     before_backward    backward_began   gradient_came  after_backward   end
     [1]----[2]~~forward~~~[3]....sleep....---[4]~~backward~~~~[5]............[6]--------------[7]
 
-[1] scripted faults and the memory cap, [2] the clock (DDP waits for peers between [1] and [2]), [3] what forward left
+[1] scripted faults, [2] the clock (DDP waits for peers between [1] and [2]), [3] what forward left
 of the time, less what the backward pass is expected to take, [4] to [5] what it takes, up to the last gradient and
 before anybody waits for peers, [7] the difference is settled in the next step. A sleep costs no processor time, so many
 emulated devices run truthfully on few cores, whatever their speeds.
@@ -25,7 +25,7 @@ import torch
 
 from lightning_hetero.emulate.scenario import Scenario
 
-__all__ = ["Pacer", "Throttle"]
+__all__ = ["Pacer", "Throttle", "scenario_steps"]
 
 _MAKE_UP_S = 0.05
 _MEMORY = 0.8  # weight of the steps before, in what a backward pass is expected to take
@@ -33,6 +33,26 @@ _MEMORY = 0.8  # weight of the steps before, in what a backward pass is expected
 
 def _kill_self() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
+
+
+def scenario_steps(every_s: float | None, clock: Callable[[], float] = time.perf_counter) -> Callable[[int], int]:
+    """Returns what tells a scenario's step from the number of batches trained so far.
+
+    Args:
+        every_s: a step passes every so many seconds since the first batch; None: with each batch.
+        clock: seconds; injectable for tests.
+    """
+    if every_s is None:
+        return int
+    began_s: list[float] = []
+
+    def passed(_: int) -> int:
+        now_s = clock()
+        if not began_s:
+            began_s.append(now_s)
+        return int((now_s - began_s[0]) / every_s)
+
+    return passed
 
 
 class Pacer:
@@ -142,7 +162,7 @@ class Throttle:
         return self.scenario.sample_s is not None or self.scenario.mem_cap(self.rank) is not None
 
     def begin(self, step: int, samples: int) -> None:
-        """Begins a step: faults and memory cap first, then the clock starts. Ends one that has slept.
+        """Begins a step: faults first, then the clock starts. Ends one that has slept.
 
         A fault comes once, at the first step begun that is not before its own: a rank may skip steps, or begin one
         several times.
@@ -153,21 +173,27 @@ class Throttle:
 
         Raises:
             RuntimeError: the scenario scripts an exception here.
-            torch.OutOfMemoryError: more samples than the scenario's memory cap of this rank.
         """
         if self._forward_s is not None:
             self.end()
         self._step = None
         self._run_faults(step)
-        cap = self.scenario.mem_cap(self.rank)
-        if cap is not None and samples > cap:
-            raise torch.OutOfMemoryError(
-                f"emulated out of memory: rank {self.rank} got {samples} samples at step {step}, its memory"
-                f" holds at most {cap} (Scenario.mem_samples): give this rank fewer samples or raise the cap"
-            )
         self._step, self._samples = step, samples
         self._spent_s, self._slept_s = 0.0, 0.0
         self._since_s, self._last_s = self._clock(), None
+
+    def hold(self, samples: int) -> None:
+        """Holds so many samples in memory, for a forward pass within the step.
+
+        Raises:
+            torch.OutOfMemoryError: more than the scenario's memory cap of this rank.
+        """
+        cap = self.scenario.mem_cap(self.rank)
+        if cap is not None and samples > cap:
+            raise torch.OutOfMemoryError(
+                f"emulated out of memory: rank {self.rank} got {samples} samples at step {self._step}, its memory"
+                f" holds at most {cap} (Scenario.mem_samples): give this rank fewer samples or raise the cap"
+            )
 
     def begin_work(self) -> None:
         """The forward pass begins: what was between `begin` and here was waiting for peers."""

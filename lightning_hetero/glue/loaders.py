@@ -28,6 +28,7 @@ from lightning_hetero.data import (
 )
 from lightning_hetero.data.batches import HandedParts
 from lightning_hetero.data.copies import users_own
+from lightning_hetero.data.costs import SampleCosts
 from lightning_hetero.data.stream import StreamMode
 from lightning_hetero.glue.orders import OrderFinder
 from lightning_hetero.types import LossReduction
@@ -189,7 +190,14 @@ class PartBinder(LoaderBinder[Bound]):
         return loader, spec, self.orders.agree(spec)
 
     def _read_parts(
-        self, bound: Bound, loader: DataLoader, *, micro_batches: int = 1, quantum: int = 1, least: int = 1
+        self,
+        bound: Bound,
+        loader: DataLoader,
+        *,
+        micro_batches: int = 1,
+        quantum: int = 1,
+        least: int = 1,
+        costs: SampleCosts | None = None,
     ) -> DataLoader:
         """Makes the copy of a map-style dataset's loader, see `GlobalBatchSampler`."""
         assert bound.order is not None
@@ -200,6 +208,7 @@ class PartBinder(LoaderBinder[Bound]):
             micro_batches=micro_batches,
             quantum=quantum,
             least=least,
+            costs=costs,
         )
         # Agreed now, by all ranks: one of them alone may look at a batch before the epoch starts.
         sampler.set_epoch(compat.epoch_running(self._trainer))

@@ -65,12 +65,11 @@ class EventLog:
     """This rank's events until somebody takes them; the oldest are dropped."""
 
     def __init__(self) -> None:
-        self._opened_s = time.perf_counter()
         self._events: deque[tuple[str, int, int, float, Mapping[str, Any]]] = deque(maxlen=_MOST_EVENTS)
 
     def note(self, kind: str, epoch: int, step: int, data: Mapping[str, Any]) -> None:
         """Keeps one event; cheap, because it is called in every step."""
-        self._events.append((kind, epoch, step, time.perf_counter() - self._opened_s, data))
+        self._events.append((kind, epoch, step, time.perf_counter(), data))
 
     def take(self, rank: int) -> list[Event]:
         """Returns and forgets the events."""

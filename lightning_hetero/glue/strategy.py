@@ -356,8 +356,17 @@ class HeteroStrategy(UnevenNodesStrategy, Reporting, Generic[Run]):
             self._kept = replace(self._kept, report=report)
         return report
 
+    def waiting_in(self, report: StepReport) -> float:
+        return super().waiting_in(report) if self._run is None else self._run.waiting_in(report)
+
+    def take_reports(self) -> list[StepReport] | None:
+        return None if self._run is None else self._run.take_reports()
+
     def step_events(self) -> list[Event]:
         return [] if self._run is None else self._run.step_events()
+
+    def about(self) -> dict[str, Any]:
+        return {"engine": self.engine}
 
     def engine_metrics(self) -> dict[str, float]:
         return {} if self._run is None else self._run.engine_metrics()

@@ -21,6 +21,7 @@ from lightning_hetero.lightning_compat.batches import (
     averaging_callbacks,
     call_training_step,
     collect_clipping,
+    defer_requeue,
     replace_sigterm_broadcast,
     run_again,
     stop_sigterm_broadcast,
@@ -65,6 +66,7 @@ from lightning_hetero.lightning_compat.progress import (
     step_limit,
     steps_uncounted,
     upcoming_batch,
+    write_checkpoint,
     zeroes_now,
 )
 from lightning_hetero.lightning_compat.results import (
@@ -74,6 +76,8 @@ from lightning_hetero.lightning_compat.results import (
     log_interval,
     metrics_frozen,
     reduced_names,
+    save_logs,
+    save_metrics,
     show_on_progress_bar,
     unlogged,
 )
@@ -94,6 +98,7 @@ __all__ = [
     "count_started",
     "count_step",
     "count_val_batches",
+    "defer_requeue",
     "divert_logs",
     "dummy_batch_unlogged",
     "epoch_running",
@@ -116,6 +121,8 @@ __all__ = [
     "resume_from",
     "run_again",
     "running_hook",
+    "save_logs",
+    "save_metrics",
     "show_on_progress_bar",
     "size_of_batch",
     "skip_empty_batches",
@@ -132,5 +139,6 @@ __all__ = [
     "uses_distributed_sampler",
     "val_loaders",
     "watch_train_source",
+    "write_checkpoint",
     "zeroes_now",
 ]

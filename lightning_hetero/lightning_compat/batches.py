@@ -22,6 +22,7 @@ __all__ = [
     "averaging_callbacks",
     "call_training_step",
     "collect_clipping",
+    "defer_requeue",
     "replace_sigterm_broadcast",
     "run_again",
     "stop_sigterm_broadcast",
@@ -65,6 +66,33 @@ def replace_sigterm_broadcast(trainer: Trainer, any_told: Callable[[bool], bool]
         vars(loop).pop("_broadcast_sigterm_tensor", None)
 
     return undo
+
+
+def defer_requeue(trainer: Trainer, told: Callable[[int], None]) -> tuple[Callable[[int], None], Callable[[], None]]:
+    """Has ``told`` called in the place of Lightning's handler of the signal by which SLURM asks to requeue the job.
+
+    That one saves a checkpoint and calls ``scontrol requeue`` at once. To be called before the Trainer sets handlers.
+
+    Returns:
+        What does so later, given the signal's number, and the undo function.
+    """
+    connector: Any = trainer._signal_connector
+    original = connector._slurm_sigusr_handler_fn
+    deferring = True
+
+    def handler(number: int, frame: Any) -> None:
+        if deferring:
+            told(number)
+        else:  # the fit has ended, and its handlers are still set
+            original(number, frame)
+
+    def undo() -> None:
+        nonlocal deferring
+        deferring = False
+        vars(connector).pop("_slurm_sigusr_handler_fn", None)
+
+    vars(connector)["_slurm_sigusr_handler_fn"] = handler  # an instance attribute over a method
+    return lambda number: original(number, None), undo
 
 
 def run_again(trainer: Trainer, batch: Any, batch_idx: int, optimizer: Any, *, zero: bool = True) -> Callable[[], Any]:

@@ -6,6 +6,7 @@ a parameter server it does not. What a launcher of ours does when a local rank e
 | a rank other than local rank 0                          | while `tolerates()` | otherwise      |
 |---------------------------------------------------------|---------------------|----------------|
 | killed by a signal (out of memory, a lost machine, ...) | a warning names it  | everybody ends |
+| was silent for so long that the others left it behind   | it ends, with its traceback          |
 | exit code above 0 (an exception: its own traceback)     | everybody ends      | everybody ends |
 
 Local rank 0 holds what the user gets back: without it everybody ends. Ranks that end anyhow, because the server told
@@ -23,6 +24,7 @@ import subprocess
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from multiprocessing.connection import Connection, Pipe, wait
@@ -41,7 +43,7 @@ from lightning.pytorch.strategies.launchers.multiprocessing import (
 from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
 from lightning.pytorch.trainer.states import TrainerFn
 
-from lightning_hetero.transport.base import RemoteFailureError
+from lightning_hetero.transport.base import LeftBehindError, RemoteFailureError
 
 if TYPE_CHECKING:
     from lightning.fabric.plugins import ClusterEnvironment
@@ -57,6 +59,7 @@ GRACE_S = 5.0
 
 _POLL_S = 0.2  # only where the system cannot tell at once that a process has ended
 _ANSWER_S = 10.0  # for rank 0 to say whether a death is tolerated
+_LEFT_BEHIND = 75  # exit code of a rank without which the others have gone on (sysexits.h: a temporary failure)
 _PARENT = "LIGHTNING_HETERO_LAUNCHER_PID"  # tells a child of the script launcher who its parent must be
 
 
@@ -92,7 +95,7 @@ class TolerantScriptLauncher(_SubprocessScriptLauncher):
             with _environment_variable(_PARENT, str(os.getpid())):
                 self._call_children_scripts()
         _set_num_threads_if_needed(num_processes=self.num_processes)
-        with self._watching_children(), _ending_with_parent():
+        with self._watching_children(), _ending_with_parent(), _ending_alone(launched_by_us()):
             return function(*args, **kwargs)
 
     @contextmanager
@@ -126,7 +129,8 @@ class TolerantScriptLauncher(_SubprocessScriptLauncher):
             for rank, proc in enumerate(list(procs), 1):
                 if rank in self.tolerated or not proc.returncode:
                     continue
-                if proc.returncode < 0 and failed_at_s is None and self._tolerates():
+                left_behind = proc.returncode == _LEFT_BEHIND
+                if left_behind or (proc.returncode < 0 and failed_at_s is None and self._tolerates()):
                     self.tolerated.add(rank)
                     _note_death(rank, proc.returncode)
                 elif failed_at_s is None:
@@ -225,38 +229,51 @@ class TolerantProcessLauncher(_MultiProcessingLauncher):
             threading.Thread(target=self._answer, args=(answers,), name="tolerance", daemon=True).start()
         else:
             answers.close()
-        try:
-            self._wrapping_function(local_rank, *given)
-        except BaseException as error:
-            # Lightning calls this in the process that launches, which knows nothing of the run; the ranks must hear.
-            self._strategy.on_exception(error)
-            raise
+        with _ending_alone(local_rank > 0):
+            try:
+                self._wrapping_function(local_rank, *given)
+            except BaseException as error:
+                # Lightning calls this in the process that launches, which knows nothing of the run; ranks must hear.
+                self._strategy.on_exception(error)
+                raise
 
     def _answer(self, answers: Connection) -> None:
         with suppress(EOFError, OSError):
             while True:
-                answers.recv_bytes()
+                question = answers.recv_bytes()
                 try:
                     tolerates = self.tolerates()
                 except Exception:  # asked while the strategy is being torn down
                     tolerates = False
-                answers.send_bytes(b"1" if tolerates else b"0")
+                answers.send_bytes(question + (b"1" if tolerates else b"0"))
 
     def _join(self, processes: Any, questions: Connection) -> None:
         """Waits for all ranks; raises what torch raises for the first failure that is not tolerated."""
         while processes.sentinels:
-            ended: list[Any] = wait(list(processes.sentinels))
+            others_only = 0 not in processes.sentinels.values()
+            ended: list[Any] = wait(list(processes.sentinels), GRACE_S if others_only else None)
+            if not ended:
+                self._end_stopped(processes)
             for sentinel in ended:
                 rank = processes.sentinels[sentinel]
                 process = processes.processes[rank]
                 process.join()
                 code = process.exitcode
-                if code and not (code < 0 and rank > 0 and _tolerated(questions, processes.processes[0])):
+                left_behind = rank > 0 and (code == _LEFT_BEHIND or rank in self.tolerated)
+                killed = code < 0 and rank > 0 and not left_behind
+                if code and not left_behind and not (killed and _tolerated(questions, processes.processes[0])):
                     self._end_all(processes, sentinel)
                 del processes.sentinels[sentinel]
                 if code:
                     self.tolerated.add(rank)
                     _note_death(rank, code)
+
+    def _end_stopped(self, processes: Any) -> None:
+        """Rank 0 has come to the end: nobody waits for a rank that is stopped (SIGSTOP), perhaps for ever."""
+        for rank in processes.sentinels.values():
+            if _state(processes.processes[rank].pid) == b"T":
+                self.tolerated.add(rank)
+                processes.processes[rank].kill()
 
     @staticmethod
     def _end_all(processes: Any, failed: Any) -> NoReturn:
@@ -286,15 +303,21 @@ def _has_cause(processes: Any, sentinel: Any) -> bool:
 
 
 def _tolerated(questions: Connection, rank_zero: Any) -> bool:
-    """Asks local rank 0; if it cannot answer any more, no."""
+    """Asks local rank 0; if it does not answer in time, no. What it says later is about an earlier death."""
+    question, deadline_s = os.urandom(8), time.monotonic() + _ANSWER_S
     with suppress(EOFError, OSError):
-        questions.send_bytes(b"?")
-        if questions in wait([questions, rank_zero.sentinel], _ANSWER_S):
-            return questions.recv_bytes() == b"1"
+        questions.send_bytes(question)
+        while questions in wait([questions, rank_zero.sentinel], max(0.0, deadline_s - time.monotonic())):
+            answer = questions.recv_bytes()
+            if answer[:-1] == question:
+                return answer[-1:] == b"1"
     return False
 
 
 def _note_death(local_rank: int, code: int) -> None:
+    if code == _LEFT_BEHIND:
+        _LOG.info("local rank %d was left behind, and has ended", local_rank)
+        return
     try:
         name = signal.Signals(-code).name
     except ValueError:
@@ -339,6 +362,36 @@ def _environment_variable(name: str, value: str) -> Iterator[None]:
             os.environ[name] = before
 
 
+@contextmanager
+def _ending_alone(applies: bool) -> Iterator[None]:
+    """In a rank that the others have left behind: it ends, which does not end them."""
+    try:
+        yield
+    except LeftBehindError as error:
+        if not applies:
+            raise
+        traceback.print_exc()
+        raise SystemExit(_LEFT_BEHIND) from error
+
+
+def _state(pid: int) -> bytes:
+    """Returns the letter of the process's state, "T": stopped; empty if that cannot be told."""
+    with suppress(OSError), open(f"/proc/{pid}/stat", "rb") as file:  # of another user, or a system without /proc
+        return file.read().rpartition(b")")[2].split()[0]
+    return b""
+
+
+def _has_ended(pid: int) -> bool:
+    """Whether there is no such process, or one that only waits to be reaped."""
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return True
+    except OSError:  # of another user by now
+        return False
+    return _state(pid) == b"Z"
+
+
 def launched_by_us() -> bool:
     """Whether this process is a child of `TolerantScriptLauncher`."""
     return _PARENT in os.environ
@@ -350,9 +403,14 @@ def _ending_with_parent() -> Iterator[None]:
 
     Nobody else would notice: the parameter server goes on without rank 0, and the user believes that all is over.
     """
-    parent = os.getppid()
-    if os.environ.get(_PARENT) != str(parent):
-        yield
+    parent, launched = os.getppid(), os.environ.get(_PARENT)
+    if launched != str(parent):
+        if launched is not None and _has_ended(int(launched)):
+            raise RuntimeError(
+                "local rank 0, which started this process, has ended before this one was ready to train: its own error"
+                " is above"
+            )
+        yield  # somebody else's child, perhaps of one of ours
         return
     finished = threading.Event()
 

@@ -11,9 +11,16 @@ __all__ = ["patched"]
 
 @contextmanager
 def patched(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """Inside, ``owner.name`` is ``value``, by an attribute on the instance over its class's."""
-    setattr(owner, name, value)
+    """Inside, ``owner.name`` is ``value``, by an attribute on the instance over its class's, or over one it has."""
+    before = vars(owner).get(name, _CLASS)
+    vars(owner)[name] = value
     try:
         yield
     finally:
-        delattr(owner, name)
+        if before is _CLASS:
+            vars(owner).pop(name, None)
+        else:
+            vars(owner)[name] = before
+
+
+_CLASS = object()

@@ -24,6 +24,7 @@ __all__ = [
     "step_limit",
     "steps_uncounted",
     "upcoming_batch",
+    "write_checkpoint",
     "zeroes_now",
 ]
 
@@ -116,15 +117,18 @@ def steps_uncounted(trainer: Trainer) -> Iterator[None]:
 
 
 def resume_from(trainer: Trainer, checkpoint: str) -> None:
-    """Lets the fit that has begun resume from ``checkpoint``, whatever ``ckpt_path`` it was given."""
+    """Lets the fit that has begun resume from ``checkpoint``, not its own ``ckpt_path``; its ``weights_only`` holds."""
     connector = trainer._checkpoint_connector
     original = connector.resume_start
 
     def resume_start(checkpoint_path: Any = None, *args: Any, **kwargs: Any) -> None:
         del checkpoint_path
         vars(connector).pop("resume_start", None)
-        if "weights_only" in kwargs:  # from 2.6 on; this very run has written the file
-            kwargs["weights_only"] = False
         original(checkpoint, *args, **kwargs)
 
     connector.resume_start = resume_start
+
+
+def write_checkpoint(trainer: Trainer, path: str) -> None:
+    """As `Trainer.save_checkpoint`, without the barrier behind it, at which the others wait for one that fails."""
+    trainer.strategy.save_checkpoint(trainer._checkpoint_connector.dump_checkpoint(), path)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +22,8 @@ __all__ = [
     "log_interval",
     "metrics_frozen",
     "reduced_names",
+    "save_logs",
+    "save_metrics",
     "show_on_progress_bar",
     "unlogged",
 ]
@@ -32,13 +34,13 @@ def log_interval(trainer: Trainer) -> int:
     return trainer.log_every_n_steps  # pyright: ignore[reportAttributeAccessIssue]
 
 
-def show_on_progress_bar(trainer: Trainer, name: str, value: float) -> None:
-    """Puts a value on the progress bar and nowhere else, on this rank.
+def show_on_progress_bar(trainer: Trainer, name: str, value: str) -> None:
+    """Puts a text on the progress bar and nowhere else, on this rank.
 
     ``self.log`` would put it into ``callback_metrics``, too; reading public ``progress_bar_metrics`` in order to change
     them reduces over ranks at an epoch's end.
     """
-    trainer._logger_connector._progress_bar_metrics[name] = value
+    trainer._logger_connector._progress_bar_metrics[name] = value  # pyright: ignore[reportArgumentType]
 
 
 def reduced_names(trainer: Trainer) -> list[str]:
@@ -139,7 +141,16 @@ def _neutral(meta: Any, value: Tensor) -> Tensor:
 
 @contextmanager
 def metrics_frozen(module: nn.Module) -> Iterator[None]:
-    """Undoes every torchmetrics update made inside: a dummy batch must not count.
+    """Undoes every torchmetrics update made inside: a dummy batch must not count."""
+    put_back = save_metrics(module)
+    try:
+        yield
+    finally:
+        put_back()
+
+
+def save_metrics(module: nn.Module) -> Callable[[], None]:
+    """Returns what puts the module's torchmetrics back as they are now, once.
 
     ``metric_state`` is public, the update counter and the cached value are not.
     """
@@ -150,13 +161,37 @@ def metrics_frozen(module: nn.Module) -> Iterator[None]:
         for m in module.modules()
         if isinstance(m, Metric)
     ]
-    try:
-        yield
-    finally:
+
+    def put_back() -> None:
         for metric, state, count, computed in saved:
             for name, value in state.items():
                 setattr(metric, name, value)
             metric._update_count, metric._computed = count, computed
+
+    return put_back
+
+
+def save_logs(trainer: Trainer) -> Callable[[], None]:
+    """Returns what puts the values logged by ``self.log`` back as they are now, once.
+
+    An update makes new tensors, so what a value's collector refers to is all there is to keep; besides that, whether an
+    epoch's first values have come, and what the results know of the batch.
+    """
+    results, connector = trainer._results, trainer._logger_connector
+    if results is None:
+        return lambda: None
+    saved = {key: (metric, dict(vars(metric))) for key, metric in results.items()}
+    batch, fx = (results.batch, results.batch_size), connector._current_fx
+
+    def put_back() -> None:
+        for key in results.keys() - saved.keys():
+            del results[key]
+        for metric, state in saved.values():
+            vars(metric).clear()
+            vars(metric).update(state)
+        (results.batch, results.batch_size), connector._current_fx = batch, fx
+
+    return put_back
 
 
 def _copied(state: Tensor | list[Any]) -> Tensor | list[Any]:

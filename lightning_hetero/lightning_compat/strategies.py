@@ -10,12 +10,13 @@ from collections.abc import Callable
 from typing import Any
 
 from lightning.fabric.plugins import ClusterEnvironment
+from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
 
 from lightning_hetero.lightning_compat.launchers import TolerantProcessLauncher, TolerantScriptLauncher
 
-__all__ = ["CheckedSettingsStrategy", "TolerantDDPStrategy", "syncs_batch_norm"]
+__all__ = ["CheckedSettingsStrategy", "TolerantDDPStrategy", "hand_over", "syncs_batch_norm"]
 
 
 def syncs_batch_norm(strategy: DDPStrategy) -> bool:
@@ -24,6 +25,25 @@ def syncs_batch_norm(strategy: DDPStrategy) -> bool:
     Private: ``_layer_sync``; the Trainer keeps the argument nowhere else, and converts the module after set-up began.
     """
     return strategy._layer_sync is not None
+
+
+def hand_over(trainer: Trainer, old: DDPStrategy, new: DDPStrategy) -> None:
+    """Puts another strategy in the Trainer's in the place of the one that has been launched, before it is set up.
+
+    Private: ``_accelerator_connector.strategy``, which is what ``trainer.strategy`` returns; ``_layer_sync`` and
+    ``_launcher``, which the Trainer gives a strategy when it is made.
+    """
+    new.accelerator = old.accelerator
+    new.parallel_devices = old.parallel_devices
+    new.cluster_environment = old.cluster_environment
+    new.checkpoint_io = old.checkpoint_io
+    new.precision_plugin = old.precision_plugin
+    new.num_nodes = old.num_nodes
+    new._layer_sync, new._launcher = old._layer_sync, old._launcher
+    new.set_world_ranks()
+    assert old.lightning_module is not None
+    new.connect(old.lightning_module)
+    trainer._accelerator_connector.strategy = new
 
 
 class _Checked:

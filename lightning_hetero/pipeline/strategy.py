@@ -23,6 +23,7 @@ from lightning_hetero.callbacks.throttle import ThrottleCallback
 from lightning_hetero.controller.lyapunov import LyapunovController
 from lightning_hetero.controller.replans import Replan
 from lightning_hetero.emulate.scenario import Scenario
+from lightning_hetero.emulate.throttle import scenario_steps
 from lightning_hetero.glue.checks import check_choice, check_controller, check_counts, check_flags
 from lightning_hetero.glue.metrics import integer_mean_, is_mean
 from lightning_hetero.lightning_compat.patches import patched
@@ -49,7 +50,6 @@ from lightning_hetero.pipeline.fit.refusals import (
 from lightning_hetero.pipeline.fit.replans import Decides
 from lightning_hetero.pipeline.fit.run import PipelineRun
 from lightning_hetero.pipeline.fit.training import TrainBatches
-from lightning_hetero.pipeline.runtime.execute.emulated_pace import scenario_steps
 from lightning_hetero.pipeline.runtime.step.backbone import Backbone
 from lightning_hetero.pipeline.runtime.step.coroutines import CarrierName
 from lightning_hetero.pipeline.runtime.step.undivided import Undivided, find_layers, undivided

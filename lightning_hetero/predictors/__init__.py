@@ -3,8 +3,10 @@
 | name | class | model | use |
 |---|---|---|---|
 | ``kalman`` | `Kalman` | fixed + per-sample cost, adaptive, ignores lone outliers | the default |
+| ``narx`` | `Narx` | the same, corrected by a network that is told the host's load | hosts that others use, too |
 | ``ewma`` | `Ewma` | smoothed seconds per sample | baseline |
 | ``last`` | `LastValue` | last seconds per sample | baseline |
+| ``curve`` | `Curve` | flat below saturation, then linear | GPUs that small batches do not fill |
 
 `Predictor` is the interface; any instance of it may be passed where a name is accepted.
 """
@@ -14,19 +16,27 @@ from __future__ import annotations
 from typing import Literal, TypeAlias
 
 from lightning_hetero.predictors.base import Predictor
+from lightning_hetero.predictors.curve import Curve
 from lightning_hetero.predictors.ewma import Ewma
 from lightning_hetero.predictors.kalman import Kalman
 from lightning_hetero.predictors.last import LastValue
+from lightning_hetero.predictors.narx import Narx
 
-__all__ = ["Ewma", "Kalman", "LastValue", "Predictor", "PredictorName", "by_name"]
+__all__ = ["Curve", "Ewma", "Kalman", "LastValue", "Narx", "Predictor", "PredictorName", "by_name"]
 
-PredictorName: TypeAlias = Literal["kalman", "ewma", "last"]
+PredictorName: TypeAlias = Literal["kalman", "narx", "ewma", "last", "curve"]
 
-_KNOWN: dict[str, type[Predictor]] = {"ewma": Ewma, "kalman": Kalman, "last": LastValue}
+_KNOWN: dict[str, type[Predictor]] = {
+    "curve": Curve,
+    "ewma": Ewma,
+    "kalman": Kalman,
+    "last": LastValue,
+    "narx": Narx,
+}
 
 
 def by_name(name: str) -> Predictor:
-    """Returns a new predictor with default settings: ``"kalman"``, ``"ewma"`` or ``"last"``.
+    """Returns a new predictor with default settings: ``"kalman"``, ``"narx"``, ``"ewma"``, ``"last"`` or ``"curve"``.
 
     Raises:
         ValueError: the name is unknown.

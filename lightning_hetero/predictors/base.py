@@ -6,17 +6,20 @@ import copy
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, TypeAlias, TypeVar, cast
 
-from lightning_hetero.types import AffineCost
+from lightning_hetero.types import LearnedCost
 
-__all__ = ["Predictor"]
+__all__ = ["Memory", "Predictor", "check_ranges"]
+
+Memory: TypeAlias = Mapping[str, float | int | list[float]]
+"""Names and first values of what `Predictor.update` changes."""
 
 _P = TypeVar("_P", bound="Predictor")  # typing.Self needs Python 3.11
 
 
 class Predictor(ABC):
-    """A running model ``T(b) = fixed_s + per_sample_s * b`` of ONE rank's compute time.
+    """A running model of ONE rank's compute time: a line ``T(b) = fixed_s + per_sample_s * b``, perhaps above a floor.
 
     The balancing policy keeps one predictor per rank, feeds it every measurement in the order of the
     steps, and asks for `cost` before each decision. All ranks feed the same numbers and must come to
@@ -43,31 +46,42 @@ class Predictor(ABC):
                 return 0.0
 
     Attributes:
-        MEMORY: names and first values (plain numbers) of the attributes that `update` changes.
+        MEMORY: names and first values (plain numbers, or lists of them) of the attributes that `update` changes.
             Must contain ``updates``, the number of measurements so far.
+        WANTS_LOAD: whether it is to be `told` the host's load, which has to be measured.
     """
 
-    MEMORY: ClassVar[Mapping[str, float | int]] = {"updates": 0}
+    MEMORY: ClassVar[Memory] = {"updates": 0}
+    WANTS_LOAD: ClassVar[bool] = False
     updates: int
 
     def __init__(self) -> None:
         self._remember(self.MEMORY)
 
     @abstractmethod
-    def update(self, samples: int, compute_s: float) -> None:
+    def update(self, samples: float, compute_s: float) -> None:
         """Learns from one step: ``samples`` samples took ``compute_s`` seconds of own work.
 
         Args:
-            samples: samples computed on; 0 is a step without data and tells only the fixed cost.
+            samples: samples computed on, or what their work is worth in samples; 0 is a step without data and tells
+                only the fixed cost.
             compute_s: own compute time [s], never any waiting for peers.
 
         Raises:
             ValueError: ``samples`` is negative or ``compute_s`` is not a finite number above 0.
         """
 
+    def told(self, *, free_cpu: float, free_mem: float) -> None:
+        """Takes in the load during the step that the next `update` is of; only if `WANTS_LOAD`. Does nothing here.
+
+        Args:
+            free_cpu: part of its processors' time that others left free, in [0, 1]; NaN: not known.
+            free_mem: part of its host's memory that is free, in [0, 1]; NaN: not known.
+        """
+
     @abstractmethod
-    def cost(self) -> AffineCost:
-        """Returns the present model; both coefficients are finite and >= 0.
+    def cost(self) -> LearnedCost:
+        """Returns the present model; all coefficients are finite and >= 0.
 
         Raises:
             RuntimeError: there is no measurement yet.
@@ -100,20 +114,20 @@ class Predictor(ABC):
         new._remember(self.MEMORY)
         return new
 
-    def _remember(self, memory: Mapping[str, float | int]) -> None:
+    def _remember(self, memory: Memory) -> None:
         for name, value in memory.items():
-            setattr(self, name, value)
+            setattr(self, name, _copied(value))
 
     def state_dict(self) -> dict[str, float | int | list[float]]:
-        """Returns the memory as plain numbers; settings are not part of it."""
-        return {name: getattr(self, name) for name in self.MEMORY}
+        """Returns the memory as plain numbers and lists of them; settings are not part of it."""
+        return {name: _copied(getattr(self, name)) for name in self.MEMORY}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restores the memory exactly: what follows is bitwise what it would have been.
 
         Raises:
-            ValueError: a key is missing or unknown, or a value is not a finite number. Nothing has
-                been changed then.
+            ValueError: a key is missing or unknown, or a value is not a finite number, or a list of such where
+                there must be one. Nothing has been changed then.
         """
         missing, unknown = set(self.MEMORY) - set(state), set(state) - set(self.MEMORY)
         if missing or unknown:
@@ -122,10 +136,11 @@ class Predictor(ABC):
                 f"unknown keys {sorted(map(str, unknown))}; load it into the kind of predictor that wrote it"
             )
         for name, value in state.items():
-            if not isinstance(value, int | float) or not math.isfinite(value):
+            many = isinstance(self.MEMORY[name], list)
+            if not (_are_finite(value) if many else _is_finite(value)):
                 raise ValueError(
-                    f"state of {type(self).__name__}: {name}={value!r} must be a finite number; "
-                    "pass what state_dict() returned"
+                    f"state of {type(self).__name__}: {name}={value!r} must be "
+                    f"{'a list of finite numbers' if many else 'a finite number'}; pass what state_dict() returned"
                 )
         self._remember(state)
 
@@ -148,3 +163,26 @@ class Predictor(ABC):
                 f"{type(self).__name__} has no measurement yet: call update() first, or split equally while "
                 "ready is False"
             )
+
+
+def _is_finite(value: object) -> bool:
+    return isinstance(value, int | float) and math.isfinite(value)
+
+
+def _are_finite(value: object) -> bool:
+    return isinstance(value, list) and all(map(_is_finite, cast("list[object]", value)))
+
+
+def _copied(value: float | int | list[float]) -> float | int | list[float]:
+    return list(value) if isinstance(value, list) else value
+
+
+def check_ranges(owner: str, *settings: tuple[str, float, float, float]) -> None:
+    """Checks settings, each given as name, value, least and greatest value.
+
+    Raises:
+        ValueError: one is out of range; it is called a setting of ``owner``.
+    """
+    for name, value, low, high in settings:
+        if not low <= value <= high:
+            raise ValueError(f"{owner}({name}={value!r}) must lie in [{low:g}, {high:g}]")

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from typing import ClassVar
 
-from lightning_hetero.predictors.base import Predictor
+from lightning_hetero.predictors.base import Memory, Predictor
 from lightning_hetero.types import AffineCost
 
 __all__ = ["Ewma"]
@@ -33,7 +32,7 @@ class Ewma(Predictor):
         ValueError: ``weight`` is outside (0, 1].
     """
 
-    MEMORY: ClassVar[Mapping[str, float | int]] = {
+    MEMORY: ClassVar[Memory] = {
         "updates": 0,
         "rate_s": 0.0,
         "empty_s": 0.0,
@@ -49,7 +48,7 @@ class Ewma(Predictor):
         super().__init__()
         self.weight = weight
 
-    def update(self, samples: int, compute_s: float) -> None:
+    def update(self, samples: float, compute_s: float) -> None:
         b, measured_s = self.checked(samples, compute_s)
         self.updates += 1
         if b == 0.0:

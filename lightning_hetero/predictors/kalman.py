@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from typing import ClassVar
 
-from lightning_hetero.predictors.base import Predictor
-from lightning_hetero.types import AffineCost
+from lightning_hetero.predictors.base import Memory, Predictor, check_ranges
+from lightning_hetero.types import AffineCost, LearnedCost
 
 __all__ = ["Kalman"]
 
@@ -56,7 +55,7 @@ class Kalman(Predictor):
         ValueError: a setting is out of range.
     """
 
-    MEMORY: ClassVar[Mapping[str, float | int]] = {
+    MEMORY: ClassVar[Memory] = {
         "updates": 0,
         "unit_s": 1.0,  # alpha, beta and their covariance are in multiples of this time
         "alpha": 0.0,
@@ -93,7 +92,8 @@ class Kalman(Predictor):
         split_drift: float = 0.02,
         gate: float = 4.0,
     ) -> None:
-        for name, value, low, high in (
+        check_ranges(
+            "Kalman",
             ("fixed_share", fixed_share, 0.0, 1.0),
             ("fixed_share_std", fixed_share_std, 1e-3, 1.0),
             ("noise", noise, 1e-4, 1.0),
@@ -101,9 +101,8 @@ class Kalman(Predictor):
             ("drift", drift, 1e-5, 1.0),
             ("split_drift", split_drift, 0.0, 1.0),
             ("gate", gate, 2.0, 100.0),
-        ):
-            if not low <= value <= high:
-                raise ValueError(f"Kalman({name}={value!r}) must lie in [{low:g}, {high:g}]")
+        )
+        self._cost: AffineCost | None = None  # of what is known now, once it has been asked for
         super().__init__()
         self.fixed_share = fixed_share
         self.fixed_share_std = fixed_share_std
@@ -113,8 +112,9 @@ class Kalman(Predictor):
         self.split_drift = split_drift
         self.gate = gate
 
-    def update(self, samples: int, compute_s: float) -> None:
+    def update(self, samples: float, compute_s: float) -> None:
         b, measured_s = self.checked(samples, compute_s)
+        self._cost = None
         self.updates += 1
         if self.updates == 1:
             self._start(b, measured_s)
@@ -122,6 +122,10 @@ class Kalman(Predictor):
             self._update_empty(measured_s)
         else:
             self._update_loaded(b, measured_s)
+
+    def _remember(self, memory: Memory) -> None:
+        super()._remember(memory)
+        self._cost = None
 
     def _start(self, b: float, measured_s: float) -> None:
         self.unit_s = measured_s
@@ -255,9 +259,11 @@ class Kalman(Predictor):
             self.alpha = measured
             self.var_aa += self.noise_sq * measured * measured
 
-    def cost(self) -> AffineCost:
-        self.check_ready()
-        return AffineCost(fixed_s=self.alpha * self.unit_s, per_sample_s=self.beta * self.unit_s)
+    def cost(self) -> LearnedCost:
+        if self._cost is None:
+            self.check_ready()
+            self._cost = AffineCost(fixed_s=self.alpha * self.unit_s, per_sample_s=self.beta * self.unit_s)
+        return self._cost
 
     def std_s(self, samples: float) -> float:
         self.check_ready()

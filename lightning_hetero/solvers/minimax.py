@@ -17,6 +17,9 @@ K = (N - sum lower) / q. Three facts follow, and the whole file rests on them.
     such deadline, and a poor one costs time, never correctness.
 (3) The answer depends on T_i at whole numbers only, as floats. Sums, roots and inverses (`most_samples`)
     merely suggest deadlines. So every machine that is given the same floats finds the same split.
+
+Saturating costs T_i(x) = max(c_i, L_i(x)) with lines L_i need no search of their own. A rank pays its floor c_i for any
+x, so max_i T_i(x_i) = max(max_i c_i, max_i L_i(x_i)): **the split that is best for the lines is best for the costs.**
 """
 
 from __future__ import annotations
@@ -25,20 +28,22 @@ import heapq
 import math
 import struct
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TypeAlias, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
 from lightning_hetero.solvers.apportion import as_count, clash, infeasible, read_bounds
-from lightning_hetero.types import AffineCost, Allocation, Cost
+from lightning_hetero.types import AffineCost, Allocation, Cost, LearnedCost, SaturatingCost
 
 __all__ = ["minimax"]
 
 _FEW_RANKS = 64  # up to here plain Python beats NumPy's fixed cost per call
 Ints: TypeAlias = Sequence[int]
 _Rank: TypeAlias = tuple[float, float, int, int]  # fixed_s, samples_per_s, lower, upper
-_ALL_AFFINE = {AffineCost}  # exact type: a subclass may override seconds()
+_ALL_AFFINE = {AffineCost}  # exact types: a subclass may override seconds()
+_LINES = {AffineCost, SaturatingCost}
 
 
 def minimax(
@@ -60,6 +65,7 @@ def minimax(
     increase strictly and no two ranks have offers of the same time; else not always, since greedy buys a
     cheap quantum even where a rank that is late anyway (a fixed cost, a flat piece) could hold it for
     nothing. Where costs are flat and equal, the lowest rank takes all it may: use bounds against that.
+    Where all costs are `AffineCost` or `SaturatingCost` it is greedy's on their lines, so floors do not tie.
 
     Args:
         costs: one per rank, non-decreasing, times >= 0 [s].
@@ -84,6 +90,8 @@ def minimax(
     ((5, 3), 9.0, 9.0)
     >>> minimax([fast, slow], total=16, quantum=4).shares
     (12, 4)
+    >>> minimax([SaturatingCost(floor_s=7.0, fixed_s=0.0, per_sample_s=1.0), slow], total=8).makespan_s
+    7.0
     >>> minimax([fast, slow], total=10, quantum=4).reason
     'total=10 is not a multiple of quantum=4: use 8 or 12'
     """
@@ -99,11 +107,25 @@ def minimax(
         reason = _quantum_clash(lower, upper, low, high, total, q)
     if reason:
         return infeasible(reason)
-    if set(map(type, costs)) != _ALL_AFFINE:
+    kinds = set(map(type, costs))
+    if kinds == _ALL_AFFINE:
+        return _split_affine(cast(Sequence[AffineCost], costs), total, lower, upper, low, high, q)
+    if not kinds <= _LINES:
         return _search(_Ranks(costs, lower, upper, low, high, q), total)
-    affine = cast(Sequence[AffineCost], costs)
-    quick = _few_affine(affine, total, lower, upper, low, high, q) if n <= _FEW_RANKS else None
-    return quick or _search(_AffineRanks(affine, lower, upper, low, high, q), total)
+    learned = cast(Sequence[LearnedCost], costs)
+    lines = [c.line if isinstance(c, SaturatingCost) else c for c in learned]
+    floor_s = max([c.floor_s for c in learned if isinstance(c, SaturatingCost)])
+    best = _split_affine(lines, total, lower, upper, low, high, q)
+    return replace(
+        best, makespan_s=max(floor_s, best.makespan_s), lower_bound_s=max(floor_s, best.lower_bound_s)
+    )
+
+
+def _split_affine(
+    costs: Sequence[AffineCost], total: int, lower: Ints, upper: Ints, low: Ints, high: Ints, q: int
+) -> Allocation:
+    quick = _few_affine(costs, total, lower, upper, low, high, q) if len(costs) <= _FEW_RANKS else None
+    return quick or _search(_AffineRanks(costs, lower, upper, low, high, q), total)
 
 
 def _quantum_clash(lower: Ints, upper: Ints, low: Ints, high: Ints, total: int, q: int) -> str:

@@ -56,12 +56,12 @@ class BoundedStalenessStrategy(ElasticDDPStrategy[StaleRun]):
         grace: longest hold, in parts of a step, of a rank that finds the batch fully claimed; 0 holds nobody; ``None``:
             the policy's default.
         overlap: let ranks work ahead on the next batch instead of holding them; costs staleness.
-        predictor: models a rank's time: ``"kalman"``, ``"ewma"``, ``"last"``, or a `Predictor`; ``None``: the
-            coordinator's own.
+        predictor: models a rank's time: ``"kalman"``, ``"narx"`` (here of times alone), ``"ewma"``, ``"last"``,
+            ``"curve"``, or a `Predictor`; ``None``: the coordinator's own.
         compression: of the gradients pushed: ``None``, ``"bf16"``, ``"fp16"``, or a `Codec`, e.g. ``TopK(ratio=0.01)``.
         nonfinite: what a NaN or infinite gradient does: ``"stop"`` the run with the rank's name, or ``"skip"`` it.
-        liveness_s: a rank without a sign of life for so long, and for ten times its predicted time, has its samples
-            given to others.
+        liveness_s: a rank without a push for so long, and for ten times its predicted time, has its samples given to
+            others. One without a sign of life for twelve times as long is left behind where the others meet.
         shards: threads that share the server's work; default by model size.
         transport: ``"auto"``: shared memory on the server's node, pair groups to other nodes; ``"pairs"``: these only.
         controller: none is taken, see docs/stale.md; here so that ``controller=...`` is answered with the reason.
@@ -277,6 +277,10 @@ class BoundedStalenessStrategy(ElasticDDPStrategy[StaleRun]):
         return run is not None and run.loop is not None and run.loop.in_step
 
     # ---- what others may ask ----------------------------------------------------------------------------------
+
+    def about(self) -> dict[str, Any]:
+        bound = self.policy.bound_for(self.world_size)
+        return {**super().about(), "policy": self.policy.name, "bound": bound}
 
     def server_metrics(self) -> dict[str, Any]:
         """What the server counted until the ranks last met, see `Counts.as_dict`; empty before."""

@@ -10,6 +10,7 @@ Worker and server of parameters:
 ``pairs``          between nodes: one standalone torch.distributed group per worker
 ``merged``         several listeners as one
 ``seqlock``        areas with one writer and no lock: a slot of gradients, published parameters
+``pulse``          signs of life, from a thread of their own
 ``mailbox``        events that other threads leave for the server's
 ``sockets``        framing of control messages on unix sockets, and who is at the other end
 """

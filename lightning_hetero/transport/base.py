@@ -8,7 +8,7 @@
 
 Rules every implementation keeps: each byte has one writer; no message is unpickled; a worker has at most one request
 under way; the death of one worker is told as `Gone` and disturbs no other; a late or returning worker is told as
-`Joined`, with its rank, at any time.
+`Joined`, with its rank, at any time; signs of life come as `Alive`, also while the worker computes.
 """
 
 from __future__ import annotations
@@ -23,11 +23,13 @@ from enum import IntEnum
 from torch import Tensor
 
 __all__ = [
+    "Alive",
     "Arrived",
     "Ask",
     "Gone",
     "Happened",
     "Joined",
+    "LeftBehindError",
     "Listener",
     "QueuedListener",
     "RemoteFailureError",
@@ -47,10 +49,11 @@ class Ask(IntEnum):
     CLAIM = 2  # work for `tick`
     PUSH = 3  # the slot holds the gradients of `lease`; if FINAL also a claim for the same tick
     MEET = 5  # answered when every live worker has asked for it with the same `tick` (a meeting number)
-    STATE = 6  # state of the optimizers and of the epoch; answered through Listener.share_state
+    STATE = 6  # of optimizers and epoch; payload: the version it has, to get newer parameters, too; see share_state
     ABORT = 7  # this worker failed; text says why: everybody is told
     LEAVE = 8  # this worker is done
-    METRICS = 9  # what the server has counted and predicts; answered DONE with a JSON object as text
+    METRICS = 9  # what the server has counted and predicts; answered DONE with a JSON object as text, and who lives
+    ALIVE = 10  # a sign of life, at any time; no answer
 
 
 class Say(IntEnum):
@@ -62,7 +65,8 @@ class Say(IntEnum):
     MET = 4  # payload: ranks alive
     DONE = 5
     STATE = 6
-    FAILED = 7  # text says why; the run cannot go on
+    FAILED = 7  # text says why; the run cannot go on, or, after STATE and METRICS, the question has no answer
+    LEFT = 8  # text says why; the others go on without this worker, whose connection ends with this
 
 
 _REQUEST = struct.Struct("<BxHiiiqiIIIddQI")
@@ -211,6 +215,10 @@ class ServerLostError(ConnectionError):
     """The server does not answer any more; the message says what is known of the reason."""
 
 
+class LeftBehindError(ServerLostError):
+    """The others have gone on without this worker, which was silent for too long; the message says how long."""
+
+
 class RemoteFailureError(RuntimeError):
     """The run cannot go on; the message is the server's reason, and names the worker it came from."""
 
@@ -242,7 +250,14 @@ class Arrived:
     request: Request
 
 
-Happened = Joined | Gone | Arrived
+@dataclass(frozen=True, slots=True)
+class Alive:
+    """A sign of life of a worker, whatever it is doing."""
+
+    rank: int
+
+
+Happened = Joined | Gone | Arrived | Alive
 
 
 class WorkerLink(ABC):
@@ -251,10 +266,12 @@ class WorkerLink(ABC):
     Attributes:
         rank: this worker.
         gradient: uint8, the slot this worker writes; anything may be written between `open_slot` and `close_slot`.
+        left_behind: the connection has ended with a `LeftBehindError`: the server serves the others.
     """
 
     rank: int
     gradient: Tensor
+    left_behind = False
 
     @abstractmethod
     def open_slot(self) -> None:
@@ -283,6 +300,14 @@ class WorkerLink(ABC):
         Raises:
             ServerLostError: the server is gone, or silent for ``timeout_s``; the connection is over then.
         """
+
+    def sign_of_life(self, after_s: float) -> None:
+        """Tells the server that this process is alive; from another thread, beside everything else. Never raises.
+
+        Args:
+            after_s: time since the last one [s], as intended: what a process was stopped for does not count.
+        """
+        del after_s
 
     @abstractmethod
     def read_parameters(self, into: Tensor) -> int:
@@ -351,6 +376,11 @@ class Listener(ABC):
     @abstractmethod
     def disconnect(self, rank: int) -> None:
         """Ends a worker's connection; it will be told as `Gone`, too."""
+
+    def dismiss(self, rank: int, reason: str) -> None:
+        """Like `disconnect`, but the worker is told why, when it looks: by a `LeftBehindError`."""
+        del reason
+        self.disconnect(rank)
 
     @abstractmethod
     def close(self) -> None:

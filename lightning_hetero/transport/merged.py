@@ -65,8 +65,11 @@ class Several(Listener):
     def disconnect(self, rank: int) -> None:
         self._of(rank).disconnect(rank)
 
+    def dismiss(self, rank: int, reason: str) -> None:
+        self._of(rank).dismiss(rank, reason)
+
     def close(self) -> None:
-        for listener in (self._first, *self._others):
+        for listener in (*self._others, self._first):  # those that wake the first one before it
             listener.close()
 
     def _of(self, rank: int) -> Listener:

@@ -7,7 +7,13 @@ import re
 from pathlib import Path
 from typing import NamedTuple
 
-from lightning_hetero import BoundedStalenessStrategy, HeteroPipelineStrategy, LoadBalancedStrategy
+from lightning_hetero import (
+    AutoStrategy,
+    BoundedStalenessStrategy,
+    FederatedStrategy,
+    HeteroPipelineStrategy,
+    LoadBalancedStrategy,
+)
 from lightning_hetero.glue.strategy import HeteroStrategy
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -53,4 +59,6 @@ ENGINES = [
     Engine(LoadBalancedStrategy, DOCS / "balanced.md", ROOT / "conf/strategy/hetero_balanced.yaml"),
     Engine(BoundedStalenessStrategy, DOCS / "stale.md", ROOT / "conf/strategy/hetero_stale.yaml"),
     Engine(HeteroPipelineStrategy, DOCS / "pipeline.md", ROOT / "conf/strategy/hetero_pipeline.yaml"),
+    Engine(AutoStrategy, DOCS / "auto.md", ROOT / "conf/strategy/hetero_auto.yaml"),
+    Engine(FederatedStrategy, DOCS / "federated.md", ROOT / "conf/strategy/hetero_federated.yaml"),
 ]

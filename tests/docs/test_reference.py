@@ -15,12 +15,16 @@ import yaml
 from omegaconf import OmegaConf
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_hetero import BalancePolicy, LyapunovController, Scenario, StragglerMonitor
+from lightning_hetero import AutoStrategy, BalancePolicy, LyapunovController, Scenario, StragglerMonitor
+from lightning_hetero.balanced.decide.controlled import ControlledPolicy
 from lightning_hetero.balanced.decide.controller import ExchangeClock
 from lightning_hetero.callbacks.reporting import Reporting
 from lightning_hetero.cli import train
 from lightning_hetero.cli.summary import RankSummary
 from lightning_hetero.controller.replans import Replan, ReplanLog
+from lightning_hetero.federated.decide import policy as federated_policy
+from lightning_hetero.federated.decide import report as federated_report
+from lightning_hetero.federated.decide.rounds import ClientRow
 from lightning_hetero.predictors import Kalman
 from lightning_hetero.stale.decide.policy import _KNOWN, Asynchronous, by_name
 from lightning_hetero.stale.decide.report.counts import Counts, Measures
@@ -84,6 +88,11 @@ def test_policies_are_documented_with_their_defaults() -> None:
         assert ("worth n/B" in row[3]) == issubclass(_KNOWN[name], Asynchronous), name
 
 
+def test_federated_policies_are_documented() -> None:
+    table = {row[0].strip("`") for row in rows(section(DOCS / "federated.md", "The policies"))}
+    assert table == federated_policy._KNOWN.keys()
+
+
 def test_numbers_among_the_formulas_are_the_defaults() -> None:
     """``name (number)`` in the text is what the code has."""
     text = section(DOCS / "balanced.md", "Formulas")
@@ -138,7 +147,8 @@ def logged_names(engine_metrics: dict[str, float]) -> set[str]:
     strategy.metrics = engine_metrics
     loop = SimpleNamespace(epoch_loop=SimpleNamespace(_batches_that_stepped=0))
     trainer: Any = SimpleNamespace(
-        is_last_batch=True, is_global_zero=True, log_every_n_steps=1, strategy=strategy, loggers=[log], fit_loop=loop
+        is_last_batch=True, is_global_zero=True, log_every_n_steps=1, strategy=strategy, loggers=[log], fit_loop=loop,
+        world_size=2,
     )
     module: Any = None
     monitor.on_train_start(trainer, module)
@@ -153,14 +163,33 @@ def replan_metrics() -> dict[str, float]:
     return ReplanLog([record]).metrics()
 
 
-@pytest.mark.parametrize("engine", ENGINES, ids=str)
+def controlled_metrics() -> dict[str, float]:
+    """What the balanced engine logs of them."""
+    policy = ControlledPolicy(LyapunovController())
+    policy.replans.append(Replan(step=1, kind="plan", reason="", generation=1, predicted_gain=0.1, realised_gain=0.1))
+    return policy.metrics()
+
+
+def federated_metrics() -> dict[str, float]:
+    """What the federated engine logs of a round of two ranks."""
+    row = ClientRow(**dict.fromkeys(ClientRow._fields, 1.0))
+    return federated_report.engine_metrics(1, [row, row])
+
+
+@pytest.mark.parametrize("engine", [e for e in ENGINES if e.strategy is not AutoStrategy], ids=str)
 def test_every_logged_metric_is_documented_and_no_other(engine: Engine) -> None:
     table = rows(section(engine.page, "Callbacks and metrics"))
     names = {name for row in table for name in re.findall(r"`(hetero/[^`]+)`", row[0])}
     listed = next(row[2] for row in table if "{name}" in row[0])
     columns = {name.split("/")[1] for name in names if name.endswith("/rank{r}")} & set(re.findall(r"\w+", listed))
     spread = {name.replace("{name}", column) for name in names if "{name}" in name for column in columns}
-    own = {"stale": lambda: engine_metrics(MEASURES, 2), "pipeline": replan_metrics}.get(engine.strategy.engine, dict)()
+    metrics = {
+        "stale": lambda: engine_metrics(MEASURES, 2),
+        "pipeline": replan_metrics,
+        "balanced": controlled_metrics,
+        "federated": federated_metrics,
+    }
+    own = metrics[engine.strategy.engine]()
     assert {name for name in names if "{name}" not in name} | spread == logged_names(own)
 
 

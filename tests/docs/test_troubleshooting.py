@@ -15,7 +15,8 @@ def strings_in(node: ast.AST) -> list[str]:
     return [value for value in constants if isinstance(value, str) and value.strip()]
 
 
-TELLS = {"rank_zero_warn", "warn_once", "notify", "fail", "report", "warning"}  # functions whose text somebody reads
+# Functions whose text somebody reads.
+TELLS = {"rank_zero_warn", "warn", "warn_once", "notify", "fail", "report", "warning", "dismiss"}
 
 
 @cache
@@ -37,21 +38,25 @@ def messages() -> dict[str, list[str]]:
 
 def troubles() -> set[str]:
     """Pieces of messages that the troubleshooting tables answer."""
-    pages = ("balanced.md", "stale.md", "pipeline.md", "nodes.md", "emulation.md")
+    pages = ("auto.md", "balanced.md", "stale.md", "pipeline.md", "federated.md", "nodes.md", "emulation.md")
     cells = [row[0] for page in pages for row in rows(section(DOCS / page, "Troubleshooting"))]
     return {piece for cell in cells if cell.startswith("`") for piece in re.findall(r"`([^`]+)`", cell)}
 
 
-REASONS = ("balanced/strategy.py", "stale/fit/refusals.py", "pipeline/fit/refusals.py")  # each engine's `Refusals`
+REASONS = (
+    "balanced/strategy.py", "stale/fit/refusals.py", "pipeline/fit/refusals.py", "federated/fit/refusals.py",
+)  # each engine's `Refusals`
 
 
 def test_every_message_in_troubleshooting_is_one_of_ours() -> None:
     source = [text for texts in messages().values() for text in texts]
     # These files also word what others raise or show.
     for file in (
+        "balanced/decide/rows.py",
         "glue/checks.py",
         "glue/nodes.py",
         "stale/decide/report/summary.py",
+        "federated/decide/rounds.py",
         "pipeline/runtime/step/layer_calls/chain.py",
         *REASONS,
     ):
@@ -60,7 +65,7 @@ def test_every_message_in_troubleshooting_is_one_of_ours() -> None:
     assert not strange
 
 
-ENGINE_FOLDERS = ("balanced", "stale", "pipeline", "transport", "glue", "data", "callbacks")
+ENGINE_FOLDERS = ("balanced", "stale", "pipeline", "federated", "shares", "transport", "glue", "data", "callbacks")
 # What is raised in these files and folders answers a wrong call or message from inside the package; the server says it
 # "makes no sense".
 PROTOCOL = {

@@ -141,6 +141,7 @@ def test_the_wheel_ships_licence_and_command(wheel: Path) -> None:
     info = "lightning_hetero-0.1.0.dist-info"
     commands = archive.read(f"{info}/entry_points.txt").decode()
     assert "lightning-hetero-train = lightning_hetero.cli.train:main" in commands
+    assert "lightning-hetero-report = lightning_hetero.cli.report:main" in commands
     assert f"{info}/licenses/LICENSE" in archive.namelist()
 
 

@@ -16,10 +16,12 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_hetero import BoundedStalenessStrategy, HeteroPipelineStrategy, LyapunovController
+from lightning_hetero.balanced.policy import BalancePolicy, TuningPolicy
 from lightning_hetero.callbacks import ThrottleCallback
 from lightning_hetero.cli.train import FitClock, build, make_trainer
 from lightning_hetero.cluster import cluster_from_plain
 from lightning_hetero.demo import DigitsCNN, DigitsData
+from lightning_hetero.predictors import Curve
 from lightning_hetero.stale.decide.policy import Asp, Backup, Buffered, Drop, Flexible, Policy
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -154,6 +156,49 @@ def test_debug_runs_two_ranks_at_full_speed_unless_told_otherwise() -> None:
     assert composed("debug=fast", "emulation=two_fast_two_slow").emulation.scenario is not None
 
 
+@pytest.mark.parametrize(
+    ("overrides", "policy"),
+    [
+        ([], BalancePolicy()),
+        (["strategy.policy=predictive", "strategy.dead_band=0.1"], BalancePolicy(dead_band=0.1)),
+        (["strategy.predictor=curve"], BalancePolicy(predictor=Curve())),
+        (["strategy.policy=tuning"], TuningPolicy()),
+        (
+            ["strategy.policy={_target_:lightning_hetero.balanced.policy.TuningPolicy,window:9}"],
+            TuningPolicy(window=9),
+        ),
+        (
+            [
+                "strategy.predictor={_target_:lightning_hetero.predictors.Curve.from_points,"
+                "points:[[8,0.01],[64,0.02]]}"
+            ],
+            BalancePolicy(predictor=Curve.from_points([(8, 0.01), (64, 0.02)])),
+        ),
+    ],
+    ids=lambda given: str(given) if isinstance(given, list) else "",
+)
+def test_how_shares_are_decided_is_chosen_by_name_or_as_an_object(overrides: list[str], policy: BalancePolicy) -> None:
+    chosen = build(composed("strategy=hetero_balanced", *overrides).strategy).policy
+    assert type(chosen) is type(policy) and chosen.settings() == policy.settings()
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (["strategy.policy=narx"], "policy='narx' must be a BalancePolicy, 'predictive', 'tuning' or None"),
+        (
+            ["strategy.policy=tuning", "strategy.predictor=ewma", "strategy.cooldown=2"],
+            "policy='tuning' decides without a model and has no use for predictor, cooldown: drop them, or choose"
+            " policy='predictive'",
+        ),
+        (["strategy.policy=tuning", "controller=lyapunov"], "so policy would be ignored: drop it"),
+    ],
+)
+def test_what_shares_cannot_be_decided_by_is_refused(overrides: list[str], words: str) -> None:
+    with pytest.raises(Exception, match=re.escape(words)):
+        build(composed("strategy=hetero_balanced", *overrides).strategy)
+
+
 POLICY = "strategy.policy._target_=lightning_hetero.stale.decide.policy"
 
 
@@ -266,13 +311,14 @@ def of_example(*overrides: str) -> DictConfig:
 @pytest.mark.parametrize("name", [name for name in names("strategy") if name != "ddp"])
 def test_an_app_that_reads_its_strategy_from_the_trainer_takes_ours(trainer: str, name: str) -> None:
     at = "trainer.strategy"
-    more = {"hetero_balanced": [f"{at}.min_samples=[2,2]"], "hetero_pipeline": ["+cluster=islands"]}.get(name, [])
+    balanced = [f"{at}.min_samples=[2,2]", f"{at}.policy=tuning"]
+    more = {"hetero_balanced": balanced, "hetero_pipeline": ["+cluster=islands"]}.get(name, [])
     cfg = of_example(f"trainer={trainer}", "trainer.devices=2", f"+strategy@{at}={name}", *more)
     trainer_of = instantiate(cfg.trainer, callbacks=[], logger=False)
     strategy = trainer_of.strategy
     assert type(strategy).__name__ == cfg.trainer.strategy._target_.rpartition(".")[2] and strategy.world_size == 2
     if name == "hetero_balanced":
-        assert strategy.settings.batches.bounds.lower == [2, 2]
+        assert strategy.settings.batches.bounds.lower == [2, 2] and isinstance(strategy.policy, TuningPolicy)
     if name == "hetero_pipeline":
         assert [device.speed for device in strategy.plan_settings.cluster.devices] == [1.0, 1.0, 0.5, 0.5]
 

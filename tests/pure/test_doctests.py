@@ -13,6 +13,8 @@ PACKAGES = (
     "lightning_hetero.solvers",
     "lightning_hetero.predictors",
     "lightning_hetero.pipeline.decide.schedule",
+    "lightning_hetero.plan",
+    "lightning_hetero.doctor",
 )
 
 

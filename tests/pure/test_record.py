@@ -66,10 +66,10 @@ def test_round_trip_in_order_of_epoch_and_step(events: list[Event], flush_every:
 
 
 def test_first_line_says_version_world_size_and_names(tmp_path: Path) -> None:
-    path = write(tmp_path / "t.jsonl", [], rank=1, world_size=3, names=["cpu"])
+    path = write(tmp_path / "t.jsonl", [], rank=1, world_size=3, names=["cpu"], about={"engine": "stale"})
     first = json.loads(path.read_text().splitlines()[0])
     assert (first["kind"], first["rank"]) == ("run", 1)
-    assert first["data"] == {"version": SCHEMA_VERSION, "world_size": 3, "names": ["cpu"]}
+    assert first["data"] == {"version": SCHEMA_VERSION, "world_size": 3, "names": ["cpu"], "engine": "stale"}
 
 
 def test_lines_are_collected_then_written_whole(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_hetero.types import AffineCost, Allocation, Cost, PiecewiseLinearCost, Status
+from lightning_hetero.types import AffineCost, Allocation, Cost, PiecewiseLinearCost, SaturatingCost, Status
 
 GPU = PiecewiseLinearCost(samples=(8.0, 32.0, 64.0), seconds_at=(0.1, 0.1, 0.2))
 
@@ -44,6 +44,22 @@ def test_affine_refuses_bad_coefficients_by_name(name: str, bad: float) -> None:
         AffineCost(**(good | {name: bad}))
 
 
+def test_saturating_is_the_greater_of_floor_and_line() -> None:
+    cost = SaturatingCost(floor_s=1.0, fixed_s=0.5, per_sample_s=0.25)
+    assert [cost.seconds(x) for x in (0, 2, 3, 10)] == [1.0, 1.0, 1.25, 3.0]
+    assert [cost.most_samples(t) for t in (0.99, 1.0, 3.0)] == [-math.inf, 2.0, 10.0]
+    assert cost.line == AffineCost(fixed_s=0.5, per_sample_s=0.25)
+    assert SaturatingCost(floor_s=1.0, fixed_s=2.0, per_sample_s=0.0).most_samples(1.5) == -math.inf
+
+
+@pytest.mark.parametrize("bad", [-1.0, math.nan, math.inf])
+@pytest.mark.parametrize("name", ["floor_s", "fixed_s", "per_sample_s"])
+def test_saturating_refuses_bad_coefficients_by_name(name: str, bad: float) -> None:
+    good = {"floor_s": 1.0, "fixed_s": 1.0, "per_sample_s": 1.0}
+    with pytest.raises(ValueError, match=f"SaturatingCost.{name}={bad!r}"):
+        SaturatingCost(**(good | {name: bad}))
+
+
 def test_piecewise_is_flat_before_the_first_knot_and_goes_on_after_the_last() -> None:
     assert GPU.seconds(0) == GPU.seconds(8) == GPU.seconds(20) == 0.1
     assert GPU.seconds(48) == pytest.approx(0.15, rel=1e-12)
@@ -62,8 +78,15 @@ def test_piecewise_agrees_with_numpy_between_its_knots(cost: PiecewiseLinearCost
     assert cost.seconds(x) == pytest.approx(np.interp(x, cost.samples, cost.seconds_at), abs=1e-12)
 
 
-@given(piecewise() | st.builds(lambda f, p: AffineCost(fixed_s=f / 4, per_sample_s=p / 4),
-                               st.integers(0, 8), st.integers(0, 8)), st.integers(0, 80))  # fmt: skip
+QUARTERS = st.integers(0, 8).map(lambda n: n / 4)
+
+
+@given(
+    piecewise()
+    | st.builds(AffineCost, fixed_s=QUARTERS, per_sample_s=QUARTERS)
+    | st.builds(SaturatingCost, floor_s=QUARTERS, fixed_s=QUARTERS, per_sample_s=QUARTERS),
+    st.integers(0, 80),
+)
 def test_costs_never_decrease_and_the_inverse_is_the_last_sample_in_time(cost: Cost, quarter: int) -> None:
     deadline_s = quarter / 4
     times = [cost.seconds(x) for x in range(100)]

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, TensorDataset
 
 from lightning_hetero import BalancePolicy, BoundedStalenessStrategy, LoadBalancedStrategy
-from lightning_hetero.balanced.decide.policy import Decision
+from lightning_hetero.shares.policy import Decision
 from lightning_hetero.types import SpeedSample
 from tests.ranks.harness import RankEnvironment
 
@@ -60,14 +60,14 @@ class Scripted(BalancePolicy):
 
     def observe(self, records: Sequence[SpeedSample]) -> Decision:
         super().observe(records)
-        n, total = len(records), self._total // self._quantum
-        low = 0 if min(self._lower) == 0 else 1
+        n, total = len(records), self.limits.total // self.limits.quantum
+        low = 0 if min(self.limits.lower) == 0 else 1
         weights = [(self._seen * 7 + 5 * r * r + 3 * r) % 11 + (0 if low == 0 and (self._seen + r) % 3 == 0 else 1)
                    for r in range(n)]
         from lightning_hetero.solvers import apportion
 
         self._shares = tuple(
-            s * self._quantum for s in apportion([float(w) for w in weights], total, lower=low).shares
+            s * self.limits.quantum for s in apportion([float(w) for w in weights], total, lower=low).shares
         )
         return Decision(shares=self._shares, changed=True, reason="scripted")
 

@@ -11,7 +11,7 @@ import torch
 from lightning.pytorch.callbacks import Callback
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_hetero.balanced.decide.policy import Decision
+from lightning_hetero.shares.policy import Decision
 from lightning_hetero.types import SpeedSample
 from tests.ranks.kit import Scripted, Toy, Weights, rank_trainer, regression, single, weights
 

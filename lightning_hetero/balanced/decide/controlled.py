@@ -21,15 +21,17 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
-from lightning_hetero.balanced.decide.policy import BalancePolicy, Decision, ShareBounds
 from lightning_hetero.controller.messages import Decision as PlanDecision
 from lightning_hetero.controller.messages import Observation
 from lightning_hetero.controller.replans import Replan, ReplanLog
 from lightning_hetero.controller.settings import ControllerSettings
 from lightning_hetero.predictors import Kalman
-from lightning_hetero.solvers.plans import replicas
+from lightning_hetero.shares.bounds import ShareBounds
+from lightning_hetero.shares.policy import BalancePolicy, Decision
+from lightning_hetero.solvers.plans import plan_to_plain, replicas
 from lightning_hetero.types import (
     AffineCost,
+    Allocation,
     Cluster,
     Device,
     LayerCost,
@@ -139,6 +141,7 @@ class ControlledPolicy(BalancePolicy):
         self._started: Started | None = None
         self._profile: _Profile | None = None
         self._plans: dict[int, tuple[int, ...]] = {}  # shares by generation, of those that may still be seen
+        self._first_generation = 0  # of this controller, which counts from 0
         self._in_force, self._batch = -1, -1
         self._resting: dict[int, _Resting] = {}
         self._factors: dict[int, float] = {}  # time over the profile's, of ranks at work
@@ -167,7 +170,7 @@ class ControlledPolicy(BalancePolicy):
     def _go_on(self, state: Mapping[str, Any]) -> None:
         """Takes over what an earlier run has learned, if it had as many ranks and the same batch."""
         units: list[int] = state["units"]
-        if len(units) != len(self._shares) or sum(units) != self._total // self._quantum:
+        if len(units) != len(self._shares) or sum(units) != self.limits.total // self.limits.quantum:
             return
         profile = _Profile(
             fixed_s=state["fixed_s"], per_unit_s=state["per_unit_s"], speeds=tuple(state["speeds"])
@@ -175,15 +178,16 @@ class ControlledPolicy(BalancePolicy):
         with suppress(ValueError):  # other limits now
             self._open(profile, replicas(1, units)).load_state_dict(state["controller"])
             self._batch = state["batch"]
-            self._resting = {rank: _Resting(factor, why) for rank, factor, why in state["resting"]}
+            resting = {rank: _Resting(factor, why) for rank, factor, why in state["resting"] if not units[rank]}
+            self._resting |= resting
 
     def _open(self, profile: _Profile, plan: PipelinePlan) -> Started:
         """Starts the controller with a plan in units of the quantum."""
-        units = self._total // self._quantum
+        units = self.limits.total // self.limits.quantum
         step = AffineCost(fixed_s=profile.fixed_s, per_sample_s=profile.per_unit_s)
         # One byte per unit, so that a device's memory is its most units; no state, which is everywhere.
         layer = LayerCost(name="model", forward=step, backward=_FREE, activation_bytes=1.0)
-        most = [upper // self._quantum for upper in self._upper]
+        most = [upper // self.limits.quantum for upper in self.limits.upper]
         devices = tuple(
             Device(name=f"rank {rank}", speed=speed, mem_bytes=math.inf if n >= units else max(float(n), 0.5))
             for rank, (speed, n) in enumerate(zip(profile.speeds, most, strict=True))
@@ -195,21 +199,22 @@ class ControlledPolicy(BalancePolicy):
             micro_batch_size=units,
             planned_batches=self.planned_batches,
             always=self._always,
-            rest_samples=self._least / self._quantum,
+            rest_samples=self.limits.least / self.limits.quantum,
         )
         self._started, self._profile = started, profile
         self._shares = self._shares_of(plan)
-        self._plans, self.generation = {0: self._shares}, 0
+        self._first_generation = self.generation = self.generation + 1
+        self._plans = {self.generation: self._shares}
         self._resting = {rank: _Resting(1.0, "") for rank, n in enumerate(self._shares) if not n}
         return started
 
     def _settings_per_unit(self) -> Starts:
         """Returns the settings for samples that are units."""
         settings = self.controller
-        if not isinstance(settings, ControllerSettings) or self._quantum == 1 or not settings.budget:
+        if not isinstance(settings, ControllerSettings) or self.limits.quantum == 1 or not settings.budget:
             return settings
         limits = {
-            name: limit * self._quantum if limit is not None and name.endswith("_per_sample") else limit
+            name: limit * self.limits.quantum if limit is not None and name.endswith("_per_sample") else limit
             for name, limit in settings.budget.items()
         }
         return replace(settings, budget=limits)
@@ -223,11 +228,11 @@ class ControlledPolicy(BalancePolicy):
             (fixed_s + per_sample_s * n) / max(cost.seconds(n), _LEAST_S)
             for cost, n in zip(costs, self._shares, strict=True)
         )
-        return _Profile(fixed_s=fixed_s, per_unit_s=per_sample_s * self._quantum, speeds=speeds)
+        return _Profile(fixed_s=fixed_s, per_unit_s=per_sample_s * self.limits.quantum, speeds=speeds)
 
     def _shares_of(self, plan: PipelinePlan) -> tuple[int, ...]:
         units = {group.ranks[0]: group.samples for group in plan.groups}
-        return tuple(units.get(rank, 0) * self._quantum for rank in range(len(self._lower)))
+        return tuple(units.get(rank, 0) * self.limits.quantum for rank in range(len(self.limits.lower)))
 
     # ---- one record -------------------------------------------------------------------------------------------
 
@@ -236,7 +241,7 @@ class ControlledPolicy(BalancePolicy):
         if self._started is None:
             decision = self.observe(records)
             if self._seen >= self.warmup + _LEARNED and all(p.ready for p in self._predictors):
-                units = [n // self._quantum for n in self._shares]
+                units = [n // self.limits.quantum for n in self._shares]
                 self._open(self._first_profile(), replicas(1, units))
             return decision
         shares = self._plans.get(generation)
@@ -248,9 +253,40 @@ class ControlledPolicy(BalancePolicy):
         self._enter(generation, batches)
         seen = self._observation(records, generation, batches)
         found = self._log.batch(generation, seen.batch_s)
-        return self._carried_out(self._started.step(seen), found)
+        return self._carried_out(self._asked(seen), found)
 
-    def urgent(self, samples: Sequence[int], compute_s: Sequence[float]) -> bool:
+    def _asked(self, seen: Observation) -> PlanDecision:
+        """Returns what the controller decides, with generations as we count them."""
+        assert self._started is not None
+        first = self._first_generation
+        decided = self._started.step(replace(seen, generation=seen.generation - first))
+        outcome = decided.outcome
+        if outcome is not None:
+            outcome = replace(outcome, generation=outcome.generation + first)
+        return replace(decided, generation=decided.generation + first, outcome=outcome)
+
+    def limit(
+        self, most_samples: Sequence[int | None], samples: Sequence[float], compute_s: Sequence[float]
+    ) -> Decision | None:
+        """As `BalancePolicy.limit`; a controller that runs goes on with what it has learned, within the new bounds."""
+        before = self.limits.lower, self.limits.upper
+        decision = super().limit(most_samples, samples, compute_s)
+        if self._started is not None and before != (self.limits.lower, self.limits.upper):
+            state, plan = self._learned(), replicas(1, [n // self.limits.quantum for n in self._shares])
+            self._go_on({**state, "controller": {**state["controller"], "plan": plan_to_plain(plan)}})
+        return decision
+
+    def _within_limits(self) -> Allocation:
+        if self._started is None:
+            return super()._within_limits()
+        at_work = self._best([b if n else 0 for b, n in zip(self.limits.upper, self._shares, strict=True)])
+        return at_work if at_work.ok else super()._within_limits()
+
+    def take_incomplete(self, records: Sequence[SpeedSample], *, generation: int) -> None:
+        shares = self._plans.get(generation)
+        self._learn([r if shares is None or shares[r.rank] else replace(r, compute_s=0.0) for r in records])
+
+    def urgent(self, samples: Sequence[float], compute_s: Sequence[float]) -> bool:
         expected = zip(samples, compute_s, self._predictors, self._shares, strict=True)
         return super().urgent(samples, [s if n or not p.ready else p.predict(b) for b, s, p, n in expected])
 
@@ -259,7 +295,7 @@ class ControlledPolicy(BalancePolicy):
             return
         self._plans = {g: shares for g, shares in self._plans.items() if g >= generation}
         self._in_force = generation
-        if generation > 0:
+        if generation > self._first_generation:
             self._log.in_force()
             self._log.amend(generation, step=self._batch + 1 - batches)
 
@@ -269,13 +305,16 @@ class ControlledPolicy(BalancePolicy):
         work_s: dict[int, float] = {}
         probed: dict[int, float] = {}
         sizes: list[tuple[int]] = []
-        for record in records:
+        for record, work in zip(records, self.work_in_samples(records), strict=True):
             rank = record.rank
-            units = max(1, round(record.samples / self._quantum))
+            units = max(1, round(record.samples / self.limits.quantum))
             if shares[rank]:
                 work_s[rank] = record.compute_s
+                predictor = self._predictors[rank]
+                if work != record.samples and predictor.ready:  # as if of mean work: the controller counts samples
+                    work_s[rank] *= predictor.predict(record.samples) / predictor.predict(work)
                 sizes.append((units,))
-                self._factors[rank] = record.compute_s / self._profile.seconds(rank, units)
+                self._factors[rank] = work_s[rank] / self._profile.seconds(rank, units)
             elif rank in self._resting and (speed := self._resting[rank].add(record.compute_s)) is not None:
                 probed[rank] = speed
         return Observation(
@@ -293,7 +332,8 @@ class ControlledPolicy(BalancePolicy):
         """Returns what is decided, with what has become known of an earlier decision."""
         outcome = found if decided.outcome is None else self._log.settle(decided.outcome)
         if decided.kind == "keep":
-            return Decision(shares=self._shares, changed=False, reason=decided.reason, outcome=outcome)
+            queues = {"queues": dict(decided.queues)} if decided.queues else {}
+            return Decision(shares=self._shares, changed=False, reason=decided.reason, data=queues, outcome=outcome)
         note = Replan.of(decided, self._batch + 1)
         self.replans.append(note)
         self._shares, self.generation = self._shares_of(decided.plan), decided.generation
@@ -320,6 +360,11 @@ class ControlledPolicy(BalancePolicy):
             outcome=outcome,
         )
 
+    def metrics(self) -> dict[str, float]:
+        """Returns what has become of changes so far; nothing moves for them, and nothing stands still."""
+        found = self._log.metrics()
+        return {name: value for name, value in found.items() if name not in ("moved_bytes", "pause_s")}
+
     @property
     def at_rest(self) -> Mapping[int, str]:
         """Ranks that rest by now, and what that brings, in words; empty words: it was so from the start."""
@@ -334,7 +379,7 @@ class ControlledPolicy(BalancePolicy):
     def _learned(self) -> dict[str, Any]:
         assert self._started is not None and self._profile is not None
         return {
-            "units": [n // self._quantum for n in self._shares],
+            "units": [n // self.limits.quantum for n in self._shares],
             "batch": self._batch,
             "resting": [[rank, resting.factor, resting.why] for rank, resting in self._resting.items()],
             "fixed_s": self._profile.fixed_s,

@@ -8,6 +8,9 @@ A digest of the shares travels with the next exchange: a disagreement is an erro
 The newest record is the only one whose evaluation every rank would wait for, so it is evaluated at once only if it is
 *urgent* (some rank's time is not what was expected); otherwise with the next one, and meanwhile `catch_up` evaluates it
 where the time is free: while the gradients travel. Which records a batch has used stays a function of the records.
+
+A rank that was not measured since the exchange before, e.g. because torch compiled in its step, sends a time of 0. The
+others' times of such a record are learned, and nothing is decided before a record has all ranks' times.
 """
 
 from __future__ import annotations
@@ -17,20 +20,28 @@ import zlib
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
-from lightning_hetero.balanced.decide.policy import BalancePolicy, Decision
-from lightning_hetero.types import SpeedSample, StepReport
+from lightning_hetero.balanced.decide.rows import RankState, Row, Rows, disagreement
+from lightning_hetero.shares.policy import BalancePolicy, Decision
+from lightning_hetero.types import StepReport
 
 __all__ = ["Controller", "ExchangeClock", "Tag", "shares_digest"]
 
 Tag = tuple[int, int]
 """(epoch, step) an exchange belongs to; ordered."""
 
-Row = Sequence[float]
-"""What one rank sends: epoch, step, samples, compute_s, wait_s, digest, batches."""
-
-
 _MOST_NEWS = 64  # kept for a trace that nobody may write
+_NOTHING = RankState()
+
+
+class _Step(NamedTuple):
+    """One local step."""
+
+    samples: int
+    compute_s: float
+    wait_s: float
+    work: float
 
 
 def shares_digest(epoch: int, step: int, shares: Sequence[int]) -> int:
@@ -86,7 +97,8 @@ class Controller:
     Attributes:
         report: the latest exchanged step that was evaluated, the same on every rank.
         decision: what that step led to.
-        news: decisions that changed something, or tell of an earlier change; for whoever takes them.
+        news: decisions that changed something, or have something to tell; for whoever takes them.
+        reports: as `report`, the latest of them; for whoever takes them.
     """
 
     def __init__(
@@ -95,15 +107,18 @@ class Controller:
         self.policy = policy
         self.rank = rank
         self.world_size = world_size
-        self.lag = lag
+        self.lag = policy.lag = lag
         self.exchange = exchange or ExchangeClock()
         self.report: StepReport | None = None
         self.decision: Decision | None = None
         self.news: deque[Decision] = deque(maxlen=_MOST_NEWS)
-        self._pending: deque[tuple[Tag, int, Callable[[], Sequence[Row]]]] = deque()  # generation of shares
-        self._late: tuple[Tag, int, Sequence[Row]] | None = None
-        self._decided: dict[Tag, tuple[tuple[int, ...], int]] = {}  # shares and their generation
-        self._local: list[tuple[int, float, float]] = []  # samples, compute_s, wait_s since the last exchange
+        self.reports: deque[StepReport] = deque(maxlen=_MOST_NEWS)
+        # Besides the tag: generation of the shares, None where nothing is to be learned or decided.
+        self._pending: deque[tuple[Tag, int | None, Callable[[], Sequence[Sequence[float]]]]] = deque()
+        self._late: tuple[Tag, int | None, Rows] | None = None
+        # Shares, their generation, and the most that ranks may get.
+        self._decided: dict[Tag, tuple[tuple[int, ...], int, Sequence[int]]] = {}
+        self._local: list[_Step] = []  # since the last exchange
         self._last_exchange: Tag | None = None
 
     def full_shares(self, epoch: int, step: int) -> tuple[int, ...]:
@@ -113,11 +128,15 @@ class Controller:
             if self._last_exchange is not None and tag <= self._last_exchange:
                 self._start_over()
             self.consume((epoch, step - 1 - self.lag))
-            self._decided[tag] = self.policy.shares, self.policy.generation
+            self._decided[tag] = self.policy.shares, self.policy.generation, tuple(self.policy.limits.upper)
             horizon = (epoch, step - 2 * self.lag - 2)
             for old in [t for t in self._decided if t < horizon]:
                 del self._decided[old]
         return self._decided[tag][0]
+
+    def most(self, epoch: int, step: int) -> Sequence[int]:
+        """Returns the most samples of each rank in a full global batch drawn as batch ``step``; after `full_shares`."""
+        return self._decided[epoch, step][2]
 
     def _start_over(self) -> None:
         """Steps that were exchanged are drawn again: all ranks were set back, e.g. by the learning-rate finder."""
@@ -131,55 +150,74 @@ class Controller:
         while self._pending and self._pending[0][0] <= limit:
             self.catch_up()
             self._receive()
-            assert self._late is not None
-            rows = self._late[2]
-            if limit[1] < 0 or self.policy.urgent([int(r[2]) for r in rows], [r[3] for r in rows]):
+            if limit[1] < 0 or self._is_urgent():
                 self.catch_up()
         if self._late is not None and self._late[0] < limit:
             self.catch_up()
 
+    def _is_urgent(self) -> bool:
+        assert self._late is not None
+        _, generation, rows = self._late
+        if generation is None or not min(rows.compute_s) > 0:
+            return False
+        samples = self.policy.work.in_samples(rows.samples, rows.work)
+        loads = zip(rows.free_cpu, rows.free_mem, strict=True)
+        return self.policy.urgent(samples, rows.compute_s) or self.policy.load_changed(loads)
+
     def _receive(self) -> None:
         tag, generation, wait = self._pending.popleft()
-        rows = wait()
+        rows = Rows(wait())
         self._check(tag, rows)
         self._late = (tag, generation, rows)
+        if generation is None:
+            return
+        # At once, and also if the times of this step say nothing.
+        limited = self.policy.limit(rows.most_samples, rows.samples, rows.compute_s)
+        if limited is not None:
+            self.news.append(limited)
 
     def catch_up(self) -> None:
         """Evaluates the record that was put off, if there is one."""
         if self._late is not None:
-            (tag, generation, rows), self._late = self._late, None
-            self._observe(tag, generation, rows)
+            late, self._late = self._late, None
+            self._observe(*late)
 
-    def _observe(self, tag: Tag, generation: int, rows: Sequence[Row]) -> None:
-        records = tuple(
-            SpeedSample(rank=r, step=int(row[1]), samples=int(row[2]), compute_s=row[3], wait_s=row[4])
-            for r, row in enumerate(rows)
-        )
-        predicted = tuple(self.policy.predict_s([r.samples for r in records]))
-        self.exchange.observe(tag, max(r.compute_s for r in records))
-        measured = all(r.compute_s > 0 for r in records)
-        if not measured:  # CUDA events of the very first step are not readable yet
+    def _observe(self, tag: Tag, generation: int | None, rows: Rows) -> None:
+        self.exchange.observe(tag, max(rows.compute_s))
+        if generation is None:
             return
-        self.decision = self.policy.take(records, generation=generation, batches=int(rows[0][6]))
-        if self.decision.changed or self.decision.outcome:
+        records = rows.records
+        if not min(rows.compute_s) > 0:
+            if max(rows.compute_s) > 0:
+                self.policy.take_incomplete(records, generation=generation)
+            return
+        predicted = tuple(self.policy.predict_s(self.policy.work_in_samples(records)))
+        self.decision = self.policy.take(records, generation=generation, batches=int(rows.batches[0]))
+        if self.decision.changed or self.decision.outcome or self.decision.data:
             self.news.append(self.decision)
         self.report = StepReport(epoch=tag[0], step=tag[1], records=records, predicted_s=predicted)
+        self.reports.append(self.report)
 
-    def _check(self, tag: Tag, rows: Sequence[Row]) -> None:
-        mine = rows[self.rank]
-        for r, row in enumerate(rows):
-            if (row[0], row[1], row[5]) != (mine[0], mine[1], mine[5]):
-                raise RuntimeError(
-                    f"ranks disagree on the shares of epoch {tag[0]}, step {tag[1]}: rank {self.rank} ran"
-                    f" (epoch, step, digest) = ({int(mine[0])}, {int(mine[1])}, {int(mine[5]):#x}), rank {r} ran"
-                    f" ({int(row[0])}, {int(row[1])}, {int(row[5]):#x}). The ranks do not run the same program: check"
-                    " that data, loader arguments and library versions are equal on all machines"
-                )
+    def _check(self, tag: Tag, rows: Rows) -> None:
+        def told(ran: tuple[float, float, float]) -> str:
+            epoch, step, digest = map(int, ran)
+            return f"({epoch}, {step}, {digest:#x})"
 
-    def measured(self, samples: int, compute_s: float | None, wait_s: float) -> None:
-        """Notes one local step; ``None``: its time is not known yet."""
-        if compute_s is not None:
-            self._local.append((samples, compute_s, wait_s))
+        everyone = list(zip(rows.epoch, rows.step, rows.digest, strict=True))
+        mine = everyone[self.rank]
+        if everyone.count(mine) != len(everyone):
+            r, other = next((r, ran) for r, ran in enumerate(everyone) if ran != mine)
+            raise RuntimeError(
+                f"ranks disagree on the shares of epoch {tag[0]}, step {tag[1]}: rank {self.rank} ran"
+                f" (epoch, step, digest) = {told(mine)}, rank {r} ran {told(other)}. The ranks do not run the same"
+                " program: check that data, loader arguments and library versions are equal on all machines"
+            )
+        if said := disagreement(*tag, rows.checksum):
+            raise RuntimeError(said)
+
+    def measured(self, samples: int, compute_s: float, wait_s: float, work: float = math.nan) -> None:
+        """Notes one local step; ``work``: see `Row`."""
+        self._local.append(_Step(samples, compute_s, wait_s, work))
 
     def wants_exchange(self, epoch: int, step: int) -> bool:
         """Tells whether this step exchanges; the same answer on every rank."""
@@ -190,21 +228,39 @@ class Controller:
             return True
         return step - last[1] >= self.exchange.interval((epoch, step - 2 - self.lag))
 
-    def row(self, epoch: int, step: int) -> list[float]:
-        """Returns what this rank sends for this step: the mean over the steps measured with its latest share."""
-        digest = shares_digest(epoch, step, self._decided[epoch, step][0])
-        latest = self._local[-1][0] if self._local else 0
-        same = [m for m in self._local if m[0] == latest]
-        n = max(1, len(same))
-        compute_s = math.fsum(m[1] for m in same) / n
-        wait_s = math.fsum(m[2] for m in same) / n
-        batches = max(1, len(self._local))
-        return [float(epoch), float(step), float(latest), compute_s, wait_s, float(digest), float(batches)]
+    def row(self, epoch: int, step: int, state: RankState = _NOTHING, *, ran: Sequence[int] = ()) -> Row:
+        """Returns what this rank sends for this step: the mean over the steps measured with its latest share.
 
-    def sent(self, epoch: int, step: int, wait: Callable[[], Sequence[Row]]) -> None:
-        """Notes an exchange under way; ``wait()`` returns every rank's row."""
-        _, generation = self._decided.get((epoch, step), ((), self.policy.generation))
-        self._pending.append(((epoch, step), generation, wait))
+        Args:
+            epoch, step: of the batch.
+            state: what it tells besides.
+            ran: samples per rank of this batch where they follow from more than the shares; all ranks' must agree.
+        """
+        digest = shares_digest(epoch, step, (*self._decided[epoch, step][0], *ran))
+        latest = self._local[-1].samples if self._local else 0
+        same = [m for m in self._local if m.samples == latest]
+        n = max(1, len(same))
+        return Row(
+            epoch=float(epoch),
+            step=float(step),
+            samples=float(latest),
+            compute_s=math.fsum(m.compute_s for m in same) / n,
+            wait_s=math.fsum(m.wait_s for m in same) / n,
+            digest=float(digest),
+            batches=float(max(1, len(self._local))),
+            work=math.fsum(m.work for m in same) / n,
+            free_cpu=state.free_cpu,
+            free_mem=state.free_mem,
+            most_samples=state.most_samples,
+            checksum=state.checksum,
+        )
+
+    def sent(
+        self, epoch: int, step: int, wait: Callable[[], Sequence[Sequence[float]]], *, decides: bool = True
+    ) -> None:
+        """Notes an exchange under way; ``wait()`` returns every rank's row, which decide of the shares or not."""
+        _, generation, _ = self._decided.get((epoch, step), ((), self.policy.generation, ()))
+        self._pending.append(((epoch, step), generation if decides else None, wait))
         self._last_exchange = (epoch, step)
         self._local.clear()
 

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from lightning.fabric.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch.utils.data import DataLoader
@@ -17,14 +18,19 @@ from torch.utils.data import DataLoader
 from lightning_hetero import lightning_compat as compat
 from lightning_hetero.balanced.decide.controlled import ControlledPolicy
 from lightning_hetero.balanced.decide.controller import Controller, ExchangeClock
-from lightning_hetero.balanced.decide.policy import BalancePolicy, ShareBounds
+from lightning_hetero.balanced.decide.quantum import ShapeNeeds, auto_quantum
+from lightning_hetero.balanced.decide.tuning import TuningPolicy
+from lightning_hetero.balanced.fit.shapes import shape_needs
 from lightning_hetero.balanced.runtime.batch_norm import least_samples
 from lightning_hetero.data import IndivisibleError, LoaderSpec, Part
 from lightning_hetero.data.batches import micro_batch_size
 from lightning_hetero.data.copies import users_own
+from lightning_hetero.data.costs import SampleCosts, costs_in
 from lightning_hetero.data.stream import StreamMode
 from lightning_hetero.glue.loaders import BoundLoader, PartBinder, SharedSettings
 from lightning_hetero.glue.run import planned_batches
+from lightning_hetero.shares.bounds import ShareBounds
+from lightning_hetero.shares.policy import BalancePolicy
 from lightning_hetero.solvers.scale import scale_shares
 from lightning_hetero.transport.side_channel import SideChannel
 
@@ -39,9 +45,10 @@ class BatchSettings:
     """The strategy's own arguments that concern batches; see `LoadBalancedStrategy`."""
 
     bounds: ShareBounds = field(default_factory=ShareBounds)
-    quantum: int = 1
+    quantum: int | Literal["auto"] = "auto"
     stream: StreamMode | None = None
     exchange_every: int | None = None
+    sample_costs: Sequence[float] | None = field(default=None, repr=False)
 
 
 @dataclass(eq=False, kw_only=True, slots=True)
@@ -53,12 +60,16 @@ class _Balanced(BoundLoader):
         unsized: whether it is a stream without a length.
         micro_batches: per batch of the user's.
         least: samples of a rank that has any.
+        costs: cut its batches, if they are known.
+        quantum: shares of a full batch are multiples of it.
     """
 
     read_ahead: int = 0
     unsized: bool = False
     micro_batches: int = 1
     least: int = 1
+    costs: SampleCosts | None = None
+    quantum: int = 1
 
 
 class BalancedBinder(PartBinder[_Balanced]):
@@ -98,9 +109,10 @@ class BalancedBinder(PartBinder[_Balanced]):
         self.user_accumulation = trainer.accumulate_grad_batches
         self._asked_batch = shared.global_batch_size
         self._layout: tuple[int, int, int, int] | None = None  # of the running controller: size, quantum, lag, least
-        self._upper: list[int] = []  # most samples per rank of a full batch of the primary loader
         self._announced: Sequence[object] = ()
         self._least = 1
+        self._shapes = ShapeNeeds()
+        self._bounds = settings.bounds  # with what compiled code needs
 
     # ---- set-up -----------------------------------------------------------------------------------------------
 
@@ -125,23 +137,41 @@ class BalancedBinder(PartBinder[_Balanced]):
         order = self.orders.order(loader, spec, len(self._bound))
         if not self._bound:
             order = self.orders.continued(order)
-        micro = self._micro_batches(order.global_batch_size)
-        quantum = self.settings.quantum
-        full = micro_batch_size(order.global_batch_size, micro, quantum)
         least = self._least_of(spec, order.global_batch_size)
+        quantum = self._quantum_of(order.global_batch_size, least)
+        micro = self._micro_batches(order.global_batch_size, quantum)
+        full = micro_batch_size(order.global_batch_size, micro, quantum)
+        low, up = replace(self._bounds, least=least).resolve(self._channel.world_size, full, quantum)
+        if self.settings.bounds.lower is None:  # it is a guard against wrong speeds, which costs are not
+            low = [least] * len(low)
+        known = costs_in(loader.dataset, self.settings.sample_costs)
+        if known is not None and isinstance(self.policy, TuningPolicy):
+            raise ValueError(
+                "sample_costs, or sample_cost(i) of the dataset, gives ranks other numbers of samples in every batch,"
+                " and policy='tuning' compares steps on the same numbers: drop it, or use policy='predictive'"
+            )
+        costs = None if known is None else SampleCosts(known, lower=low, upper=up, quantum=quantum)
         bound = _Balanced(
-            spec=spec, full=full, order=order, read_ahead=read_ahead, micro_batches=micro, least=least
+            spec=spec,
+            full=full,
+            order=order,
+            read_ahead=read_ahead,
+            micro_batches=micro,
+            least=least,
+            costs=costs,
+            quantum=quantum,
         )
-        replace(self.settings.bounds, least=least).resolve(self._channel.world_size, full, quantum)
         self.orders.check_position(order.global_batch_size)
-        return self._read_parts(bound, loader, micro_batches=micro, quantum=quantum, least=least)
+        return self._read_parts(bound, loader, micro_batches=micro, quantum=quantum, least=least, costs=costs)
 
     def _settle(self, loaders: Sequence[object]) -> None:
         """Finds out, for all ranks alike, whether these loaders are divided by speed, and what BatchNorm needs."""
-        mine = self._objection(loaders), least_samples(self._trainer.lightning_module)
-        everyone: list[tuple[str | None, int]] = self._channel.all_gather_object(mine)
-        self._least = max(least for _, least in everyone)
-        said, self.equal = self.equal, next((objection for objection, _ in everyone if objection), None)
+        mine = self._objection(loaders), least_samples(self._trainer.lightning_module), shape_needs(self._trainer)
+        everyone: list[tuple[str | None, int, ShapeNeeds]] = self._channel.all_gather_object(mine)
+        self._least = max(least for _, least, _ in everyone)
+        self._shapes = ShapeNeeds.of_all(needs for _, _, needs in everyone)
+        self._bounds = replace(self.settings.bounds, usual=2 if self._shapes.compiled else 1)
+        said, self.equal = self.equal, next((objection for objection, _, _ in everyone if objection), None)
         if self.equal is None:
             return
         self._bound = []
@@ -151,8 +181,9 @@ class BalancedBinder(PartBinder[_Balanced]):
             )
         if self.equal != said:
             bounds = self.settings.bounds
-            bound = bounds.lower is not None or bounds.upper is not None or self.settings.quantum > 1
+            bound = bounds.lower is not None or bounds.upper is not None or self.settings.quantum not in (1, "auto")
             without = " min_samples, max_samples and quantum have no effect." if bound else ""
+            without += " sample_costs has no effect." if self.settings.sample_costs is not None else ""
             if isinstance(self.policy, ControlledPolicy):
                 without += " No controller decides."
             rank_zero_warn(
@@ -176,6 +207,22 @@ class BalancedBinder(PartBinder[_Balanced]):
                 )
         return None
 
+    def _quantum_of(self, total: int, least: int) -> int:
+        """Returns of what shares of a batch of ``total`` samples are multiples, the same on all ranks.
+
+        Bounds of the user's come before a quantum of ours; also where they have the batch accumulated.
+        """
+        asked, world = self.settings.quantum, self._channel.world_size
+        if asked != "auto":
+            return asked
+        quantum = auto_quantum(total, world, self._shapes)
+        while quantum > 1:
+            with suppress(ValueError):
+                replace(self._bounds, least=least).resolve(world, total, quantum)
+                return quantum
+            quantum //= 2
+        return 1
+
     def _least_of(self, spec: LoaderSpec, total: int) -> int:
         """Least samples of a rank that has any; where stock DDP's ranks have one each, the model can do with one."""
         one_each = spec.batch_size in (None, 1) and total <= self._channel.world_size
@@ -185,21 +232,24 @@ class BalancedBinder(PartBinder[_Balanced]):
         assert self.settings.stream is not None
         total = self.orders.batch_of_all(spec)
         least = self._least_of(spec, total)
-        replace(self.settings.bounds, least=least).resolve(self._channel.world_size, total, self.settings.quantum)
+        quantum = self._quantum_of(total, least)
+        replace(self._bounds, least=least).resolve(self._channel.world_size, total, quantum)
+        if self.settings.sample_costs is not None:
+            raise ValueError("sample_costs tells the costs of samples by index, which a stream does not have: drop it")
         sized = hasattr(loader.dataset, "__len__")
         if self.settings.stream == "infinite" and compat.batches_trained(self._trainer):
             rank_zero_warn("an infinite stream cannot be repositioned: the resumed run reads it from its start")
-        bound = _Balanced(spec=spec, full=total, order=None, unsized=not sized, least=least)
+        bound = _Balanced(spec=spec, full=total, order=None, unsized=not sized, least=least, quantum=quantum)
         return self._read_stream(bound, loader, self.settings.stream, least=least)
 
-    def _micro_batches(self, total: int) -> int:
+    def _micro_batches(self, total: int, quantum: int) -> int:
         """Number of accumulated micro-batches if the ranks' ``max_samples`` do not hold the global batch at once."""
         upper = self.settings.bounds.upper
         if upper is None:
             return 1
         world = self._channel.world_size
         caps = [upper] * world if isinstance(upper, int) else list(upper)
-        room = sum(cap // self.settings.quantum * self.settings.quantum for cap in caps)
+        room = sum(cap // quantum * quantum for cap in caps)
         if room >= total:
             return 1
         if room <= 0:
@@ -211,7 +261,7 @@ class BalancedBinder(PartBinder[_Balanced]):
                 " and manual optimization cannot accumulate it for you; lower the batch or accumulate in training_step"
             )
         self._trainer.accumulate_grad_batches = self.user_accumulation * micro
-        size = micro_batch_size(total, micro, self.settings.quantum)
+        size = micro_batch_size(total, micro, quantum)
         rank_zero_info(
             f"global batch of {total} samples does not fit max_samples={upper!r} on {world} ranks at once:"
             f" accumulating it over {micro} batches of {size} (accumulate_grad_batches ="
@@ -228,11 +278,16 @@ class BalancedBinder(PartBinder[_Balanced]):
                 f"global_batch_size={self._asked_batch} is ambiguous with {len(self._bound)} train"
                 " loaders; set each loader's batch_size instead"
             )
+        if len(self._bound) > 1 and any(b.costs is not None for b in self._bound):
+            raise ValueError(
+                "sample_costs, or sample_cost(i) of a dataset, cannot be combined with several train loaders, whose"
+                " batches are cut in the same fractions; drop it"
+            )
         if len(self._bound) > 1 and any(b.micro_batches > 1 for b in self._bound):
             raise ValueError("max_samples below the global batch cannot be combined with several train loaders")
         primary = self._largest()
         unit = math.gcd(*(b.full for b in self._bound))
-        quantum = math.lcm(primary.full // unit, self.settings.quantum)
+        quantum = math.lcm(primary.full // unit, primary.quantum)
         # Without a length Lightning fetches one batch of each loader ahead, to know which is the last.
         lag = max(b.read_ahead for b in self._bound) + any(b.unsized for b in self._bound)
         # In units, so that every loader's part of a batch has its least.
@@ -246,10 +301,10 @@ class BalancedBinder(PartBinder[_Balanced]):
                 " global batch that is a multiple of it"
             )
         world = self._channel.world_size
-        bounds = replace(self.settings.bounds, least=least)
+        bounds = replace(self._bounds, least=least)
         self.policy.planned_batches = planned_batches(self._trainer)
+        self.policy.cut_by_cost = self.cuts_by_cost
         self.policy.start(world_size=world, total=primary.full, bounds=bounds, quantum=quantum)
-        self._upper = bounds.resolve(world, primary.full, quantum)[1]
         self.controller = Controller(
             self.policy,
             rank=self._channel.rank,
@@ -258,6 +313,16 @@ class BalancedBinder(PartBinder[_Balanced]):
             exchange=ExchangeClock(every=self.settings.exchange_every),
         )
         self._layout = layout
+        if self.settings.quantum == "auto" and primary.quantum > 1:
+            rank_zero_info(
+                f"shares are multiples of {primary.quantum} samples: {self._shapes.why}."
+                " LoadBalancedStrategy(quantum=1) lets them be any"
+            )
+
+    @property
+    def cuts_by_cost(self) -> bool:
+        """Whether the samples per rank differ from the shares from batch to batch."""
+        return any(bound.costs is not None for bound in self._bound)
 
     def _largest(self) -> _Balanced:
         """The loader the shares are decided for: the largest global batch."""
@@ -271,17 +336,20 @@ class BalancedBinder(PartBinder[_Balanced]):
         controller = self.controller
         assert controller is not None
         if step > compat.batches_trained(self._trainer) + controller.lag:
-            shares = self.policy.shares  # a user's look further ahead than there are records: decides nothing
+            # A user's look further ahead than there are records: decides nothing.
+            shares, most = self.policy.shares, self.policy.limits.upper
         else:
-            shares = controller.full_shares(epoch, step)
+            shares, most = controller.full_shares(epoch, step), controller.most(epoch, step)
         assert self._layout is not None
         full, unit, _, least = self._layout
+        if bound.costs is not None:
+            bound.costs.upper = most  # what ranks can hold by now
         if least > unit:  # a policy of the user's may know nothing of it
             units = scale_shares([s // unit for s in shares], full // unit, least=-(-least // unit))
             shares = tuple(s * unit for s in units)
         if total == bound.full:  # the same fraction of every loader: exact, because shares are whole units
             return tuple(s * bound.full // full for s in shares)
-        upper = [u * bound.full // full for u in self._upper]
+        upper = [u * bound.full // full for u in most]
         return scale_shares(shares, total, upper=upper, least=bound.least)
 
     def open(self, step: int) -> Part:

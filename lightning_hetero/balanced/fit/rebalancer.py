@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING
 
 from lightning.pytorch.callbacks import Callback
 
-from lightning_hetero.balanced.decide.policy import BalancePolicy
 from lightning_hetero.glue.strategy import HeteroStrategy
+from lightning_hetero.shares.policy import BalancePolicy
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer

@@ -1,14 +1,53 @@
-"""What a controller of the balanced engine cannot be combined with, refused with the reason (layer L)."""
+"""Which policy decides, and what it cannot be combined with, refused with the reason (layer L)."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal, TypeAlias
 
 from lightning_hetero.balanced.decide.controlled import ControlledPolicy
+from lightning_hetero.balanced.decide.tuning import TuningPolicy
 from lightning_hetero.controller.lyapunov import LyapunovController
+from lightning_hetero.predictors import Predictor, PredictorName
+from lightning_hetero.shares.policy import BalancePolicy
 
-__all__ = ["controlled_policy"]
+__all__ = ["PolicyName", "chosen_policy", "controlled_policy"]
+
+PolicyName: TypeAlias = Literal["predictive", "tuning"]
+
+
+def chosen_policy(
+    policy: PolicyName | BalancePolicy | None,
+    predictor: PredictorName | Predictor,
+    dead_band: float,
+    cooldown: int,
+) -> BalancePolicy:
+    """Returns the policy of these arguments of `LoadBalancedStrategy`.
+
+    Raises:
+        TypeError: the policy is neither one nor a name.
+        ValueError: the policy has no use for an argument that was given.
+    """
+    if not (policy in (None, "predictive", "tuning") or isinstance(policy, BalancePolicy)):
+        raise TypeError(
+            f"policy={policy!r} must be a BalancePolicy, 'predictive', 'tuning' or None; names of models are for"
+            " predictor="
+        )
+    if policy in (None, "predictive"):
+        return BalancePolicy(predictor=predictor, dead_band=dead_band, cooldown=cooldown)
+    idle = {"predictor": predictor != "kalman", "dead_band": dead_band != 0.02, "cooldown": cooldown != 0}
+    given = [name for name, is_given in idle.items() if is_given]
+    if isinstance(policy, BalancePolicy):
+        if given:
+            raise ValueError("give either a whole policy, or predictor, dead_band and cooldown, not both")
+        return policy
+    if given:
+        raise ValueError(
+            f"policy='tuning' decides without a model and has no use for {', '.join(given)}: drop"
+            f" {'it' if len(given) == 1 else 'them'}, or choose policy='predictive'. TuningPolicy(tolerance=...,"
+            " window=...) has settings of its own"
+        )
+    return TuningPolicy()
 
 
 def controlled_policy(controller: Any, idle: Sequence[str]) -> ControlledPolicy:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -16,15 +17,23 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightning_hetero import lightning_compat as compat
 from lightning_hetero.balanced.decide.controlled import ControlledPolicy
-from lightning_hetero.balanced.decide.policy import BalancePolicy, Decision
+from lightning_hetero.balanced.decide.rows import RankState
 from lightning_hetero.balanced.fit.loaders import BalancedBinder, BatchSettings
 from lightning_hetero.balanced.fit.rebalancer import BatchRebalancer
+from lightning_hetero.balanced.fit.recovery import Recovery
 from lightning_hetero.balanced.runtime.batch_norm import statistics_kept
+from lightning_hetero.balanced.runtime.checksum import ParameterChecksum
 from lightning_hetero.balanced.runtime.loss_weight import LossWeight
+from lightning_hetero.callbacks.work import BatchCost, cost_in, count_work
 from lightning_hetero.data import Part
+from lightning_hetero.data.costs import costs_digest
 from lightning_hetero.glue.loaders import SharedSettings
 from lightning_hetero.glue.run import EngineRun
+from lightning_hetero.measure.compiles import CompileWatch
+from lightning_hetero.measure.host_load import HostLoad
 from lightning_hetero.measure.step_clock import StepProbe, when_backward_ends
+from lightning_hetero.shares.caps import MemoryCap
+from lightning_hetero.shares.policy import BalancePolicy, Decision
 from lightning_hetero.solvers.scale import scale_shares
 from lightning_hetero.types import StepReport
 
@@ -42,6 +51,8 @@ class BalanceSettings:
     rebalance: bool
     batches: BatchSettings
     waiting_modules: tuple[type[nn.Module], ...]
+    batch_cost: BatchCost | None
+    check_parameters_every: int | None
     ddp_arguments: Mapping[str, Any]
 
 
@@ -58,6 +69,7 @@ class BalancedRun(EngineRun[BalancedBinder]):
         part: this rank's part of the batch that runs, or ran last; None: a batch of stock DDP's.
         rebalancer: the Trainer's, or one of our own.
         policy: decides the shares.
+        cap: what is known of this rank's memory.
     """
 
     def __init__(
@@ -80,12 +92,16 @@ class BalancedRun(EngineRun[BalancedBinder]):
                     " drop one of them"
                 )
             settings.policy.begin_fit()
+        cost = cost_in(trainer.lightning_module, settings.batch_cost)
         agreed = {name: repr(getattr(settings.batches, name)) for name in BatchSettings.__slots__}
+        agreed |= {"sample_costs": costs_digest(settings.batches.sample_costs)}
         agreed |= {
             "global_batch_size": str(shared.global_batch_size),
             "batch_sampler": shared.batch_sampler,
             "loss_reduction": shared.loss_reduction,
             "rebalance": str(self.rebalancer.enabled),
+            "batch_cost": getattr(cost, "__qualname__", str(cost is not None)),
+            "check_parameters_every": str(settings.check_parameters_every),
             "ddp": repr(sorted(settings.ddp_arguments.items())),
             **self.policy.settings(),
         }
@@ -101,12 +117,22 @@ class BalancedRun(EngineRun[BalancedBinder]):
             reduction=shared.loss_reduction,
             batch_weight=shared.weight_in(self.module),
         )
-        self.probe = StepProbe(device, waiting=(nn.SyncBatchNorm, *settings.waiting_modules))
+        self._cost = cost
+        self.cap = MemoryCap(careful=device.type == "cuda")
+        self._device, self._waiting = device, (nn.SyncBatchNorm, *settings.waiting_modules)
+        self._recovery: Recovery | None = None  # where there is a batch and automatic optimization
+        self.probe = StepProbe(device, waiting=self._waiting)
         self.undo.callback(self.probe.detach)
+        self._compiles = CompileWatch()
+        self.undo.callback(self._compiles.close)
+        every = settings.check_parameters_every
+        self._checksum = None if every is None else ParameterChecksum(every, self._optimized, device=device)
+        self._trained: set[int] = set()  # parameters that DDP keeps equal, by id
         self._model: nn.Module | None = None
-        self._measured: deque[Part] = deque()  # closed steps whose time is not yet known
+        self._measured: deque[tuple[Part, bool]] = deque()  # closed steps whose time is not yet known; to be believed?
         self._finished: tuple[Part, float] | None = None  # a step whose time is known, but not yet its wait
         self._voided: list[Any] = []  # hooks that keep a batch of weight 0 out of the gradients
+        self._load = HostLoad() if self.policy.wants_load else None
         self._wait_s = 0.0
         self._returned_s: float | None = None
         self._sent = False
@@ -115,12 +141,36 @@ class BalancedRun(EngineRun[BalancedBinder]):
     def attach(self, model: nn.Module | None) -> None:
         """Takes the module as it is trained, wrapped or not, once set-up is over."""
         self._model = model
+        self._trained = {id(p) for p in self.module.parameters() if p.requires_grad}
         self.probe.attach(self.module)
+        if self.automatic and model is not None and not compat.uses_dataloader_iter(self.trainer):
+            self._recovery = Recovery(
+                self.trainer,
+                model,
+                device=self._device,
+                weight=self.weight,
+                cap=self.cap,
+                waiting=self._waiting,
+            )
+            self.undo.callback(self._recovery.close)
+
+    def _optimized(self) -> Iterator[Tensor]:
+        """What is trained: neither frozen nor averaged weights, which one rank alone may hold.
+
+        Also what is thawed by now, which DDP does not keep equal, and what is frozen for a moment, e.g. by
+        ``toggle_optimizer``.
+        """
+        for optimizer in self.trainer.strategy.optimizers:
+            for group in optimizer.param_groups:
+                yield from (p for p in group["params"] if p.requires_grad or id(p) in self._trained)
 
     def resume(self, state: Mapping[str, Any]) -> None:
         self.binder.resume(state)
         if state.get("policy"):
             self.policy.load_state_dict(state["policy"])
+            told = state["policy"].get("most_samples", ())
+            if len(told) == self.channel.world_size and (most := told[self.channel.rank]) is not None:
+                self.cap.goes_on(most)
 
     def state_dict(self) -> dict[str, Any]:
         return self.binder.state_dict()
@@ -142,6 +192,24 @@ class BalancedRun(EngineRun[BalancedBinder]):
     def step_report(self) -> StepReport | None:
         controller = self.binder.controller
         return controller.report if controller is not None else None
+
+    def engine_metrics(self) -> dict[str, float]:
+        """Changes by a controller so far; nothing without one."""
+        return self.policy.metrics() if isinstance(self.policy, ControlledPolicy) else {}
+
+    def take_reports(self) -> list[StepReport]:
+        controller = self.binder.controller
+        if controller is None or not controller.reports:
+            return []
+        reports, shares = list(controller.reports), controller.policy.shares
+        controller.reports.clear()
+        if all(shares):
+            return reports
+        # What a rank at rest computes is a dummy: a step's fixed time, which says nothing of its speed.
+        return [
+            replace(report, records=tuple(r if shares[r.rank] else replace(r, compute_s=0.0) for r in report.records))
+            for report in reports
+        ]
 
     def summary(self) -> str | None:
         """One line on the shares in force and what equal ones would cost; ``None`` before anything was measured."""
@@ -172,7 +240,24 @@ class BalancedRun(EngineRun[BalancedBinder]):
         self._sent = self._synced = False
         self._returned_s = None
         self.weight.open(part, batch)
+        part.work = self._work_of(part, batch)
         self.probe.arm(part.fetch_s + transfer_s)
+
+    def memory_guard(self) -> AbstractContextManager[Any]:
+        """Around ``training_step``: a batch that does not fit is computed in pieces."""
+        if self._recovery is None:
+            return nullcontext()
+        return self._recovery.guarding(None if self.part is None else self.part.computed)
+
+    def _work_of(self, part: Part, batch: Any) -> float:
+        """Returns the work of the batch; NaN, which counts as that of mean samples, where a weight of 0 tells none."""
+        if self._cost is not None:
+            return count_work(self._cost, batch, self.channel.rank)
+        if part.work > 0:  # of samples whose costs were known
+            return part.work
+        if self.weight.counts:
+            return self.weight.local if self.weight.local > 0 else math.nan
+        return float(part.computed)
 
     def dummy_guard(self) -> AbstractContextManager[Any]:
         """A rank without samples trains on a dummy batch: no metric, logged mean or BatchNorm statistic counts it."""
@@ -199,9 +284,21 @@ class BalancedRun(EngineRun[BalancedBinder]):
             parameters = self.module.parameters()
             self._voided = [p.register_hook(torch.zeros_like) for p in parameters if p.requires_grad]
         weighted = loss if factor == 1.0 else loss * factor
-        if weighted.requires_grad and self.part is not None:
-            when_backward_ends(weighted, self._backward_ended)
+        self._stamp_end(weighted)
         return weighted
+
+    def _stamp_end(self, loss: Tensor) -> None:
+        if loss.requires_grad and self.part is not None:
+            when_backward_ends(loss, self._backward_ended)
+
+    def backward(self, loss: Tensor, run: Callable[[Tensor], None], holders: Sequence[Tensor]) -> None:
+        """Weighs a loss and differentiates it with ``run``, in pieces if memory is short; see `Recovery.backward`."""
+        weighted = self.weigh(loss)
+        if self._recovery is None:
+            run(weighted)
+        else:
+            self._recovery.backward(weighted, run, holders=(loss, *holders), ended=self._stamp_end)
+        self.backward_returned()
 
     def _backward_ended(self) -> None:
         self.probe.backward_ended()
@@ -234,11 +331,15 @@ class BalancedRun(EngineRun[BalancedBinder]):
         if self._returned_s is not None:
             self.probe.add(time.perf_counter() - self._returned_s)
             self._returned_s = None
+        if self._checksum is not None and self.part is not None:
+            self._checksum.stepped()
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
         """Around a collective, e.g. of ``self.log(..., sync_dist=True)``: waiting for peers is not this rank's work."""
         started_s = time.perf_counter()
+        if self._recovery is not None:
+            self._recovery.communicates()
         with self.probe.paused():
             yield
         if self._returned_s is not None:
@@ -250,20 +351,40 @@ class BalancedRun(EngineRun[BalancedBinder]):
             return
         self._sent = True
         self.probe.close()
-        self._measured.append(part)
+        self._measured.append((part, self._believed()))
         while (compute_s := self.probe.take()) is not None:  # CUDA: of the step before
-            done = self._measured.popleft()
+            done, believed = self._measured.popleft()
             # Sent while the gradients still travel, so the wait is the last known one.
-            controller.measured(done.computed, compute_s, self._wait_s)
+            if believed:
+                controller.measured(done.computed, compute_s, self._wait_s, done.work)
             self._finished = (done, compute_s)
             if done is not part or not self.automatic:
                 self._note_step()
-        if self._synced and self.rebalancer.enabled and controller.wants_exchange(part.epoch, part.step):
-            wait = self.channel.all_gather_row(controller.row(part.epoch, part.step))
-            controller.sent(part.epoch, part.step, wait)
+        decides = self.rebalancer.enabled
+        exchanges = self._synced and (decides or self._checksum is not None)
+        if exchanges and controller.wants_exchange(part.epoch, part.step):
+            ran = part.shares if self.binder.cuts_by_cost else ()
+            wait = self.channel.all_gather_row(controller.row(part.epoch, part.step, self._state(), ran=ran))
+            controller.sent(part.epoch, part.step, wait, decides=decides)
         controller.catch_up()  # beside the gradient exchange, where it delays nobody
         while controller.news:
             self._note_decision(part, controller.news.popleft())
+
+    def _believed(self) -> bool:
+        """Whether the step's time says how fast this rank is; pieces do only where they are there to stay."""
+        if self._compiles.ask():
+            return False
+        return self._recovery is None or self._recovery.believed or not (self._recovery.tried or self.policy.limits.fit)
+
+    def _state(self) -> RankState:
+        """What this rank tells besides the times of its steps."""
+        free_cpu, free_mem = self._load.free() if self._load is not None else (math.nan, math.nan)
+        return RankState(
+            free_cpu=free_cpu,
+            free_mem=free_mem,
+            most_samples=math.nan if (most := self.cap.most) is None else most,
+            checksum=math.nan if self._checksum is None else self._checksum.take(),
+        )
 
     def _note_decision(self, part: Part, decision: Decision) -> None:
         if decision.outcome:
@@ -273,15 +394,22 @@ class BalancedRun(EngineRun[BalancedBinder]):
                 "shares": list(decision.shares),
                 "predicted_s": decision.predicted_s,
                 "reason": decision.reason,
+                "predicted_gain": decision.predicted_gain,
                 **decision.data,
             }
             self.events.note("decision", part.epoch, part.step, data)
+        elif decision.data.get("queues") and self.channel.rank == 0:
+            self.events.note("queue", part.epoch, part.step, decision.data)
 
     def _note_step(self) -> None:
         """Notes the measured step once its own wait is known."""
+        if self._recovery is not None and self.part is not None and (learned := self._recovery.take_learned()):
+            self.events.note("memory", self.part.epoch, self.part.step, learned)
         if self._finished is not None:
             (part, compute_s), self._finished = self._finished, None
             data = {"samples": part.samples, "compute_s": compute_s, "wait_s": self._wait_s}
+            if part.work != part.computed:
+                data["work"] = part.work
             self.events.note("step", part.epoch, part.step, data)
 
     # ---- end --------------------------------------------------------------------------------------------------

@@ -84,6 +84,12 @@ class LossWeight:
         alike = Part(epoch=0, step=0, samples=1, shares=(1,) * self._world_size, weight_base=float(self._world_size))
         self.open(alike, batch)
 
+    def of_piece(self, piece: Any, samples: int, of_samples: int) -> float:
+        """Returns the factor by which a piece's loss is a summand of the local loss of this rank's batch."""
+        if self._batch_weight is not None and self._local > 0:
+            return float(self._batch_weight(piece)) / self._local
+        return 1.0 if self._reduction == "sum" and self._batch_weight is None else samples / of_samples
+
     @property
     def counts(self) -> bool:
         """Whether the user said what a batch counts."""

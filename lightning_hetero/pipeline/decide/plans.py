@@ -37,6 +37,8 @@ def best_plan(
     max_groups: int | None = None,
     overlap: bool = True,
     depth: Literal["auto"] | DepthRule = "auto",
+    budget: int | None = None,
+    micro_samples: Sequence[int] | None = None,
 ) -> PipelinePlan:
     """Searches for the fastest plan; failure is its status.
 
@@ -50,12 +52,14 @@ def best_plan(
         overlap: transfers run beside computation.
         depth: rule for the micro-batches in flight; ``"auto"``: where memory is short, fewer of them may make the
             faster plan, so both rules are tried.
+        budget: of the search, see `place`.
+        micro_samples: sizes of micro-batches to choose from, where ``micro_batch_size`` names none; None: see `place`.
     """
     rules: tuple[DepthRule, ...] = ("per_link",) if depth == "auto" else (depth,)
     if depth == "auto" and any(math.isfinite(device.mem_bytes) for device in cluster.devices):
         rules = ("per_link", "low_memory")
     joined, bounds = join_layers(model, spans)
-    sizes = None if micro_batch_size is None else [micro_batch_size]
+    sizes = micro_samples if micro_batch_size is None else [micro_batch_size]
     plan = min(
         (
             place(
@@ -66,6 +70,7 @@ def best_plan(
                 max_groups=max_groups,
                 overlap=overlap,
                 depth=rule,
+                budget=budget,
             )
             for rule in rules
         ),

@@ -34,9 +34,9 @@ from lightning_hetero.pipeline.fit.averaged_weights import Averages
 from lightning_hetero.pipeline.fit.evaluation import EvaluationBatches
 from lightning_hetero.pipeline.fit.logs import StepLogs
 from lightning_hetero.pipeline.fit.plan.planning import PipelineSettings, PlanResult
-from lightning_hetero.pipeline.runtime.execute.direct_ways import DirectWays, device_of
 from lightning_hetero.pipeline.runtime.execute.emulated_pace import BusyTime, ScenarioPace, parts_of
 from lightning_hetero.pipeline.runtime.execute.failures import FailureBoard
+from lightning_hetero.pipeline.runtime.execute.links.direct_ways import DirectWays, device_of
 from lightning_hetero.pipeline.runtime.execute.stage_runner import StageRunner, TimesOf
 from lightning_hetero.pipeline.runtime.execute.whole_step import WholeStep
 from lightning_hetero.pipeline.runtime.own.full_state import WholeState

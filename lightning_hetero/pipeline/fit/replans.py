@@ -125,6 +125,8 @@ class Replans:
             if self._decider is not None:
                 observation = self._observation(batch, part, told, batch_s, pause_s, moved_bytes)
                 decision = self._decider.step(observation)
+                if decision.queues:
+                    self._events.note("queue", part.epoch, part.step, {"queues": dict(decision.queues)})
                 if decision.kind != "keep" or decision.outcome is not None:
                     text = pickle.dumps(replace(decision, plan=self._in_one_piece(decision.plan)))
         size = torch.tensor([len(text)])

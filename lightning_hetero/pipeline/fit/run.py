@@ -10,6 +10,8 @@ import torch
 import torch.distributed as dist
 
 from lightning_hetero import lightning_compat as compat
+from lightning_hetero.callbacks.requeue import RequeueTogether
+from lightning_hetero.cluster.score import not_working
 from lightning_hetero.cluster.spec import cluster_to_plain
 from lightning_hetero.controller.replans import Replan
 from lightning_hetero.emulate.scenario import Scenario
@@ -58,6 +60,10 @@ class PipelineRun(EngineRun[PipelineBinder]):
         self.batches: TrainBatches | None = None
         self.replans: list[Replan] = []
         self._decided: Mapping[str, Any] = {}  # what decided in the run that this one resumes had learned
+        self._requeue: RequeueTogether | None = None
+        if self.fitting:
+            self._requeue = RequeueTogether(trainer, self.channel.rank)
+            self.undo.callback(self._requeue.close)
         if self.fitting and self.channel.world_size > 1:
             self.undo.callback(compat.replace_sigterm_broadcast(trainer, self._any_told))
 
@@ -133,7 +139,7 @@ class PipelineRun(EngineRun[PipelineBinder]):
             records=self.replans,
             in_force=took_place,
         )
-        self.batches = TrainBatches(self.trainer, place, self.binder, self.events, replans)
+        self.batches = TrainBatches(self.trainer, place, self.binder, self.events, replans, self._requeue)
         return place
 
     def _hide_example(self, plan: PipelinePlan) -> None:
@@ -172,6 +178,15 @@ class PipelineRun(EngineRun[PipelineBinder]):
     def step_report(self) -> StepReport | None:
         """Per rank samples, own work and the rest of the last step; ``None`` before the first one."""
         return None if self.batches is None else self.batches.report
+
+    def take_reports(self) -> list[StepReport] | None:
+        """Stages differ in what an item costs, so ranks compare only where each is a pipeline of its own."""
+        groups = () if self.place is None else self.place.planned.plan.groups
+        return None if groups and all(len(group.ranks) == 1 for group in groups) else []
+
+    def waiting_in(self, report: StepReport) -> float:
+        """Bubbles are waiting, too, but where each rank is a pipeline of its own there are none."""
+        return super().waiting_in(report) if self.take_reports() is None else not_working(report.records)
 
     def engine_metrics(self) -> dict[str, float]:
         """Changes of plan so far; nothing where nobody decides on them."""

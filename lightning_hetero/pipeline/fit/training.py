@@ -24,6 +24,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor, nn
 
 from lightning_hetero import lightning_compat as compat
+from lightning_hetero.callbacks.requeue import RequeueTogether
 from lightning_hetero.data import Part
 from lightning_hetero.data.micro_batches import join_outputs, split_batch
 from lightning_hetero.glue.run import EventLog
@@ -51,6 +52,7 @@ class TrainBatches:
         binder: knows which part of the global batch the loader has handed out.
         events: of this rank.
         replans: other plans, while the run goes on.
+        requeue: what SLURM asks for, in a fit; told to all with each batch.
 
     Attributes:
         part: this rank's part of the batch that runs, or ran last.
@@ -63,9 +65,11 @@ class TrainBatches:
         binder: PipelineBinder,
         events: EventLog,
         replans: Replans,
+        requeue: RequeueTogether | None,
     ) -> None:
         self._trainer, self._module, self._precision = trainer, trainer.lightning_module, trainer.precision_plugin
         self._place, self._binder, self._events, self.replans = place, binder, events, replans
+        self._requeue = requeue
         self._keeps_gradients = is_overridden("optimizer_zero_grad", self._module)
         self.part: Part | None = None
         self._last: tuple[Part, Told] | None = None  # of all ranks' last step
@@ -182,9 +186,12 @@ class TrainBatches:
         told = self._told(batch, samples, busy_s, wait_s)
         number = self.replans.generation
         stops = float(self._trainer.should_stop)
-        loss, numbers, paused_s, stops, *sums = self._place.logs.publish(
-            [own * self._trainer.accumulate_grad_batches, number, self.replans.paused_s, stops, *told.numbers]
+        signal = 0.0 if self._requeue is None else self._requeue.take()
+        loss, numbers, paused_s, stops, signal, *sums = self._place.logs.publish(
+            [own * self._trainer.accumulate_grad_batches, number, self.replans.paused_s, stops, signal, *told.numbers]
         )
+        if self._requeue is not None:
+            self._requeue.hear(signal)
         told = replace(told, numbers=sums)
         if stops:  # `training_step` may have said so, which not all ranks run
             self._trainer.should_stop = True

@@ -8,7 +8,8 @@ for answers to claims, hold whatever it decides, and make every policy exact and
   workers in that tick, and nobody can be at a synchronisation point before it.
 - *Strict bound.* The pool is emptied by every update, so staleness at arrival is staleness at application. Leases that
   have become too old are issued again at once; what still comes of them is refused.
-- *Liveness.* A lease without a push for long is issued again; its worker stays welcome.
+- *Liveness.* A lease without a push for long is issued again, and nobody waits longer for a worker without a lease to
+  claim one; the worker stays welcome.
 
 The idea of a coordinator that bounds staleness without waiting is SaPS's (abstract only); the rules are ours.
 """
@@ -50,7 +51,8 @@ class Coordinator:
         ahead: fix slices so many ticks early, so that workers can fetch them (`Granted.hint`).
         predictor: model of a worker's time; None: `Kalman`.
         liveness_factor: a lease is issued again when it takes so many times its predicted time ...
-        liveness_s: ... but not before this [s]. Before anything is known of any worker the limit is their product.
+        liveness_s: ... but not before this [s]. Before anything is known of any worker the limit is their product, as
+            it is for one that others wait for to claim work.
 
     Attributes:
         epoch, tick: present batch; ``tick == len(ends)``: the epoch is over.
@@ -94,6 +96,7 @@ class Coordinator:
         self._sizing = Sizing(policy, self.workers, ahead=ahead)
         self._dispatch = Dispatch(policy, self.workers, self._sizing, self._step)
         self._books = Epoch(-1, [1], applied=[(0, 1)], tick=1)
+        self._resumed: Mapping[int, Any] = {}  # epoch -> sub-steps that count in it, from a checkpoint
 
     @property
     def epoch(self) -> int:
@@ -144,9 +147,12 @@ class Coordinator:
         if type(epoch) is not int or epoch < 0:
             raise ValueError(f"epoch={epoch!r} must be a whole number >= 0")
         books = Epoch(epoch, ends, applied=applied, tick=tick, now=now)
+        if tick:  # resumed
+            books.ledger.resume_substeps(self._resumed.get(epoch, {}))
+        self._resumed = {}
         ticks = len(self.ends)
         effects: list[Effect] = [Passed(rank=w.rank, tick=ticks) for w in self.workers if w.held is not None]
-        self.workers.begin()
+        self.workers.begin(now)
         self._books = books
         self._step.interrupt()
         return effects
@@ -161,7 +167,7 @@ class Coordinator:
             raise ValueError(f"rank {rank} claims work before an epoch has begun: call begin() first")
         if not 0 <= tick <= self.tick:
             raise ValueError(f"rank {rank} claims batch {tick} of epoch {self.epoch}, but the server is in {self.tick}")
-        worker = self.workers.speaks(rank)
+        worker = self.workers.speaks(rank, now)
         effects = self._free_lease(worker, "abandoned: its worker asks for other work")
         worker.lease, worker.held = None, None
         if worker.grants and (tick < self.tick or self.over):
@@ -191,12 +197,8 @@ class Coordinator:
         if worker is None or held is None or held.number != lease:
             return [Refused(rank=rank, lease=lease, samples=samples or 0, reason="gone")]
         count = held.samples if samples is None else samples
-        if type(count) is not int or not 1 <= count <= held.samples:
-            raise ValueError(
-                f"rank {rank} pushes samples={samples!r} of lease {lease}, which has {held.samples}:"
-                f" give 1 to {held.samples}, or give the lease back"
-            )
-        self.workers.speaks(rank)
+        self._check_samples(held, count)
+        self.workers.speaks(rank, now)
         worker.clock += 1
         # What lay still for long (a stopped process) says little about speed: not more than the limit is learned.
         self.speeds.learn(rank, count, min(now - held.granted_s, held.limit_s))
@@ -210,9 +212,8 @@ class Coordinator:
         self, worker: WorkerState, held: Lease, count: int, finite: bool, *, in_tick: bool
     ) -> list[Effect]:
         staleness = self.version - held.base
-        bound = self.policy.bound_for(len(self.workers.crew))
         effects: list[Effect] = []
-        if bound is not None and staleness > bound:
+        if not self.within_bound(held.base):
             effects += self._free_lease(worker, "stale")
         worker.lease = None
         rank, lease = worker.rank, held.number
@@ -236,12 +237,36 @@ class Coordinator:
             )
         return effects
 
+    def substep(self, lease: Lease, number: int, samples: int) -> bool:
+        """Whether the gradients of a push that is not the last of its batch count; if so, that is noted.
+
+        They do not if that step counts already for these samples: it came from a worker that died or was late with
+        the last push, so that the samples were issued again, or from the lease's twin.
+
+        Args:
+            lease: a valid one, see `lease`.
+            number: of the optimizer step inside the batch.
+            samples: computed samples.
+
+        Raises:
+            ValueError: ``samples`` is not in 1 to the size of the grant.
+        """
+        self._check_samples(lease, samples)
+        return self.ledger.first(number, head(lease.spans, samples)[0])
+
+    def _check_samples(self, lease: Lease, samples: object) -> None:
+        if type(samples) is not int or not 1 <= samples <= lease.samples:
+            raise ValueError(
+                f"rank {lease.rank} pushes samples={samples!r} of lease {lease.number}, which has {lease.samples}:"
+                f" give 1 to {lease.samples}, or give the lease back"
+            )
+
     def give_back(self, rank: int, lease: int, now: float) -> list[Effect]:
         """A grant will not be computed: its samples are free again."""
         worker = self.workers.get(rank)
         if worker is None or worker.lease is None or worker.lease.number != lease:
             return []
-        self.workers.speaks(rank)
+        self.workers.speaks(rank, now)
         if worker.lease.epoch == self.epoch:
             worker.grants -= 1
         effects = self._free_lease(worker, "given back")
@@ -264,17 +289,18 @@ class Coordinator:
 
     def joined(self, rank: int, now: float) -> list[Effect]:
         """A worker connected, perhaps again; it takes part at once. Unknown ranks that claim join, too."""
-        self.workers.speaks(rank)
+        self.workers.speaks(rank, now)
         return self._settle(now)
 
     def wake(self, now: float) -> list[Effect]:
-        """Does what is due by now: ends of holds, leases without a sign of life, second issues."""
+        """Does what is due by now: ends of holds, leases or workers without a sign of life, second issues."""
         effects: list[Effect] = []
         for worker in self.workers:
             if worker.live and worker.lease is not None and now >= worker.lease.deadline_s:
                 worker.live = False
                 effects += self._free_lease(worker, "stalled")
                 worker.lease.void = worker.lease.void or "gone"
+        self.workers.fall_asleep(now)
         return effects + self._update(now) + self._settle(now)
 
     def wake_s(self) -> float:
@@ -296,6 +322,11 @@ class Coordinator:
         worker = self.workers.get(rank)
         lease = None if worker is None else worker.lease
         return lease if lease is not None and (lease.number, lease.epoch) == (number, self.epoch) else None
+
+    def within_bound(self, base: int, *, later: int = 0) -> bool:
+        """Whether gradients computed with version ``base`` may be applied now, or so many versions later."""
+        bound = self.policy.bound_for(len(self.workers.crew))
+        return bound is None or self.version + later - base <= bound
 
     def bases(self) -> set[int]:
         """Returns the versions that somebody computes with in this epoch."""
@@ -323,6 +354,7 @@ class Coordinator:
             "epoch": self.epoch,
             "tick": self.tick,
             "applied": self._books.applied() if self.ends else [],
+            "substeps": self.ledger.substeps(),
             "step_s": self.step_s,
             "speeds": self.speeds.state_dict(),
         }
@@ -330,6 +362,7 @@ class Coordinator:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Takes over version and speeds; `begin` with the state's ``applied`` and ``tick`` resumes its epoch."""
         self.version = int(state["version"])
+        self._resumed = {int(state.get("epoch", -1)): state.get("substeps", {})}
         self._step.smoothed_s = float(state["step_s"])
         self.speeds.load_state_dict(state["speeds"])
 
@@ -376,10 +409,9 @@ class Coordinator:
             worth=verdict.worth, ends_tick=verdict.ends_tick,
         )  # fmt: skip
         effects: list[Effect] = [updated]
-        bound = self.policy.bound_for(len(self.workers.crew))
         for worker in self.workers:
             lease = worker.valid
-            if bound is not None and lease is not None and self.version - lease.base > bound:
+            if lease is not None and not self.within_bound(lease.base):
                 effects += self._free_lease(worker, "stale")
         return effects
 

@@ -14,6 +14,7 @@ import math
 
 from lightning_hetero.stale.decide.effects import Granted, Passed
 from lightning_hetero.stale.decide.epoch import Epoch
+from lightning_hetero.stale.decide.intervals import size
 from lightning_hetero.stale.decide.policy import Claim, Due, Grant, Hold, Policy
 from lightning_hetero.stale.decide.sizing import Sizing
 from lightning_hetero.stale.decide.speeds import StepTime
@@ -99,11 +100,12 @@ class Dispatch:
         self, worker: WorkerState, claimed: int, samples: int, books: Epoch, version: int, now: float, *, micro: int
     ) -> Granted:
         pending = {other.rank for other in self._workers.pending(worker, books.tick)}
-        spans = books.ledger.take(worker.rank, samples, books.tick, pending=pending)
+        spans, others = books.ledger.alike(books.ledger.take(worker.rank, samples, books.tick, pending=pending))
+        books.ledger.release(others)
         if claimed == books.tick:
             worker.served = books.tick
         lease = self._workers.lend(
-            worker, spans, samples, now, base=version, epoch=books.number, claimed=claimed
+            worker, spans, size(spans), now, base=version, epoch=books.number, claimed=claimed
         )
         return self._granted(lease, books, micro=micro)
 

@@ -54,6 +54,7 @@ class Ledger:
         self._arrived = IntervalSet()
         self._slices: dict[int, dict[int, Span]] = {}  # batch -> rank -> slice; finished batches are forgotten
         self._planned: dict[int, dict[int, int]] = {}  # batch -> rank -> its share
+        self._stepped: dict[int, IntervalSet] = {}  # sub-step -> positions for which it counts already
         for start, end in applied:
             start, end = operator.index(start), operator.index(end)
             if not 0 <= start < end <= self.total:
@@ -164,6 +165,53 @@ class Ledger:
         yield from (self.slice(rank, b) for b in batches if b > tick)
         yield from outside(here, self.total, [self.bounds(b) for b in batches if b > tick])
         yield 0, self.total
+
+    # ---- sub-steps --------------------------------------------------------------------------------------------
+
+    def first(self, substep: int, spans: Sequence[Span]) -> bool:
+        """Notes that an optimizer step inside a batch counts for these positions.
+
+        Returns:
+            False, and nothing is noted, if it counts for one of them already.
+        """
+        counted = self._stepped.setdefault(substep, IntervalSet())
+        if any(counted.within(start, end) for start, end in spans):
+            return False
+        for start, end in spans:
+            counted.add(start, end)
+        return True
+
+    def alike(self, spans: Sequence[Span]) -> tuple[tuple[Span, ...], tuple[Span, ...]]:
+        """Cuts ``spans`` where the sub-steps that count already become others.
+
+        A push is one mean over all its samples, so they must have the same sub-steps behind them.
+        """
+        same = 0
+        behind: list[bool] | None = None
+        for start, end in spans:
+            here: list[bool] = []
+            stop = end
+            for counted in self._stepped.values():
+                inside = counted.within(start, end)
+                here.append(bool(inside) and inside[0][0] == start)
+                if inside:
+                    stop = min(stop, inside[0][1] if here[-1] else inside[0][0])
+            if behind is not None and here != behind:
+                break
+            behind, same = here, same + stop - start
+            if stop < end:
+                break
+        return head(spans, same)
+
+    def substeps(self) -> dict[int, list[list[int]]]:
+        """Returns, per sub-step, the positions for which it counts, as ``[start, end]``."""
+        return {k: [list(span) for span in counted] for k, counted in self._stepped.items()}
+
+    def resume_substeps(self, counted: Mapping[int, Iterable[Sequence[int]]]) -> None:
+        """Takes over what `substeps` has returned."""
+        self._stepped = {int(k): IntervalSet((start, end) for start, end in spans) for k, spans in counted.items()}
+
+    # ---- arrivals ---------------------------------------------------------------------------------------------
 
     def arrive(self, spans: Iterable[Span]) -> None:
         """Marks leased positions as arrived; ValueError (and no change) if one is free or has arrived before."""

@@ -8,7 +8,7 @@ from typing import Any
 
 from lightning_hetero.predictors import Kalman, Predictor
 from lightning_hetero.solvers import apportion, minimax
-from lightning_hetero.types import AffineCost
+from lightning_hetero.types import AffineCost, LearnedCost
 
 __all__ = ["Speeds", "StepTime"]
 
@@ -29,15 +29,22 @@ class Speeds:
         if not callable(getattr(self.prototype, "fresh", None)):
             raise TypeError(f"predictor={predictor!r} must be a lightning_hetero.predictors.Predictor")
         self._of: dict[int, Predictor] = {}
+        self._coarse: dict[int, AffineCost] = {}  # of those that are known
         self._splits: dict[tuple[int, frozenset[int], bool], dict[int, int]] = {}
+        self._guessed = False  # a split rests on ranks that are not known, so on all of those that are
 
     def learn(self, rank: int, samples: int, seconds: float) -> None:
         """Takes in one chunk; a time that is not above 0 tells nothing."""
         if samples > 0 and 0.0 < seconds < math.inf:
-            self._of.setdefault(rank, self.prototype.fresh()).update(samples, seconds)
-            self._splits.clear()
+            predictor = self._of.setdefault(rank, self.prototype.fresh())
+            predictor.update(samples, seconds)
+            before = self._coarse.get(rank)
+            if predictor.ready:
+                self._coarse[rank] = _coarse(predictor.cost())
+            if self._guessed or self._coarse.get(rank) != before:  # else every split is what it was
+                self._forget()
 
-    def cost(self, rank: int) -> AffineCost | None:
+    def cost(self, rank: int) -> LearnedCost | None:
         """Returns the model of a rank; None before the first measurement of any."""
         own = self._of.get(rank)
         if own is not None and own.ready:
@@ -63,7 +70,8 @@ class Speeds:
         key = (total, frozenset(ranks), equal)
         if key not in self._splits:
             order = sorted(ranks)
-            costs = [_coarse(cost) for rank in order if (cost := self.cost(rank)) is not None]
+            self._guessed = self._guessed or any(rank not in self._coarse for rank in order)
+            costs = [cost for rank in order if (cost := self._coarse_cost(rank)) is not None]
             shares: Sequence[int] = ()
             if costs and not equal:
                 shares = minimax(costs, total).shares
@@ -71,6 +79,17 @@ class Speeds:
                 shares = apportion([1.0] * len(order), total).shares
             self._splits[key] = dict(zip(order, shares, strict=True))
         return self._splits[key]
+
+    def _coarse_cost(self, rank: int) -> AffineCost | None:
+        known = self._coarse.get(rank)
+        if known is not None:
+            return known
+        cost = self.cost(rank)
+        return None if cost is None else _coarse(cost)
+
+    def _forget(self) -> None:
+        self._splits.clear()
+        self._guessed = False
 
     def state_dict(self) -> dict[str, Any]:
         """Returns plain types only: the kind of predictor, and its memory per rank."""
@@ -88,7 +107,8 @@ class Speeds:
             loaded[int(rank)] = self.prototype.fresh()
             loaded[int(rank)].load_state_dict(memory)
         self._of = loaded
-        self._splits.clear()
+        self._coarse = {rank: _coarse(one.cost()) for rank, one in loaded.items() if one.ready}
+        self._forget()
 
 
 class StepTime:
@@ -117,8 +137,11 @@ class StepTime:
         self._from_s = None
 
 
-def _coarse(cost: AffineCost) -> AffineCost:
-    """Rounds to steps of about 1 %: ranks of equal speed shall be exactly equal, whatever the last bits measured."""
+def _coarse(cost: LearnedCost) -> AffineCost:
+    """Rounds to steps of about 1 %: ranks of equal speed shall be exactly equal, whatever the last bits measured.
+
+    A floor is left out: it changes no split, see `minimax`.
+    """
     return AffineCost(fixed_s=_round(cost.fixed_s), per_sample_s=_round(cost.per_sample_s))
 
 

@@ -81,12 +81,13 @@ class WorkerState:
 
     Attributes:
         rank: its rank.
-        live: not silent for longer than its lease's limit.
+        live: not silent for longer than the limit, with a lease or while others wait for it to claim one.
         grants: in this epoch, dummies included, without what was given back.
         served: last tick it had its part of.
         clock: pushes in this epoch.
         lease: what it computes on, valid or not.
         held: its unanswered claim.
+        spoke_s: when it spoke last, or its epoch began [s].
     """
 
     rank: int
@@ -96,6 +97,7 @@ class WorkerState:
     clock: int = 0
     lease: Lease | None = None
     held: Held | None = None
+    spoke_s: float = -math.inf
 
     @property
     def valid(self) -> Lease | None:
@@ -131,14 +133,14 @@ class Workers:
     def get(self, rank: int) -> WorkerState | None:
         return self._workers.get(rank)
 
-    def speaks(self, rank: int) -> WorkerState:
+    def speaks(self, rank: int, now: float) -> WorkerState:
         """Returns the worker, which is live now; a rank not seen before joins."""
         worker = self._workers.get(rank)
         if worker is None:
             clock = min((w.clock for w in self.live()), default=0)
             worker = self._workers[rank] = WorkerState(rank, clock=clock)
             self.crew.add(rank)
-        worker.live = True
+        worker.live, worker.spoke_s = True, now
         return worker
 
     def remove(self, rank: int) -> WorkerState | None:
@@ -152,7 +154,7 @@ class Workers:
         """Returns the live ranks."""
         return {worker.rank for worker in self.live()}
 
-    def begin(self) -> None:
+    def begin(self, now: float) -> None:
         """A new epoch: all leases are void, nobody has had a grant."""
         self.begin_tick()
         for worker in self:
@@ -160,7 +162,30 @@ class Workers:
                 worker.lease.void = worker.lease.void or "gone"
                 worker.lease.twin = None
             worker.held, worker.grants, worker.served, worker.clock = None, 0, -1, 0
+            worker.spoke_s = now
         self.crew = set(self._workers)
+
+    def fall_asleep(self, now: float) -> list[WorkerState]:
+        """Takes for not live who has had nothing to do and said nothing for long, while others wait for it; tells who.
+
+        A barrier waits for all live workers to claim their part. One that is stopped between two chunks has no lease
+        that could end; when others have waited for the limit of a lease of unknown length, it is not waited for until
+        it speaks again. Those wait who are held, and who could not push in time (at a barrier of manual optimization).
+        """
+        asleep = [worker for worker, at_s in self._drowsy() if now >= at_s]
+        for worker in asleep:
+            worker.live = False
+        return asleep
+
+    def _drowsy(self) -> Iterator[tuple[WorkerState, float]]:
+        """Yields who is waited for without having anything, and until when [s]."""
+        workers = self._workers.values()
+        waiting = [w.held.since_s for w in workers if w.held is not None and not w.held.starved]
+        waiting += [w.lease.deadline_s for w in workers if w.lease is not None and not w.live]
+        if waiting:
+            for worker in self.live():
+                if worker.lease is None and worker.held is None:
+                    yield worker, max(worker.spoke_s, min(waiting)) + self.liveness_factor * self.liveness_s
 
     def begin_tick(self) -> None:
         """A new tick: what chunks took, compared with the prediction, is seen afresh."""
@@ -232,21 +257,22 @@ class Workers:
     def due(self, tick: int) -> tuple[Due, ...]:
         """Returns what is under way, each sample once."""
         due: list[Due] = []
+        put_off = max(median(self._surprises), 1.0) if self._surprises else 0.0  # once, of many workers
         for worker in self._workers.values():
             lease = worker.valid
             if lease is None or (lease.twin is not None and lease.twin.number < lease.number):
                 continue
-            end_s = self._expected_s(lease, tick)
+            end_s = self._expected_s(lease, tick, put_off)
             if lease.twin is not None:
-                end_s = min(end_s, self._expected_s(lease.twin, tick))
+                end_s = min(end_s, self._expected_s(lease.twin, tick, put_off))
             due.append(Due(rank=worker.rank, samples=lease.samples, end_s=end_s, current=lease.claimed == tick))
         return tuple(due)
 
-    def _expected_s(self, lease: Lease, tick: int) -> float:
-        """Returns when a chunk should end [s], put off if others of its tick took longer than predicted."""
-        if lease.claimed != tick or math.isnan(lease.predicted_s) or not self._surprises:
+    def _expected_s(self, lease: Lease, tick: int, put_off: float) -> float:
+        """Returns when a chunk should end [s], put off if others of its tick took longer; 0: none has ended."""
+        if lease.claimed != tick or math.isnan(lease.predicted_s) or not put_off:
             return self.end_s(lease)
-        return lease.granted_s + max(median(self._surprises), 1.0) * lease.predicted_s
+        return lease.granted_s + put_off * lease.predicted_s
 
     def pending(self, asking: WorkerState, tick: int) -> list[WorkerState]:
         """Returns the other live workers that have still to take their part of the tick."""
@@ -264,6 +290,7 @@ class Workers:
         due = [math.inf]
         due += [w.lease.deadline_s for w in workers if w.live and w.lease is not None]
         due += [w.held.until_s for w in workers if w.held is not None and not w.held.starved]
+        due += [at_s for _, at_s in self._drowsy()]
         if any(w.held is not None and w.held.starved for w in workers):
             due += [self.overdue_s(w.valid) for w in workers if w.valid is not None and w.valid.twin is None]
         return min(due)

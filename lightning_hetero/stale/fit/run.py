@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 
 from lightning_hetero import lightning_compat as compat
+from lightning_hetero.callbacks.requeue import RequeueByOne
+from lightning_hetero.cluster.score import not_working
 from lightning_hetero.glue.run import EngineRun
 from lightning_hetero.stale.decide.policy import Bsp
 from lightning_hetero.stale.decide.report import summary as report
@@ -75,10 +77,13 @@ class StaleRun(EngineRun[GrantedBinder]):
         self.loop: TickLoop | None = None
         self._since = report.Since()  # the last report
         self._shares: tuple[int, ...] = ()
+        self._noted = 0  # updates that the last event of the server tells of
         self._settings, self._members, self._groups = settings, members, groups
         self._invited_to: Address | None = None if invitation is None else invitation.address
         self._stored: Mapping[str, Any] = {}
         self._callback_hooks = ExitStack()
+        requeue = RequeueByOne(trainer, lambda: None if self.worker is None else members.is_lowest)
+        self.undo.callback(requeue.close)
         self.undo.callback(self.meetings.close)
         self.undo.callback(self.admission.close)
         self.undo.callback(self._callback_hooks.close)
@@ -116,7 +121,7 @@ class StaleRun(EngineRun[GrantedBinder]):
                 # A finder reads rank 0's loss of every batch, and all ranks meet there.
                 policy = Bsp() if compat.finds_learning_rate(self.trainer) else None
                 address = session.serve(ahead=binder.source.ahead, state=state, policy=policy)
-                self.admission.announce(address)
+                self.admission.announce()
             address = _broadcast(address)
         assert address is not None
         session.connect(address)
@@ -209,7 +214,6 @@ class StaleRun(EngineRun[GrantedBinder]):
         """Of the batch that was present when the server was last asked, by a report or metric; it is not asked now."""
         return self._shares
 
-
     def step_report(self) -> StepReport | None:
         """Per rank samples, own work and waiting per update, since this rank's last call.
 
@@ -218,6 +222,9 @@ class StaleRun(EngineRun[GrantedBinder]):
         """
         measures = self._measures()
         return None if measures is None else self._since.report(measures, self._members.world_size)
+
+    def waiting_in(self, report: StepReport) -> float:
+        return not_working(report.records)
 
     def engine_metrics(self) -> dict[str, float]:
         """Staleness, work in vain and the server's times so far, see `report.engine_metrics`; asks as `step_report`."""
@@ -236,6 +243,9 @@ class StaleRun(EngineRun[GrantedBinder]):
         measures = worker.brought or worker.measures()
         if any(measures.shares):
             self._shares = measures.shares
+        if self._members.is_lowest and measures.counts.updates != self._noted:
+            self._noted = measures.counts.updates
+            self.events.note("server", measures.epoch, measures.tick, measures.counts.as_dict())
         return measures
 
     # ---- training ends ----------------------------------------------------------------------------------------

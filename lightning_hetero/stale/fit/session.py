@@ -24,6 +24,7 @@ from lightning_hetero.stale.runtime.messages import Met
 from lightning_hetero.stale.runtime.processes.fork import ServerProcess
 from lightning_hetero.stale.runtime.processes.start import Address, connect, start_server
 from lightning_hetero.stale.runtime.work.worker import Worker
+from lightning_hetero.transport.pulse import Pulse
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
@@ -64,6 +65,7 @@ class Session:
         self._address: Address | None = None
         self._shared: _Shared | None = None
         self._process: ServerProcess | None = None
+        self._pulse: Pulse | None = None
 
     @property
     def address(self) -> Address:
@@ -126,7 +128,7 @@ class Session:
         assert shared is not None
         self._address = address
         self.worker = worker = Worker(
-            connect(address, self._members.rank, shared.layout, settings.patience),
+            connect(address, self._members.rank),
             shared.layout,
             shared.parameters,
             shared.buffers,
@@ -135,6 +137,7 @@ class Session:
             overlap=None if getattr(self._trainer.precision_plugin, "scaler", None) is None else False,
             tell=self._members.warn_once,
         )
+        self._pulse = Pulse(worker.link, settings.server.liveness_s)
         worker.attach()
         worker.pull()
         if not self._members.is_lowest:
@@ -162,11 +165,8 @@ class Session:
         """Renews `state` (lowest rank), with the parameters of the very same version on this rank."""
         worker = self.worker
         assert worker is not None
-        while True:
-            self.state = worker.state()
-            # What callbacks have put in place of the newest parameters, e.g. averages, stays.
-            if (worker.version if worker.is_newest else worker.pull()) == self.state["version"]:
-                return
+        # What callbacks have put in place of these parameters, e.g. averages, stays.
+        self.state = worker.state(pull=True)
 
     def bring_home(self) -> None:
         """The state of the server's optimizers comes into those of the lowest rank, which writes checkpoints."""
@@ -190,15 +190,25 @@ class Session:
         try:
             worker.leave()
         finally:
-            worker.link.close()
+            self._hang_up(worker)
         self.close(patience_s=10.0)
 
     def close(self, *, patience_s: float = 5.0) -> None:
         """Ends this rank's part, without a word to anybody; idempotent."""
         worker, self.worker = self.worker, None
+        left_behind = False
         if worker is not None:
             worker.detach()
-            worker.link.close()
+            self._hang_up(worker)
+            left_behind = worker.link.left_behind
         process, self._process = self._process, None
-        if process is not None:
+        if process is not None and left_behind:
+            process.release()  # it serves the others
+        elif process is not None:
             process.stop(patience_s)
+
+    def _hang_up(self, worker: Worker) -> None:
+        pulse, self._pulse = self._pulse, None
+        if pulse is not None:
+            pulse.stop()
+        worker.link.close()

@@ -8,15 +8,20 @@
                       <------------------------   PARAMETERS(version) + bytes
     STATE  ----------------------------------->
                       <------------------------   STATE + bytes
+    ALIVE, at any time  ---------------------->
+                      <------------------------   a byte: so is the server
 
 All tensors are uint8; nothing is unpickled. Gloo matches a receive with the next message of the same tag, whose size
-must be the receive's: hence frames of one size, which announce the size of what follows. A small body travels inside.
+must be the receive's: hence frames of one size, which announce the size of what follows. A small body travels inside,
+a very large one in pieces: each that has come, or gone, is a sign of life.
 """
 
 from __future__ import annotations
 
 import contextlib
 import struct
+import threading
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from enum import IntEnum
@@ -28,12 +33,13 @@ from torch.distributed import ProcessGroupGloo
 
 from lightning_hetero.transport.sockets import WireError
 
-__all__ = ["FOREVER", "Frame", "Kind", "Wire"]
+__all__ = ["FOREVER", "PIECE_BYTES", "Frame", "Kind", "Wire"]
 
 FOREVER = timedelta(days=365)  # liveness is decided elsewhere; gloo ends a pair whose wait times out
 _FRAME = struct.Struct("<4sIqqQ")
 _MAGIC = b"lhp1"
-_TAG, _TAG_OF_THE_END = 0, 1
+PIECE_BYTES = 16 << 20
+_TAG, _TAG_OF_THE_END, _TAG_OF_LIFE = 0, 1, 2
 _NOTHING = torch.empty(0, dtype=torch.uint8)
 
 
@@ -43,6 +49,7 @@ class Kind(IntEnum):
     REPLY = 3
     PARAMETERS = 4
     STATE = 5
+    ALIVE = 6
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,18 +90,21 @@ class Frame:
 
 
 class Wire:
-    """One end of a group of two processes. Sends and receives may be in different threads, each in one at a time.
+    """One end of a group of two processes. Sends may be in any thread, receives in one at a time.
 
     Args:
         group: of two ranks, for this pair alone.
         peer: the other one's rank in it.
+        progress: called when a piece of a body has come, or has gone in a `send`, and more follow.
 
     Every wait raises RuntimeError when the peer is gone or the wire was cut.
     """
 
-    def __init__(self, group: ProcessGroupGloo, peer: int) -> None:
+    def __init__(self, group: ProcessGroupGloo, peer: int, progress: Callable[[], None] = lambda: None) -> None:
         self._group: Any = group  # torch's stubs do not know of send and recv
-        self._peer = peer
+        self._peer, self._progress = peer, progress
+        self._posting = threading.Lock()  # what belongs together follows one another
+        self._answered: list[Any] = []
 
     def post(
         self, kind: Kind, body: Tensor | bytes = b"", *, first: int = 0, second: int = 0
@@ -106,15 +116,30 @@ class Wire:
         inline = body.numpy().tobytes() if size_bytes <= Frame.INLINE_BYTES else b""
         frame = Frame(kind, first, second, size_bytes, inline)
         head = torch.frombuffer(bytearray(frame.pack()), dtype=torch.uint8)
-        works = [self._group.send([head], self._peer, _TAG)]
-        if size_bytes > Frame.INLINE_BYTES:
-            works.append(self._group.send([body], self._peer, _TAG))
-        return works
+        parts = [head, *body.split(PIECE_BYTES)] if size_bytes > Frame.INLINE_BYTES else [head]
+        with self._posting:
+            return [self._group.send([part], self._peer, _TAG) for part in parts]
 
     def send(self, kind: Kind, body: Tensor | bytes = b"", *, first: int = 0, second: int = 0) -> None:
         """Sends and waits until it is under way."""
-        for work in self.post(kind, body, first=first, second=second):
+        head, *parts = self.post(kind, body, first=first, second=second)
+        head.wait(FOREVER)
+        self._wait(parts)
+
+    def _wait(self, parts: list[Any]) -> None:
+        for left, work in zip(reversed(range(len(parts))), parts, strict=True):
             work.wait(FOREVER)
+            if left:
+                self._progress()
+
+    def live(self) -> None:
+        """Says that this end lives, and waits until the other one says so, too."""
+        self.send(Kind.ALIVE)
+        self._group.recv([torch.empty(1, dtype=torch.uint8)], self._peer, _TAG_OF_LIFE).wait(FOREVER)
+
+    def answer_life(self) -> None:
+        """Answers an ALIVE; the peer waits for it, so one is under way at a time."""
+        self._answered = [self._group.send([torch.empty(1, dtype=torch.uint8)], self._peer, _TAG_OF_LIFE)]
 
     def receive(self, timeout: timedelta = FOREVER) -> Frame:
         """Waits for the next frame; after ``timeout`` the wire is cut (RuntimeError)."""
@@ -127,7 +152,7 @@ class Wire:
         if frame.size_bytes != target.numel():
             raise WireError(f"{frame.kind.name} announced {frame.size_bytes} bytes, not {target.numel()}")
         if frame.size_bytes > Frame.INLINE_BYTES:
-            self._group.recv([target], self._peer, _TAG).wait(FOREVER)
+            self._wait([self._group.recv([part], self._peer, _TAG) for part in target.split(PIECE_BYTES)])
         elif frame.size_bytes:
             target.copy_(torch.frombuffer(bytearray(frame.inline), dtype=torch.uint8))
 

@@ -6,6 +6,7 @@
     add("pair/announced", 1)  ---------------------->  sees the counter move; checks the proof
     get(".../answer")  <-----------------------------  set(".../answer", Reply)
     group(...)  <----------------------------------->  group(...)
+    get(".../left"), when the pair has ended  <------  set(".../left", why), if the others go on without the worker
 """
 
 from __future__ import annotations

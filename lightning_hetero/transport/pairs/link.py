@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import socket
+import threading
 import time
 from collections.abc import Iterator
 from datetime import timedelta
@@ -11,13 +13,31 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_hetero.transport.base import Reply, Request, Say, ServerLostError, WorkerLink
+from lightning_hetero.transport.base import (
+    LeftBehindError,
+    Reply,
+    Request,
+    Say,
+    ServerLostError,
+    WorkerLink,
+)
 from lightning_hetero.transport.pairs.frames import FOREVER, Frame, Kind, Wire
-from lightning_hetero.transport.pairs.handshake import COUNTER, check_token, client, group, hello, put
+from lightning_hetero.transport.pairs.handshake import (
+    COUNTER,
+    check_token,
+    client,
+    group,
+    hello,
+    put,
+)
 from lightning_hetero.transport.seqlock import Slot, check_flat
 from lightning_hetero.transport.sockets import PAYLOAD_LIMIT_BYTES, WireError, first_line
 
 __all__ = ["PairLink"]
+
+_SILENCE_S = 60.0  # without an answer to a sign of life, and ...
+_SLOWEST = 1e6  # ... as long as all that may be on its way takes [bytes/s]: the server is lost
+_LOOK_S = 1.0  # for the server to say why it has ended the connection
 
 
 class PairLink(WorkerLink):
@@ -51,11 +71,15 @@ class PairLink(WorkerLink):
             reply = Reply.unpack(answer[: Reply.SIZE], answer[Reply.SIZE :])
             if reply.kind != Say.DONE:
                 raise ConnectionRefusedError(f"the server refused rank {rank}: {reply.text}")
+            self._name, self._store_at = name, (host, int(port))
             self._wire = Wire(group(store, rank, generation, own=1), peer=0)
         except RuntimeError as error:
             raise ServerLostError(f"no parameter server answers at {address}: {first_line(error)}") from error
         slot_bytes, self._parameter_bytes, _ = reply.numbers
         self._address = address
+        self._silence_s = _SILENCE_S + (slot_bytes + self._parameter_bytes) / _SLOWEST
+        self._silent_s = 0.0
+        self._asking: threading.Thread | None = None  # the server, whether it lives
         self._slot = Slot.empty(slot_bytes)
         self.gradient = self._slot.data
         self._newest = -1
@@ -92,6 +116,22 @@ class PairLink(WorkerLink):
             self._wait_sent()
             return Reply.unpack(data[: Reply.SIZE], data[Reply.SIZE :])
 
+    def sign_of_life(self, after_s: float) -> None:
+        if self._lost is not None:
+            return
+        if self._asking is None or not self._asking.is_alive():
+            self._silent_s = 0.0
+            self._asking = threading.Thread(target=self._ask, name=f"pulse-{self.rank}-answer", daemon=True)
+            self._asking.start()
+            return
+        self._silent_s += after_s
+        if self._silent_s > self._silence_s:
+            self._wire.cut()
+
+    def _ask(self) -> None:
+        with contextlib.suppress(RuntimeError):  # the wire is cut, which the other thread notices, too
+            self._wire.live()
+
     def read_parameters(self, into: Tensor) -> int:
         check_flat("into", into, self._parameter_bytes)
         with self._talking("asked for the parameters"):
@@ -119,6 +159,8 @@ class PairLink(WorkerLink):
         if self._lost is None:
             self._lost = ServerLostError("this link is closed")
             self._wire.cut()
+            if self._asking is not None:
+                self._asking.join(_LOOK_S)
 
     def _post(self, kind: Kind, body: Tensor | bytes = b"", *, first: int = 0, second: int = 0) -> None:
         self._under_way += self._wire.post(kind, body, first=first, second=second)
@@ -151,12 +193,31 @@ class PairLink(WorkerLink):
                     f"the connection to the parameter server at {self._address} is lost ({what}): it has ended, or"
                     f" the network failed: {first_line(error)}"
                 )
-            lost = ServerLostError(text)
+            left = "" if late else self._left()
+            lost = LeftBehindError(left) if left else ServerLostError(text)
+            self.left_behind = bool(left)
             self.close()
             self._lost = lost
             if isinstance(error, RuntimeError | ValueError):
                 raise lost from error
             raise
+
+
+    def _left(self) -> str:
+        """Returns why the others go on without this worker, if the server still serves them; else "" ."""
+        found: list[str] = []
+
+        def look() -> None:
+            with contextlib.suppress(RuntimeError, OSError):
+                socket.create_connection(self._store_at, _LOOK_S).close()  # a store would try again and again
+                store, name = client(*self._store_at, timeout_s=_LOOK_S), f"{self._name}/left"
+                if store.check([name]):
+                    found.append(store.get(name).decode())
+
+        looks = threading.Thread(target=look, name=f"pair-{self.rank}-left", daemon=True)
+        looks.start()
+        looks.join(2 * _LOOK_S)  # a store whose process is stopped lets its clients wait for ever
+        return found[0] if found else ""
 
 
 def _gaps(spans: list[tuple[int, int]], size: int) -> list[tuple[int, int]]:

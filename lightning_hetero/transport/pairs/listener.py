@@ -21,9 +21,10 @@ from datetime import timedelta
 from typing import Any
 
 from torch import Tensor
-from torch.distributed import TCPStore
+from torch.distributed import ProcessGroupGloo, TCPStore
 
 from lightning_hetero.transport.base import (
+    Alive,
     Arrived,
     Gone,
     Happened,
@@ -55,6 +56,7 @@ _log = logging.getLogger(__name__)
 
 POLL_S = 0.05  # how often the server looks for newcomers
 LAST_WORDS_S = 2.0  # for the last answers to reach workers: gloo sends only to who is already receiving
+MOST_WAITING = 64  # announcements of one rank that are looked for; who may write to the store may count up at will
 GRACE_S = 1.0  # how long the news of a worker's end may be on their way when it is back already
 
 
@@ -125,6 +127,13 @@ class PairListener(QueuedListener):
         if (worker := self._workers.get(rank)) is not None:
             worker.cut("disconnected by the server")
 
+    def dismiss(self, rank: int, reason: str) -> None:
+        if (worker := self._workers.get(rank)) is not None:
+            # Not over the wire: gloo sends only to who is receiving.
+            with contextlib.suppress(RuntimeError):
+                put(client(*self._store_at, timeout_s=CONNECT_S), f"{worker.name}/left", reason.encode())
+            worker.cut(reason)
+
     def close(self) -> None:
         self._closing.set()
         self._acceptor.join()
@@ -150,7 +159,10 @@ class PairListener(QueuedListener):
                     announced = now
                     for rank in sorted(self.ranks):
                         old, newest[rank] = newest[rank], store.add(f"pair/{rank}", 0)
-                        waiting |= {(rank, g): time.monotonic() for g in range(old + 1, newest[rank] + 1)}
+                        first = max(old, newest[rank] - MOST_WAITING) + 1
+                        waiting |= {(rank, g): time.monotonic() for g in range(first, newest[rank] + 1)}
+                        for too_many in [key for key in waiting if key[0] == rank][:-MOST_WAITING]:
+                            del waiting[too_many]
                 for (rank, generation), since in list(waiting.items()):
                     name = f"pair/{rank}/{generation}"
                     # Between counting and greeting a worker may die, or just not be there yet.
@@ -194,7 +206,7 @@ class PairListener(QueuedListener):
         except RuntimeError as error:
             _log.warning("rank %d announced itself, but did not connect: %s", rank, error)
             return
-        worker = _Connection(self, rank, Wire(pair, peer=1))
+        worker = _Connection(self, rank, f"pair/{rank}/{generation}", pair)
         with self._changed:
             if self._closing.is_set() or not self._changed.wait_for(
                 lambda: rank not in self._workers, GRACE_S
@@ -213,10 +225,11 @@ class PairListener(QueuedListener):
 class _Connection:
     """The server's end of one pair."""
 
-    def __init__(self, listener: PairListener, rank: int, wire: Wire) -> None:
-        self.rank = rank
+    def __init__(self, listener: PairListener, rank: int, name: str, pair: ProcessGroupGloo) -> None:
+        self.rank, self.name = rank, name
         self.slot = Slot.empty(listener.slot_bytes)
-        self._listener, self._wire = listener, wire
+        self._listener = listener
+        self._wire = Wire(pair, peer=1, progress=lambda: listener.mailbox.put(Alive(rank)))
         self._reason = ""
         self._under_way: list[Any] = []  # the last reply's; the worker has it when it asks again
 
@@ -265,5 +278,8 @@ class _Connection:
                 wire.send(Kind.PARAMETERS, b"" if data is None else data, first=version)
         elif frame.kind == Kind.STATE:
             wire.send(Kind.STATE, listener.state)
+        elif frame.kind == Kind.ALIVE:
+            listener.mailbox.put(Alive(self.rank))
+            wire.answer_life()
         else:
             raise WireError(f"{frame.kind.name} is not for a server")

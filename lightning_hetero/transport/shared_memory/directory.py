@@ -5,7 +5,7 @@
         control       unix socket
         parameters    words and two buffers, see `areas.ParameterArea`
         slot-<rank>   sequence word and gradients, see `areas.Slot`
-        state         what the server shared last
+        state         what the server shared last, see `StateFile`
 """
 
 from __future__ import annotations
@@ -24,14 +24,15 @@ from torch import Tensor
 
 from lightning_hetero.transport.seqlock import ParameterArea, Slot
 
-__all__ = ["make_directory", "map_parameters", "map_slot", "replace_file"]
+__all__ = ["STATE", "make_directory", "map_parameters", "map_slot", "places", "remove_directory", "replace_file"]
 
+STATE = "state"
 _PREFIX = f"lightning-hetero-{os.getuid()}-"
 _MEMORY = Path("/dev/shm")
 _UNLOCKED_S = 60.0  # a folder without a lock file may be one being made right now
 
 
-def _places() -> Iterator[Path]:
+def places() -> Iterator[Path]:
     """Where such folders may lie, best first: memory, the user's run folder, the temporary one."""
     named = [_MEMORY, *(Path(v) for v in [os.environ.get("XDG_RUNTIME_DIR")] if v), Path(tempfile.gettempdir())]
     for place in dict.fromkeys(named):
@@ -54,9 +55,8 @@ def make_directory(place: str | os.PathLike[str] | None, files: Mapping[str, int
     Raises:
         OSError: it cannot be made, or there is no room.
     """
-    places = [Path(place)] if place is not None else list(_places())
     refusals: list[str] = []
-    for candidate in places:
+    for candidate in places() if place is None else [Path(place)]:
         _remove_stale_in(candidate)
         try:
             return _make_in(candidate, files)
@@ -110,11 +110,19 @@ def _map_file(path: Path, size_bytes: int) -> Tensor:
 
 
 def replace_file(path: Path, data: bytes) -> None:
-    """Writes a file as a whole: who reads it sees the old or the new content."""
+    """Writes a file as a whole: who reads it sees the old or the new content.
+
+    Raises:
+        OSError: it cannot be written, or there is no room; the old one is as it was.
+    """
     fresh = path.with_name(path.name + ".new")
-    with open(os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
-        file.write(data)
-    os.replace(fresh, path)
+    try:
+        with open(os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
+            file.write(data)
+        os.replace(fresh, path)
+    except BaseException:
+        fresh.unlink(missing_ok=True)
+        raise
 
 
 def map_slot(folder: Path, rank: int, slot_bytes: int) -> Slot:
@@ -132,7 +140,16 @@ def _remove_stale_in(place: Path) -> None:
         for folder in place.glob(_PREFIX + "*"):
             with contextlib.suppress(OSError):
                 if folder.lstat().st_uid == os.getuid() and folder.is_dir() and _abandoned(folder):
-                    shutil.rmtree(folder, ignore_errors=True)
+                    remove_directory(folder)
+
+
+def remove_directory(folder: Path) -> None:
+    """Removes a folder with its files, and the one elsewhere that its state links to."""
+    with contextlib.suppress(OSError):
+        other = Path(os.readlink(folder / STATE)).parent
+        if other.name.startswith(_PREFIX):
+            shutil.rmtree(other, ignore_errors=True)
+    shutil.rmtree(folder, ignore_errors=True)
 
 
 def _abandoned(folder: Path) -> bool:

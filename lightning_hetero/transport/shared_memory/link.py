@@ -5,12 +5,21 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
+import threading
 import time
 from pathlib import Path
 
 from torch import Tensor
 
-from lightning_hetero.transport.base import Reply, Request, Say, ServerLostError, WorkerLink
+from lightning_hetero.transport.base import (
+    Ask,
+    LeftBehindError,
+    Reply,
+    Request,
+    Say,
+    ServerLostError,
+    WorkerLink,
+)
 from lightning_hetero.transport.shared_memory.directory import map_parameters, map_slot
 from lightning_hetero.transport.sockets import (
     Hello,
@@ -18,6 +27,7 @@ from lightning_hetero.transport.sockets import (
     peer_credentials,
     receive_reply,
     send_all,
+    send_some,
 )
 
 __all__ = ["SharedMemoryLink"]
@@ -42,6 +52,7 @@ class SharedMemoryLink(WorkerLink):
             raise ValueError(f"address={address!r} must be a SharedMemoryListener's address, 'folder#token'")
         self.rank = rank
         self._connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._sending = threading.Lock()
         self._lost: ServerLostError | None = None
         self._server_pid = 0
         try:
@@ -92,9 +103,12 @@ class SharedMemoryLink(WorkerLink):
         doing = f"rank {self.rank} asked for {request.kind.name}"
         try:
             # A server that fails may say so before it has read this: then the answer is there already.
-            with contextlib.suppress(BrokenPipeError):
+            with contextlib.suppress(BrokenPipeError), self._sending:
                 send_all(self._connection, request.pack(), deadline)
-            return receive_reply(self._connection, deadline)
+            reply = receive_reply(self._connection, deadline)
+            if reply.kind is not Say.LEFT:
+                return reply
+            self.left_behind, error = True, LeftBehindError(reply.text)
         except TimeoutError:
             error = ServerLostError(
                 f"no answer within {timeout_s:g} s ({doing}): the parameter server (process"
@@ -107,6 +121,14 @@ class SharedMemoryLink(WorkerLink):
             raise
         self._end(error)
         raise error
+
+    def sign_of_life(self, after_s: float) -> None:
+        del after_s
+        rest = memoryview(Request(kind=Ask.ALIVE).pack())
+        with contextlib.suppress(OSError), self._sending:
+            while rest and self._lost is None:
+                with contextlib.suppress(TimeoutError, BlockingIOError):  # of the other thread's: half would be wrong
+                    rest = rest[send_some(self._connection, rest) :]
 
     def read_parameters(self, into: Tensor) -> int:
         return self._parameters.read(into)

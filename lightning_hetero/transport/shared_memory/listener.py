@@ -24,15 +24,27 @@ from pathlib import Path
 
 from torch import Tensor
 
-from lightning_hetero.transport.base import Arrived, Gone, Happened, Joined, Listener, Reply, Request, Say
+from lightning_hetero.transport.base import (
+    Alive,
+    Arrived,
+    Ask,
+    Gone,
+    Happened,
+    Joined,
+    Listener,
+    Reply,
+    Request,
+    Say,
+)
 from lightning_hetero.transport.seqlock import ParameterArea, Slot, check_sizes
 from lightning_hetero.transport.shared_memory.directory import (
     make_directory,
     map_parameters,
     map_slot,
-    replace_file,
+    remove_directory,
 )
 from lightning_hetero.transport.shared_memory.link import SharedMemoryLink
+from lightning_hetero.transport.shared_memory.state_file import StateFile
 from lightning_hetero.transport.sockets import (
     HELLO,
     Hello,
@@ -68,6 +80,7 @@ class SharedMemoryListener(Listener):
         self.address = f"{folder}#{self._token.hex()}"
         self.ranks = frozenset(ranks)
         self._slot_bytes, self._parameter_bytes = slot_bytes, parameter_bytes
+        self._state = StateFile(folder)
         self._door = _listening(folder / "control")
         self._bell_in, self._bell_out = os.pipe()
         os.set_blocking(self._bell_in, False)
@@ -171,15 +184,24 @@ class SharedMemoryListener(Listener):
         self._parameters.publish(version, parameters)
 
     def share_state(self, data: bytes) -> None:
-        replace_file(self._folder / "state", data)
+        self._state.write(data)
 
     def disconnect(self, rank: int) -> None:
         if (peer := self._workers.get(rank)) is not None:
             self._drop(peer, "disconnected by the server")
 
+    def dismiss(self, rank: int, reason: str) -> None:
+        if (peer := self._workers.get(rank)) is not None:
+            self._send(peer, Reply(kind=Say.LEFT, text=reason))  # stays to be read when the connection is closed
+            self._drop(peer, reason)
+
+    def remove(self) -> None:
+        """Removes the files; what has been mapped stays usable. From any thread."""
+        remove_directory(self._folder)
+
     def close(self) -> None:
         if self._open:
-            shutil.rmtree(self._folder, ignore_errors=True)
+            self.remove()
             self._shut()
 
     # ---- connections --------------------------------------------------------------------------------------
@@ -260,7 +282,8 @@ class SharedMemoryListener(Listener):
             if len(peer.inbox) < Request.SIZE + size_bytes:
                 return
             request = Request.unpack(peer.take(Request.SIZE), peer.take(size_bytes))
-            self._happened.append(Arrived(peer.rank, request))
+            alive = request.kind is Ask.ALIVE
+            self._happened.append(Alive(peer.rank) if alive else Arrived(peer.rank, request))
 
     def _greet(self, peer: _Peer, hello: Hello) -> None:
         if not hmac.compare_digest(hello.token, self._token):
@@ -337,6 +360,7 @@ class SharedMemoryListener(Listener):
         self._door.close()
         for descriptor in (self._lock, self._bell_in, self._bell_out):
             os.close(descriptor)
+        self._state.close()
         self._slots, self._parameters = {}, None
 
 

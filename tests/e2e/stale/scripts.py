@@ -54,12 +54,13 @@ from lightning.pytorch.plugins import TorchCheckpointIO
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_hetero import BoundedStalenessStrategy
+from lightning_hetero.stale.fit.elastic import groups
 
 gc.enable()
 FOLDER = Path(__file__).parent
 ALL_REDUCE = torch.distributed.all_reduce
 ASKED = {"start": "popen", "ranks": 3, "fault": None, "at": [1, 2], "step_s": 0.0, "liveness_s": 5.0, "save": False,
-         "resume": None, "epochs": 3, "train": 96, "transport": "auto", **json.loads(sys.argv[1])}
+         "resume": None, "epochs": 3, "train": 96, "transport": "auto", "falls": None, **json.loads(sys.argv[1])}
 
 
 def data(samples, seed):
@@ -97,9 +98,11 @@ def happen(trainer, kind, batch_idx):
         (FOLDER / "happened").write_text(str(time.time()))
         if kind == "exception":
             raise RuntimeError("the cause: a flux compensator broke")
-        if kind == "stop":
+        if kind.startswith("stop"):
             ASKED["fault"] = None
-            waker = f"sleep 1.5; date +%s.%N > woken; kill -CONT {os.getpid()}"
+            until = {"stop": "sleep 1.5", "stop for long": "while [ ! -s rank0.json ]; do sleep 0.05; done",
+                     "stop for ever": "exit"}
+            waker = f"{until[kind]}; date +%s.%N > woken; kill -CONT {os.getpid()}"
             subprocess.Popen(["sh", "-c", waker], cwd=FOLDER)
             os.kill(os.getpid(), signal.SIGSTOP)
         elif kind == "kill the server":
@@ -113,7 +116,7 @@ def happen(trainer, kind, batch_idx):
 
 class Faults(Callback):
     def on_train_batch_start(self, trainer, module, batch, batch_idx):
-        for kind in ("kill", "stop", "kill the server"):
+        for kind in ("kill", "stop", "stop for long", "stop for ever", "kill the server"):
             happen(trainer, kind, batch_idx)
         if happen(trainer, "kill while writing", batch_idx):
             # the last layer's gradient is the first to be complete and, by hooks that came earlier, in the slot
@@ -128,6 +131,10 @@ class Faults(Callback):
                 return ALL_REDUCE(*args, **kwargs)
 
             torch.distributed.all_reduce = all_reduce
+
+
+if ASKED["falls"] == int(os.environ.get("LOCAL_RANK", -1)):  # on its way into the group of those who are left
+    groups.rebuild_default_group = lambda **_: os.kill(os.getpid(), signal.SIGKILL)
 
 
 class Report(Callback):

@@ -58,6 +58,16 @@ def test_processes_started_by_somebody_else_go_on_even_without_rank_0(tmp_path: 
     assert [w.flatten().tolist() for w in last["state_dict"].values()] == ended.ranks[1]["weights"]
 
 
+def test_the_others_go_on_without_one_that_dies_on_its_way_to_the_new_group(tmp_path: Path) -> None:
+    """They do not wait for it for a minute, and then end."""
+    ended = launch_externally(tmp_path, ranks=4, fault=["kill", 1], at=[1, 3], falls=2, train=128)
+    assert ended.code == [0, -9, -9, 0], ended.screens
+    ended.finished(STEPS, [0, 3])
+    assert seconds_after(tmp_path, ended) < 30.0
+    for rank in (1, 2):
+        assert f"rank {rank} died" in ended.said[0], ended.said[0]
+
+
 def test_started_by_rank_0_everybody_ends_without_it(tmp_path: Path) -> None:
     ended = launch(tmp_path, fault=["kill", 0])
     assert ended.code == [-9] and (tmp_path / "happened").exists(), ended.screens
@@ -88,6 +98,21 @@ def test_nobody_waits_for_a_stopped_worker_and_it_comes_back(tmp_path: Path) -> 
     meanwhile = [[at for at, _ in ended.ranks[r]["batches"] if stopped + 0.5 < at < woken] for r in range(3)]
     assert len(meanwhile[0]) > 5 and len(meanwhile[2]) > 5 and not meanwhile[1]
     assert max(at for at, _ in ended.ranks[1]["batches"]) > woken
+
+
+def test_a_rank_that_is_stopped_for_too_long_is_left_behind_and_told(tmp_path: Path) -> None:
+    """The others come to the end of the training without it; it wakes after that."""
+    ended = launch_externally(tmp_path, fault=["stop for long", 1], at=[1, 3], liveness_s=0.4)
+    assert ended.code == [0, 1, 0], ended.screens
+    ended.finished(STEPS, [0, 2])
+    assert "rank 1 was left behind (no sign of life for 4.8 s" in ended.said[0], ended.said[0]
+    assert "LeftBehindError: rank 1 was left behind: no sign of life for 4.8 s" in ended.said[1], ended.said[1]
+
+
+def test_one_that_is_stopped_for_ever_does_not_keep_the_launcher_waiting(tmp_path: Path) -> None:
+    ended = launch(tmp_path, start="fork", fault=["stop for ever", 1], at=[1, 3], liveness_s=0.4)
+    assert ended.code == [0], ended.screens
+    ended.finished(STEPS, [0, 2])
 
 
 # ---- the server dies, a rank fails: everybody ends, with the cause --------------------------------------------

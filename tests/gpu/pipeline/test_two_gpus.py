@@ -9,7 +9,7 @@ import torch
 from lightning.pytorch import Trainer
 
 from lightning_hetero.pipeline.fit import place
-from lightning_hetero.pipeline.runtime.execute.direct_ways import DirectWays
+from lightning_hetero.pipeline.runtime.execute.links.direct_ways import DirectWays
 from tests.ranks.harness import RankEnvironment, run_ranks
 from tests.ranks.kit import regression, single, weights
 from tests.ranks.pipeline.kit import WORLD, Deep, loaders, pipeline

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from lightning_hetero.balanced.decide.controller import Controller, ExchangeClock, Row, Tag
-from lightning_hetero.balanced.decide.policy import BalancePolicy, Decision, ShareBounds
+from lightning_hetero.shares.bounds import ShareBounds
+from lightning_hetero.shares.policy import BalancePolicy, Decision
 from lightning_hetero.types import SpeedSample
 
 FIXED_S, PER_SAMPLE_S = 0.009, 0.003
@@ -30,7 +31,7 @@ class Noting(BalancePolicy):
         decision = super().observe(records)
         self.taken.append(records[0].step)
         turn = 1 + len(self.taken) % 3
-        rest = self._total - turn * (len(records) - 1)
+        rest = self.limits.total - turn * (len(records) - 1)
         self._shares = (*[turn] * (len(records) - 1), rest)
         return Decision(shares=self._shares, changed=True, reason=decision.reason)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,8 +14,8 @@ import pytest
 from lightning_hetero import LyapunovController
 from lightning_hetero.balanced.decide.controlled import ControlledPolicy
 from lightning_hetero.balanced.decide.controller import ExchangeClock
-from lightning_hetero.balanced.decide.policy import ShareBounds
 from lightning_hetero.controller.messages import Decision, Observation
+from lightning_hetero.shares.bounds import ShareBounds
 from lightning_hetero.solvers.plans import replicas
 from lightning_hetero.types import AffineCost, SpeedSample
 from tests.pure.balanced.kit import Mail, Rank
@@ -77,6 +78,29 @@ def test_shares_are_those_of_unequal_speeds(lag: int) -> None:
     shares, batch_s = history[-1]
     assert not resting(shares)
     assert batch_s == pytest.approx(0.01 + 0.15 + EXCHANGE_S, rel=0.08)  # 15 + 14 + 3 at best
+
+
+def wandered(told: bool) -> int:
+    """How often shares change on equal devices whose samples are of skewed lengths."""
+    policy, rng = started(LyapunovController(), 4), np.random.default_rng(3)
+    drawn: list[tuple[int, ...]] = []
+    for batch in range(200):
+        shares = policy.shares
+        lengths = [float(rng.lognormal(0.0, 0.4)) for _ in shares]
+        records = [
+            SpeedSample(
+                rank=r, step=batch, samples=n, compute_s=cost().seconds(n * u), work=n * (300.0 * u if told else 1.0)
+            )
+            for r, (n, u) in enumerate(zip(shares, lengths, strict=True))
+        ]
+        policy.take(records, generation=policy.generation, batches=1)
+        drawn.append(shares)
+    return sum(a != b for a, b in pairwise(drawn))
+
+
+def test_long_samples_are_no_slow_device() -> None:
+    """The controller knows of samples alone: it is told times as they would be of samples of mean work."""
+    assert wandered(told=True) == 0 < wandered(told=False)
 
 
 def test_without_a_budget_nobody_rests_as_a_dummy_takes_as_long_as_a_sample() -> None:

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from lightning_hetero.balanced.decide.controller import ExchangeClock
-from lightning_hetero.balanced.decide.policy import BalancePolicy, ShareBounds
+from lightning_hetero.shares.bounds import ShareBounds
+from lightning_hetero.shares.policy import BalancePolicy
 from lightning_hetero.solvers import minimax
 from lightning_hetero.types import AffineCost
 from tests.pure.balanced.kit import FIXED_S, PER_SAMPLE_S, Mail, Rank
@@ -65,10 +66,12 @@ def simulate(
     return course
 
 
-@pytest.mark.parametrize("lag", [0, 1, 4])
-def test_shares_settle_within_two_measurements_of_start_and_swap(lag: int) -> None:
+@pytest.mark.parametrize(("lag", "tolerance"), [(0, 0.05), (1, 0.05), (4, 0.1)])
+def test_shares_settle_within_two_measurements_of_start_and_swap(lag: int, tolerance: float) -> None:
+    """Where decisions come late the guard risks less until a first saving is measured."""
     course = simulate(SLOW, SWAPPED, steps=80, swap=40, lag=lag)
-    assert course.settles(0, 40) <= 2 + lag
+    assert course.settles(0, 40, tolerance) <= 2 + lag
+    assert course.settles(0, 40) <= 4 + 2 * lag
     assert course.settles(40, 80) <= 2 + lag
     assert course.equal_s[0] > 2 * course.ideal_s[0]  # there was something to gain
 

@@ -13,8 +13,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_hetero.balanced.decide.policy import BalancePolicy, Decision, ShareBounds
 from lightning_hetero.predictors import Ewma, Kalman, LastValue
+from lightning_hetero.shares.bounds import ShareBounds
+from lightning_hetero.shares.policy import BalancePolicy, Decision
 from lightning_hetero.solvers.scale import scale_shares
 from lightning_hetero.types import AffineCost, SpeedSample
 
@@ -274,6 +275,7 @@ def test_cooldown_lets_that_many_records_pass_between_changes(cooldown: int, see
         min_gain_s=0.0,
         noise_guard=0.0,
         warmup=0,
+        guard=False,  # which calls shares back at once, see `test_guard`
     )
     changes = []
     for t in range(40):
@@ -438,3 +440,11 @@ def test_a_state_that_says_nothing_is_ignored() -> None:
     policy.start(world_size=2, total=8, bounds=ShareBounds())
     assert policy.shares == (4, 4)
     assert feed(policy, (1.0, 1.0), 1)[0].reason == "warm-up"
+
+
+def test_a_predicted_gain_is_a_part_of_what_a_batch_takes_without_the_change() -> None:
+    def decided(predicted_s: float, gain_s: float) -> Decision:
+        return Decision(shares=(), changed=True, reason="", predicted_s=predicted_s, gain_s=gain_s)
+
+    assert decided(3.0, 1.0).predicted_gain == 0.25
+    assert math.isnan(Decision(shares=(), changed=True, reason="memory").predicted_gain)

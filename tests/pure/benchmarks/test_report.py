@@ -45,7 +45,7 @@ def raw(
         "ours": {"steps_s": runs(ours_s), "samples": samples, "gradient_error": [0.0, error, 0.0]},
         "folk": {"steps_s": runs(folk_s) if folk_s else [], "samples": [], "gradient_error": [0.1, 0.5, 0.2]},
     }
-    return {name: {**one, "taken": [1.0]} for name, one in every.items()}
+    return {name: {**one, "taken": [1.0], "framework_s": [0.0]} for name, one in every.items()}
 
 
 def by_name(figures: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
@@ -95,7 +95,7 @@ def test_steps_to_is_the_first_place_from_which_three_are_good(ratios: list[floa
 
 def test_figures_of_a_case_by_hand() -> None:
     """DDP takes 85 ms of which 5 are its own cost; ours 40."""
-    figures = by_name(summarize(CASE, raw(0.085, 0.040, folk_s=0.050), goals=True))
+    figures = by_name(summarize(CASE, raw(0.085, 0.040, folk_s=0.050), True, 2))
     expected = {
         "ideal step": 32.0,
         "stock DDP step": 85.0,
@@ -116,14 +116,14 @@ def test_figures_of_a_case_by_hand() -> None:
 @pytest.mark.parametrize(("ours_s", "saved", "net"), [(0.0319, 1, 1), (0.0325, 0, 1), (0.0335, 0, 0)])
 def test_goals_missed_are_told(ours_s: float, saved: int, net: int) -> None:
     """DDP at its theoretical 80 ms: 60 % saved is 32 ms, 0.97 of the ideal is 33 ms."""
-    figures = by_name(summarize(CASE, raw(0.080, ours_s), goals=True))
+    figures = by_name(summarize(CASE, raw(0.080, ours_s), True, 2))
     assert figures["time saved over DDP"]["holds"] is bool(saved)
     assert figures["fraction of ideal, net"]["holds"] is bool(net)
     assert figures["time saved over DDP"]["goal"] == ">= 60"
 
 
 def test_a_wrong_gradient_is_told() -> None:
-    figures = by_name(summarize(CASE, raw(0.085, 0.040, error=1e-11), goals=True))
+    figures = by_name(summarize(CASE, raw(0.085, 0.040, error=1e-11), True, 2))
     assert figures[EXACTNESS]["value"] == 1e-11 and figures[EXACTNESS]["holds"] is False
 
 
@@ -133,7 +133,7 @@ def test_a_swap_ends_the_steady_state_and_is_counted_from_itself() -> None:
     after = {"late": [IDEAL] * 3 + [[8, 32]], "soon": [IDEAL] * 2 + [[8, 32]] * 2}
     for name, steps in (("late", 3), ("soon", 2)):
         data = raw(0.085, 0.040, samples=[[IDEAL] * 4 + after[name]] * 3)
-        figures = by_name(summarize(case, data, goals=True))
+        figures = by_name(summarize(case, data, True, 2))
         swap = figures["steps to 5% of ideal after swap"]
         assert (swap["value"], swap["holds"]) == (steps, steps <= 2)
         assert figures["our step"]["value"] == pytest.approx(400.0)  # of steps 2 and 3, which raw makes slow
@@ -143,14 +143,14 @@ def test_a_swap_ends_the_steady_state_and_is_counted_from_itself() -> None:
 def test_equal_devices_have_no_goal_to_gain() -> None:
     scenario = Scenario(speeds=[1.0], sample_s=0.001)
     case = Case(name="equal", world_size=2, scenario=scenario, per_rank=20, steps=8)
-    figures = by_name(summarize(case, raw(0.021, 0.021), goals=True))
+    figures = by_name(summarize(case, raw(0.021, 0.021), True, 2))
     goals = {name for name, figure in figures.items() if figure["goal"] is not None}
     assert goals == {EXACTNESS, TAKEN}
     assert not any("static" in name or "steps to" in name for name in figures)
 
 
 def test_without_goals_only_exactness_is_judged() -> None:
-    figures = by_name(summarize(CASE, raw(0.085, 0.040), goals=False))
+    figures = by_name(summarize(CASE, raw(0.085, 0.040), False, 2))
     assert {n for n, f in figures.items() if f["holds"] is not None} == {EXACTNESS, TAKEN}
 
 

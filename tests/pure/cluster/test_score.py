@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_hetero.cluster.score import imbalance, straggler_scores
+from lightning_hetero.cluster.score import imbalance, not_working, straggler_scores, waiting
 from lightning_hetero.types import SpeedSample
 
 Measured = list[tuple[int, float]]
@@ -64,3 +64,16 @@ def test_imbalance_is_the_slowest_over_the_mean(compute_s: list[float]) -> None:
 def test_imbalance_of_nothing_measured_is_unknown() -> None:
     assert imbalance([1.0, 1.0, 2.0]) == 1.5
     assert math.isnan(imbalance([0.0, 0.0])) and math.isnan(imbalance([]))
+
+
+def timed(*rows: tuple[float, float]) -> list[SpeedSample]:
+    """From own work and waiting of each rank."""
+    return [SpeedSample(rank=r, step=0, samples=8, compute_s=c, wait_s=w) for r, (c, w) in enumerate(rows)]
+
+
+def test_waiting_for_the_slowest_and_time_that_is_no_work() -> None:
+    """A step of 2.5 s on two ranks, of which the exchange is half a second: one waits for a second of five."""
+    assert waiting(timed((1.0, 1.5), (2.0, 0.5))) == pytest.approx(0.2)
+    assert waiting(timed((1.0, 0.0), (2.0, 0.0))) == pytest.approx(0.25)  # a GPU's host sees no waiting
+    assert not_working(timed((1.0, 1.5), (2.0, 0.5))) == pytest.approx(0.4)
+    assert math.isnan(waiting([])) and math.isnan(waiting(timed((0.0, 1.0)))) and math.isnan(not_working([]))

@@ -26,7 +26,7 @@ PLACES = [
     (rank, local, node)
     for rank, (node, local) in enumerate((node, i) for node, count in enumerate(COUNTS) for i in range(count))
 ]
-STRATEGIES = ["hetero_balanced", "hetero_stale", "hetero_pipeline"]
+STRATEGIES = ["hetero_balanced", "hetero_stale", "hetero_pipeline", "hetero_federated"]
 
 
 def torchrun_variables(rank: int, local: int, node: int, counts: tuple[int, ...] = COUNTS) -> dict[str, str]:

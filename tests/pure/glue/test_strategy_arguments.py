@@ -14,6 +14,7 @@ from lightning.pytorch.strategies import DDPStrategy, Strategy, StrategyRegistry
 import lightning_hetero
 from lightning_hetero import (
     BoundedStalenessStrategy,
+    FederatedStrategy,
     HeteroPipelineStrategy,
     LoadBalancedStrategy,
     predictors,
@@ -23,7 +24,7 @@ from lightning_hetero.stale.decide import policy
 from lightning_hetero.stale.decide.policy import PolicyName
 from lightning_hetero.stale.runtime.memory import codecs
 
-ENGINES = [LoadBalancedStrategy, BoundedStalenessStrategy, HeteroPipelineStrategy]
+ENGINES = [LoadBalancedStrategy, BoundedStalenessStrategy, HeteroPipelineStrategy, FederatedStrategy]
 
 
 def parsed(cls: type[DDPStrategy], **options: object) -> DDPStrategy:
@@ -103,7 +104,7 @@ def test_what_tunes_a_wrapper_that_is_not_there_is_said_once(cls: type[DDPStrate
 
 @pytest.mark.stock_ddp("precision: `mixed_precision` of DistributedDataParallel", "stale", "pipeline",
                        refused="there is no wrapper to do it; use the Trainer's `precision`")
-@pytest.mark.parametrize("cls", [BoundedStalenessStrategy, HeteroPipelineStrategy])
+@pytest.mark.parametrize("cls", [BoundedStalenessStrategy, HeteroPipelineStrategy, FederatedStrategy])
 @pytest.mark.parametrize("name", ["mixed_precision", "process_group", "device_mesh", "param_to_hook_all_reduce"])
 def test_what_would_change_the_training_through_a_wrapper_is_refused(cls: type[DDPStrategy], name: str) -> None:
     make_trainer(cls(**{name: object()}), devices=1)  # type: ignore[arg-type]
@@ -119,6 +120,7 @@ def test_what_would_change_the_training_through_a_wrapper_is_refused(cls: type[D
         (LoadBalancedStrategy, "global_batchsize", "global_batch_size"),
         (BoundedStalenessStrategy, "complession", "compression"),
         (HeteroPipelineStrategy, "backbon", "backbone"),
+        (FederatedStrategy, "local_step", "local_steps"),
         (HeteroPipelineStrategy, "time_out", "timeout"),
     ],
 )
@@ -138,6 +140,8 @@ WRONG: list[tuple[type[DDPStrategy], str, object, str]] = [
     (LoadBalancedStrategy, "min_samples", "abc", "min_samples='abc' must be a whole number >= 0"),
     (LoadBalancedStrategy, "max_samples", [4, -1], "max_samples=-1 of rank 1 must be a whole number"),
     (LoadBalancedStrategy, "policy", "kalman", "policy='kalman' must be a BalancePolicy"),
+    (LoadBalancedStrategy, "batch_cost", 5, "batch_cost=5 must be a function of the batch"),
+    (LoadBalancedStrategy, "sample_costs", 5, "sample_costs=5 must be a sequence of numbers > 0"),
     (LoadBalancedStrategy, "rebalance", "no", "rebalance='no' must be one of"),
     (LoadBalancedStrategy, "waiting_modules", 5, "waiting_modules=5 must be a list of classes"),
     (LoadBalancedStrategy, "waiting_modules", ["Linear"], "waiting_modules=['Linear'] must be a list of classes"),

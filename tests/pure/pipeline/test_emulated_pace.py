@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 
 from lightning_hetero import Scenario
+from lightning_hetero.emulate.throttle import scenario_steps
 from lightning_hetero.pipeline.decide.plans import unit_costs
 from lightning_hetero.pipeline.decide.schedule import Kind
-from lightning_hetero.pipeline.runtime.execute.emulated_pace import ScenarioPace, parts_of, scenario_steps
+from lightning_hetero.pipeline.runtime.execute.emulated_pace import ScenarioPace, parts_of
 from lightning_hetero.types import GroupPlan
 
 GROUP = GroupPlan(ranks=(2, 0), cuts=(0, 2, 6), samples=8, micro_batches=(4, 4), depths=(2, 2))

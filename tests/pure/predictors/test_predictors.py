@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_hetero.predictors import Ewma, Kalman, LastValue, Predictor, by_name
+from lightning_hetero.predictors import Curve, Ewma, Kalman, LastValue, Narx, Predictor, by_name
 
-KINDS = ("last", "ewma", "kalman")
+KINDS = ("last", "ewma", "kalman", "curve", "narx")
 FIXED_S, PER_SAMPLE_S = 9e-3, 3e-3
 
 samples = st.one_of(st.integers(0, 4), st.integers(0, 100), st.integers(0, 10**9))
@@ -111,7 +111,8 @@ def test_numpy_scalars_are_taken_and_the_state_stays_plain(kind: str) -> None:
         a.update(n, t)
         b.update(np.int64(n), np.float64(t))  # type: ignore[arg-type]
     assert a.state_dict() == b.state_dict()
-    assert {type(v) for v in b.state_dict().values()} <= {int, float}
+    plain = [v if isinstance(v, list) else [v] for v in b.state_dict().values()]
+    assert {type(one) for many in plain for one in many} <= {int, float}
     assert pickle.loads(pickle.dumps(b)).cost() == a.cost()
 
 
@@ -153,9 +154,10 @@ def test_a_state_that_does_not_fit_is_refused_by_name(kind: str) -> None:
 
 
 def test_names() -> None:
-    assert [type(by_name(kind)) for kind in KINDS] == [LastValue, Ewma, Kalman]
+    assert [type(by_name(kind)) for kind in KINDS] == [LastValue, Ewma, Kalman, Curve, Narx]
     assert by_name("kalman") is not by_name("kalman")
-    with pytest.raises(ValueError, match=r"'Kalman'.*\['ewma', 'kalman', 'last'\].*any Predictor instance"):
+    names = r"\['curve', 'ewma', 'kalman', 'last', 'narx'\]"
+    with pytest.raises(ValueError, match=rf"'Kalman'.*{names}.*any Predictor instance"):
         by_name("Kalman")
 
 

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from scipy.optimize import Bounds, LinearConstraint, linprog, milp
 
 from lightning_hetero.solvers import minimax
-from lightning_hetero.types import AffineCost, Allocation, Cost, Status
-from tests.pure.solvers.costs import AFFINE, EVERYDAY, STAIRS, Stairs, piecewise
+from lightning_hetero.types import AffineCost, Allocation, Cost, SaturatingCost, Status
+from tests.pure.solvers.costs import AFFINE, EVERYDAY, SATURATING, STAIRS, Stairs, piecewise
 
 MODULE = sys.modules["lightning_hetero.solvers.minimax"]  # the package attribute is the function
 Problem = tuple[list[Cost], int, list[int], list[int], int]
@@ -88,6 +88,33 @@ def test_piecewise_equals_brute_force_and_greedy(problem: Problem) -> None:
     check(problem)
 
 
+@given(problems(SATURATING | AFFINE | EVERYDAY))
+def test_saturating_equals_brute_force_and_greedy_on_the_lines(problem: Problem) -> None:
+    costs, *rest = problem
+    result, splits = solve(problem), all_splits(problem)
+    assert result.ok == bool(splits)
+    if not splits:
+        return
+    assert result.shares in splits
+    assert result.makespan_s == makespan(costs, result.shares) == min(makespan(costs, s) for s in splits)
+    assert 0.0 <= result.lower_bound_s <= result.makespan_s
+    lines: list[Cost] = [c.line if isinstance(c, SaturatingCost) else c for c in costs]
+    assert result.shares == greedy((lines, *rest))  # type: ignore[arg-type]
+
+
+def test_a_floor_does_not_give_all_to_the_lowest_rank() -> None:
+    """Greedy on the costs themselves would: offers on a floor all have the same time."""
+    alike: list[Cost] = [SaturatingCost(floor_s=9.0, fixed_s=0.0, per_sample_s=1.0)] * 2
+    assert greedy((alike, 12, [1, 1], [12, 12], 1)) == (9, 3)
+    assert minimax(alike, 12, lower=1).shares == (6, 6)
+
+
+def test_saturating_beside_another_kind_of_cost_is_searched() -> None:
+    stairs = Stairs([1.0, 1.0, 1.0, 5.0, 5.0, 9.0], 0.0)
+    problem: Problem = ([SaturatingCost(floor_s=2.0, fixed_s=1.0, per_sample_s=1.0), stairs], 5, [0, 0], [5, 5], 1)
+    check(problem)
+
+
 @given(problems(STAIRS))
 def test_any_cost_with_an_unreliable_inverse_equals_brute_force_and_greedy(problem: Problem) -> None:
     check(problem)
@@ -148,7 +175,7 @@ def test_affine_equals_scipy_milp_and_the_bound_equals_linprog(seed: int) -> Non
     assert result.lower_bound_s == pytest.approx(linear_program(costs, 200, 5, 40, False), rel=1e-7)
 
 
-@given(problems(EVERYDAY | AFFINE | piecewise()))
+@given(problems(EVERYDAY | AFFINE | SATURATING | piecewise()))
 def test_the_lower_bound_is_where_fractional_shares_just_reach_the_total(problem: Problem) -> None:
     costs, total, lower, upper, _ = problem
     result = solve(problem)

@@ -20,8 +20,10 @@ from lightning_hetero.stale.decide.effects import (
 )
 from lightning_hetero.stale.decide.policy import (
     Asp,
+    Backup,
     Bsp,
     Flexible,
+    Policy,
     Saps,
     Ssp,
 )
@@ -54,6 +56,29 @@ def test_a_stalled_worker_loses_its_lease_but_not_its_welcome() -> None:
     it.push(1, granted(it.claim(1, 0, 0.0)).lease, 0.4, tick=0)
     it.claim(0, 1, 0.4)
     assert it.wake_s() == pytest.approx(5.4)
+
+
+@pytest.mark.parametrize("policy", [Bsp(), Ssp(bound=0), Backup(spares=0)], ids=str)
+def test_nobody_waits_for_ever_for_a_worker_that_stops_between_two_chunks(policy: Policy) -> None:
+    it = started(policy, workers=2, ends=(8, 16, 24), liveness_factor=10.0, liveness_s=5.0)
+    first = [granted(it.claim(rank, 0, 0.0)) for rank in (0, 1)]
+    for grant in first:
+        it.push(grant.rank, grant.lease, 1.0, tick=0)
+    now, tick = 2.0, it.tick
+    assert tick > 0
+    effects = it.claim(0, tick, now)  # worker 1 says nothing any more
+    while effects and not it.over:
+        now += 1.0
+        if isinstance(grant := effects[-1], Granted):
+            it.push(0, grant.lease, now, tick=it.tick)
+        effects = it.claim(0, it.tick, now)
+    assert not it.over and it.live == {0, 1}, "a barrier waits"
+    assert it.wake_s() == pytest.approx(now + 50.0), "worker 0 waits since now"
+    assert it.wake(now + 49.9) == [] and it.live == {0, 1}
+    answers = [effect for effect in it.wake(now + 50.0) if isinstance(effect, Granted | Passed)]
+    assert [answer.rank for answer in answers] == [0] and it.live == {0}
+    late = it.claim(1, tick, now + 60.0)
+    assert it.live == {0, 1} and all(isinstance(effect, Granted | Passed) for effect in late)
 
 
 def test_workers_that_are_slower_than_the_limit_are_not_refused_for_ever() -> None:

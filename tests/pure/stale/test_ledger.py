@@ -209,3 +209,20 @@ def test_spans_are_cut_where_their_positions_are(cuts: list[int], count: int, to
 def test_examples_in_docstrings() -> None:
     result = doctest.testmod(module)
     assert result.attempted == 5 and result.failed == 0
+
+
+def test_samples_with_other_substeps_behind_them_are_granted_apart() -> None:
+    ledger = Ledger([12])
+    taken = ledger.take(0, 12, 0)
+    assert ledger.alike(taken) == (((0, 12),), ())
+    assert ledger.first(0, [(2, 4), (8, 10)]) and ledger.first(1, [(2, 3)])
+    assert not ledger.first(0, [(3, 5)]) and not ledger.first(1, [(0, 12)])  # nothing of them is noted
+    parts, rest = [], taken
+    while rest:
+        part, rest = ledger.alike(rest)
+        parts.append(part)
+    assert parts == [((0, 2),), ((2, 3),), ((3, 4),), ((4, 8),), ((8, 10),), ((10, 12),)]
+    assert ledger.alike([(0, 2), (4, 8), (3, 4)]) == (((0, 2), (4, 8)), ((3, 4),))
+    other = Ledger([12])
+    other.resume_substeps(ledger.substeps())
+    assert other.substeps() == {0: [[2, 4], [8, 10]], 1: [[2, 3]]}

@@ -72,6 +72,10 @@ def test_post_local_sgd_is_refused_with_the_reason() -> None:
 def test_a_policy_and_its_settings_exclude_each_other() -> None:
     with pytest.raises(ValueError, match="either a whole policy, or predictor, dead_band and cooldown"):
         LoadBalancedStrategy(policy=BalancePolicy(), dead_band=0.1)
+    words = r"policy='tuning' .* no use for predictor: drop it, or choose policy='predictive'"
+    with pytest.raises(ValueError, match=words):
+        LoadBalancedStrategy(policy="tuning", predictor="ewma")
+    assert LoadBalancedStrategy(policy="predictive", dead_band=0.1).policy.dead_band == 0.1
 
 
 def test_fabric_is_refused_with_a_pointer_to_the_trainer() -> None:

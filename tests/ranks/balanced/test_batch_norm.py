@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
 
-from lightning_hetero.balanced.decide.policy import BalancePolicy, Decision
 from lightning_hetero.balanced.runtime.batch_norm import least_samples
+from lightning_hetero.shares.policy import BalancePolicy, Decision
 from lightning_hetero.types import SpeedSample
 from tests.ranks.exact_models import Gan
 from tests.ranks.harness import run_ranks
@@ -56,7 +56,7 @@ class Uneven(Scripted):
     def observe(self, records: Sequence[SpeedSample]) -> Decision:
         BalancePolicy.observe(self, records)
         lone = (self._seen % 3) % 2
-        self._shares = [(self._total - lone, lone), (lone, self._total - lone)][self._seen % 2]
+        self._shares = [(self.limits.total - lone, lone), (lone, self.limits.total - lone)][self._seen % 2]
         return Decision(shares=self._shares, changed=True, reason="uneven")
 
 
@@ -65,11 +65,11 @@ class AllToOne(Scripted):
 
     def start(self, **kwargs: Any) -> None:
         super().start(**kwargs)
-        self._shares = (self._total, 0)
+        self._shares = (self.limits.total, 0)
 
     def observe(self, records: Sequence[SpeedSample]) -> Decision:
         super().observe(records)
-        self._shares = (self._total, 0)
+        self._shares = (self.limits.total, 0)
         return Decision(shares=self._shares, changed=True, reason="all to one")
 
 

@@ -63,6 +63,7 @@ class Watch(Callback):
         self.samples: list[int] = []
         self.events: list[Event] = []
         self.summary = ""
+        self.metrics: dict[str, float] = {}
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
         self.samples.append(trainer.strategy.current_samples())
@@ -72,6 +73,8 @@ class Watch(Callback):
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         self.summary = trainer.strategy.summary()
+        self.metrics = trainer.strategy.engine_metrics()
+        assert self.metrics.get("replans", 0) == len(trainer.strategy.replans)
 
 
 def fitted(rank: int, world: int, controller: Any, **options: Any) -> tuple[Any, Any, Watch]:
@@ -96,6 +99,7 @@ def turning(rank: int, world: int, options: dict[str, Any]) -> dict[str, Any]:
         "samples": watch.samples,
         "replans": trainer.strategy.replans,
         "shares": trainer.strategy.shares,
+        "metrics": watch.metrics,
         "worked": [sorted(seen.work_s) for seen in controller.seen],
         "events": [event.data for event in watch.events if event.kind == "decision"],
         "planned": controller.options["planned_batches"],
@@ -112,6 +116,8 @@ def test_weights_and_logs_are_those_of_one_process_while_ranks_rest_and_wake(opt
         assert outcome["loss"] == pytest.approx(float(reference.callback_metrics["loss_epoch"]), rel=1e-12)
         assert outcome["replans"] == outcomes[0]["replans"] and outcome["worked"] == outcomes[0]["worked"]
         assert outcome["planned"] == 50
+        assert outcome["metrics"]["replans"] > 1
+        assert outcome["metrics"].keys() <= {"replans", "predicted_gain", "realised_gain"}
     steps = set(zip(*(outcome["samples"] for outcome in outcomes), strict=True))
     assert steps.issuperset(TURNS[1:3] if options else TURNS) and all(sum(step) == BATCH for step in steps)
     assert [0, 3] in outcomes[0]["worked"] and [2] in outcomes[0]["worked"]
@@ -149,6 +155,8 @@ def test_a_rank_beyond_the_budget_rests_and_rests_on_in_a_resumed_run(tmp_path: 
     assert "; without rank 1 a batch takes" in first.summary and "of money_per_sample less" in first.summary
     event = next(event.data for event in first.events if event.kind == "decision" and "kind" in event.data)
     assert event["resting"] == [1] and event["queues"]["money_per_sample"] > 0.0
+    assert any(event.kind == "queue" and event.data["queues"]["money_per_sample"] > 0.0 for event in first.events)
+    assert not any(event.kind == "queue" for event in second.events)
     assert any(event.kind == "outcome" and event.data["kept"] for event in first.events)
     state = torch.load(path, weights_only=True)["lightning_hetero"]["policy"]["controller"]
     assert state["units"] == [BATCH, 0]

@@ -14,7 +14,7 @@ from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
-from lightning_hetero.balanced.decide.policy import Decision
+from lightning_hetero.shares.policy import Decision
 from lightning_hetero.types import SpeedSample
 from tests.ranks.data.indexed import EXACT, Fit, Noting, by_name, ddp_order, fit, indexed, together
 from tests.ranks.harness import run_ranks

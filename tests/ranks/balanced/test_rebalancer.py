@@ -8,8 +8,8 @@ from typing import Any
 from lightning.pytorch.callbacks import Callback
 from torch.utils.data import DataLoader
 
-from lightning_hetero.balanced.decide.policy import Decision
 from lightning_hetero.callbacks import BatchRebalancer  # the other callbacks' public place is its, too
+from lightning_hetero.shares.policy import Decision
 from lightning_hetero.types import SpeedSample
 from tests.ranks.harness import run_ranks
 from tests.ranks.kit import Scripted, Toy, Weights, balanced, rank_trainer, regression, single, weights

@@ -14,7 +14,7 @@ from lightning.pytorch.strategies import DDPStrategy
 from torch.utils.data import DataLoader, WeightedRandomSampler
 
 from lightning_hetero import BalancePolicy
-from lightning_hetero.balanced.decide.policy import Decision
+from lightning_hetero.shares.policy import Decision
 from lightning_hetero.types import SpeedSample
 from tests.ranks.harness import run_ranks
 from tests.ranks.kit import balanced

@@ -6,15 +6,19 @@ import logging
 import re
 import warnings
 from collections.abc import Sequence
+from types import MappingProxyType
 from typing import Any
+from unittest import mock
 
 import pytest
-from lightning.pytorch.callbacks import Callback
+import torch.distributed as dist
+from lightning.pytorch.callbacks import Callback, RichProgressBar, TQDMProgressBar
 from lightning.pytorch.loggers import CSVLogger, Logger
 from lightning.pytorch.strategies import DDPStrategy
 from torch.utils.data import DataLoader
 
 from lightning_hetero import (
+    BalancePolicy,
     BoundedStalenessStrategy,
     HeteroPipelineStrategy,
     LoadBalancedStrategy,
@@ -58,22 +62,28 @@ def ours(names: Any) -> set[str]:
     return {name for name in names if name.startswith("hetero/")}
 
 
+ON_BAR = ("shares", "wait")
+
+
 class Seen(Callback):
     """Notes where ``hetero/*`` turns up, and what the strategy reports."""
 
     def __init__(self) -> None:
         self.reports: list[Any] = []
-        self.bars: list[set[str]] = []
+        self.bars: list[dict[str, str]] = []
         self.elsewhere: set[str] = set()
         self.summary: str | None = None
         self.calls: list[tuple[int | None, dict[str, float]]] = []  # of the logger, with ours
         self.lines: list[str] = []
+        self.named: list[str] = []
 
     def on_train_batch_end(
         self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        self.bars.append(ours(trainer.progress_bar_metrics))
-        self.elsewhere |= ours(trainer.logged_metrics) | ours(trainer.callback_metrics)
+        shown = trainer.progress_bar_metrics
+        self.bars.append({name: shown[name] for name in ON_BAR if name in shown})
+        logged = {*trainer.logged_metrics, *trainer.callback_metrics}
+        self.elsewhere |= (logged & set(ON_BAR)) | ours(logged) | ours(shown)
         self.reports.append(
             trainer.strategy.step_report() if hasattr(trainer.strategy, "step_report") else None
         )
@@ -106,14 +116,18 @@ class Lines(logging.Handler):
         self._logger.setLevel(self._before)
 
 
-def fit(rank: int, world: int, strategy: Any, *callbacks: Callback, **kwargs: Any) -> tuple[Seen, list[str]]:
+def fit(
+    rank: int, world: int, strategy: Any, *callbacks: Callback, data: Any = MappingProxyType({}), **kwargs: Any
+) -> tuple[Seen, list[str]]:
     """Returns what was seen, and the names of the other values that the logger was given."""
     seen, logger = Seen(), Noting()
     options = {"max_epochs": 2, "log_every_n_steps": 1, "logger": logger, **kwargs}
     with Lines() as said:
         trainer = rank_trainer(rank, world, strategy, callbacks=[*callbacks, seen], **options)
-        trainer.fit(Toy(), loader())
-    seen.lines = [line for line in said.lines if line.startswith(("hetero_", "StragglerMonitor"))]
+        trainer.fit(Toy(), loader(**data))
+    ours_said = [line for line in said.lines if line.startswith(("hetero_", "StragglerMonitor"))]
+    seen.named = [line for line in ours_said if "is slow since" in line]  # a busy machine may well make one
+    seen.lines = [line for line in ours_said if line not in seen.named]
     seen.calls = [call for call in logger.calls if ours(call[1])]
     return seen, [",".join(sorted(values)) for _, values in logger.calls if not ours(values)]
 
@@ -142,7 +156,7 @@ def monitored() -> list[tuple[Seen, Seen]]:
     return run_ranks(2, monitor_job)
 
 
-NAMES = ("share", "compute_s", "wait_s", "score")
+NAMES = ("share", "compute_s", "wait_s", "score", "straggler")
 
 
 def keys(names: Sequence[str]) -> set[str]:
@@ -184,12 +198,43 @@ def test_the_monitor_reports_every_n_steps_and_at_the_end_of_an_epoch(monitored:
     assert steps == sorted(set(steps))
 
 
-def test_one_value_is_on_the_progress_bar_and_none_elsewhere(monitored: list[tuple[Seen, Seen]]) -> None:
+def test_shares_and_waiting_are_on_the_progress_bar_and_nowhere_else(monitored: list[tuple[Seen, Seen]]) -> None:
     for one, stock in monitored:
         assert one.elsewhere == stock.elsewhere == set()
     first, second = monitored
-    assert first[0].bars[-1] == first[1].bars[-1] == {"hetero/imbalance"}
-    assert second[0].bars[-1] == second[1].bars[-1] == set()
+    for seen in first:
+        bar = seen.bars[-1]
+        assert sum(map(int, bar["shares"].split("/"))) == BATCH and re.fullmatch(r"\d{1,3}%", bar["wait"])
+    assert first[1].bars[-1]["shares"] == f"{BATCH // 2}/{BATCH // 2}"
+    assert second[0].bars[-1] == second[1].bars[-1] == {}
+
+
+def bars_job(rank: int, world: int) -> list[str]:
+    """What the bars of Lightning say of it."""
+    said: list[str] = []
+
+    class Tqdm(TQDMProgressBar):
+        def on_train_batch_end(self, *args: Any) -> None:
+            super().on_train_batch_end(*args)
+            said.append(str(getattr(self.train_progress_bar, "postfix", "")))  # rank 1 has a bar that is off
+
+    class Rich(RichProgressBar):
+        def _update_metrics(self, *args: Any) -> None:
+            super()._update_metrics(*args)
+            if self._metric_component is not None:
+                said.append(", ".join(self._metric_component._generate_metrics_texts()))
+
+    for bar in (Tqdm(refresh_rate=1), Rich(refresh_rate=1)):
+        fit(rank, world, balanced(), StragglerMonitor(), bar, max_epochs=1, enable_progress_bar=True)
+        said.append("")
+    return said
+
+
+def test_both_progress_bars_of_lightning_show_them() -> None:
+    said = run_ranks(2, bars_job)[0]
+    at = said.index("")
+    assert re.search(r"shares=\d+/\d+, wait= *\d+%", said[at - 1]), said
+    assert re.search(r"shares: \d+/\d+, wait: \d+%", said[-2]), said
 
 
 def test_with_stock_ddp_the_monitor_reports_means_of_the_epoch(monitored: list[tuple[Seen, Seen]]) -> None:
@@ -230,6 +275,108 @@ def test_with_stock_ddp_the_last_lines_tell_what_engines_would_give(monitored: l
 def test_the_monitor_refuses_a_bad_interval() -> None:
     with pytest.raises(ValueError, match=r"every_n_steps=0 must be at least 1"):
         StragglerMonitor(every_n_steps=0)
+
+
+# ---- who is slow ------------------------------------------------------------------------------------------------
+
+SLOW_FROM, SLOWER = 24, 1.5
+
+
+def tokens(batch: Any) -> float:
+    """Differs by a factor of ten between batches, and between ranks."""
+    return 10.0 + 100.0 * abs(float(batch[1][0]))
+
+
+class Timed(Callback):
+    """Puts times in the place of a probe's: in proportion to tokens, on rank 1 longer from a step on."""
+
+    def __init__(self, monitor: StragglerMonitor) -> None:
+        self.monitor = monitor
+        self.batches: list[float] = []
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        own = self.monitor._own
+        probe = trainer.strategy._run.probe if own is None else own.probe
+        self.batches.append(tokens(batch) * 1e-4 * (SLOWER if trainer.global_rank and batch_idx >= SLOW_FROM else 1.0))
+        if batch_idx == 0:
+            inner = probe.take
+            probe.take = lambda: None if inner() is None else self.batches[-1]
+
+
+def named_job(rank: int, world: int) -> list[tuple[list[str], list[tuple[int | None, dict[str, float]]]]]:
+    def run(strategy: Any, **kwargs: Any) -> Any:
+        monitor = StragglerMonitor(every_n_steps=10, **kwargs)
+        seen, _ = fit(
+            rank, world, strategy, monitor, Timed(monitor), max_epochs=1, data={"samples": 70 * BATCH}
+        )
+        return seen.named, seen.calls
+
+    policy = BalancePolicy(dead_band=100.0)  # equal shares: the times are of the test's making
+    return [
+        run(balanced(batch_cost=tokens, policy=policy)),
+        run(DDPStrategy(process_group_backend="gloo"), batch_cost=tokens),
+        run(DDPStrategy(process_group_backend="gloo")),
+    ]
+
+
+def asynchronous_job(rank: int, world: int) -> list[bool]:
+    gather, found = dist.all_gather, []
+
+    def noted(tensors: Any, tensor: Any, *args: Any, async_op: bool = False, **kwargs: Any) -> Any:
+        found.append(async_op)
+        return gather(tensors, tensor, *args, async_op=async_op, **kwargs)
+
+    with mock.patch.object(dist, "all_gather", noted):
+        strategy = DDPStrategy(process_group_backend="gloo")
+        fit(rank, world, strategy, StragglerMonitor(every_n_steps=1), max_epochs=1, data={"samples": 30 * BATCH})
+    return found
+
+
+def test_with_stock_ddp_no_step_waits_for_what_ranks_tell_of_theirs() -> None:
+    """Waiting for it took a seventh of steps of 20 ms where every step is logged."""
+    for found in run_ranks(2, asynchronous_job):
+        steps, of_the_epoch = [a for a in found if a], [a for a in found if not a]
+        assert 1 <= len(steps) <= 30 / 5 + 1 and len(of_the_epoch) <= 1
+
+
+@pytest.fixture(scope="module")
+def named() -> list[Any]:
+    return run_ranks(2, named_job)
+
+
+@pytest.mark.parametrize("run", [0, 1], ids=["balanced", "stock DDP"])
+def test_a_slow_rank_is_named_once_since_when_and_by_how_much(named: list[Any], run: int) -> None:
+    (line,), calls = named[0][run]
+    said = (
+        r"StragglerMonitor: rank 1 is slow since epoch 0, step (\d+): it needs ([\d.]+) times as long for the same work"
+        r" as the other ranks' median"
+    )
+    found = re.fullmatch(said, line)
+    assert found, line
+    assert int(found[1]) in (SLOW_FROM, SLOW_FROM + 1) and float(found[2]) == pytest.approx(SLOWER, rel=0.01)
+    assert calls[-1][1]["hetero/straggler/rank1"] == pytest.approx(SLOWER, rel=0.01)
+    assert calls[-1][1]["hetero/straggler/rank0"] == 1.0
+    before = [values for step, values in calls if step is not None and step < SLOW_FROM]
+    assert all(values["hetero/straggler/max"] == 1.0 for values in before)
+    assert named[1][run] == ([], [])
+
+
+def test_where_the_work_is_not_counted_the_same_times_are_noise(named: list[Any]) -> None:
+    assert named[0][2][0] == []
+
+
+def useless_job(rank: int, world: int) -> list[str]:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        fit(rank, world, balanced(), StragglerMonitor(batch_cost=tokens), max_epochs=1)
+    return [str(w.message) for w in caught if "StragglerMonitor(batch_cost" in str(w.message)]
+
+
+def test_a_cost_that_an_engine_would_not_see_is_warned_of() -> None:
+    first, second = run_ranks(2, useless_job)
+    assert len(first) == 1 and "give it to LoadBalancedStrategy" in first[0] and second == []
+    with pytest.raises(TypeError, match="batch_cost=5 must be a function of the batch"):
+        StragglerMonitor(batch_cost=5)  # type: ignore[arg-type]
 
 
 # ---- what a step costs ------------------------------------------------------------------------------------------

@@ -50,6 +50,22 @@ def test_one_sleep_per_training_batch(tmp_path: Path, model: Net, arguments: dic
 
 
 @WARNINGS
+def test_the_memory_cap_is_met_in_the_training_step(tmp_path: Path) -> None:
+    reached: list[int] = []
+
+    class Starts(Net):
+        def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+            reached.append(batch_idx)
+
+    model = Starts()
+    fit(tmp_path, [ThrottleCallback(CHANGING.cap(0, 4), throttle=Time().throttle)], model)
+    assert len(reached) == 6
+    with pytest.raises(torch.OutOfMemoryError, match="rank 0 got 4 samples at step 0, its memory holds at most 3"):
+        fit(tmp_path, [ThrottleCallback(CHANGING.cap(0, 3), throttle=Time().throttle)], model)
+    assert reached[6:] == [0] and "training_step" not in vars(model)
+
+
+@WARNINGS
 def test_the_sleep_comes_before_the_backward_pass(tmp_path: Path) -> None:
     order: list[str] = []
     time = Time()

@@ -202,10 +202,11 @@ def test_kill_is_a_signal_nobody_can_catch_to_this_process(monkeypatch: pytest.M
 
 def test_memory_cap() -> None:
     throttle = Time().throttle(EMULATED.cap(1, 8), 1)
-    throttle.begin(0, samples=8)
+    throttle.begin(1, samples=9)
+    throttle.hold(8)
     with pytest.raises(torch.OutOfMemoryError, match=r"rank 1 got 9 samples at step 1.*at most 8"):
-        throttle.begin(1, samples=9)
-    Time().throttle(EMULATED.cap(1, 8), 0).begin(0, samples=9)
+        throttle.hold(9)
+    Time().throttle(EMULATED.cap(1, 8), 0).hold(9)
 
 
 def test_bad_arguments_are_named() -> None:

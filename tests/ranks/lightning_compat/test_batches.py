@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import warnings
 from pathlib import Path
 from typing import Any
@@ -9,13 +10,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from lightning.pytorch import callbacks as stock
 from lightning.pytorch.callbacks import (
     Callback,
     LambdaCallback,
     LearningRateFinder,
     ModelCheckpoint,
     StochasticWeightAveraging,
-    WeightAveraging,
 )
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch.utils.data import DataLoader
@@ -24,6 +25,10 @@ from lightning_hetero import lightning_compat as compat
 from tests.ranks.harness import run_ranks
 from tests.ranks.kit import Toy, quiet_trainer, rank_trainer, regression
 from tests.ranks.lightning_compat.kit import BATCH, SAMPLES, STEPS, VERSIONS, Ask, Each, train
+from tests.ranks.slurm_kit import REQUEUED, ask_to_requeue, saved_in, slurm
+
+WeightAveraging: Any = getattr(stock, "WeightAveraging", None)
+from_2_6 = pytest.mark.skipif(WeightAveraging is None, reason="Lightning before 2.6 has no WeightAveraging")
 
 
 def test_trainer_callbacks() -> None:
@@ -59,8 +64,9 @@ def broadcasts(rank: int, world: int) -> list[int]:
 
 
 def test_stop_sigterm_broadcast() -> None:
-    for stock, stopped, undone in run_ranks(2, broadcasts):
-        assert stock == undone == stopped + STEPS
+    of_lightning = STEPS if hasattr(quiet_trainer(devices=1).fit_loop.epoch_loop, "_broadcast_sigterm_tensor") else 0
+    for told, stopped, undone in run_ranks(2, broadcasts):
+        assert told == undone == stopped + of_lightning, VERSIONS  # 2.6 broadcasts before every batch
 
 
 class Holed(DataLoader):
@@ -227,6 +233,7 @@ def test_collect_clipping(own: bool, options: dict[str, Any], told: tuple[float,
     assert min(module.norms) > 1e-2  # nothing was clipped
 
 
+@from_2_6
 def test_averaged_weights() -> None:
     averaging = WeightAveraging(avg_fn=lambda old, new, n: old)
     each = Each(lambda trainer: [tuple(t.shape) for t in compat.averaged_weights(trainer)], end=True)
@@ -237,6 +244,7 @@ def test_averaged_weights() -> None:
     assert compat.averaged_weights(quiet_trainer(devices=1)) == []
 
 
+@from_2_6
 def test_averaging_callbacks() -> None:
     """Both kinds keep a copy of the module from set-up on, `StochasticWeightAveraging` as it is."""
     callbacks = [WeightAveraging(avg_fn=lambda old, new, n: old), StochasticWeightAveraging(swa_lrs=1e-3)]
@@ -268,6 +276,37 @@ def test_replace_sigterm_broadcast() -> None:
         loop._broadcast_sigterm_tensor()
     undo()
     assert asked == [False, True] and "_broadcast_sigterm_tensor" not in vars(loop)
+
+
+class Asked(Toy):
+    """Gets SLURM's signal in its second batch."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        if batch_idx == 1:
+            ask_to_requeue()
+        return super().training_step(batch, batch_idx)
+
+
+def test_defer_requeue(tmp_path: Path) -> None:
+    """Lightning's handler saves and requeues when it is told to, and at once after the undo."""
+
+    class Later(Callback):
+        def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+            if told and batch_idx == 2:
+                assert commands == [] and saved_in(tmp_path) == []
+                carry_out(told[0])
+
+    for expected in (1, 2):
+        trainer = quiet_trainer(devices=1, max_epochs=1, default_root_dir=tmp_path, callbacks=[Later()])
+        told: list[int] = []
+        carry_out, undo = compat.defer_requeue(trainer, told.append)
+        if expected == 2:
+            undo()
+            assert "_slurm_sigusr_handler_fn" not in vars(trainer._signal_connector)
+        with slurm(trainer) as commands:
+            trainer.fit(Asked(), DataLoader(regression(SAMPLES), batch_size=BATCH))
+        assert told == ([signal.SIGUSR1] if expected == 1 else []), VERSIONS
+        assert commands == REQUEUED and len(saved_in(tmp_path)) == expected, VERSIONS
 
 
 class OnlyBatch(Toy):

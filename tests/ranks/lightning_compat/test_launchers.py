@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -24,6 +25,7 @@ from lightning.pytorch.strategies.launchers.subprocess_script import _Subprocess
 from lightning_hetero.cli.jobs import end_children
 from lightning_hetero.lightning_compat import launchers as launcher
 from lightning_hetero.lightning_compat.launchers import TolerantProcessLauncher, TolerantScriptLauncher
+from lightning_hetero.transport.base import LeftBehindError
 from tests import warm
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -105,6 +107,19 @@ def test_a_death_in_the_middle_is_seen_at_once(own_death: None, monkeypatch: pyt
     own = watched("until('waits'); " + DIE, WAIT, tolerates=tolerates)
     own._watch_children()
     assert len(asked) == 2 and own.tolerated == {1, 2}
+
+
+def test_a_rank_that_the_others_have_left_behind_ends_alone(own_death: None, capsys: Any, caplog: Any) -> None:
+    caplog.set_level(logging.INFO)
+    own = watched(f"sys.exit({launcher._LEFT_BEHIND})", "sys.exit(0)", tolerates=lambda: False)
+    own._watch_children()
+    assert [p.returncode for p in own.procs] == [launcher._LEFT_BEHIND, 0] and own.tolerated == {1}
+    assert [r.getMessage() for r in caplog.records] == ["local rank 1 was left behind, and has ended"]
+    with pytest.raises(SystemExit, match=str(launcher._LEFT_BEHIND)), launcher._ending_alone(True):
+        raise LeftBehindError("silent for 9 s")
+    assert "LeftBehindError: silent for 9 s" in capsys.readouterr().err
+    with pytest.raises(LeftBehindError), launcher._ending_alone(False):
+        raise LeftBehindError("silent for 9 s")
 
 
 @pytest.mark.parametrize(
@@ -224,13 +239,18 @@ def play(codes: list[str]) -> str:
         raise ValueError(f"the cause on rank {rank_of()}")
     if do == "exit":
         os._exit(5)
+    if do == "left":
+        raise LeftBehindError("silent for 9 s")
+    if do == "stop":
+        os.kill(os.getpid(), signal.SIGSTOP)
     return f"from rank {rank_of()}"
 
 
 def processes(codes: list[str], tolerates: Any) -> TolerantProcessLauncher:
     strategy: Any = SimpleNamespace(
-        num_processes=len(codes), cluster_environment=SimpleNamespace(main_port=1), accelerator=None
-    )
+        num_processes=len(codes), cluster_environment=SimpleNamespace(main_port=1), accelerator=None,
+        on_exception=lambda error: None,
+    )  # fmt: skip
     return TolerantProcessLauncher(strategy, "fork", tolerates=tolerates)
 
 
@@ -259,6 +279,14 @@ def test_processes_go_on_without_one(codes: list[str], quiet_forks: None, caplog
     }
 
 
+@pytest.mark.parametrize("codes", [["end .6", "left 0"], ["end 0", "left .4"], ["end 0", "stop 0"]], ids=str)
+def test_processes_go_on_without_one_that_was_silent(codes: list[str], quiet_forks: None) -> None:
+    """It ends by itself, also after rank 0; or it is still stopped when rank 0 has come to the end."""
+    own = processes(codes, lambda: False)
+    assert own.launch(play, codes) == "from rank 0"
+    assert own.tolerated == {1} and all(not p.is_alive() for p in own.procs)
+
+
 @pytest.mark.parametrize(
     ("codes", "tolerates", "error", "message"),
     [
@@ -279,6 +307,35 @@ def test_processes_end_together_with_the_cause(
     with pytest.raises(error, match=message):
         own.launch(play, codes)
     assert all(not p.is_alive() for p in own.procs) and own.tolerated == set()
+
+
+def test_a_child_that_comes_too_late_does_not_wait_for_the_dead(monkeypatch: Any) -> None:
+    """Rank 0 died while it imported: nobody would meet it."""
+    process = subprocess.Popen([sys.executable, "-c", ""])
+    monkeypatch.setenv(launcher._PARENT, str(process.pid))
+    while not launcher._has_ended(process.pid):  # soon it waits to be reaped
+        time.sleep(0.01)
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="local rank 0, which started this process, has ended"):
+            launcher._ending_with_parent().__enter__()
+        process.wait()
+    monkeypatch.setenv(launcher._PARENT, str(os.getpid()))
+    with launcher._ending_with_parent():  # a child of a child of ours
+        pass
+
+
+def test_a_late_answer_is_not_that_to_the_next_question(monkeypatch: Any) -> None:
+    monkeypatch.setattr(launcher, "_ANSWER_S", 0.2)
+    questions, answers = mp.Pipe()
+    alive, _end = mp.Pipe()
+    rank_zero = SimpleNamespace(sentinel=alive)
+    assert not launcher._tolerated(questions, rank_zero)  # it takes its time
+    late = answers.recv_bytes() + b"1"
+    answers.send_bytes(late)
+    with ThreadPoolExecutor(1) as pool:
+        asked = pool.submit(launcher._tolerated, questions, rank_zero)
+        answers.send_bytes(answers.recv_bytes() + b"0")
+        assert asked.result() is False
 
 
 def test_a_rank_zero_that_cannot_say_tolerates_nothing(quiet_forks: None, monkeypatch: Any) -> None:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import Callback, LambdaCallback, StochasticWeightAveraging
 from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.tuner import Tuner
 from torch import nn
 from torch.utils.data import DataLoader, SequentialSampler
@@ -214,6 +217,25 @@ def test_resume_from(tmp_path: Path) -> None:
     assert "resume_start" not in vars(trainer._checkpoint_connector)
 
 
+@pytest.mark.parametrize("asked", [None, True, False])
+def test_resume_from_loads_as_the_user_has_asked(
+    tmp_path: Path, asked: bool | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = {"weights_only": asked} if "weights_only" in signature(Trainer.fit).parameters else {}  # from 2.6 on
+    train(Toy()).save_checkpoint(tmp_path / "saved.ckpt")
+    load, found = Strategy.load_checkpoint, []
+
+    def load_checkpoint(self: Any, path: Any, **kwargs: Any) -> Any:
+        found.append(kwargs)
+        return load(self, path, **kwargs)
+
+    monkeypatch.setattr(Strategy, "load_checkpoint", load_checkpoint)
+    resume = LambdaCallback(setup=lambda trainer, *_, **__: compat.resume_from(trainer, str(tmp_path / "saved.ckpt")))
+    trainer = quiet_trainer(devices=1, max_epochs=2, callbacks=[resume])
+    trainer.fit(Toy(), DataLoader(regression(40), batch_size=8), **options)
+    assert found == [options]
+
+
 def test_zeroes_now() -> None:
     """True exactly in the batches before whose backward pass Lightning zeroes the gradients."""
     expected: list[bool] = []
@@ -239,3 +261,20 @@ def test_only_forward() -> None:
     train(Normed(), StochasticWeightAveraging(0.1, swa_epoch_start=1), ask, max_epochs=2)
     assert ask.answers["on_train_batch_end"] == [False] * 2 * STEPS + [True] * STEPS, VERSIONS
     assert ask.answers["on_train_end"] == [False], VERSIONS
+
+
+def test_write_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is what `Trainer.save_checkpoint` writes; nobody is waited for."""
+    written: list[dict[str, Any]] = []
+
+    def save(trainer: Any) -> None:
+        trainer.save_checkpoint(tmp_path / "stock.ckpt")
+        with monkeypatch.context() as patch:
+            patch.setattr(trainer.strategy, "barrier", lambda *_: pytest.fail("it waits"))
+            compat.write_checkpoint(trainer, str(tmp_path / "ours.ckpt"))
+        written[:] = [torch.load(tmp_path / f"{name}.ckpt", weights_only=False) for name in ("stock", "ours")]
+
+    fit(Ask(save, "on_train_epoch_end"))
+    stock, ours = written
+    assert stock.keys() == ours.keys(), VERSIONS
+    assert {k: repr(v) for k, v in stock.items()} == {k: repr(v) for k, v in ours.items()}, VERSIONS

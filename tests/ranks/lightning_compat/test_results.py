@@ -15,6 +15,7 @@ from torchmetrics import CatMetric, MaxMetric, MetricCollection, SumMetric
 from torchmetrics.classification import BinaryPrecision, BinaryRecall
 
 from lightning_hetero import lightning_compat as compat
+from lightning_hetero.lightning_compat.patches import patched
 from tests.ranks.harness import run_ranks
 from tests.ranks.kit import Toy, quiet_trainer, rank_trainer, regression
 from tests.ranks.lightning_compat.kit import BATCH, SAMPLES, STEPS, VERSIONS, Ask, Each, Validated, fit, train
@@ -139,6 +140,53 @@ def test_metrics_frozen_keeps_the_cached_result() -> None:
     assert float(metric.compute()) == 3.0, VERSIONS
 
 
+def test_save_metrics() -> None:
+    metrics = Metrics()
+    metrics.update(1.0, 2.0)
+    put_back, expected = compat.save_metrics(metrics), metrics.results()
+    metrics.update(100.0, -100.0)
+    assert metrics.results() != expected
+    put_back()
+    assert metrics.results() == expected, VERSIONS
+
+
+class Rewinds(Toy):
+    """Logs nonsense first, at which nobody must look."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.metric = SumMetric()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        where: dict[str, Any] = {"on_step": True, "on_epoch": True}
+        put_back = compat.save_logs(self.trainer), compat.save_metrics(self)
+        for sign in (-1e6, 1.0):
+            for kind in ("mean", "sum", "min", "max"):
+                self.log(kind, sign * torch.tensor(batch_idx + 1.0), reduce_fx=kind, **where)
+            self.metric(torch.tensor(sign))
+            self.log("metric", self.metric, **where)
+            if sign < 0:
+                self.log(f"stray{batch_idx}", 1.0)
+                for one in put_back:
+                    one()
+        return self.loss(batch)
+
+
+def test_save_logs() -> None:
+    """Also over epochs, whose first values reset what was collected."""
+    found = train(Rewinds(), max_epochs=2).callback_metrics
+    expected = {"mean": 2.5, "sum": 10.0, "min": 1.0, "max": 4.0, "metric": 4.0}
+    assert {k: float(found[f"{k}_epoch"]) for k in expected} == expected, VERSIONS
+    assert float(found["mean_step"]) == 4.0 and not any("stray" in name for name in found), VERSIONS
+
+
+def test_a_patch_over_an_attribute_of_the_instance_is_undone() -> None:
+    module = Toy()
+    with patched(module, "lr", 1.0), patched(module, "loss", "once"):
+        assert (module.lr, module.loss) == (1.0, "once")
+    assert module.lr == 1e-2 and "loss" not in vars(module)
+
+
 class Sized(Toy):
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         where: dict[str, Any] = {"on_step": False, "on_epoch": True}
@@ -197,7 +245,7 @@ def test_reduced_names() -> None:
 
 def test_show_on_progress_bar() -> None:
     """It is on the bar from then on, beside what is logged there, and in no other place; the next fit forgets it."""
-    bars: list[dict[str, float]] = []
+    bars: list[dict[str, Any]] = []
 
     class Logs(Toy):
         def training_step(self, batch: Any, batch_idx: int) -> Tensor:
@@ -206,11 +254,11 @@ def test_show_on_progress_bar() -> None:
             return loss
 
         def on_train_batch_end(self, *args: Any) -> None:
-            bars.append({name: float(value) for name, value in self.trainer.progress_bar_metrics.items()})
+            bars.append(dict(self.trainer.progress_bar_metrics))
 
-    show = Each(lambda t: compat.show_on_progress_bar(t, "shown", 7.0) if t.global_step == 1 else None)
+    show = Each(lambda t: compat.show_on_progress_bar(t, "shown", "7/9") if t.global_step == 1 else None)
     trainer = train(Logs(), show, logger=False)
-    assert bars == [{"own": 0.0}, *({"own": float(i), "shown": 7.0} for i in range(1, STEPS))], VERSIONS
+    assert bars == [{"own": 0.0}, *({"own": float(i), "shown": "7/9"} for i in range(1, STEPS))], VERSIONS
     assert set(trainer.callback_metrics) == {"own"} and "shown" not in trainer.logged_metrics, VERSIONS
     trainer.fit_loop.max_epochs = 2
     bars.clear()

@@ -49,7 +49,7 @@ class Scripted:
         reason = f"scripted after batch {observation.batch}"
         return Decision(
             batch=observation.batch, generation=self.generation, kind=kind, plan=self.plan, reason=reason,
-            predicted_s=0.9, gain_s=0.1,
+            predicted_s=0.9, gain_s=0.1, queues={"money": float(observation.batch)},
         )  # fmt: skip
 
     def withdraw(self, generation: int) -> None:

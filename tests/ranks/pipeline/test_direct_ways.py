@@ -14,10 +14,10 @@ from torch import Tensor
 from lightning_hetero.pipeline.decide.direct_links import RankDevice
 from lightning_hetero.pipeline.decide.schedule import What
 from lightning_hetero.pipeline.fit import place
-from lightning_hetero.pipeline.runtime.execute.direct_ways import DirectWay, DirectWays, device_of
 from lightning_hetero.pipeline.runtime.execute.failures import FailureBoard
-from lightning_hetero.pipeline.runtime.execute.links import Links
-from lightning_hetero.pipeline.runtime.execute.messages import Message
+from lightning_hetero.pipeline.runtime.execute.links.direct_ways import DirectWay, DirectWays, device_of
+from lightning_hetero.pipeline.runtime.execute.links.links import Links
+from lightning_hetero.pipeline.runtime.execute.links.messages import Message
 from lightning_hetero.transport.pairs.frames import FOREVER
 from tests.ranks.harness import run_ranks
 from tests.ranks.kit import regression, single, weights

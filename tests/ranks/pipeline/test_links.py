@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from lightning_hetero.pipeline.decide.schedule import What
 from lightning_hetero.pipeline.runtime.execute.failures import FailureBoard
-from lightning_hetero.pipeline.runtime.execute.links import Links
-from lightning_hetero.pipeline.runtime.execute.messages import Message, pack, tensors_in, unpack
+from lightning_hetero.pipeline.runtime.execute.links.links import Links
+from lightning_hetero.pipeline.runtime.execute.links.messages import Message, pack, tensors_in, unpack
 from lightning_hetero.pipeline.runtime.execute.stages import Pass, Stage
 from lightning_hetero.types import Link
 from tests.ranks.harness import run_ranks

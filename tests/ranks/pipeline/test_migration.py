@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_hetero.pipeline.runtime.execute.direct_ways import DirectWays
+from lightning_hetero.pipeline.runtime.execute.links.direct_ways import DirectWays
 from lightning_hetero.pipeline.runtime.own import parcels
 from lightning_hetero.pipeline.runtime.own.full_state import WholeState
 from lightning_hetero.pipeline.runtime.own.migration import CancelledError, Migration, moves

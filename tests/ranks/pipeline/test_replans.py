@@ -20,9 +20,10 @@ from torch.utils.data import DataLoader, DistributedSampler
 
 from lightning_hetero import Scenario, ThrottleCallback
 from lightning_hetero import lightning_compat as compat
+from lightning_hetero.emulate.throttle import scenario_steps
 from lightning_hetero.pipeline import strategy as engine
 from lightning_hetero.pipeline.fit import place
-from lightning_hetero.pipeline.runtime.execute.emulated_pace import ScenarioPace, scenario_steps
+from lightning_hetero.pipeline.runtime.execute.emulated_pace import ScenarioPace
 from lightning_hetero.pipeline.runtime.own import parcels
 from lightning_hetero.solvers.plans import plan_from_plain, plan_to_plain
 from lightning_hetero.types import Event
@@ -225,10 +226,13 @@ class Decisions(Callback):
 
     def __init__(self) -> None:
         self.found: list[Event] = []
+        self.queues: list[float] = []
         self.metrics: dict[str, float] = {}
 
     def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
-        self.found += [event for event in trainer.strategy.step_events() if event.kind in ("decision", "outcome")]
+        events = trainer.strategy.step_events()
+        self.found += [event for event in events if event.kind in ("decision", "outcome")]
+        self.queues += [event.data["queues"]["money"] for event in events if event.kind == "queue"]
         self.metrics = trainer.strategy.engine_metrics()
 
 
@@ -240,6 +244,7 @@ def saving(rank: int, world: int, folder: str) -> tuple[Weights, list[Event], di
     trainer = rank_trainer(rank, world, strategy, max_epochs=EPOCHS, callbacks=callbacks, enable_checkpointing=True)
     module = Saved()
     trainer.fit(module, train(BATCH // world))
+    assert decisions.queues == ([float(batch) for batch in range(EPOCHS * PER_EPOCH)] if rank == 0 else [])
     return weights(module), decisions.found, decisions.metrics
 
 

@@ -332,13 +332,15 @@ class Script(Listener):
         step: what a worker does in a batch.
         work_s: time from a grant to the push, of a rank and its samples [s].
         kill: ``{rank: time}``: its process dies then.
+        rest_s: time from a sub-step's answer to the next push of the batch, of a rank [s].
     """
 
     def __init__(
         self, setting: Setting, step: Step, body: Callable[[Trainee], None], *, workers: int,
-        work_s: Callable[[int, int, float], float], kill: dict[int, float] | None = None, **options: Any,
+        work_s: Callable[[int, int, float], float], kill: dict[int, float] | None = None,
+        rest_s: Callable[[int, float], float] = lambda rank, now_s: 0.0, **options: Any,
     ) -> None:  # fmt: skip
-        self.setting, self.work_s, self.kill = setting, work_s, dict(kill or {})
+        self.setting, self.work_s, self.rest_s, self.kill = setting, work_s, rest_s, dict(kill or {})
         layout = setting.layout
         self.parameters = ParameterArea(
             torch.zeros(ParameterArea.size(layout.bytes), dtype=torch.uint8), layout.bytes
@@ -405,6 +407,8 @@ class Script(Listener):
         link.asked.acquire()
         samples = len(spans(reply.numbers)) if reply.kind is Say.GRANT else 0
         busy_s = self.work_s(rank, samples, self.now_s) if samples else 0.0
+        if reply.kind is Say.APPLIED:
+            busy_s = self.rest_s(rank, self.now_s)
         heapq.heappush(queue, (self.now_s + busy_s, 1, rank))
 
     # ---- the listener -----------------------------------------------------------------------------------------

@@ -271,13 +271,26 @@ def test_the_trace_tells_of_every_tick(late: bool) -> None:
     pushed = 0
     for _, events in ranks:
         assert events[0][0] == "run"
-        places = [(epoch, step) for _, epoch, step, data in events[1:] if not data.get("fill_in")]
+        places = [(epoch, step) for kind, epoch, step, data in events[1:] if kind in ("step", "passed")]
         assert sorted(set(places)) == [(e, t) for e in range(EPOCHS) for t in range(TICKS)]
         steps = [data for kind, *_, data in events if kind == "step"]
         assert all(d["compute_s"] > 0 and d["wait_s"] >= 0 and d["samples"] > 0 for d in steps)
         pushed += sum(d["samples"] for d in steps)
     assert pushed == EPOCHS * SAMPLES + max(figures.metrics["discarded_samples"] for figures, _ in ranks)
     assert any(kind == "passed" for kind, *_ in ranks[1][1]) == late
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_the_trace_tells_what_the_server_counted_and_of_what_policy(late: bool) -> None:
+    (_, first), (_, second) = recordings(late)
+    counted = [data for kind, *_, data in first if kind == "server"]
+    assert counted[-1]["updates"] == EPOCHS * TICKS and not any(kind == "server" for kind, *_ in second)
+    assert [data["updates"] for data in counted] == sorted({data["updates"] for data in counted})
+    assert sum(counted[-1]["staleness"].values()) >= EPOCHS * SAMPLES
+    about = first[0][3]
+    assert (about["engine"], about["policy"], about["bound"]) == (
+        ("stale", "flexible", 2) if late else ("stale", "bsp", 0)
+    )
 
 
 @pytest.mark.parametrize("late", [False, True])

@@ -7,22 +7,34 @@ import json
 import os
 import signal
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import create_autospec
 
 import pytest
 import torch.distributed as dist
 from lightning.fabric.utilities.distributed import DistributedSamplerWrapper
+from lightning.pytorch import Trainer
 from lightning.pytorch.overrides.distributed import UnrepeatedDistributedSamplerWrapper
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, RandomSampler, SequentialSampler
 
+from lightning_hetero.stale.decide.report.counts import Counts
+from lightning_hetero.stale.fit.elastic.groups import Groups
+from lightning_hetero.stale.fit.members import Members
+from lightning_hetero.stale.fit.session import Session
+from lightning_hetero.stale.fit.settings import StaleSettings
+from lightning_hetero.stale.runtime.messages import Met
+from lightning_hetero.stale.runtime.processes import groups
 from lightning_hetero.stale.runtime.processes.groups import (
     MemberMissingError,
     leave_default_group,
     rebuild_default_group,
     shrink_sampler,
 )
+from lightning_hetero.stale.runtime.work.worker import Worker
+from lightning_hetero.transport.side_channel import SideChannel
 from tests import warm
 from tests.ranks.harness import run_ranks
 
@@ -165,6 +177,57 @@ def a_rank_that_does_not_come(rank: int, world: int) -> list[str]:
 def test_a_member_that_does_not_come_is_named() -> None:
     said = run_ranks(2, a_rank_that_does_not_come)
     assert said == [["missing (1,) False", "alone 1", "left True"], ["left True"]]
+
+
+def test_nobody_waits_for_a_member_that_has_died() -> None:
+    """Nor for the 60 s that a slow one may take."""
+    started_s = time.monotonic()
+    with pytest.raises(MemberMissingError, match=r"rank 1 did not come"):
+        rebuild_default_group(
+            store=dist.HashStore(), generation=7, members=[0, 1, 2], rank=0, backend="gloo", timeout=None,
+            living=lambda: {0, 2},
+        )  # fmt: skip
+    assert time.monotonic() - started_s < 20.0 and not dist.is_initialized()
+
+
+def test_a_member_that_had_come_before_it_died_counts_as_come_for_all() -> None:
+    """Some may have gone on with it already: all must find the same."""
+    store = dist.HashStore()
+
+    def living() -> set[int]:
+        store.set("here/1", "1")
+        return {0}
+
+    groups._meet(store, 7, [0, 1], 0, 60.0, living)
+
+
+@pytest.mark.parametrize("again", [1, 2])
+def test_all_meet_once_more_without_a_rank_that_dies_on_its_way(again: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    members = Members(0, 5)
+    session = create_autospec(Session, instance=True, meetings=7)
+    session.worker = create_autospec(Worker, instance=True)
+    left = [(0, 3, 4), (0, 3)]
+
+    def meet(what: str) -> Met:
+        session.meetings += 1
+        return Met(left.pop(0), 9, Counts(), [f"at meeting {session.meetings}"])
+
+    session.meet.side_effect = meet
+    parts = [create_autospec(kind) for kind in (Trainer, SideChannel, StaleSettings)]
+    it = Groups(parts[0], session, members, *parts[1:])
+    tried: list[tuple[tuple[int, ...], int]] = []
+
+    def rebuild(alive: tuple[int, ...], generation: int, *, living: Any) -> None:
+        assert living == session.worker.alive
+        tried.append((alive, generation))
+        if len(tried) <= again:
+            raise MemberMissingError(generation, [alive[1]], 1.0)
+
+    monkeypatch.setattr(it, "rebuild", rebuild)
+    with pytest.warns(RuntimeWarning) as said:
+        alive = it.rebuild_among_living((0, 2, 3, 4), 7)
+    assert [str(one.message) for one in said] == ["at meeting 8", "at meeting 9"][:again]
+    assert tried == [((0, 2, 3, 4), 7), ((0, 3, 4), 8), ((0, 3), 9)][: again + 1] and alive == tried[-1][0]
 
 
 def hooks_after_two_groups(rank: int, world: int) -> bool:

@@ -3,27 +3,35 @@
 from __future__ import annotations
 
 import gc
+import os
+import stat
+import tempfile
 import threading
 import time
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch.distributed as dist
 from lightning.fabric.plugins.environments import LightningEnvironment, TorchElasticEnvironment
+from torch.utils.data import DataLoader
 
 from lightning_hetero.stale.fit.elastic import join
+from lightning_hetero.stale.fit.elastic.admission import Admission
 from lightning_hetero.stale.fit.elastic.join import Invitation, JoinRequests, Newcomer
+from lightning_hetero.stale.fit.members import Members
 from lightning_hetero.stale.runtime.processes.start import Address
 from tests.e2e.stale.scripts import free_port
 from tests.ranks.harness import RankEnvironment
+from tests.ranks.kit import Toy, quiet_trainer, regression
 
 pytestmark = pytest.mark.ranks
 
 ADDRESS = Address(directory="/dev/shm/x#y", host="127.0.0.1", port=7, token="00" * 16, near=(0, 1, 2))
 INVITATION = Invitation(
-    checkpoint="a.ckpt", generation=8, members=(0, 2), nodes=((0, 0), (2, 1)), meetings=5, address=ADDRESS
+    checkpoint="/a.ckpt", generation=8, members=(0, 2), nodes=((0, 0), (2, 1)), meetings=5, address=ADDRESS
 )
 
 
@@ -43,7 +51,7 @@ def environment(monkeypatch: pytest.MonkeyPatch) -> Iterator[LightningEnvironmen
 def requests(environment: LightningEnvironment) -> Iterator[JoinRequests]:
     """Open."""
     requests = JoinRequests(environment)
-    assert requests.host(ADDRESS) == ""
+    assert requests.host() == ""
     yield requests
     requests.close([])
 
@@ -65,7 +73,7 @@ class Waiting(threading.Thread):
     def run(self) -> None:
         try:
             self.got = self.newcomer.wait()
-        except RuntimeError as error:
+        except (RuntimeError, OSError) as error:
             self.got = error
 
     def ended(self) -> Any:
@@ -83,8 +91,75 @@ def asked(requests: JoinRequests, ranks: list[int]) -> list[int]:
     return found
 
 
-def test_an_invitation_survives_the_store() -> None:
-    assert Invitation.unpack(INVITATION.pack()) == INVITATION
+def invite(requests: JoinRequests, rank: int, invitation: Invitation = INVITATION) -> None:
+    """Into a file of its own."""
+    requests.invite(rank, invitation, os.path.join(tempfile.mkdtemp(), "invitation"))
+
+
+# ---- invitations ----------------------------------------------------------------------------------------------
+
+
+def test_an_invitation_survives_its_file_which_is_the_users_alone(tmp_path: Path) -> None:
+    path = tmp_path / "invitation"
+    INVITATION.write(str(path), "4711")
+    assert Invitation.read(str(path), "4711") == INVITATION
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    with pytest.raises(FileExistsError):  # somebody was there before us
+        INVITATION.write(str(path), "4711")
+
+
+@pytest.mark.parametrize("what", ["readable", "of another user", "for another", "url", "relative", "link", "folder"])
+def test_an_invitation_that_somebody_else_may_have_written_is_not_believed(
+    tmp_path: Path, what: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, checkpoint = tmp_path / "invitation", {"url": "http://x/a.ckpt", "relative": "a.ckpt"}.get(what, "/a.ckpt")
+    replace(INVITATION, checkpoint=checkpoint).write(str(path), "1" if what == "for another" else "4711")
+    if what == "readable":
+        path.chmod(0o640)
+    elif what == "of another user":
+        monkeypatch.setattr(os, "getuid", lambda: 12345678)
+    elif what in ("link", "folder"):
+        path.rename(tmp_path / "elsewhere")
+        path.symlink_to(tmp_path / "elsewhere") if what == "link" else path.mkdir(0o700)
+    with pytest.raises(OSError, match="Too many levels of symbolic links" if what == "link" else "is not believed"):
+        Invitation.read(str(path), "4711")
+
+
+class Noting:
+    """A store that keeps what is written into it."""
+
+    def __init__(self, store: Any) -> None:
+        self._store, self.written = store, list[str]()
+
+    def set(self, key: str, value: str) -> None:
+        self.written.append(value)
+        self._store.set(key, value)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._store, name)
+
+
+def test_the_store_that_anybody_may_read_has_nothing_secret(environment: Any, requests: JoinRequests) -> None:
+    noting: Any = Noting(requests._store)
+    requests._store = noting
+    waiting = Waiting(environment)
+    asked(requests, [2])
+    invite(requests, 2)
+    assert waiting.ended() == INVITATION
+    written = [*noting.written, noting.get("lightning_hetero/run").decode()]
+    assert len(written) > 1 and not any(ADDRESS.token in value or "#" in value for value in written)
+
+
+def test_an_invitation_of_a_stranger_in_the_store_is_refused(
+    environment: Any, requests: JoinRequests, tmp_path: Path
+) -> None:
+    waiting = Waiting(environment)
+    asked(requests, [2])
+    forged = tmp_path / "invitation"
+    replace(INVITATION, checkpoint="/tmp/evil.ckpt").write(str(forged), "guessed")
+    store = dist.TCPStore(environment.main_address, environment.main_port, is_master=False)
+    store.set("lightning_hetero/invited/2", str(forged))
+    assert "not for this process" in str(waiting.ended())
 
 
 # ---- is there a run to join? ----------------------------------------------------------------------------------
@@ -94,7 +169,7 @@ def test_nobody_is_a_newcomer_where_nothing_runs(environment: LightningEnvironme
     assert Newcomer.find(environment, 2) is None  # no store
     store = host(environment)
     assert Newcomer.find(environment, 2) is None  # a run that is just starting
-    JoinRequests(environment).announce(ADDRESS)
+    JoinRequests(environment).announce()
     assert store.check(["lightning_hetero/run"])
     assert Newcomer.find(environment, 2) is not None
 
@@ -121,13 +196,13 @@ def test_who_asks_is_found_as_often_as_one_looks_and_invited_once(environment: A
     waiting = Waiting(environment)
     assert asked(requests, [1, 2]) == [2] == requests.asking([1, 2])
     assert requests.asking([1]) == []
-    requests.invite(2, INVITATION)
+    invite(requests, 2)
     assert waiting.ended() == INVITATION == waiting.newcomer.invitation
     assert requests.asking([1, 2]) == []
     again = Waiting(environment)  # it died, and has no use for the invitation before
     assert asked(requests, [2]) == [2]
-    later = replace(INVITATION, checkpoint="b.ckpt", generation=10, members=(0, 1, 2), meetings=50)
-    requests.invite(2, later)
+    later = replace(INVITATION, checkpoint="/b.ckpt", generation=10, members=(0, 1, 2), meetings=50)
+    invite(requests, 2, later)
     assert again.ended() == later
 
 
@@ -137,7 +212,7 @@ def test_several_wait_at_once(environment: Any, requests: JoinRequests) -> None:
     asked(requests, [2])
     assert requests.asking([1, 2, 3]) == [1, 2]
     for rank in waiting:
-        requests.invite(rank, INVITATION)
+        invite(requests, rank)
     assert [thread.ended() for thread in waiting.values()] == [INVITATION, INVITATION]
 
 
@@ -152,12 +227,12 @@ def test_who_has_died_since_he_asked_is_not_there(
     monkeypatch.setattr(join, "_ANSWER_S", 20.0)
     waiting = Waiting(environment)
     assert asked(requests, [2]) == [2]
-    requests.invite(2, INVITATION)
+    invite(requests, 2)
     assert waiting.ended() == INVITATION
 
 
 def test_an_invitation_that_nobody_has_read_is_not_for_the_next(environment: Any, requests: JoinRequests) -> None:
-    requests.invite(2, INVITATION)
+    invite(requests, 2)
     waiting = Waiting(environment)
     assert asked(requests, [2]) == [2]
     requests.close([2])
@@ -170,15 +245,15 @@ def test_an_invitation_that_nobody_has_read_is_not_for_the_next(environment: Any
 def test_who_asks_before_the_death_was_noticed_asks_again_in_the_next_store(environment: Any) -> None:
     store = host(environment)
     requests = JoinRequests(environment)
-    requests.announce(ADDRESS)
+    requests.announce()
     waiting = Waiting(environment)
     while not store.check(["lightning_hetero/asks/2"]):
         time.sleep(0.005)
     assert requests.asking([2]) == []  # nobody was missed yet
     del store
-    assert requests.host(ADDRESS) == ""
+    assert requests.host() == ""
     assert asked(requests, [2]) == [2]
-    requests.invite(2, INVITATION)
+    invite(requests, 2)
     assert waiting.ended() == INVITATION
     requests.close([2])
 
@@ -194,9 +269,9 @@ def test_the_end_of_a_run_sends_home_who_waits_and_who_comes_later(environment: 
     requests = JoinRequests(environment)
     store = host(environment) if whose == "torch's" else None
     if store is None:
-        assert requests.host(ADDRESS) == ""
+        assert requests.host() == ""
     else:
-        requests.announce(ADDRESS)
+        requests.announce()
     waiting = Waiting(environment)
     look = dist.TCPStore(environment.main_address, environment.main_port, is_master=False)
     while not look.check(["lightning_hetero/asks/2"]):
@@ -216,20 +291,60 @@ def test_a_store_without_an_announcement_yet_will_have_one(environment: Any, mon
     while not store.check(["lightning_hetero/asks/2"]):
         time.sleep(0.005)
     requests = JoinRequests(environment)
-    requests.announce(ADDRESS)
+    requests.announce()
     requests._store = store  # as if it hosted it
     assert asked(requests, [2]) == [2]
-    requests.invite(2, INVITATION)
+    invite(requests, 2)
     assert waiting.ended() == INVITATION
     requests.close([])
 
 
 def test_where_no_store_can_be_nobody_joins_and_nothing_is_lost(environment: Any) -> None:
     taken = host(environment)
-    assert "no rank can come again into this run" in JoinRequests(environment).host(ADDRESS)
+    assert "no rank can come again into this run" in JoinRequests(environment).host()
     del taken
     through_a_file = JoinRequests(RankEnvironment(0, 2))
-    through_a_file.announce(ADDRESS)
-    assert "no rank can come again into this run" in through_a_file.host(ADDRESS)
+    through_a_file.announce()
+    assert "no rank can come again into this run" in through_a_file.host()
     assert through_a_file.asking([1]) == []
     through_a_file.close([0, 1])
+
+
+# ---- what a newcomer resumes from -------------------------------------------------------------------------------
+
+
+class OneMissing(Members):
+    """Rank 0, to which rank 1 wants to come."""
+
+    def __init__(self) -> None:
+        super().__init__(0, 2)
+        self.alive = (0,)
+
+
+class Asked:
+    def asking(self, ranks: Any) -> list[int]:
+        return list(ranks)
+
+
+def test_a_newcomers_checkpoint_that_cannot_be_saved_does_not_end_the_members(tmp_path: Path) -> None:
+    """A full disk, or none: they train on, and try again after the next epoch."""
+    (tmp_path / "file").touch()
+    trainer = quiet_trainer(devices=1, max_epochs=2, default_root_dir=tmp_path / "file" / "folder")
+    nobody: Any = None
+    requests: Any = Asked()
+    admission = Admission(trainer, nobody, OneMissing(), nobody, requests)
+    admission.expect()
+    with pytest.warns(RuntimeWarning, match="rank 1 wants to join, and the checkpoint .* cannot be saved: .*Error"):
+        trainer.fit(Toy(), DataLoader(regression(8), batch_size=4))
+    assert trainer.current_epoch == 2 and trainer.global_step == 4
+    assert admission._asking == [] and admission._checkpoint == ""
+    admission.admit()  # nobody is invited
+
+    trainer = quiet_trainer(devices=1, max_epochs=1, default_root_dir=tmp_path)
+    admission = Admission(trainer, nobody, OneMissing(), nobody, requests)
+    admission.expect()
+    trainer.fit(Toy(), DataLoader(regression(8), batch_size=4))
+    assert admission._asking == [1]
+    (saved,) = tmp_path.glob(".newcomer-*.ckpt")
+    admission._remove_checkpoint()
+    assert not saved.exists()

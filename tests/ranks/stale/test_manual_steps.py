@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import random
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -10,10 +12,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_hetero.stale.decide.policy import Asp, Bsp, Flexible, Policy
+from lightning_hetero.stale.decide.policy import Asp, Bsp, Buffered, Drop, Flexible, Policy
 from lightning_hetero.transport.base import Reply, Say
 from lightning_hetero.transport.flags import PushFlag, ReplyFlag
-from tests.ranks.stale.kit import Script, Setting, Trainee
+from tests.ranks.stale.kit import Script, Setting, Trainee, ends_of
 from tests.ranks.stale.reference import (
     ENDS,
     EPOCHS,
@@ -131,3 +133,132 @@ def test_a_death_between_substeps_does_not_stop_a_barrier() -> None:
     assert setting.coordinator.version == EPOCHS * len(ENDS)
     for trainee in script.trainees[:2]:
         assert len(trainee.words) == EPOCHS * len(ENDS)
+
+
+SAMPLES = 24
+
+
+class Tally(nn.Module):
+    """One number per sample and optimizer: a sample that counts in an update is where its gradient is not 0."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.g, self.d = nn.Parameter(torch.zeros(SAMPLES)), nn.Parameter(torch.zeros(SAMPLES))
+
+
+class Ledger:
+    """How often, and how stale, each sample was applied, per sub-step; see `Tally`.
+
+    Attributes:
+        applied: per optimizer, how often each sample counted.
+        staleness: versions that the first optimizer's contributions were old when they were applied.
+    """
+
+    def __init__(self, policy: Policy, workers: int) -> None:
+        self.setting = Setting(Tally(), self._optimizers, policy, workers, liveness_s=30.0)
+        self.applied = [Counter[int](), Counter[int]()]
+        self.staleness: list[int] = []
+        self._base: dict[int, int] = {}
+        self._versions = 0
+        for index, optimizer in enumerate(self.setting.optimizers):
+            optimizer.register_step_pre_hook(lambda o, *_, index=index: self._stepped(index, o))
+
+    @staticmethod
+    def _optimizers(model: Any) -> list[torch.optim.Optimizer]:
+        return [torch.optim.SGD([model.g], lr=1.0), torch.optim.SGD([model.d], lr=1.0)]
+
+    def _stepped(self, index: int, optimizer: torch.optim.Optimizer) -> None:
+        (parameter,) = optimizer.param_groups[0]["params"]
+        if parameter.grad is not None:
+            there = parameter.grad.nonzero().flatten().tolist()
+            least = min(float(parameter.grad[p]) for p in there)
+            self.applied[index].update({p: round(float(parameter.grad[p]) / least) for p in there})
+            if index == 0:
+                self.staleness += [self._versions - self._base.get(p, self._versions) for p in there]
+        self._versions += index
+
+    def step(self, trainee: Trainee, grant: Reply, positions: list[int]) -> Reply:
+        trainee.model.g[positions].mean().backward()
+        trainee.worker.push(PushFlag(0), steps=0b01, zeroes=0b01)
+        trainee.worker.pull()
+        trainee.model.d[positions].mean().backward()
+        return trainee.worker.push(steps=0b10, zeroes=0b10)
+
+    def run(self, workers: int, **times: Any) -> None:
+        """An epoch; ``times`` are `Script`'s."""
+        script = Script(
+            self.setting, self.step, lambda t: t.epoch(0, ends_of(SAMPLES, 6)), workers=workers, **times
+        )  # fmt: skip
+        batch, coordinator = self.setting.server._batch, self.setting.coordinator
+        add = batch.add_substep
+
+        def noting(rank: int, request: Any, *args: Any, **said: Any) -> Any:
+            lease = coordinator.lease(rank, request.lease)
+            if lease is not None and said.get("counts", True):
+                self._base.update({p: lease.base for start, end in lease.spans for p in range(start, end)})
+            return add(rank, request, *args, **said)
+
+        batch.add_substep = noting  # type: ignore[method-assign]
+        script.run()
+
+    def check(self, what: object) -> None:
+        """Every step counted once for every sample, within the policy's bound."""
+        once = dict.fromkeys(range(SAMPLES), 1)
+        assert [dict(applied) for applied in self.applied] == [once, once], what
+        bound = self.setting.coordinator.policy.claims_bound
+        assert bound is None or max(self.staleness) <= bound, what
+
+
+def troubled(seed: int, workers: int) -> dict[str, Any]:
+    """Workers that are now and then slow, before a sub-step or behind it, and die."""
+    draw = random.Random(seed)
+    return {
+        "work_s": lambda rank, n, now_s: n * draw.uniform(0.8, 1.2) * draw.choice([1.0, 1.0, 1.0, 6.0]),
+        "rest_s": lambda rank, now_s: draw.choice([0.0, 1.0, 1.0, 20.0]),
+        "kill": {rank: draw.uniform(0.0, 60.0) for rank in range(1, workers) if draw.random() < 0.3},
+    }
+
+
+@pytest.mark.parametrize("slow_s", [3.0, 12.0, 18.0, 27.0])
+def test_a_late_step_counts_once_and_never_beyond_the_bound(slow_s: float) -> None:
+    """A worker's first batch takes so long; the others fill in, and have their next steps without it."""
+    ledger = Ledger(Flexible(bound=1), 3)
+    ledger.run(
+        3, work_s=lambda rank, n, now_s: slow_s if rank == 2 and now_s < 1.0 else float(n), rest_s=lambda *_: 3.0
+    )  # fmt: skip
+    ledger.check(slow_s)
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [Flexible(bound=0), Flexible(bound=1), Flexible(bound=2, grace=0.5), Bsp(), Asp(), Drop(bound=1), Buffered(k=2)],
+    ids=str,
+)
+def test_every_step_counts_once_for_every_sample_and_within_the_bound(policy: Policy) -> None:
+    """Also where a batch's last push comes too late, or never, and others compute its samples again."""
+    reissued = 0
+    for seed in range(12):
+        ledger = Ledger(policy, 3)
+        ledger.run(3, **troubled(seed, 3))
+        ledger.check(seed)
+        reissued += sum(ledger.setting.server.counts.reissued.values())
+    assert reissued
+
+
+def test_what_counts_already_is_known_to_a_server_that_goes_on_from_the_state() -> None:
+    """A worker was too late with its last push when the checkpoint was made: its sub-step is in the parameters."""
+    ledger = Ledger(Bsp(), 1)
+    ledger.applied[0].update(range(6, 9))
+    coordinator = ledger.setting.coordinator
+    before = Ledger(Bsp(), 2).setting.coordinator
+    before.begin(0, ends_of(SAMPLES, 6), now=0.0)
+    for start in (0, 3, 6):
+        assert before.ledger.first(0, [(start, start + 3)])
+    coordinator.load_state_dict(before.state_dict())
+    applied = [(0, 6)]
+    Script(
+        ledger.setting, ledger.step, lambda t: t.epoch(0, ends_of(SAMPLES, 6), tick=1, applied=applied), workers=1,
+        work_s=equal_speed,
+    ).run()  # fmt: skip
+    rest = dict.fromkeys(range(6, SAMPLES), 1)
+    assert [dict(sorted(applied.items())) for applied in ledger.applied] == [rest, rest]

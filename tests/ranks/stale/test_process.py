@@ -111,18 +111,18 @@ def test_a_number_to_keep_must_be_open(bad: Any) -> None:
 
 def test_no_handler_of_the_parent_runs_in_it(tmp_path: Path) -> None:
     ran = tmp_path / "ran"
-    before = signal.signal(signal.SIGTERM, lambda *_: ran.touch())
+    sent = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+    before = {number: signal.signal(number, lambda *_: ran.touch()) for number in sent}
     try:
         server = fork_server(until_let_go, keep=[])
-        os.kill(server.pid, signal.SIGINT)  # ignored
-        os.kill(server.pid, 0)
+        for number in sent:  # as a scheduler does to all processes of a job: its rank decides
+            os.kill(server.pid, number)
         with pytest.raises(psutil.TimeoutExpired):
             psutil.Process(server.pid).wait(0.2)
-        os.kill(server.pid, signal.SIGTERM)
-        wait_for(lambda: not server.alive())
-        assert server.stop(0.0) == -signal.SIGTERM and not ran.exists()
+        assert server.stop(20.0) == 0 and not ran.exists()
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def test_one_that_does_not_listen_is_ended() -> None:
@@ -130,17 +130,47 @@ def test_one_that_does_not_listen_is_ended() -> None:
         ready({})
         threading.Event().wait()
 
-    assert fork_server(deaf, keep=[]).stop(0.05) == -signal.SIGTERM
-
-    def stubborn(ready: Ready, orphaned: Orphaned) -> None:
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        deaf(ready, orphaned)
-
-    assert fork_server(stubborn, keep=[]).stop(0.05) == -signal.SIGKILL
+    cleaned: list[bool] = []
+    server = fork_server(deaf, keep=[], clean_up=lambda: cleaned.append(True))
+    assert server.stop(0.05) == -signal.SIGKILL and cleaned
 
     stopped = fork_server(until_let_go, keep=[])
     os.kill(stopped.pid, signal.SIGSTOP)
     assert stopped.stop(0.05) == -signal.SIGKILL
+
+
+def test_one_that_hangs_ends_when_its_rank_is_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in an optimizer's step that waits for a collective: nobody asks whether the rank is there."""
+    monkeypatch.setattr(process, "_LOOK_S", 0.01)
+    monkeypatch.setattr(process, "_STUCK_S", 0.1)
+    cleaned = tmp_path / "cleaned"
+
+    def hangs(ready: Ready, orphaned: Orphaned) -> None:
+        ready({})
+        threading.Event().wait()
+
+    server = fork_server(hangs, keep=[], clean_up=cleaned.touch)
+    with pytest.raises(psutil.TimeoutExpired):  # as long as its rank lives it may take its time
+        psutil.Process(server.pid).wait(0.3)
+    server._let_go()
+    wait_for(lambda: not server.alive())
+    assert server.exit_code() == 1 and cleaned.exists()
+
+
+def test_one_that_shows_life_goes_on_without_its_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Workers may live on."""
+    monkeypatch.setattr(process, "_LOOK_S", 0.01)
+    monkeypatch.setattr(process, "_STUCK_S", 0.5)
+
+    def serves(ready: Ready, orphaned: Orphaned) -> None:
+        ready({})
+        asked = 0
+        while asked < 200:
+            asked += orphaned()
+            time.sleep(0.005)
+
+    server = fork_server(serves, keep=[])
+    assert server.stop(20.0) == 0
 
 
 def test_a_failure_before_it_is_ready_is_the_parents(capfd: pytest.CaptureFixture[str]) -> None:

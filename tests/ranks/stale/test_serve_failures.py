@@ -236,6 +236,74 @@ def test_confused_workers_end_the_run_with_a_reason(what: str, words: list[str])
     assert all(word in text for text in told.values() for word in words), told
 
 
+@pytest.mark.parametrize("fault", [OSError(28, "No space left on device"), ValueError("an odd optimizer")], ids=str)
+def test_a_question_without_an_answer_is_the_askers_alone(fault: Exception) -> None:
+    """The server's state cannot be shared or written: the others train on, and the asker too, if it goes on."""
+    x, y = data(5)
+    setting = Setting(mlp(), sgd, Bsp(), 2)
+    caught: list[BaseException] = []
+
+    def body(trainee: Trainee) -> None:
+        trainee.epoch(0, ENDS)
+        if trainee.rank == 0:
+            try:
+                trainee.worker.state()
+            except type(fault) as error:
+                caught.append(error)
+        trainee.epoch(1, ENDS)
+        trainee.worker.meet(0)
+
+    script = Script(setting, automatic(x, y, mse), body, workers=2, work_s=equal_speed)
+
+    def share_state(_: bytes) -> None:
+        raise fault
+
+    script.share_state = share_state  # type: ignore[method-assign]
+    script.run()
+    (error,) = caught
+    assert str(error) == str(fault)
+    assert isinstance(error.__cause__, RemoteFailureError) and "could not answer STATE" in str(error.__cause__)
+    assert setting.coordinator.version == 2 * len(ENDS)
+
+
+def test_a_message_that_cannot_be_handled_ends_the_run_but_not_the_server() -> None:
+    """Everybody is told what it was and whose, and the state can still be saved."""
+    setting = Setting(mlp(), sgd, Bsp(), 2)
+    told: dict[int, str] = {}
+    states: list[Any] = []
+
+    def body(trainee: Trainee) -> None:
+        worker = trainee.worker
+        try:
+            if trainee.rank == 1:
+                endless = f'{{"layout": "{worker.layout.digest}", "tick": Infinity, "applied": []}}'
+                worker._call(Request(kind=Ask.EPOCH, numbers=ENDS, text=endless))
+            worker.meet(0)
+        except RemoteFailureError as error:
+            told[trainee.rank] = str(error)
+        if trainee.rank == 0:
+            states.append(worker.state())
+
+    Script(setting, automatic(*data(5), mse), body, workers=2, work_s=equal_speed).run()
+    assert told.keys() == {0, 1} and states[0]["version"] == 0
+    assert all("EPOCH of worker 1: OverflowError" in text for text in told.values())
+
+
+def test_an_optimizer_that_fails_is_not_the_workers_fault() -> None:
+    """Whatever it raises: parameters are half of a version, and nobody saves them."""
+    x, y = data(5)
+    setting = Setting(mlp(), sgd, Bsp(), 1)
+    setting.optimizers[0].register_step_pre_hook(odd_step)
+    script = Script(setting, automatic(x, y, mse), epochs, workers=1, work_s=equal_speed)
+    with pytest.raises(ValueError, match="odd step"):
+        script.run()
+    script.close()
+
+
+def odd_step(*_: Any) -> None:
+    raise ValueError("odd step")
+
+
 def test_a_torn_push_is_discarded_and_its_samples_are_granted_again() -> None:
     x, y = data(5)
     torn: list[int] = []
@@ -271,7 +339,7 @@ def test_a_worker_that_comes_again_takes_part() -> None:
     script.run()
     assert generations == [0] * 4
     assert members.generation == 0 and server.finished
-    members.joined(5)
+    members.joined(5, 0.0)
     assert members.generation == 1 and not server.finished
     members.gone(5, "killed")
     assert members.generation == 2 and server.finished

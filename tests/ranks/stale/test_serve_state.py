@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_hetero.stale.decide.policy import Bsp
+from lightning_hetero.stale.fit.session import Session
 from lightning_hetero.stale.runtime.messages import state_bytes, state_of
 from tests.ranks.stale.kit import Pusher, Script, Setting, Trainee, automatic
 from tests.ranks.stale.reference import (
@@ -59,6 +60,47 @@ def test_a_fresh_server_goes_on_bit_by_bit_from_the_state(make: Any) -> None:
     one, other = whole.optimizers[0].state_dict(), rest.optimizers[0].state_dict()
     assert one["param_groups"] == other["param_groups"]
     torch.testing.assert_close(one["state"], other["state"], rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("substeps", [False, True])
+def test_the_state_comes_with_its_parameters_while_others_train(substeps: bool) -> None:
+    """Between the answer and the look at the published parameters there is always another update."""
+    x, y = data(5)
+    setting = Setting(mlp(), sgd, Bsp(), 1)
+    fetched: list[dict[str, Any]] = []
+    then: list[Tensor] = []
+
+    def body(trainee: Trainee) -> None:
+        worker, link = trainee.worker, script.links[0]
+        trainee.epoch(0, ENDS)
+        session: Any = Session(*[None] * 3)  # type: ignore[arg-type]
+        session.worker = worker
+        worker._substeps_used = substeps
+        read, looks = link.read_state, iter(range(10))
+
+        def read_while_others_train() -> bytes:
+            assert next(looks, None) is not None, "it looks again and again"
+            data, version = read(), setting.coordinator.version + 1
+            then[:] = [p.detach().clone() for p in setting.model.parameters()]
+            with torch.no_grad():
+                for p in setting.model.parameters():
+                    p.add_(1.0)
+            setting.coordinator.version = version
+            script.publish(version, setting.area)
+            return data
+
+        link.read_state = read_while_others_train  # type: ignore[method-assign]
+        for _ in range(2):
+            session.fetch_state()
+            fetched.append(session.state)
+            assert worker.version == session.state["version"]
+            assert all(torch.equal(p, q) for p, q in zip(trainee.model.parameters(), then, strict=True))
+        assert worker.pull() == setting.coordinator.version
+
+    script = Script(setting, automatic(x, y, mse), body, workers=1, work_s=equal_speed)
+    script.run()
+    assert [state["version"] for state in fetched] == [len(ENDS), len(ENDS) + 1]
+    assert all(state.keys() == {"version", "optimizers", "coordinator"} for state in fetched)
 
 
 def test_counts_come_with_the_answer_that_ends_a_batch() -> None:

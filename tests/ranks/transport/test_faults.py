@@ -7,12 +7,14 @@ import os
 import socket
 import stat
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
+from unittest.mock import create_autospec
 
 import pytest
 import torch
@@ -20,6 +22,7 @@ from torch.distributed import TCPStore
 
 from lightning_hetero.transport import sockets
 from lightning_hetero.transport.base import (
+    Alive,
     Arrived,
     Ask,
     Gone,
@@ -32,14 +35,17 @@ from lightning_hetero.transport.base import (
     WorkerLink,
 )
 from lightning_hetero.transport.merged import Several
+from lightning_hetero.transport.pairs import frames
 from lightning_hetero.transport.pairs import handshake as rendezvous
 from lightning_hetero.transport.pairs import link as pair_link
 from lightning_hetero.transport.pairs.listener import PairLink, PairListener
+from lightning_hetero.transport.pulse import Pulse
+from lightning_hetero.transport.shared_memory import directory, state_file
 from lightning_hetero.transport.shared_memory import link as shared_memory_link
 from lightning_hetero.transport.shared_memory import listener as shared_memory
 from lightning_hetero.transport.shared_memory.listener import SharedMemoryLink, SharedMemoryListener
 from tests.ranks.transport.in_process import InProcess
-from tests.ranks.transport.kit import DONE, PATIENCE_S, TOKEN, Crew, Place, open_place, spawn
+from tests.ranks.transport.kit import DONE, PATIENCE_S, STOP, TOKEN, Crew, Place, open_place, spawn
 from tests.ranks.transport.kit import KINDS as ALL_KINDS
 
 KINDS = [kind for kind in ALL_KINDS if kind != "in_process"]
@@ -158,6 +164,59 @@ def test_every_link_learns_of_the_servers_death(kind: str, short_path: Path, loo
     if kind == "shared_memory":
         with pytest.raises(ServerLostError, match="ended"):
             SharedMemoryLink(address, 0)
+
+
+def test_a_server_on_another_node_that_gives_no_sign_is_lost(
+    short_path: Path, loopback: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its machine has lost power: no connection ends, and no answer comes."""
+    monkeypatch.setattr(pair_link, "_SILENCE_S", 0.3)
+    talk, process, address, pid = start_server("pairs", short_path)
+    links = [connect("pairs", address, rank) for rank in (0, 1)]
+    pulse = Pulse(links[0], 0.01)
+    assert all(link.call(Request(kind=Ask.CLAIM)) == DONE for link in links)
+    os.kill(pid, STOP)
+    try:
+        started_s = time.monotonic()
+        with pytest.raises(ServerLostError, match=r"the network failed"):
+            links[0].call(Request(kind=Ask.CLAIM))
+        assert time.monotonic() - started_s < 10.0 and not links[0].left_behind
+    finally:
+        os.kill(pid, 9)
+        pulse.stop()
+        links[1].close()
+    assert end_server(talk, process) == -9
+
+
+def test_a_large_body_travels_in_pieces_each_of_which_is_a_sign_of_life(
+    loopback: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    size = 100_000
+    monkeypatch.setattr(frames, "PIECE_BYTES", 1000)
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    listener = PairListener(store, ranks=[0], slot_bytes=size, parameter_bytes=size, token=TOKEN)
+    pattern = (torch.arange(size) % 251).to(torch.uint8)
+    listener.publish(4, pattern)
+    happened: list[Any] = []
+
+    def answer() -> None:
+        while not any(isinstance(event, Arrived) for event in happened):
+            happened.extend(listener.events(None))
+        assert torch.equal(listener.gradient(0, 2), pattern)
+        listener.reply(0, DONE)
+
+    server = threading.Thread(target=answer)
+    server.start()
+    link = PairLink(listener.address, 0, token=TOKEN)
+    into = torch.zeros(size, dtype=torch.uint8)
+    assert link.read_parameters(into) == 4 and torch.equal(into, pattern)
+    link.open_slot()
+    link.gradient.copy_(pattern)
+    assert link.call(Request(kind=Ask.PUSH, slot=link.close_slot())) == DONE
+    link.close()
+    server.join(PATIENCE_S)
+    listener.close()
+    assert not server.is_alive() and happened.count(Alive(0)) == 2 * 99
 
 
 # ---- strangers --------------------------------------------------------------------------------------------
@@ -342,6 +401,46 @@ def test_without_room_the_error_says_what_to_do(short_path: Path) -> None:
     assert list(short_path.iterdir()) == []
 
 
+def full(monkeypatch: pytest.MonkeyPatch, *fulls: Path) -> None:
+    """No byte can be written in these folders any more."""
+    write = directory.replace_file
+
+    def replace_file(path: Path, data: bytes) -> None:
+        if any(path.is_relative_to(one) for one in fulls):
+            path.with_name(f"{path.name}.new").symlink_to("/dev/full")
+        write(path, data)
+
+    monkeypatch.setattr(state_file, "replace_file", replace_file)
+
+
+def test_a_state_without_room_goes_elsewhere_and_is_removed_with_the_rest(
+    short_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In docker /dev/shm has 64 MB."""
+    here, there = short_path / "here", short_path / "there"
+    here.mkdir()
+    there.mkdir()
+    monkeypatch.setattr(state_file, "places", lambda: iter([here, there]))
+    with contextlib.closing(listener_in(here)) as listener:
+        state = Path(listener.address.partition("#")[0]) / "state"
+        listener.share_state(b"small")
+        with monkeypatch.context() as patch:
+            full(patch, here)
+            for data in (b"large", b"larger"):
+                listener.share_state(data)
+                assert state.read_bytes() == data and state.resolve().is_relative_to(there)
+            assert len(list(there.iterdir())) == 1
+            full(patch, here, there)
+            with pytest.raises(OSError, match=r"no room for the server's state, 0 MiB; tried .*here: No space left"):
+                listener.share_state(b"no place at all")
+        listener.share_state(b"small again")
+        assert state.read_bytes() == b"small again" and list(there.iterdir()) == []
+        full(monkeypatch, here)
+        listener.share_state(b"large")
+        listener.remove()  # as the parent of a server does that had to be killed
+        assert list(here.iterdir()) == list(there.iterdir()) == []
+
+
 def test_a_path_too_long_for_a_socket_is_refused(short_path: Path) -> None:
     deep = short_path / ("x" * 100)
     deep.mkdir()
@@ -401,6 +500,35 @@ def test_several_listeners_are_one(loopback: None) -> None:
         both.close()
         for crew in crews:
             crew.end()
+
+
+def test_who_wakes_the_first_listener_is_closed_before_it() -> None:
+    """Else a bell is rung whose file number is somebody else's by then."""
+    closed: list[int] = []
+    listeners = [create_autospec(kind, instance=True) for kind in (SharedMemoryListener, PairListener, PairListener)]
+    for rank, listener in enumerate(listeners):
+        listener.ranks = frozenset([rank])
+        listener.close.side_effect = lambda rank=rank: closed.append(rank)
+    Several(listeners).close()
+    assert closed == [1, 2, 0]
+
+
+def test_who_counts_up_at_will_keeps_nobody_out(loopback: None) -> None:
+    """A worker says in the store that it is there; so can anybody who reaches the store."""
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    listener = PairListener(store, ranks=(1,), token=TOKEN, **SIZES)
+    store.add("pair/1", 10**7)
+    store.add(rendezvous.COUNTER, 1)
+    crew = Place("pairs", listener, listener.address).start(1, says_nothing)
+    try:
+        assert Joined(1) in listener.events(PATIENCE_S)
+    finally:
+        listener.close()
+        crew.end()
+
+
+def says_nothing(link: WorkerLink, talk: Connection) -> None:
+    talk.poll(PATIENCE_S)
 
 
 def near_or_far(link: WorkerLink, talk: Connection) -> int:

@@ -12,10 +12,12 @@ import pytest
 import torch
 
 from lightning_hetero.transport.base import (
+    Alive,
     Arrived,
     Ask,
     Gone,
     Joined,
+    LeftBehindError,
     Reply,
     Request,
     Say,
@@ -23,6 +25,7 @@ from lightning_hetero.transport.base import (
     TornSlotError,
     WorkerLink,
 )
+from lightning_hetero.transport.pulse import Pulse
 from tests.ranks.transport.kit import CONTINUE, DONE, KINDS, STOP, Place, open_place
 
 REQUEST = Request(
@@ -388,6 +391,53 @@ def test_closing_ends_every_connection_and_leaves_nothing(place: Place) -> None:
     assert all("server" in crew.result() for crew in crews)
     left = {thread for thread in threading.enumerate() if thread.name.startswith("pair")} - before
     assert left == set()
+
+
+# ---- signs of life ----------------------------------------------------------------------------------------
+
+WIRED = [kind for kind in KINDS if kind != "in_process"]
+
+
+def shows_life(link: WorkerLink, talk: Connection) -> tuple[str, bool]:
+    """Calls, computes and gives signs of life, until the others go on without it."""
+    pulse = Pulse(link, 0.005)
+    try:
+        while True:
+            link.call(Request(kind=Ask.PUSH, slot=push(link, 1)))
+            talk.poll(0.001)
+    except LeftBehindError as error:
+        return str(error), link.left_behind
+    finally:
+        pulse.stop()
+
+
+@pytest.mark.parametrize("kind", WIRED)
+def test_signs_of_life_come_beside_everything_else(kind: str) -> None:
+    with open_place(kind) as place:
+        crew = place.start(1, shows_life)
+        place.until(Joined(1), *[Alive(1)] * 30, *[Arrived] * 30, answer=lambda _: DONE)
+        place.until(*[Alive(1)] * 10)  # while it waits for an answer
+        place.listener.dismiss(1, "silent for 9 s")
+        place.listener.dismiss(2, "never was here")
+        assert told(place, 1) == [Gone(1)]
+        assert crew.result() == ("silent for 9 s", True)
+        again = place.start(1, push_once, 3)  # nobody takes it for the other one
+        place.until(Joined(1), Arrived, answer=lambda _: DONE)
+        assert again.result() == DONE
+
+
+@pytest.mark.parametrize("kind", WIRED)
+def test_a_stopped_worker_gives_no_sign_and_is_told_when_it_wakes(kind: str) -> None:
+    with open_place(kind) as place:
+        crew = place.start(0, shows_life)
+        place.until(Joined(0), Alive(0), Arrived)
+        crew.signal(STOP)
+        while place.listener.events(0.2):
+            pass
+        place.listener.dismiss(0, "no sign of life for 0.2 s")
+        assert place.until(Gone(0))[-1] == Gone(0)
+        crew.signal(CONTINUE)
+        assert crew.result() == ("no sign of life for 0.2 s", True)
 
 
 # ---- stopped processes ------------------------------------------------------------------------------------

@@ -19,7 +19,7 @@ from hydra.plugins.search_path_plugin import SearchPathPlugin
 
 __all__ = ["LightningHeteroSearchPath"]
 
-ENGINES = ("balanced", "stale", "pipeline")
+ENGINES = ("balanced", "stale", "pipeline", "federated", "auto")
 
 
 def _conf_folder() -> Path | None:

@@ -25,6 +25,7 @@ from lightning_hetero.pipeline.runtime.measure.layers import Example, profile_on
 from lightning_hetero.pipeline.runtime.measure.memory import OptimizerSpec, optimizer_bytes
 from lightning_hetero.pipeline.runtime.measure.residence import move_but
 from lightning_hetero.pipeline.runtime.measure.snapshot import Snapshot
+from lightning_hetero.pipeline.runtime.measure.whole_step import measure_series as series_of
 from lightning_hetero.pipeline.runtime.measure.whole_step import measure_whole
 from lightning_hetero.pipeline.runtime.step.backbone import Backbone
 from lightning_hetero.pipeline.runtime.step.coroutines import CarrierName
@@ -36,7 +37,7 @@ from lightning_hetero.types import ModelCost
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule
 
-__all__ = ["Rehearsal", "measure_model"]
+__all__ = ["Rehearsal", "measure_model", "measure_series"]
 
 _MOST_SAMPLES = 64  # that a profile is made with
 _FEWEST = 2  # with one size alone a fixed time cannot be told from a time per sample
@@ -98,6 +99,23 @@ def measure_model(
                     _refuse_size(step, len(samples), error)
             gc.collect()  # the failed step's frames hold what they computed
             samples = samples[: len(samples) // 2]
+
+
+def measure_series(step: Rehearsal, steps: int) -> list[float]:
+    """Returns the seconds of successive steps on the same samples, forward and backward. Nothing of the module changes.
+
+    Args:
+        step: the user's; the module is on the device.
+        steps: how many.
+
+    Raises:
+        TypeError, ValueError: the loader yields no example.
+    """
+    assert isinstance(step.loader, DataLoader)
+    with _nobody_notices(step), step.context():
+        batch = step.to_device(step.loader.collate_fn(_drawn(step.loader, None)))
+        body = partial(compat.call_training_step, step.module, batch, 0)
+        return series_of(body, parameters=list(step.module.parameters()), device=step.device, steps=steps)
 
 
 def _measured(

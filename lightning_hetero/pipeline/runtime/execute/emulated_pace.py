@@ -20,27 +20,7 @@ from lightning_hetero.emulate.throttle import Pacer
 from lightning_hetero.pipeline.decide.schedule import Kind
 from lightning_hetero.types import GroupPlan, LayerCost, ModelCost
 
-__all__ = ["BusyTime", "ScenarioPace", "parts_of", "scenario_steps"]
-
-
-def scenario_steps(every_s: float | None, clock: Callable[[], float] = time.perf_counter) -> Callable[[int], int]:
-    """Returns what tells a scenario's step from the number of batches trained so far.
-
-    Args:
-        every_s: a step passes every so many seconds since the first batch; None: with each batch.
-        clock: seconds; injectable for tests.
-    """
-    if every_s is None:
-        return int
-    began_s: list[float] = []
-
-    def passed(_: int) -> int:
-        now_s = clock()
-        if not began_s:
-            began_s.append(now_s)
-        return int((now_s - began_s[0]) / every_s)
-
-    return passed
+__all__ = ["BusyTime", "ScenarioPace", "parts_of"]
 
 
 def parts_of(model: ModelCost, group: GroupPlan, rank: int, samples: int) -> dict[tuple[Kind, int], float]:

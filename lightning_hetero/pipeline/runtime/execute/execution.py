@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from lightning_hetero.pipeline.decide.schedule import Kind, Operation, Schedule, What
-from lightning_hetero.pipeline.runtime.execute.links import Links
-from lightning_hetero.pipeline.runtime.execute.messages import Message
+from lightning_hetero.pipeline.runtime.execute.links.links import Links
+from lightning_hetero.pipeline.runtime.execute.links.messages import Message
 from lightning_hetero.pipeline.runtime.execute.stages import Flight, Pass, Stage
 from lightning_hetero.pipeline.runtime.step.coroutines import Carrier
 from lightning_hetero.pipeline.runtime.step.cut import BackboneCall, graphs_to_retain

@@ -26,7 +26,6 @@ from lightning_hetero.pipeline.decide.schedule import (
     SchedulePolicy,
     generate,
 )
-from lightning_hetero.pipeline.runtime.execute.direct_ways import DirectWay
 from lightning_hetero.pipeline.runtime.execute.evaluation import Evaluation
 from lightning_hetero.pipeline.runtime.execute.execution import (
     Execution,
@@ -36,7 +35,8 @@ from lightning_hetero.pipeline.runtime.execute.execution import (
     Pace,
 )
 from lightning_hetero.pipeline.runtime.execute.failures import FailureBoard
-from lightning_hetero.pipeline.runtime.execute.links import Links
+from lightning_hetero.pipeline.runtime.execute.links.direct_ways import DirectWay
+from lightning_hetero.pipeline.runtime.execute.links.links import Links
 from lightning_hetero.pipeline.runtime.execute.stages import Stage, streams_kept
 from lightning_hetero.pipeline.runtime.measure.layer_clock import LayerClock
 from lightning_hetero.pipeline.runtime.step.coroutines import CarrierName

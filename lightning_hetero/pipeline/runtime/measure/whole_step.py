@@ -21,7 +21,7 @@ from lightning_hetero.pipeline.runtime.step.torch_state import nothing_drawn
 from lightning_hetero.solvers.fit import fit_affine
 from lightning_hetero.types import AffineCost, LayerCost, ModelCost
 
-__all__ = ["measure_whole"]
+__all__ = ["measure_series", "measure_whole"]
 
 _REPEATS = 3  # runs per size, whose median counts, after one that does not
 
@@ -81,6 +81,26 @@ def measure_whole(
     free = AffineCost(fixed_s=0.0, per_sample_s=0.0)
     ends = [LayerCost(name=end, forward=free, backward=free) for end in ("before", "head")]
     return ModelCost(layers=(layer,), before=ends[0], head=ends[1])
+
+
+def measure_series(
+    body: Callable[[], Any], *, parameters: Sequence[nn.Parameter], device: torch.device, steps: int
+) -> list[float]:
+    """Returns the seconds of successive training steps, forward and backward, after one that is not counted.
+
+    Args:
+        body: a step.
+        parameters, device: see `measure_whole`; what stays changed is the same.
+        steps: how many.
+    """
+    timer, grads = Timer(device), [(p, p.grad) for p in parameters]
+    try:
+        with nothing_drawn(device), torch.enable_grad():
+            runs = [_run(body, parameters, timer) for _ in range(1 + steps)][1:]
+    finally:
+        for p, grad in grads:
+            p.grad = grad
+    return [forward_s + backward_s for forward_s, backward_s, _ in runs]
 
 
 def _run(body: Callable[[], Any], parameters: Sequence[nn.Parameter], timer: Timer) -> tuple[float, float, int]:

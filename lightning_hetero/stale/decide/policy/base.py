@@ -22,7 +22,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, TypeAlias
 
-from lightning_hetero.types import AffineCost
+from lightning_hetero.types import LearnedCost
 
 __all__ = ["Apply", "Claim", "Due", "Grant", "Hold", "Holds", "Policy", "Pool", "Pooled", "whole"]
 
@@ -103,7 +103,7 @@ class Claim:
     next_need: int
     lead: int
     step_s: float
-    cost: AffineCost | None
+    cost: LearnedCost | None
 
     @property
     def equal_share(self) -> int:

@@ -15,7 +15,6 @@ from lightning_hetero.stale.fit.elastic.groups import Groups
 from lightning_hetero.stale.fit.elastic.join import FIRST_GENERATION, Invitation, JoinRequests
 from lightning_hetero.stale.fit.members import Members
 from lightning_hetero.stale.fit.session import Session
-from lightning_hetero.stale.runtime.processes.start import Address
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
@@ -62,14 +61,15 @@ class Admission:
         self._generation = generation
         self._asking: list[int] = []
         self._checkpoint = ""
+        self._invitations: list[str] = []
         self._callbacks = compat.trainer_callbacks(trainer)
         self._point: _LastPoint | None = None
 
-    def announce(self, address: Address) -> None:
-        """Says where a rank that comes late, or again, finds this run's server; for the lowest of the ranks."""
+    def announce(self) -> None:
+        """Tells a rank that comes late, or again, that there is a run to join; for the lowest of the ranks."""
         if not self._members.missing:
-            self._requests.announce(address)
-        elif reason := self._requests.host(address):
+            self._requests.announce()
+        elif reason := self._requests.host():
             self._members.warn_once(reason)
 
     def expect(self) -> None:
@@ -84,12 +84,34 @@ class Admission:
         if not members.missing:
             return
         root = str(trainer.default_root_dir)
-        folder = root if "://" in root else os.path.abspath(root)
+        # What a newcomer loads is a file on disk, never a URL that somebody names to it.
+        folder = os.getcwd() if "://" in root else os.path.abspath(root)
         path = os.path.join(folder, f".newcomer-{os.getpid()}-{self._generation}.ckpt")
         self._asking, path = trainer.strategy.broadcast((self._asking_of(members.missing), path))
         if self._asking:
             self._checkpoint = path
-            trainer.save_checkpoint(path)
+            self._save()
+
+    def _save(self) -> None:
+        """Saves what the newcomers resume from; if that fails, they wait for the end of another epoch."""
+        trainer, members, failed = self._trainer, self._members, ""
+        writer = members.lowest
+        try:
+            compat.write_checkpoint(trainer, self._checkpoint)
+        except Exception as error:
+            if not members.is_lowest:  # the others write nothing: it is an error of a hook
+                raise
+            failed = f"{type(error).__name__}: {error}"
+        failed = trainer.strategy.broadcast(failed)
+        if not failed and writer not in members.alive:
+            failed = f"rank {writer}, which was to write it, has died"
+        if failed:
+            numbers, self._asking = ", ".join(map(str, self._asking)), []
+            self._remove_checkpoint()
+            members.warn_once(
+                f"rank {numbers} wants to join, and the checkpoint that it would resume from cannot be saved: {failed};"
+                " this is tried again at the end of the next epoch"
+            )
 
     def _asking_of(self, ranks: Sequence[int]) -> list[int]:
         return self._requests.asking(ranks) if self._members.is_lowest else []
@@ -121,19 +143,27 @@ class Admission:
                 address=self._session.address,
             )
             for rank in asking:
-                self._requests.invite(rank, invitation)
+                self._invitations.append(f"{self._checkpoint}.{rank}")
+                try:
+                    self._requests.invite(rank, invitation, self._invitations[-1])
+                except OSError as error:  # e.g. a full disk, which is no reason for the members to end
+                    members.warn_once(f"rank {rank} wanted to join and could not be invited: {error}")
         numbers = ", ".join(map(str, asking))
         try:
             self._groups.rebuild(alive, self._generation, meeting_s=_COME_S)
             dist.barrier()
         except RuntimeError as error:  # also MemberMissingError: he did not come after all
             # The new group is left inside the except block: whoever still waits in it fails now.
-            self._groups.rebuild(before, self._generation + 1)
+            self._groups.rebuild_among_living(before, self._generation + 1)
             members.warn_once(f"rank {numbers} wanted to join and did not come: {error}")
         else:
             members.warn_once(f"rank {numbers} has joined in epoch {self._trainer.current_epoch}")
 
     def _remove_checkpoint(self) -> None:
+        for invitation in self._invitations:
+            with suppress(OSError):
+                os.unlink(invitation)
+        self._invitations.clear()
         path, self._checkpoint = self._checkpoint, ""
         if path and self._members.is_lowest:
             with suppress(OSError):

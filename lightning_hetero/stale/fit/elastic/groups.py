@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Collection
 from typing import TYPE_CHECKING
 
 import torch.distributed as dist
@@ -12,7 +13,11 @@ from lightning_hetero.glue.run import gloo_group
 from lightning_hetero.stale.fit.members import Members
 from lightning_hetero.stale.fit.session import Session
 from lightning_hetero.stale.fit.settings import StaleSettings
-from lightning_hetero.stale.runtime.processes.groups import rebuild_default_group, shrink_sampler
+from lightning_hetero.stale.runtime.processes.groups import (
+    MemberMissingError,
+    rebuild_default_group,
+    shrink_sampler,
+)
 from lightning_hetero.transport.side_channel import SideChannel
 
 if TYPE_CHECKING:
@@ -38,8 +43,32 @@ class Groups:
         self._trainer, self._session, self._members = trainer, session, members
         self._channel, self._settings = channel, settings
 
+    def rebuild_among_living(self, alive: tuple[int, ...], generation: int) -> tuple[int, ...]:
+        """As `rebuild`; but without a rank that dies on its way there, or stays away: then all meet once more.
+
+        Returns:
+            Who is in the group.
+        """
+        session = self._session
+        while True:
+            assert session.worker is not None
+            try:
+                self.rebuild(alive, generation, living=session.worker.alive)
+                return alive
+            except MemberMissingError:
+                met = session.meet("a rank did not come to the new process group")
+                alive, generation = met.alive, session.meetings
+                for notice in met.notices:
+                    self._members.warn_once(notice)
+
     def rebuild(
-        self, alive: tuple[int, ...], generation: int, *, meeting_s: float = 60.0, store: dist.Store | None = None
+        self,
+        alive: tuple[int, ...],
+        generation: int,
+        *,
+        meeting_s: float = 60.0,
+        store: dist.Store | None = None,
+        living: Callable[[], Collection[int]] | None = None,
     ) -> None:
         """Makes new process groups of the ranks ``alive``, all of whom call this; validation is divided among them.
 
@@ -48,6 +77,7 @@ class Groups:
             generation: not used before with this store.
             meeting_s: how long to wait for them [s].
             store: where they meet; default the server's.
+            living: tells who lives meanwhile.
         """
         members, settings = self._members, self._settings
         members.alive = alive
@@ -62,6 +92,7 @@ class Groups:
             backend=settings.backend,
             timeout=settings.timeout,
             meeting_s=meeting_s,
+            living=living,
         )
         self._channel.rebind(gloo_group(settings.timeout))
         for loader in compat.val_loaders(self._trainer):

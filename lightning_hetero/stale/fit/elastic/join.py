@@ -3,13 +3,18 @@
     newcomer                                     members
     is a run announced where all met at first?   rank 0 announced it when the server started
     asks for an invitation, waits                epoch ends: somebody is missing; does he ask?  -> a checkpoint
-    <------------------------------------------- next epoch begins: invitation
+    <------------------------------------------- next epoch begins: where the invitation is
+    reads it: a file of this user's alone
     all: new process group with the newcomer
     resumes from the checkpoint, connects -----> barrier; the epoch goes on, with him
 
 The newcomer resumes as from any checkpoint of Lightning's, so its counters, schedulers and callbacks are those of the
 others. The members wait for it at that barrier, which is the only wait, and only when somebody has asked; whoever has
 died since does not answer when he is called, and is not invited.
+
+Whoever reaches the port where the ranks met at first may read and write that store. So nothing in it is secret, and
+nothing is believed: the invitation, with the server's address and tokens and the checkpoint's name, is a file beside
+the checkpoint that only this user can have written and can read, and it repeats a number that the newcomer has chosen.
 
 Ranks started by somebody else than torchrun (which restarts all ranks instead) can join; rank 0 cannot: the store in
 which the others are found is at its address, and it is the one that waits for them there. A rank that comes when the
@@ -20,6 +25,8 @@ from __future__ import annotations
 
 import json
 import os
+import secrets
+import stat
 import time
 from collections.abc import Sequence
 from contextlib import suppress
@@ -32,12 +39,13 @@ from lightning.fabric.plugins import ClusterEnvironment
 from lightning.fabric.plugins.environments import TorchElasticEnvironment
 
 from lightning_hetero.lightning_compat.launchers import launched_by_us
+from lightning_hetero.stale.runtime.processes.fork import host_store
 from lightning_hetero.stale.runtime.processes.start import Address
 
 __all__ = ["FIRST_GENERATION", "Invitation", "JoinRequests", "Newcomer"]
 
-FIRST_GENERATION = 1 << 20
-"""Process groups built with newcomers are numbered from here, those after deaths from 1."""
+FIRST_GENERATION = 1 << 40
+"""Process groups built with newcomers are numbered from here, those after deaths by the meeting before."""
 
 _RUN, _ASKS, _CALLED, _INVITED = (f"lightning_hetero/{name}" for name in ("run", "asks", "called", "invited"))
 _LOOK_S = 2.0  # for a store that may not be there: then nothing runs yet
@@ -45,6 +53,7 @@ _PAUSE_S = 0.05
 _ANSWER_S = 3.0  # for somebody who waits to answer a call: it looks every `_PAUSE_S`
 _READ_S = 2.0  # for somebody who waits to read that the run ends
 _SILENT_S = 30.0  # without any store: the run has ended
+_SEEN_S = 5.0  # for a file to be seen on another node
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -66,21 +75,66 @@ class Invitation:
     meetings: int
     address: Address
 
-    def pack(self) -> str:
-        """Returns it as text."""
-        return json.dumps(asdict(self))
+    def write(self, path: str, asked: str) -> None:
+        """Puts it into a new file that only this user can read.
+
+        Args:
+            path: of the file.
+            asked: what the newcomer has asked with.
+
+        Raises:
+            OSError: there is such a file, or none can be made.
+        """
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
+        with open(os.open(path, flags, 0o600), "w", encoding="utf-8") as file:
+            json.dump({"asked": asked, "invitation": asdict(self)}, file)
 
     @classmethod
-    def unpack(cls, text: str) -> Invitation:
-        """Returns what `pack` has made a text of."""
-        said = json.loads(text)
-        members, address = tuple(said.pop("members")), _address(said.pop("address"))
-        nodes = tuple((rank, node) for rank, node in said.pop("nodes"))
-        return cls(members=members, nodes=nodes, address=address, **said)
+    def read(cls, path: str, asked: str) -> Invitation:
+        """Returns what `write` has put into a file.
+
+        Raises:
+            PermissionError: somebody else may have written it, or it answers another question.
+            OSError: it cannot be read.
+        """
+        opened = _open_seen(path)
+        try:
+            found, user = os.fstat(opened), os.getuid()
+            if not stat.S_ISREG(found.st_mode) or found.st_uid != user or found.st_mode & 0o077:
+                raise PermissionError(
+                    f"the invitation {path} is not believed: it must be a file of user {user} that nobody else may"
+                    f" read or write, and is of user {found.st_uid}, {stat.filemode(found.st_mode)}"
+                )
+            with open(opened, encoding="utf-8", closefd=False) as file:
+                said = json.load(file)
+        finally:
+            os.close(opened)
+        if said["asked"] != asked:
+            raise PermissionError(f"the invitation {path} is not believed: it is not for this process")
+        return cls._of(**said["invitation"])
+
+    @classmethod
+    def _of(
+        cls, *, checkpoint: str, members: list[int], nodes: list[Any], address: dict[str, Any], **said: Any
+    ) -> Invitation:
+        if not os.path.isabs(checkpoint):
+            raise PermissionError(f"the invitation is not believed: {checkpoint!r} is no file on this machine")
+        return cls(
+            checkpoint=checkpoint, members=tuple(members), nodes=tuple((rank, node) for rank, node in nodes),
+            address=Address(**{**address, "near": tuple(address["near"])}), **said,
+        )  # fmt: skip
 
 
-def _address(said: dict[str, Any]) -> Address:
-    return Address(**{**said, "near": tuple(said["near"])})
+def _open_seen(path: str) -> int:
+    """Opens a file for reading, which on a shared file system may be seen a moment later; follows no link."""
+    deadline_s = time.monotonic() + _SEEN_S
+    while True:
+        try:
+            return os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+        except FileNotFoundError:
+            if time.monotonic() > deadline_s:
+                raise
+            time.sleep(_PAUSE_S)
 
 
 def _rendezvous(environment: ClusterEnvironment, timeout_s: float) -> dist.TCPStore:
@@ -101,14 +155,14 @@ class JoinRequests:
         self._announced = False
         self._store: dist.TCPStore | None = None
 
-    def announce(self, address: Address) -> None:
-        """Says where the server is, to whoever comes to where the ranks met at first: in torch's own store there."""
+    def announce(self) -> None:
+        """Says that a run is under way to whoever comes to where the ranks met at first: in torch's own store."""
         # Not so with e.g. a rendezvous through a file: nobody can join, nothing else is lost.
         with suppress(RuntimeError):
-            _rendezvous(self._environment, _LOOK_S).set(_RUN, json.dumps(asdict(address)))
+            _rendezvous(self._environment, _LOOK_S).set(_RUN, "")
             self._announced = True
 
-    def host(self, address: Address) -> str:
+    def host(self) -> str:
         """Hosts a store in the place of torch's, which went with the process group that a death has broken.
 
         Returns:
@@ -117,11 +171,9 @@ class JoinRequests:
         if self._store is None:
             try:
                 host, port = self._environment.main_address, self._environment.main_port
-                self._store = dist.TCPStore(
-                    host, port, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=_LOOK_S)
-                )
-                self._store.set(_RUN, json.dumps(asdict(address)))
-            except RuntimeError as error:
+                self._store = host_store(host, timedelta(seconds=_LOOK_S), port)
+                self._store.set(_RUN, "")
+            except (OSError, RuntimeError) as error:
                 return f"no rank can come again into this run, as the ranks' first meeting place is closed: {error}"
         return ""
 
@@ -151,11 +203,22 @@ class JoinRequests:
             time.sleep(_PAUSE_S)
         return left
 
-    def invite(self, rank: int, invitation: Invitation) -> None:
-        """Lets a newcomer in."""
-        assert self._store is not None
-        self._store.delete_key(f"{_ASKS}/{rank}")
-        self._store.set(f"{_INVITED}/{rank}", invitation.pack())
+    def invite(self, rank: int, invitation: Invitation, path: str) -> None:
+        """Lets a newcomer in.
+
+        Args:
+            rank: who has asked.
+            invitation: what it needs.
+            path: for the file with the invitation.
+
+        Raises:
+            OSError: the file cannot be made.
+        """
+        store, asks = self._store, f"{_ASKS}/{rank}"
+        assert store is not None
+        invitation.write(path, store.get(asks).decode() if store.check([asks]) else "")
+        store.delete_key(asks)
+        store.set(f"{_INVITED}/{rank}", path)
 
     def close(self, ranks: Sequence[int]) -> None:
         """The run ends: takes the announcement away and sends home who still waits; idempotent."""
@@ -181,6 +244,7 @@ class Newcomer:
 
     def __init__(self, environment: ClusterEnvironment, rank: int) -> None:
         self._environment, self._rank = environment, rank
+        self._asked = secrets.token_hex(16)
         self.invitation: Invitation | None = None
 
     @classmethod
@@ -200,31 +264,37 @@ class Newcomer:
 
         Raises:
             RuntimeError: the run ended before that.
+            PermissionError: the invitation may be somebody else's.
+            OSError: it cannot be read.
         """
         heard_s = time.monotonic()
         while True:
             try:
                 store = _rendezvous(self._environment, _LOOK_S)
                 heard_s = time.monotonic()
-                text = self._ask(store)
+                path = self._ask(store)
                 break
             except RuntimeError as error:  # the store moves when the members have noticed the death
                 if time.monotonic() - heard_s > _SILENT_S:
                     raise RuntimeError(f"the run that rank {self._rank} wanted to join has ended: {error}") from error
                 time.sleep(_PAUSE_S)
-        if not text:
+        if not path:
             raise RuntimeError(
                 f"the run that rank {self._rank} wanted to join ended before another epoch began; start all ranks to"
                 " train on"
             )
-        self.invitation = Invitation.unpack(text)
+        self.invitation = Invitation.read(path, self._asked)
         return self.invitation
 
     def _ask(self, store: dist.TCPStore) -> str:
-        """Asks until there is an answer, "" if the run has ended; raises RuntimeError when the store has gone."""
+        """Asks until there is an answer: where the invitation is, "" if the run has ended.
+
+        Raises:
+            RuntimeError: the store has gone.
+        """
         called, invited = f"{_CALLED}/{self._rank}", f"{_INVITED}/{self._rank}"
         store.delete_key(invited)  # of an earlier try
-        store.set(f"{_ASKS}/{self._rank}", str(os.getpid()))
+        store.set(f"{_ASKS}/{self._rank}", self._asked)
         deadline_s = time.monotonic() + _LOOK_S
         # After asking, so that one of the two sides sees the other. A new store has it soon.
         while not store.check([_RUN]):
@@ -235,6 +305,6 @@ class Newcomer:
             if store.check([called]):
                 store.delete_key(called)
             time.sleep(_PAUSE_S)
-        text = store.get(invited).decode()
+        path = store.get(invited).decode()
         store.delete_key(invited)
-        return text
+        return path

@@ -146,12 +146,12 @@ class Meetings:
         members = self._members
         if alive == members.alive:
             return
-        led = 0 in members.alive and 0 not in alive
-        self._groups.rebuild(alive, self._generation)
+        before = members.alive
+        alive = self._groups.rebuild_among_living(alive, self._session.meetings)
         if members.is_lowest:
-            self._admission.announce(self._session.address)
+            self._admission.announce()
         self._admission.expect()
-        if led:  # of another's death rank 0 has told, when the server told it
+        if 0 in before and 0 not in alive:  # of another's death rank 0 has told, when the server told it
             members.warn_once(
                 f"rank 0 died; the others go on without, on {len(alive)} devices, with the same global batch: rank"
                 f" {alive[0]} writes checkpoints now, loggers of rank 0 log no more"

@@ -39,7 +39,10 @@ __all__ = ["ServerProcess", "fork_server", "host_store"]
 Body = Callable[[Callable[[dict[str, Any]], None], Callable[[], bool]], None]
 
 _FIRST_TRY_S = 10.0  # a child that hangs in a lock it inherited does so at once; a second fork rarely hits it again
-_TERMINATE_S = 1.0  # between SIGTERM and SIGKILL
+_TERMINATE_S = 1.0  # for a child that has said it failed to be gone
+_LOOK_S = 1.0  # at the parent, by the thread that watches it
+_STUCK_S = 30.0  # without a parent and without a sign of life
+_IGNORED = ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2")
 
 
 class ServerProcess:
@@ -52,10 +55,13 @@ class ServerProcess:
         details: what the child reported when it was ready.
     """
 
-    def __init__(self, pid: int, details: dict[str, Any], lifeline: int) -> None:
+    def __init__(
+        self, pid: int, details: dict[str, Any], lifeline: int, clean_up: Callable[[], object] = lambda: None
+    ) -> None:
         self.pid = pid
         self.details = details
         self._lifeline: int | None = lifeline
+        self._clean_up = clean_up
         self._owner = os.getpid()
         self._code: int | None = None
         self._lock = threading.Lock()
@@ -80,7 +86,7 @@ class ServerProcess:
         """Waits until the server ends by itself, then terminates it; idempotent.
 
         Args:
-            timeout_s: how long to wait before SIGTERM; SIGKILL follows a second later.
+            timeout_s: how long to wait before SIGKILL; it ignores what can be ignored.
 
         Returns:
             The exit code; None in a process that is not the parent.
@@ -89,11 +95,15 @@ class ServerProcess:
             return None
         self._let_go()
         if not self._ends_within(timeout_s):
-            self._signal(signal.SIGTERM)
-            if not self._ends_within(_TERMINATE_S):
-                self._signal(signal.SIGKILL)
-                self._ends_within(float("inf"))
+            self._signal(signal.SIGKILL)
+            self._ends_within(float("inf"))
+            self._clean_up()
         return self.exit_code()
+
+    def release(self) -> None:
+        """Tells the child that the parent is done, and leaves it to those whom it serves; idempotent."""
+        if os.getpid() == self._owner:
+            self._let_go()
 
     def _let_go(self) -> None:
         """Tells the child that the parent is done. A byte, because a forked worker may hold a copy of the pipe."""
@@ -119,16 +129,21 @@ class ServerProcess:
         return True
 
 
-def fork_server(body: Body, *, keep: Sequence[int], ready_timeout_s: float = 30.0) -> ServerProcess:
+def fork_server(
+    body: Body, *, keep: Sequence[int], ready_timeout_s: float = 30.0, clean_up: Callable[[], object] = lambda: None
+) -> ServerProcess:
     """Forks a child that runs ``body`` and returns when it is ready.
 
     Args:
         body: ``body(ready, orphaned)`` runs in the child; it calls ``ready(details)`` (a JSON object) once it serves.
             ``orphaned()`` tells whether the parent is gone or has called `ServerProcess.stop`. The child ends when
-            ``body`` returns (exit code 0) or raises (traceback on the screen, exit code 1).
+            ``body`` returns (exit code 0) or raises (traceback on the screen, exit code 1), or when the parent is gone
+            and it has not asked ``orphaned()`` for half a minute: what it is at, e.g. a collective inside an
+            optimizer's step, will never end.
         keep: file descriptors that stay open in the child; all others from 3 on are closed there (their numbers stay
             taken, so that a forgotten file object of the parent can never write into a socket of the child).
         ready_timeout_s: how long the child may take to be ready [s].
+        clean_up: called in a child that ends because it is stuck, or here behind one that had to be killed.
 
     Raises:
         ValueError: ``keep`` names something that is not an open file descriptor.
@@ -141,7 +156,7 @@ def fork_server(body: Body, *, keep: Sequence[int], ready_timeout_s: float = 30.
     waits_s = (min(_FIRST_TRY_S, ready_timeout_s), ready_timeout_s)
     for wait_s in waits_s:
         try:
-            return _fork_once(body, keep, wait_s)
+            return _fork_once(body, keep, wait_s, clean_up)
         except TimeoutError:
             continue
     raise RuntimeError(
@@ -151,30 +166,36 @@ def fork_server(body: Body, *, keep: Sequence[int], ready_timeout_s: float = 30.
     )
 
 
-def host_store(host: str, timeout: timedelta) -> TCPStore:
-    """Returns a store on a free port, hosted by this process; ``.port`` tells which.
+def host_store(host: str, timeout: timedelta, port: int = 0) -> TCPStore:
+    """Returns a store hosted by this process; ``.port`` tells where.
 
     Args:
         host: address under which peers reach this machine. On a loopback address nobody else can connect.
         timeout: of the store's own operations.
+        port: 0: any that is free.
+
+    Raises:
+        OSError, RuntimeError: the port is taken.
     """
     options: dict[str, Any] = {"is_master": True, "timeout": timeout, "wait_for_workers": False}
     if host in ("localhost", "127.0.0.1"):
-        listening = socket.create_server(("127.0.0.1", 0))
+        listening = socket.create_server(("127.0.0.1", port))
         port = listening.getsockname()[1]
         return TCPStore("127.0.0.1", port, master_listen_fd=listening.detach(), **options)
-    return TCPStore(host, 0, **options)
+    return TCPStore(host, port, **options)
 
 
 # ---- the parent's side ----------------------------------------------------------------------------------------
 
 
-def _fork_once(body: Body, keep: Sequence[int], wait_s: float) -> ServerProcess:
+def _fork_once(
+    body: Body, keep: Sequence[int], wait_s: float, clean_up: Callable[[], object]
+) -> ServerProcess:
     parent = os.getpid()
     news, report = os.pipe()
     lifeline_end, lifeline = os.pipe()
     try:
-        pid = _fork(lambda: _child(body, parent, report, lifeline_end, keep))
+        pid = _fork(lambda: _child(body, parent, report, lifeline_end, keep, clean_up))
     except BaseException:
         os.close(news)
         os.close(lifeline)
@@ -182,7 +203,7 @@ def _fork_once(body: Body, keep: Sequence[int], wait_s: float) -> ServerProcess:
     finally:
         os.close(report)
         os.close(lifeline_end)
-    process = ServerProcess(pid, {}, lifeline)
+    process = ServerProcess(pid, {}, lifeline, clean_up)
     try:
         process.details = _hear(news, wait_s, process)
     except BaseException:
@@ -246,7 +267,9 @@ def _check_open(number: int) -> None:
 # ---- the child's side -----------------------------------------------------------------------------------------
 
 
-def _child(body: Body, parent: int, report: int, lifeline_end: int, keep: Sequence[int]) -> NoReturn:
+def _child(
+    body: Body, parent: int, report: int, lifeline_end: int, keep: Sequence[int], clean_up: Callable[[], object]
+) -> NoReturn:
     """Everything of the child; never returns, and leaves without any exit hook of the parent."""
     code = 1
     try:
@@ -263,11 +286,18 @@ def _child(body: Body, parent: int, report: int, lifeline_end: int, keep: Sequen
             _tell(report, {"ready": details})
             told = True
 
-        def orphaned() -> bool:
+        def alone() -> bool:
             # The pipe tells in time; the parent's id tells even if a forked worker of it holds the other end.
             return os.getppid() != parent or _readable(lifeline_end, 0.0)
 
+        watch = _Watch(alone, clean_up)
+
+        def orphaned() -> bool:
+            watch.alive()
+            return alone()
+
         try:
+            watch.start()
             body(ready, orphaned)
             code = 0
         except BaseException as error:
@@ -280,6 +310,40 @@ def _child(body: Body, parent: int, report: int, lifeline_end: int, keep: Sequen
             with contextlib.suppress(BaseException):
                 stream.flush()
         os._exit(code)
+
+
+class _Watch(threading.Thread):
+    """Ends a child whose parent is gone and whose main thread shows no life, whatever that is at.
+
+    Not at once: workers may live on without rank 0, and a large update takes its time.
+
+    Args:
+        alone: whether the parent is gone.
+        clean_up: called before.
+    """
+
+    def __init__(self, alone: Callable[[], bool], clean_up: Callable[[], object]) -> None:
+        super().__init__(name="parent-watch", daemon=True)
+        self._alone, self._clean_up = alone, clean_up
+        self._seen_s = time.monotonic()
+
+    def alive(self) -> None:
+        """Called by the main thread."""
+        self._seen_s = time.monotonic()
+
+    def run(self) -> None:
+        while not self._alone():
+            time.sleep(_LOOK_S)
+        self._seen_s = time.monotonic()  # it has had no reason to hurry before
+        while time.monotonic() - self._seen_s < _STUCK_S:
+            time.sleep(_LOOK_S)
+        with contextlib.suppress(BaseException):
+            print(
+                f"the parameter server's rank is gone, and it has hung for {_STUCK_S:g} s since: it ends",
+                file=sys.stderr, flush=True,
+            )  # fmt: skip
+            self._clean_up()
+        os._exit(1)
 
 
 def _tell(report: int, message: dict[str, Any]) -> None:
@@ -319,10 +383,14 @@ def _open_numbers() -> Iterator[int]:
 
 
 def _reset_signals() -> None:
-    """No handler of the parent runs here; Ctrl-C in the terminal is the ranks' business."""
+    """No handler of the parent runs here, and what a scheduler or a terminal sends to all is the ranks' business.
+
+    The server ends with its rank, which handles the signal: SLURM's requeue saves a checkpoint first, and needs it.
+    """
     signal.set_wakeup_fd(-1)
     for number in signal.valid_signals():
         if callable(signal.getsignal(number)):
             signal.signal(number, signal.SIG_DFL)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    for name in _IGNORED:
+        signal.signal(getattr(signal, name), signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_SETMASK, set())

@@ -6,6 +6,8 @@ leaves the group. Hence the order on every survivor:
 
     collective fails -> leave_default_group() -> ask the server who is alive -> rebuild_default_group(...) -> repeat it
 
+A rank may die on its way into the new group. Those who wait for it there find that out, all alike, and ask once more.
+
 The store through which the members find each other must live elsewhere than in a rank; the server's process hosts it.
 """
 
@@ -15,7 +17,8 @@ import sys
 import time
 import traceback
 import weakref
-from collections.abc import Sequence, Sized
+from collections.abc import Callable, Collection, Sequence, Sized
+from contextlib import suppress
 from datetime import timedelta
 
 import torch.distributed as dist
@@ -23,16 +26,18 @@ from torch.utils.data import DataLoader, DistributedSampler
 
 __all__ = ["MemberMissingError", "group_members", "leave_default_group", "rebuild_default_group", "shrink_sampler"]
 
+_ASK_S = 0.5  # how often those who wait for a member ask whether it lives
+
 _built: tuple[weakref.ref[dist.ProcessGroup], tuple[int, ...]] | None = None  # the default group, if it is ours
 
 
 class MemberMissingError(RuntimeError):
-    """A member of the new group did not come; it may have died meanwhile. ``ranks`` are the missing ones."""
+    """A member of the new group did not come: it died, or is stopped. ``ranks`` are the missing ones."""
 
     def __init__(self, generation: int, ranks: Sequence[int], waited_s: float) -> None:
         super().__init__(
             f"rank {', '.join(map(str, ranks))} did not come to the process group of generation {generation} within"
-            f" {waited_s:g} s; ask again who is alive, and rebuild with the next generation"
+            f" {waited_s:.1f} s; ask again who is alive, and rebuild with the next generation"
         )
         self.ranks = tuple(ranks)
 
@@ -63,6 +68,7 @@ def rebuild_default_group(
     backend: str | None,
     timeout: timedelta | None,
     meeting_s: float = 60.0,
+    living: Callable[[], Collection[int]] | None = None,
 ) -> None:
     """Replaces the default process group by one of ``members`` only; all of them call it, nobody else.
 
@@ -75,6 +81,7 @@ def rebuild_default_group(
         rank: this rank's permanent number; its new rank is its index among ``members``.
         backend, timeout: as in `torch.distributed.init_process_group`.
         meeting_s: how long to wait for the other members [s].
+        living: tells who lives, as everybody else is told, too: nobody waits for a member that has died.
 
     Raises:
         ValueError: ``members`` are not distinct, or ``rank`` is not among them.
@@ -87,7 +94,7 @@ def rebuild_default_group(
     leave_default_group()
     own = dist.PrefixStore(f"generation/{generation}", store)
     # Late or dead members are found out here, with names: the rendezvous itself could only run into its timeout.
-    _meet(own, generation, members, rank, meeting_s)
+    _meet(own, generation, members, rank, meeting_s, living)
     hook = sys.excepthook
     dist.init_process_group(
         backend,
@@ -154,17 +161,33 @@ def _is_unpadded(sampler: DistributedSampler) -> bool:
     return any(base.__name__ == "UnrepeatedDistributedSampler" for base in type(sampler).__mro__)
 
 
-def _meet(store: dist.Store, generation: int, members: Sequence[int], rank: int, meeting_s: float) -> None:
+def _meet(
+    store: dist.Store,
+    generation: int,
+    members: Sequence[int],
+    rank: int,
+    meeting_s: float,
+    living: Callable[[], Collection[int]] | None,
+) -> None:
     """Returns when all members have come; asks in turns, as a blocking wait would not say who is missing."""
     store.set(f"here/{rank}", "1")
-    started, pause_s = time.monotonic(), 0.001
+    started, pause_s, ask_s = time.monotonic(), 0.001, _ASK_S
     missing = [m for m in members if m != rank]
     while True:
         missing = [m for m in missing if not store.check([f"here/{m}"])]
         if not missing:
             return
-        if time.monotonic() - started > meeting_s:
-            raise MemberMissingError(generation, missing, meeting_s)
+        waited_s = time.monotonic() - started
+        if waited_s > meeting_s:
+            with suppress(RuntimeError, NotImplementedError):
+                store.delete_key(f"here/{rank}")  # or a member that was stopped would come and find nobody
+            raise MemberMissingError(generation, missing, waited_s)
+        if living is not None and waited_s > ask_s:
+            ask_s = waited_s + _ASK_S
+            alive = living()
+            # In this order: who had died by then has been here before that, or never will, which all find alike.
+            if dead := [m for m in missing if m not in alive and not store.check([f"here/{m}"])]:
+                raise MemberMissingError(generation, dead, waited_s)
         time.sleep(pause_s)
         pause_s = min(0.05, 2 * pause_s)
 

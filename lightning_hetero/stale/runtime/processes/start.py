@@ -18,6 +18,7 @@ from lightning_hetero.stale.decide.coordinator import Coordinator
 from lightning_hetero.stale.decide.policy import Policy
 from lightning_hetero.stale.runtime.memory.layout import FlatLayout
 from lightning_hetero.stale.runtime.processes.fork import ServerProcess, fork_server, host_store
+from lightning_hetero.stale.runtime.serve.agreement import Limits
 from lightning_hetero.stale.runtime.serve.server import ParameterServer, serve
 from lightning_hetero.transport.base import Listener, WorkerLink
 from lightning_hetero.transport.merged import Several
@@ -26,6 +27,10 @@ from lightning_hetero.transport.shared_memory.listener import SharedMemoryLink, 
 
 __all__ = ["Address", "ServerSettings", "connect", "start_server"]
 
+_CONNECT_S = 60.0  # for a worker that was told the address
+_AWAITED_S = 90.0  # what the server allows: a worker that cannot connect gives up first
+_SILENT_SIGNS = 12  # a worker that misses so many signs of life, one per `liveness_s`, is not waited for
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ServerSettings:
@@ -33,6 +38,7 @@ class ServerSettings:
 
     Attributes:
         divide_by: a loss that is a sum: gradients of an update are divided by this, not by what they count.
+        liveness_s: workers give a sign of life so often; see `Coordinator` for what else depends on it.
     """
 
     policy: Policy
@@ -89,7 +95,7 @@ def start_server(
         ahead: batches that workers fetch ahead.
         state: of the coordinator, from a checkpoint; else empty.
         host: name under which other nodes reach this one.
-        timeout: of the store.
+        timeout: of the store; and how long workers wait at a meeting for one that lives and does not come.
     """
     token = secrets.token_hex(16)
     shared = None  # nobody uses it with transport="pairs"
@@ -146,6 +152,11 @@ def start_server(
             nonfinite=settings.nonfinite,
             shards=settings.shards,
             compensation=settings.policy.compensation,
+            limits=Limits(
+                connect_s=_AWAITED_S,
+                silence_s=_SILENT_SIGNS * settings.liveness_s,
+                meeting_s=timeout.total_seconds(),
+            ),
         )
         ready({"port": store.port})
         try:
@@ -153,9 +164,14 @@ def start_server(
         finally:
             merged.close()
 
-    process = fork_server(body, keep=[] if shared is None else shared.fileno_list())
-    directory = ""
-    if shared is not None:
+    if shared is None:
+        process, directory = fork_server(body, keep=[]), ""
+    else:
+        try:
+            process = fork_server(body, keep=shared.fileno_list(), clean_up=shared.remove)
+        except BaseException:
+            shared.close()
+            raise
         shared.detach()
         directory = shared.address
     address = Address(
@@ -164,15 +180,12 @@ def start_server(
     return process, address
 
 
-def connect(address: Address, rank: int, layout: FlatLayout, timeout: timedelta) -> WorkerLink:
-    """Returns this worker's link."""
+def connect(address: Address, rank: int) -> WorkerLink:
+    """Returns this worker's link; raises ServerLostError if the server does not answer within a minute."""
     if rank in address.near:
-        return SharedMemoryLink(address.directory, rank)
+        return SharedMemoryLink(address.directory, rank, connect_timeout_s=_CONNECT_S)
     return PairLink(
-        f"{address.host}:{address.port}",
-        rank,
-        token=bytes.fromhex(address.token),
-        connect_timeout_s=timeout.total_seconds(),
+        f"{address.host}:{address.port}", rank, token=bytes.fromhex(address.token), connect_timeout_s=_CONNECT_S
     )
 
 

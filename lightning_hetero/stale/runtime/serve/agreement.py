@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from lightning_hetero.stale.runtime.messages import EpochBegin
 from lightning_hetero.transport.base import Request
 
-__all__ = ["AnnouncedEpoch", "AnnouncedEpochs", "DisagreementError", "LiveWorkers", "Meeting"]
+__all__ = ["AnnouncedEpoch", "AnnouncedEpochs", "DisagreementError", "Limits", "LiveWorkers", "Meeting"]
 
 
 class DisagreementError(ValueError):
@@ -22,49 +24,135 @@ _ADVICE = (
 )
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Limits:
+    """How long the others wait for a worker [s]; by default without limit.
+
+    Attributes:
+        connect_s: for one that takes part from the start to connect, from the first connection on.
+        silence_s: at a meeting, for one that gives no sign of life, while others who have come do.
+        meeting_s: at a meeting, for one that lives and does not come.
+    """
+
+    connect_s: float = math.inf
+    silence_s: float = math.inf
+    meeting_s: float = math.inf
+
+
+_DOUBT = 1 / 12  # of a limit: a server that was itself stopped first hears what came meanwhile
+
+
+class _Wait(NamedTuple):
+    """A worker that others wait for: from when on, at most how long [s], and what to say of it then."""
+
+    rank: int
+    from_s: float
+    limit_s: float
+    words: str
+
+    @property
+    def doubted_s(self) -> float:
+        return self.from_s + (1.0 - _DOUBT) * self.limit_s
+
+
 class LiveWorkers:
     """The workers of a run.
 
     Args:
         expected: ranks that take part from the start, connected or not.
+        limits: how long they are waited for.
 
     Attributes:
         live: expected or connected, and neither gone nor left; all are waited for at meetings.
         connected: with a connection.
+        awaited: of the expected ones, those that have not connected yet.
         generation: number of changes so far: workers lost, and workers that joined late or again.
     """
 
-    def __init__(self, expected: Iterable[int]) -> None:
+    def __init__(self, expected: Iterable[int], limits: Limits | None = None) -> None:
         self.live = set(expected)
         self.connected: set[int] = set()
+        self.awaited = set(self.live)
         self.generation = 0
-        self._anybody = False
+        self._limits = limits or Limits()
+        self._begun_s = math.inf
+        self._heard_s: dict[int, float] = {}
+        self._doubted: dict[_Wait, float] = {}  # since when [s]
         self._notices: dict[int, list[str]] = {}
 
     @property
     def finished(self) -> bool:
-        """Whether there were workers, and all have left or are gone."""
-        return self._anybody and not self.connected & self.live
+        """Whether there were workers, and all have left or are gone; one that is late has still to hear how it went."""
+        return math.isfinite(self._begun_s) and not self.connected & self.live and not self.awaited
 
-    def joined(self, rank: int) -> None:
+    @property
+    def deserted(self) -> bool:
+        """Whether nobody is connected, and nobody will be of those who know that there is a server."""
+        return not self.connected and not (self.awaited and math.isfinite(self._begun_s))
+
+    def joined(self, rank: int, now: float) -> None:
         """A worker connected."""
-        self._anybody = True
+        self._begun_s = min(self._begun_s, now)
         if rank not in self.live:
             self.generation += 1
         self.live.add(rank)
         self.connected.add(rank)
+        self.awaited.discard(rank)
+        self.heard(rank, now)
 
-    def gone(self, rank: int, reason: str) -> None:
-        """A worker's connection ended; the others are told, unless it had left."""
+    def heard(self, rank: int, now: float) -> None:
+        """A worker gave a sign of life."""
+        self._heard_s[rank] = now
+
+    def gone(self, rank: int, reason: str, *, what: str = "died") -> None:
+        """A worker's connection ended, or is not waited for any more; the others are told, unless it had left."""
         self.connected.discard(rank)
+        self.awaited.discard(rank)
         self._notices.pop(rank, None)
         if rank in self.live:
             self.live.discard(rank)
             self.generation += 1
             self.notify(
-                f"rank {rank} died{f' ({reason})' if reason else ''}; the others go on without, on {len(self.live)}"
+                f"rank {rank} {what}{f' ({reason})' if reason else ''}; the others go on without, on {len(self.live)}"
                 " devices, with the same global batch: its samples go to them"
             )
+
+    def overdue(self, meeting: Meeting, now: float) -> list[tuple[int, str]]:
+        """Returns who need not be waited for any longer, and why, in words; each once."""
+        waits = [wait for wait in self._waits(meeting) if now >= wait.doubted_s]
+        self._doubted = {wait: self._doubted.get(wait, now) for wait in waits}
+        return [*{wait.rank: wait.words for wait in waits if now >= self._given_up_s(wait)}.items()]
+
+    def overdue_s(self, meeting: Meeting) -> float:
+        """Returns when `overdue` is to be asked next [s]; inf: only an event can change anything."""
+        due = (self._given_up_s(w) if w in self._doubted else w.doubted_s for w in self._waits(meeting))
+        return min(due, default=math.inf)
+
+    def _given_up_s(self, wait: _Wait) -> float:
+        return self._doubted[wait] + _DOUBT * wait.limit_s
+
+    def _waits(self, meeting: Meeting) -> Iterator[_Wait]:
+        limits = self._limits
+        for rank in sorted(self.awaited):
+            words = f"it did not connect within {limits.connect_s:g} s: killed before, or a firewall"
+            yield _Wait(rank, self._begun_s, limits.connect_s, words)
+        for rank in sorted(meeting.missing(self.live & self.connected)):
+            words = f"it did not come to where the others met, for {limits.meeting_s:g} s"
+            yield _Wait(rank, meeting.begun_s, limits.meeting_s, words)
+        for rank in sorted(self.silent(meeting)):
+            words = f"no sign of life for {limits.silence_s:g} s: stopped, or its machine or network failed"
+            yield _Wait(rank, self._heard_s[rank], limits.silence_s, words)
+
+    def silent(self, meeting: Meeting) -> set[int]:
+        """Returns who may be silent for ever, has come to the meeting or not; nobody while nobody has come.
+
+        Those who have come show life meanwhile. If they do not either, the whole job is suspended: Ctrl-Z, SLURM.
+        """
+        here = self.live & self.connected
+        if not (come := here & meeting.come):
+            return set()
+        newest_s = max(self._heard_s[rank] for rank in come)
+        return {rank for rank in here if newest_s - self._heard_s[rank] > self._limits.silence_s / 2}
 
     def left(self, rank: int) -> None:
         """A worker is done, or has failed and said so."""
@@ -81,18 +169,41 @@ class LiveWorkers:
 
 
 class Meeting:
-    """Answered when all who live have come, for the same reason."""
+    """Answered when all who live have come, for the same reason.
+
+    Attributes:
+        begun_s: when the first one came [s]; inf: nobody has.
+        last: number of the last one that was answered; -1 before.
+    """
 
     def __init__(self) -> None:
         self._asked: dict[int, Request] = {}
+        self.begun_s = math.inf
+        self.last = -1
 
-    def ask(self, rank: int, request: Request) -> None:
+    def ask(self, rank: int, request: Request, now: float) -> None:
         """A worker has come."""
         self._asked[rank] = request
+        self.begun_s = min(self.begun_s, now)
+
+    @property
+    def come(self) -> set[int]:
+        """Those who wait."""
+        return set(self._asked)
+
+    def missing(self, live: set[int]) -> set[int]:
+        """Returns who is waited for; nobody while nobody has come."""
+        return live - self._asked.keys() if self._asked else set()
 
     def forget(self, rank: int) -> None:
         """A worker is gone."""
         self._asked.pop(rank, None)
+        if not self._asked:
+            self.begun_s = math.inf
+
+    def is_full(self, live: set[int]) -> bool:
+        """Whether all have come."""
+        return bool(self._asked) and live <= self._asked.keys()
 
     def complete(self, live: set[int]) -> dict[int, Request]:
         """Returns who has met, if all have; then the next meeting begins.
@@ -100,9 +211,9 @@ class Meeting:
         Raises:
             DisagreementError: they meet for different reasons.
         """
-        if not self._asked or not live <= self._asked.keys():
+        if not self.is_full(live):
             return {}
-        asked, self._asked = self._asked, {}
+        asked, self._asked, self.begun_s = self._asked, {}, math.inf
         (first, one), *others = sorted(asked.items())
         for rank, request in others:
             if (request.tick, request.text) != (one.tick, one.text):
@@ -111,6 +222,7 @@ class Meeting:
                     f" {rank} at meeting {request.tick} ({request.text or 'no reason'}). They have taken different ways"
                     " through the program, e.g. a condition that depends on the rank"
                 )
+        self.last = one.tick
         return asked
 
 

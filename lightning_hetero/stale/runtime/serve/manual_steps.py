@@ -3,7 +3,10 @@
 In manual optimization a batch pushes several times; all but the last (`PushFlag.FINAL`) are *sub-steps*. Sub-step k of
 a tick has a pool of its own, applied when the tick's samples, or all live workers, are in it, and at the latest with
 the tick's update. Who pushed waits for that as long as the policy waits for anybody (a barrier: until it is applied; a
-grace: so long; asynchronous policies apply every push at once). What comes later counts in the next tick.
+grace: so long; asynchronous policies apply every push at once). What comes after its sub-step was applied counts in the
+next tick's; where that would exceed the bound, or there is no next tick, it is applied at once, worth its samples.
+
+Each sub-step counts once for a sample, also if its worker's last push is refused and the sample is issued again.
 """
 
 from __future__ import annotations
@@ -47,6 +50,7 @@ class ManualSteps:
         base: int,
         granted_s: float,
         finite: bool,
+        counts: bool,
         done: AbstractSet[int],
     ) -> None:
         """Takes in a push.
@@ -56,15 +60,16 @@ class ManualSteps:
             now: time [s].
             base, granted_s: version it was computed with, and when that was granted [s].
             finite: False: its samples count, its gradients do not.
+            counts: False: the sub-step counts for these samples already, see `Coordinator.substep`.
             done: see `settle`.
         """
-        policy = self._coordinator.policy
-        open_ = self._batch.add_substep(rank, push, slot, base, finite=finite)
-        if isinstance(policy, Asynchronous):
-            self._batch.apply_at_once(push)
+        policy, batch = self._coordinator.policy, self._batch
+        batch.add_substep(rank, push, slot, base, finite=finite, counts=counts)
+        if counts and (isinstance(policy, Asynchronous) or not batch.may_wait(push.substep, base)):
+            batch.apply_at_once(push)
             self._replies.publish()
             self._replies.answer(rank, Say.APPLIED, flags=ReplyFlag.CHANGED)
-        elif open_:
+        elif batch.is_open(push):
             patience_s = policy.grace * (self._coordinator.step_s or now - granted_s)
             self._paused[rank] = (push.substep, math.inf if policy.holds == "barrier" else now + patience_s)
             self.settle(done, now)

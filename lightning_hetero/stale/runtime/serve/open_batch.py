@@ -3,7 +3,8 @@
     pushes of the tick's last step -> pool       -> Updated      (the coordinator says when)
     pushes of sub-step k           -> subpool k  -> as soon as all of the tick are in it, at the latest before Updated
 
-What arrives for a sub-step after it was applied counts for the next tick's.
+What arrives for a sub-step after it was applied counts for the next tick's, if it will not be too old by then; no
+subpool outlives two updates, so that what is within the bound when it arrives or is carried over is so when applied.
 
 A pushed gradient waits in its slot until its worker is answered, its pool becomes an update, or the server has nothing
 else to do (`OpenBatch.settle`): what came together is added in one pass over memory.
@@ -25,7 +26,11 @@ from lightning_hetero.stale.runtime.serve.update import Updater, bits
 from lightning_hetero.transport.base import Request
 from lightning_hetero.transport.flags import PushFlag, Word
 
-__all__ = ["OpenBatch"]
+__all__ = ["HalfUpdateError", "OpenBatch"]
+
+
+class HalfUpdateError(RuntimeError):
+    """An optimizer's step has failed: parameters and its state are of no version. The cause is what it raised."""
 
 
 class OpenBatch:
@@ -95,17 +100,40 @@ class OpenBatch:
             pool, accepted.rank, request, slot, base, stale=accepted.staleness > 0, finite=True, scale=accepted.scale
         )
 
-    def add_substep(self, rank: int, request: Request, slot: Tensor, base: int, *, finite: bool) -> bool:
-        """Adds a push to its sub-step; returns whether it may still be applied in this tick."""
-        k, current = request.substep, request.tick == self._coordinator.tick
+    def add_substep(
+        self, rank: int, request: Request, slot: Tensor, base: int, *, finite: bool, counts: bool
+    ) -> None:
+        """Adds a push to its sub-step.
+
+        Args:
+            finite: False: its samples count, its gradients do not.
+            counts: False: this sub-step of its samples is in the sum, or applied, already.
+        """
+        k = request.substep
+        if not counts and (k in self._applied or k not in self._subpools):
+            return
         pool = self._subpools.setdefault(k, self._new_pool())
-        if current:
+        if request.tick == self._coordinator.tick:
             self._take_flags(pool, request, slot)
         elif not pool.ranks:
             pool.steps, pool.zeroes = request.steps, request.zeroes
         pool.ranks.add(rank)
-        self._add(pool, rank, request, slot, base, stale=base < self._coordinator.version, finite=finite)
-        return current and k not in self._applied
+        if counts:
+            self._add(pool, rank, request, slot, base, stale=base < self._coordinator.version, finite=finite)
+        else:
+            pool.samples += request.samples
+
+    def may_wait(self, substep: int, base: int) -> bool:
+        """Whether gradients of version ``base`` may wait for the next time that a sub-step is applied."""
+        if substep not in self._applied:
+            return True
+        coordinator = self._coordinator
+        return coordinator.tick + 1 < len(coordinator.ends) and coordinator.within_bound(base, later=1)
+
+    def is_open(self, request: Request) -> bool:
+        """Whether a push of the present tick is of a sub-step that is still to be applied in it."""
+        k = request.substep
+        return request.tick == self._coordinator.tick and k in self._subpools and k not in self._applied
 
     def settle(self, rank: int | None = None) -> None:
         """Adds what waits in slots.
@@ -156,12 +184,15 @@ class OpenBatch:
     # ---- updates ----------------------------------------------------------------------------------------------
 
     def apply_at_once(self, request: Request) -> None:
-        """Applies a sub-step that has just been added, worth its samples (asynchronous policies)."""
-        ends, tick = self._coordinator.ends, min(request.tick, len(self._coordinator.ends) - 1)
-        batch = ends[tick] - (ends[tick - 1] if tick else 0)
-        self._apply(
-            self._subpools.pop(request.substep), request.substep, worth=min(1.0, request.samples / batch)
-        )
+        """Applies a sub-step that has just been added, worth its samples."""
+        pool = self._subpools.pop(request.substep)
+        self._apply(pool, request.substep, worth=self._part(pool, request.tick))
+
+    def _part(self, pool: GradientSum, tick: int) -> float:
+        """Returns the samples of a pool in parts of a batch, at most 1."""
+        ends = self._coordinator.ends
+        tick = min(tick, len(ends) - 1)
+        return min(1.0, pool.samples / (ends[tick] - (ends[tick - 1] if tick else 0)))
 
     def apply_complete(self, done: AbstractSet[int]) -> Iterator[int]:
         """Applies the sub-steps that are complete, in order, and yields their numbers.
@@ -181,8 +212,8 @@ class OpenBatch:
     def update(self, updated: Updated) -> int | None:
         """Applies what is left of the sub-steps, then the pool; returns the tick's `Word` if it ends with that."""
         for k in sorted(self._subpools.keys() - self._applied):
-            if self._subpools[k].current:
-                self._apply(self._subpools.pop(k), k)
+            late = self._subpools.pop(k)  # by nobody of this tick, if its program has no such step this time
+            self._apply(late, k, worth=1.0 if late.current else self._part(late, updated.tick - 1))
         pool, self._pool = self._pool, self._new_pool()
         if self._flags is not None:
             pool.steps, pool.zeroes = self._flags
@@ -196,6 +227,7 @@ class OpenBatch:
         self._overflowed = False
         for late in self._subpools.values():  # belongs to the next tick, which has flags of its own
             late.current = False
+            late.ranks.clear()
         self._count_need()
         return word
 
@@ -205,7 +237,10 @@ class OpenBatch:
 
     def _apply(self, pool: GradientSum, substep: int, *, worth: float = 1.0, last: bool = True) -> None:
         began_s = time.perf_counter()
-        stepped = self._updater.apply(pool, worth=worth, last=last)
+        try:
+            stepped = self._updater.apply(pool, worth=worth, last=last)
+        except Exception as error:
+            raise HalfUpdateError from error
         self._counts.applied(time.perf_counter() - began_s)
         if pool.overflow and stepped:
             self._overflowed = True

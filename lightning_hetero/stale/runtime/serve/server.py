@@ -10,6 +10,7 @@ passed in, except for measuring its own work) and no socket.
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
@@ -20,24 +21,37 @@ from torch.optim import Optimizer
 from lightning_hetero.stale.decide.coordinator import Coordinator
 from lightning_hetero.stale.decide.report.counts import Counts
 from lightning_hetero.stale.runtime.memory.layout import FlatLayout
-from lightning_hetero.stale.runtime.messages import Met, state_bytes
+from lightning_hetero.stale.runtime.messages import Met, failure_text, state_bytes
 from lightning_hetero.stale.runtime.serve.agreement import (
     AnnouncedEpochs,
     DisagreementError,
+    Limits,
     LiveWorkers,
     Meeting,
 )
 from lightning_hetero.stale.runtime.serve.executor import Executor, Pushed
 from lightning_hetero.stale.runtime.serve.manual_steps import ManualSteps
-from lightning_hetero.stale.runtime.serve.open_batch import OpenBatch
+from lightning_hetero.stale.runtime.serve.open_batch import HalfUpdateError, OpenBatch
 from lightning_hetero.stale.runtime.serve.push_checks import NonFiniteError, PushChecks
 from lightning_hetero.stale.runtime.serve.replies import Replies
 from lightning_hetero.stale.runtime.serve.thread_shards import ThreadShards
 from lightning_hetero.stale.runtime.serve.update import Updater
-from lightning_hetero.transport.base import Arrived, Ask, Gone, Happened, Joined, Listener, Request, Say
+from lightning_hetero.transport.base import (
+    Alive,
+    Arrived,
+    Ask,
+    Gone,
+    Happened,
+    Joined,
+    Listener,
+    Request,
+    Say,
+)
 from lightning_hetero.transport.flags import PushFlag
 
 __all__ = ["ParameterServer", "serve"]
+
+_log = logging.getLogger(__name__)
 
 
 class ParameterServer:
@@ -54,9 +68,10 @@ class ParameterServer:
         nonfinite: a NaN or Inf gradient ends the run (``"stop"``), or its samples are left out (``"skip"``).
         shards: threads for pools and optimizers; None: by size.
         compensation: lambda of DC-ASGD; above 0 a copy of the parameters is kept per version still computed on.
+        limits: how long workers wait for one that does not come; None: without limit.
 
     Attributes:
-        finished: all workers there were have left or are gone.
+        finished: all workers that were expected have come, and have left or are gone.
         counts: what was counted.
 
     Raises:
@@ -76,6 +91,7 @@ class ParameterServer:
         nonfinite: Literal["stop", "skip"] = "stop",
         shards: int | None = None,
         compensation: float = 0.0,
+        limits: Limits | None = None,
     ) -> None:
         if nonfinite not in ("stop", "skip"):
             raise ValueError(f"nonfinite={nonfinite!r} must be 'stop' or 'skip'")
@@ -92,8 +108,9 @@ class ParameterServer:
             divide_by=divide_by,
         )  # fmt: skip
         self._batch = OpenBatch(self._updater, coordinator, self.counts, compensation=compensation)
-        self._live_workers = LiveWorkers(coordinator.live)
+        self._live_workers = LiveWorkers(coordinator.live, limits)
         self._meeting = Meeting()
+        self._meeting_due_s = math.inf  # when to see whether all have come [s]
         self._epochs = AnnouncedEpochs(layout.digest)
         self._push_checks = PushChecks(
             listener, self._updater, self._live_workers, self.counts, stop=nonfinite == "stop"
@@ -107,9 +124,9 @@ class ParameterServer:
         self._replies.publish()
 
     @property
-    def connected(self) -> frozenset[int]:
-        """Workers with a connection."""
-        return frozenset(self._live_workers.connected)
+    def deserted(self) -> bool:
+        """Whether it has no worker, and need not wait for one."""
+        return self._live_workers.deserted
 
     @property
     def finished(self) -> bool:
@@ -124,27 +141,46 @@ class ParameterServer:
             happened: from the listener.
             now: time [s], monotonic.
         """
+        if not isinstance(happened, Gone):
+            self._live_workers.heard(happened.rank, now)
         if isinstance(happened, Arrived):
             self._request(happened.rank, happened.request, now)
         elif isinstance(happened, Joined):
-            self._live_workers.joined(happened.rank)
+            self._live_workers.joined(happened.rank, now)
             if self._replies.failure is None:
                 self._executor.carry_out(self.coordinator.joined(happened.rank, now), now)
-        else:
+        elif isinstance(happened, Gone):
             self._gone(happened, now)
+        else:
+            self._meeting_due_s = now  # of one that is silent all others may have waited for a sign
 
     def wake(self, now: float) -> None:
         """Does what is due by now."""
+        for rank, reason in self._live_workers.overdue(self._meeting, now):
+            self._leave_behind(rank, reason, now)
         if self._replies.failure is None:
             self._executor.carry_out(self.coordinator.wake(now), now)
             self._manual_steps.settle(self._executor.claiming, now)
             self._batch.settle()
+            self._settle_meeting(now)
 
     def wake_s(self) -> float:
         """Returns when `wake` is due next [s]; inf: only an event can change anything."""
+        due_s = self._live_workers.overdue_s(self._meeting)
         if self._replies.failure is not None:
-            return math.inf
-        return min(self.coordinator.wake_s(), self._manual_steps.wake_s())
+            return due_s
+        return min(self.coordinator.wake_s(), self._manual_steps.wake_s(), due_s, self._meeting_due_s)
+
+    @property
+    def meets(self) -> bool:
+        """Whether all who live have come to a meeting, which the next `wake` answers."""
+        return self._meeting_due_s < math.inf and self._meeting_is_full
+
+    @property
+    def _meeting_is_full(self) -> bool:
+        """Whether all who live have come; of one that is silent that is not known, though it may have come."""
+        workers = self._live_workers
+        return self._meeting.is_full(workers.live) and not workers.silent(self._meeting)
 
     def fail(self, text: str) -> None:
         """Tells everybody, now and later, that the run cannot go on."""
@@ -163,6 +199,12 @@ class ParameterServer:
         self._live_workers.gone(rank, gone.reason)
         self._without(rank, now)
 
+    def _leave_behind(self, rank: int, reason: str, now: float) -> None:
+        """Nobody waits for a worker any more; should it live after all, it is told."""
+        self._live_workers.gone(rank, reason, what="was left behind")
+        self.listener.dismiss(rank, f"rank {rank} was left behind: {reason}. Start it again to have it join the others")
+        self._gone(Gone(rank, reason), now)
+
     def _without(self, rank: int, now: float) -> None:
         """The others go on without a worker."""
         self._executor.forget(rank)
@@ -171,7 +213,7 @@ class ParameterServer:
         if self._replies.failure is None:
             self._executor.carry_out(self.coordinator.lost(rank, now), now)
             self._manual_steps.settle(self._executor.claiming, now)
-            self._settle_meeting()
+            self._meeting_due_s = now
 
     def _request(self, rank: int, request: Request, now: float) -> None:
         kind = request.kind
@@ -191,8 +233,16 @@ class ParameterServer:
                 self._serve(rank, request, now)
             except (DisagreementError, NonFiniteError) as error:
                 self.fail(str(error))
+            except HalfUpdateError as error:  # this server has nothing left that is worth saving
+                raise (error.__cause__ or error) from None
             except ValueError as error:
                 self.fail(f"worker {rank} sent a {kind.name} that makes no sense: {error}")
+            except Exception as error:  # the run ends; the server lives to tell everybody, and for a last checkpoint
+                _log.exception("a message could not be handled")
+                self.fail(
+                    f"the parameter server could not handle a {kind.name} of worker {rank}:"
+                    f" {type(error).__name__}: {error}"
+                )
 
     def _serve(self, rank: int, request: Request, now: float) -> None:
         kind = request.kind
@@ -201,13 +251,17 @@ class ParameterServer:
         elif kind is Ask.MEET:
             # Whoever meets computes nothing: it has left its batch, e.g. because a hook skips the rest of the epoch.
             self._executor.carry_out(self.coordinator.idle(rank, now), now)
-            self._meeting.ask(rank, request)
-            self._settle_meeting()
-        elif kind is Ask.STATE:
-            self.listener.share_state(state_bytes(self.state()))
-            self._replies.answer(rank, Say.STATE)
-        elif kind is Ask.METRICS:
-            self._replies.answer(rank, Say.DONE, text=self._executor.measures_text())
+            if request.tick <= self._meeting.last:
+                self._leave_behind(rank, "it came to a meeting that was over: the others took it for dead", now)
+                return
+            self._meeting.ask(rank, request, now)
+            self._meeting_due_s = now
+        elif kind in (Ask.STATE, Ask.METRICS):
+            try:
+                self._tell(rank, request)
+            except Exception as error:  # nothing has changed: it is the asker's alone
+                words = f"the parameter server could not answer {kind.name}: {type(error).__name__}: {error}"
+                self._replies.answer(rank, Say.FAILED, text=failure_text(words, error))
         elif request.epoch < self._epochs.number:
             self._of_epoch_before(rank, request)
         else:
@@ -218,6 +272,18 @@ class ParameterServer:
                 self._push_checks.check(request)
                 final = request.flags & PushFlag.FINAL
                 self._push(rank, request, now) if final else self._push_substep(rank, request, now)
+
+    def _tell(self, rank: int, request: Request) -> None:
+        """Answers a question."""
+        if request.kind is Ask.METRICS:
+            alive = sorted(self._live_workers.live)
+            self._replies.answer(rank, Say.DONE, numbers=alive, text=self._executor.measures_text())
+            return
+        state = self.state()
+        if request.numbers and request.numbers[0] != state["version"]:  # the version it has
+            state["area"] = self.area
+        self.listener.share_state(state_bytes(state))
+        self._replies.answer(rank, Say.STATE)
 
     # ---- epochs and meetings ----------------------------------------------------------------------------------
 
@@ -249,7 +315,13 @@ class ParameterServer:
                 text=text,
             )  # fmt: skip
 
-    def _settle_meeting(self) -> None:
+    def _settle_meeting(self, now: float) -> None:
+        """Answers the meeting if all have come; not before all that has happened is taken in, deaths above all."""
+        if now < self._meeting_due_s:
+            return
+        self._meeting_due_s = math.inf
+        if not self._meeting_is_full:
+            return
         try:
             met = self._meeting.complete(self._live_workers.live)
         except DisagreementError as error:
@@ -293,14 +365,13 @@ class ParameterServer:
 
     def _push_substep(self, rank: int, push: Request, now: float) -> None:
         slot, lease = self._push_checks.slot(rank, push), self.coordinator.lease(rank, push.lease)
-        bound = self.coordinator.policy.bound_for(len(self._live_workers.live))
-        if slot is None or lease is None or (bound is not None and self.coordinator.version - lease.base > bound):
+        if slot is None or lease is None or lease.void or not self.coordinator.within_bound(lease.base):
             self._replies.answer(rank, Say.APPLIED)  # the last push of the batch will be refused as a whole
             return
         finite = self._push_checks.finite(rank, push, slot)
         self._manual_steps.push(
             rank, push, slot, now, base=lease.base, granted_s=lease.granted_s, finite=finite,
-            done=self._executor.claiming,
+            counts=self.coordinator.substep(lease, push.substep, push.samples), done=self._executor.claiming,
         )  # fmt: skip
 
     # ---- state ------------------------------------------------------------------------------------------------
@@ -333,13 +404,16 @@ def serve(
         while not server.finished:
             wait_s: float | None = server.wake_s() - clock()
             if orphaned is not None:
-                if not server.connected and orphaned():
+                if orphaned() and server.deserted:  # asked in any case: it is taken for a sign of life
                     return
                 wait_s = min(wait_s, look_s)
             events = listener.events(None if math.isinf(wait_s) else max(0.0, wait_s))
-            server.counts.waiting(len(events))
-            for event in events:
-                server.handle(event, clock())
+            server.counts.waiting(sum(not isinstance(event, Alive) for event in events))
+            while events:
+                for event in events:
+                    server.handle(event, clock())
+                # Of two that die together, the death of one must not let the other one be met.
+                events = listener.events(0.0) if server.meets else []
             server.wake(clock())
     except Exception as error:
         server.fail(f"the parameter server failed: {type(error).__name__}: {error}")

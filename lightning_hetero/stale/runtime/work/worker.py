@@ -122,13 +122,17 @@ class Worker:
         self.version = -1
 
     @property
-    def is_newest(self) -> bool:
-        """Whether the newest parameters and buffers are here for certain.
+    def _is_whole(self) -> bool:
+        """Whether parameters and buffers are for certain those of `version`.
 
         Sub-steps change parameters under the same version; after a push that was not applied, buffers are the rank's.
         """
-        certain = self.version >= 0 and not self._substeps_used and not self._buffers_pushed
-        return certain and self.link.newest_version() <= self.version
+        return self.version >= 0 and not self._substeps_used and not self._buffers_pushed
+
+    @property
+    def is_newest(self) -> bool:
+        """Whether the newest parameters and buffers are here for certain."""
+        return self._is_whole and self.link.newest_version() <= self.version
 
     def pull(self) -> int:
         """Puts the newest published parameters and buffers into the module; returns their version.
@@ -271,10 +275,33 @@ class Worker:
         """Returns what the server has counted and knows of now."""
         return measures_of(self._call(Request(kind=Ask.METRICS)).text)
 
-    def state(self) -> dict[str, Any]:
-        """Returns the server's state: ``version``, ``optimizers``, ``coordinator``."""
-        self._call(Request(kind=Ask.STATE))
-        return state_of(self.link.read_state())
+    def alive(self) -> frozenset[int]:
+        """Returns the ranks that the server takes to be alive."""
+        return frozenset(self._call(Request(kind=Ask.METRICS)).numbers)
+
+    def state(self, *, pull: bool = False) -> dict[str, Any]:
+        """Returns the server's state: ``version``, ``optimizers``, ``coordinator``.
+
+        Args:
+            pull: put the parameters and buffers of this very version into the module, unless they are there. They come
+                with the state: while others train, the published ones may be newer each time that one looks.
+        """
+        if not pull:
+            self._call(Request(kind=Ask.STATE))
+            return state_of(self.link.read_state())
+        self._replica.adopt()
+        self._call(Request(kind=Ask.STATE, numbers=(self.version if self._is_whole else -1,)))
+        state = state_of(self.link.read_state())
+        area = state.pop("area", None)
+
+        def read(into: Tensor) -> int:
+            into.copy_(area)
+            return state["version"]
+
+        if area is not None:
+            self.version = self._replica.read(read)
+            self._buffers_pushed = False
+        return state
 
     def abort(self, text: str, error: BaseException | None = None) -> None:
         """Tells everybody that this worker has failed, if there still is somebody to tell; never raises for that.

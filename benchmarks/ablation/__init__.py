@@ -1,0 +1,1 @@
+"""Which predictor and which policy the balanced engine has by default, and why."""

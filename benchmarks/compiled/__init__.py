@@ -1,0 +1,1 @@
+"""Really compiled modules whose batches change size: recompilations, and what they cost."""

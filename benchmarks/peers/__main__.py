@@ -1,0 +1,97 @@
+"""``python -m benchmarks.peers [--quick] [--seeds N]``: what a user would pick instead, on the same emulated devices.
+
+Four processes train the same small CNN on the same digits, in the same order where the peer lets one choose it. Every
+training has four fresh processes; peers are interleaved seed by seed. Peers that are optional packages are left out,
+with the reason, where they are not installed::
+
+    pip install -c constraints.txt accelerate
+    pip install -c constraints.txt torchft hivemind
+"""
+
+from __future__ import annotations
+
+import argparse
+from importlib import metadata
+from pathlib import Path
+
+from benchmarks.peers.cases import (
+    BATCHES,
+    CLUSTERS,
+    DISTANCE_AFTER,
+    EVERY,
+    GLOBAL_BATCH,
+    LIMIT_S,
+    PEERS,
+    SAMPLES,
+    SYNC_EVERY,
+    TARGET_LOSS,
+    effective_samples,
+    runs_of,
+)
+from benchmarks.peers.figures import failures, figures_of, rows_of, table
+from benchmarks.peers.launch import run_all
+from benchmarks.provenance import provenance
+from benchmarks.report import write_results
+from lightning_hetero.solvers import apportion
+
+
+def notes(versions: str) -> str:
+    """Returns what a reader must know to judge the table."""
+    shares = apportion(CLUSTERS[0].speeds, GLOBAL_BATCH, lower=1).shares
+    noise, told = effective_samples(shares), ", ".join(map(str, shares))
+    first = (
+        f"Seconds until a validation loss of {TARGET_LOSS:g}, with DDP's recipe ({GLOBAL_BATCH} samples per update,"
+        f" Adam, a learning rate that falls to 0 over the whole run) and equal numbers of samples: {SAMPLES} are"
+        f" {BATCHES} whole global batches, so nobody pads. Medians over seeds; ratios are of the same seed. Times are"
+        f" rank 0's, from the first batch on, without set-up; its copy of the model is kept every {EVERY} updates and"
+        " judged when the clock has stopped, so times are that coarse. Devices are emulated as everywhere in this"
+        " project: forward and backward take the scenario's time, real work included, by one `Throttle` at the same"
+        " places for all (*taken / asked*). Everything else is real: four processes on this machine's cores."
+    )
+    items = (
+        "**Under Lightning or not.** `DDP, plain loop`, Accelerate, torchft and hivemind have no Trainer around them:"
+        " compare them with the plain loop, whose own ratio to stock DDP is what Lightning costs here.",
+        f"**Static splits**, Accelerate's too, are told the true speeds beforehand (shares {told}), which"
+        " nobody knows of real devices. They have no answer to spells: on devices that are equal but"
+        " for chance they would be stock DDP, and are left out. Samples are shuffled, so the unweighted mean of unequal"
+        f" parts is noisier, not biased: as noisy as the mean of {noise:.0f} samples instead of {GLOBAL_BATCH}. Where"
+        " the parts are not alike (sorted, sharded or filtered data) it is biased.",
+        "**Accelerate** deals whole batches to processes in turn. So unequal parts are a batch sampler with unequal"
+        " batches and `even_batches=False`; it does not weight them. `join_uneven_inputs` is about unequal *numbers* of"
+        " batches and does nothing on CPUs.",
+        f"**post-localSGD** and **torchft LocalSGD** average weights every {SYNC_EVERY} updates. Ranks train equally"
+        " many samples, so a device that is always slow is waited for all the same; only chance is evened out."
+        " Lightning's `DDPStrategy` registers no communication hook on CPUs: a callback does it here.",
+        "**torchft** is made to survive lost replicas, which is not asked of anybody here.",
+        "**hivemind** is made for updates of many seconds over the internet; finding a group for an update takes longer"
+        " than an update of this task, so this is no judgement of what it is made for; meanwhile devices add more"
+        " samples than asked for. Peers draw their own samples."
+        f" It is stopped after {LIMIT_S:.0f} s.",
+        "**ours: stale**: rank 0's copy of the model may be older than the server's, in the curve and in the distance.",
+        f"**off one process**: how far rank 0's weights are from those of one process after {DISTANCE_AFTER} updates,"
+        " as part of the way that one has gone. Equal mathematics leave float32 rounding, which grows from update to"
+        " update.",
+    )
+    return "\n".join([first, "", *(f"- {item}" for item in items), "", f"Optional packages: {versions}."])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="one cluster, one seed, too short for the target; minutes")
+    parser.add_argument("--seeds", type=int, default=3, help="repeats")
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent, help="folder for results.json, results.md")
+    args = parser.parse_args()
+    cache = Path(__file__).parent / ".cache" / f"runs-{provenance('peers')['digest']}.jsonl"  # of this code only
+    runs = list(runs_of(quick=args.quick, seeds=range(args.seeds)))
+    results = run_all(runs, cache, lambda line: print(line, flush=True))
+    rows, why = rows_of(results, runs), failures(results, runs)
+    installed = [peer.needs for peer in PEERS if peer.needs and peer.missing() is None]
+    versions = ", ".join(f"{name} {metadata.version(name)}" for name in dict.fromkeys(installed)) or "none besides ours"
+    left_out = "".join(f"\n- **{peer}** has no result: {reason}." for peer, reason in why.items())
+    text = f"{table(rows)}\n\n{notes(versions)}" + (f"\n{left_out}" if left_out else "")
+    raw = {"rows": rows, "runs": results, "failed": why}
+    write_results(args.out, title="What one would pick instead", figures=figures_of(rows), raw=raw, notes=text)
+
+
+if __name__ == "__main__":
+    main()

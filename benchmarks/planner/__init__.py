@@ -1,0 +1,1 @@
+"""What `lightning-hetero-plan` says beforehand, against steps of real processes on emulated devices."""

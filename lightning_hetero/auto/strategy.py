@@ -1,0 +1,223 @@
+"""`AutoStrategy`: measures a few steps, chooses the engine, and gives it its place in the Trainer (layer L).
+
+    Trainer(strategy="hetero_auto")     launch, process group, hooks of set-up: this strategy, which is DDP until then
+    set-up of a fit                     warm-up -> planner -> the engine; its own set-up, and all that follows
+    one device, evaluation alone        stock DDP; nothing is chosen
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import torch
+from lightning.pytorch.plugins.precision import HalfPrecision
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from lightning.pytorch.utilities.seed import isolate_rng
+
+from lightning_hetero import lightning_compat as compat
+from lightning_hetero.auto.choice import ENGINES, Choice, ChosenName, choose, without_measuring
+from lightning_hetero.auto.warm_up import WarmUp
+from lightning_hetero.balanced.strategy import LoadBalancedStrategy
+from lightning_hetero.callbacks import ThrottleCallback
+from lightning_hetero.emulate.scenario import Scenario
+from lightning_hetero.glue.run import EngineRun, gloo_group
+from lightning_hetero.glue.setup import CHECKPOINT_KEY
+from lightning_hetero.glue.strategy import HeteroStrategy
+from lightning_hetero.lightning_compat.strategies import TolerantDDPStrategy, hand_over
+from lightning_hetero.pipeline.strategy import HeteroPipelineStrategy
+from lightning_hetero.plan.setup import Setup
+from lightning_hetero.stale.strategy import BoundedStalenessStrategy
+from lightning_hetero.transport.side_channel import SideChannel
+
+if TYPE_CHECKING:
+    from lightning.pytorch import LightningModule, Trainer
+
+__all__ = ["AutoStrategy"]
+
+_CLASSES: dict[ChosenName, type[HeteroStrategy[Any]]] = {
+    "balanced": LoadBalancedStrategy,
+    "pipeline": HeteroPipelineStrategy,
+    "stale": BoundedStalenessStrategy,
+}
+
+
+class AutoStrategy(HeteroStrategy[EngineRun[Any]], TolerantDDPStrategy):
+    """Chooses the engine: the user's step is tried on all devices before training, and the planner decides.
+
+    From then on ``trainer.strategy`` is the engine, an instance of its class, and nothing of this one is in the way;
+    `chosen` is the same. Nothing that the trial changes is left changed. The engine stays for the Trainer's life.
+
+    Args:
+        engines: those in question, of ``"balanced"``, ``"pipeline"`` and ``"stale"``; ``None``: all. The stale engine's
+            updates are not those of one process; it is taken where it is more than 10 % faster than the others.
+        warm_up_s: aimed-at time of the steps that tell how much a device's times differ [s].
+        options: arguments of engines, by name, e.g. ``{"stale": {"bound": 2}}``.
+        **ddp: arguments shared by all engines, and `DDPStrategy`'s own; see `HeteroStrategy`.
+
+    Raises:
+        ValueError: an argument is out of range; when a fit begins: no engine trains the module.
+        TypeError: an unknown argument.
+    """
+
+    engine = "auto"
+    description = "The engine that fits devices and model"
+
+    def __init__(
+        self,
+        accelerator: Any = None,
+        *,
+        engines: Sequence[ChosenName] | None = None,
+        warm_up_s: float = 1.0,
+        options: Mapping[ChosenName, Mapping[str, Any]] | None = None,
+        **ddp: Any,
+    ) -> None:
+        super().__init__(accelerator=accelerator, **ddp)
+        given = ENGINES if engines is None else engines
+        names: list[Any] = [given] if isinstance(given, str) else list(given)
+        if not names or set(names) - set(ENGINES):
+            raise ValueError(f"engines={engines!r} must be one or more of {', '.join(ENGINES)}")
+        if not (isinstance(warm_up_s, int | float) and 0 < warm_up_s <= 60):
+            raise ValueError(f"warm_up_s={warm_up_s!r} must be > 0 and at most 60 (seconds)")
+        if set(options or {}) - set(names):
+            raise ValueError(f"options={options!r} must be arguments by engine, of {', '.join(names)}")
+        self.engines: tuple[ChosenName, ...] = tuple(name for name in ENGINES if name in names)
+        self.warm_up_s = float(warm_up_s)
+        self.options = {name: dict(given) for name, given in (options or {}).items()}
+        self.choice: Choice | None = None
+        self._given = {"accelerator": accelerator, **ddp}
+        self._chosen: HeteroStrategy[Any] | None = None
+        self._scenario: Scenario | None = None
+        self._state: dict[str, Any] = {}  # of a checkpoint, until there is an engine to take it
+        for name in names:
+            self._made(name, {})  # whatever is wrong with the options is said at once
+
+    def __repr__(self) -> str:
+        return super().__repr__() if self._chosen is None else repr(self._chosen)
+
+    @property
+    def chosen(self) -> HeteroStrategy[Any] | None:
+        """The engine; None before a fit, on one device, and in the process that has started those that train."""
+        return self._chosen
+
+    def _made(self, name: ChosenName, given: Mapping[str, Any]) -> HeteroStrategy[Any]:
+        return _CLASSES[name](**{**given, **self.options.get(name, {})})
+
+    # ---- set-up -----------------------------------------------------------------------------------------------
+
+    def goes_on_without_a_rank(self) -> bool:
+        chosen = self._chosen
+        return isinstance(chosen, TolerantDDPStrategy) and chosen.goes_on_without_a_rank()
+
+    def begin(self, trainer: Trainer) -> NoReturn:
+        raise AssertionError("an engine begins the run")
+
+    def _chooses(self) -> bool:
+        trainer = self._attached_trainer()
+        return self.world_size > 1 and trainer is not None and trainer.state.fn == TrainerFn.FITTING
+
+    def setup_environment(self) -> None:
+        if self._chooses():
+            super(HeteroStrategy, self).setup_environment()  # the process group; the run is the engine's
+        else:
+            super().setup_environment()
+
+    def emulate(self, scenario: Scenario) -> bool:
+        self._scenario = scenario
+        return False  # asked again when there is an engine
+
+    @property
+    def measures(self) -> bool:
+        return self._chooses()
+
+    def take_state(self, checkpoint: dict[str, Any]) -> None:
+        if self._chooses():
+            self._state = checkpoint.pop(CHECKPOINT_KEY, {})
+        else:
+            super().take_state(checkpoint)
+
+    def setup(self, trainer: Trainer) -> None:
+        if not self._chooses():
+            super().setup(trainer)
+            return
+        module = trainer.lightning_module
+        with isolate_rng():  # what is drawn from here on is what it would be without a warm-up
+            refused = self._refused(module)
+            self.choice = self._choice(trainer, module, refused)
+            rank_zero_info(self.choice.line)
+            engine = self._made(self.choice.engine, self._given)
+            if self.choice.engine == "pipeline":  # which moves what each rank holds by itself
+                module.cpu()
+                if self.root_device.type == "cuda":
+                    torch.cuda.empty_cache()
+            hand_over(trainer, self, engine)
+            self._chosen = engine
+            engine.setup_environment()
+        engine.take_state({CHECKPOINT_KEY: self._state} if self._state else {})
+        self._state = {}
+        for callback in compat.trainer_callbacks(trainer):
+            if isinstance(callback, ThrottleCallback):  # it has asked who sleeps
+                callback.setup(trainer, module, "fit")
+        engine.setup(trainer)
+
+    def _refused(self, module: LightningModule) -> dict[str, str]:
+        """Returns why engines do not train this module with these arguments; the same on all ranks."""
+        refused: dict[str, str] = {}
+        for name in self.engines:
+            try:
+                engine = self._made(name, self._given)
+                engine.parallel_devices, engine.cluster_environment = self.parallel_devices, self.cluster_environment
+                engine.num_nodes = self.num_nodes
+                engine.accelerator = self.accelerator
+                engine.set_world_ranks()
+                engine.check_module(module)
+            except (TypeError, ValueError) as error:
+                refused[name] = str(error)
+        return refused
+
+    def _choice(self, trainer: Trainer, module: LightningModule, refused: Mapping[str, str]) -> Choice:
+        able = [name for name in self.engines if name not in refused]
+        if len(able) < 2:
+            return without_measuring(self.engines, refused, "no other is in question")
+        loader: Any = compat.train_source(trainer)
+        batch = self.shared.global_batch_size or (getattr(loader, "batch_size", None) or 0) * self.world_size
+        if not batch:
+            return without_measuring(self.engines, refused, "the train loader does not tell the size of its batches")
+        if not module.automatic_optimization:
+            return without_measuring(self.engines, refused, "with manual optimization a step cannot be tried")
+        channel = SideChannel(gloo_group(self.timeout))
+        if isinstance(self.precision_plugin, HalfPrecision):  # its context expects it
+            self.precision_plugin.convert_module(module)
+        warm_up = WarmUp(
+            module=module,
+            loader=loader,
+            device=self.root_device,
+            to_device=self.batch_to_device,
+            context=self.precision_plugin.train_step_context,
+            channel=channel,
+            global_batch=batch,
+            scenario=self._scenario,
+            layers="pipeline" in able,
+            budget_s=self.warm_up_s,
+        )
+        try:
+            return self._agreed(channel, warm_up.measure(), refused)
+        except RuntimeError as error:
+            first = ("pipeline", *self.engines) if "OutOfMemoryError" in str(error) else self.engines
+            return without_measuring([name for name in first if name in self.engines], refused, str(error))
+        finally:
+            channel.close()
+
+    def _agreed(self, channel: SideChannel, setup: Setup, refused: Mapping[str, str]) -> Choice:
+        """Returns rank 0's choice: others may round otherwise."""
+        told: Choice | ValueError | None = None
+        if channel.rank == 0:
+            try:
+                told = choose(setup, self.engines, refused)
+            except ValueError as error:
+                told = error
+        answer = channel.all_gather_object(told)[0]
+        if isinstance(answer, ValueError):
+            raise answer
+        return answer

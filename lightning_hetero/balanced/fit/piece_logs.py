@@ -1,0 +1,97 @@
+"""What a step done in pieces logs: collected from its pieces, logged once as the whole batch would (layer L).
+
+Once, because a value logged with ``sync_dist=True`` is exchanged with the peers, who log once.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from lightning_hetero import lightning_compat as compat
+
+if TYPE_CHECKING:
+    from lightning.pytorch import Trainer
+
+__all__ = ["PieceLogs"]
+
+_Key = tuple[str, str, int]  # hook, name, and how often the same was logged in a piece before
+
+
+@dataclass(slots=True)
+class _Logged:
+    """The values logged under one key, and what each counts in a mean."""
+
+    log: Callable[..., None]
+    options: dict[str, Any]
+    values: list[Any] = field(default_factory=list)
+    sizes: list[float] = field(default_factory=list)
+
+
+class PieceLogs:
+    """Stands between ``self.log`` in the pieces of one step and Lightning."""
+
+    def __init__(self, trainer: Trainer) -> None:
+        self._trainer = trainer
+        self._piece: dict[_Key, tuple[Any, Any, float, dict[str, Any]]] = {}
+        self._step: dict[_Key, _Logged] = {}
+
+    @contextmanager
+    def collecting(self, piece: Any) -> Iterator[None]:
+        """Inside, what is logged is noted for this piece; it counts from `keep` on."""
+        self._piece = {}
+        if compat.results_of(self._trainer) is None:
+            yield
+            return
+        undo = compat.divert_logs(self._trainer, self._take)
+        try:
+            with compat.as_batch(self._trainer, piece):
+                yield
+        finally:
+            undo()
+
+    def _take(self, log: Callable[..., None], fx: str, name: str, value: Any, **options: Any) -> None:
+        size = options.get("batch_size")
+        if size is None:
+            mean = isinstance(value, Tensor) and compat.logged_reduction(fx, name, options) == "mean"
+            size = compat.size_of_batch(self._trainer, required=mean and options["on_epoch"])
+        call = sum(known[:2] == (fx, name) for known in self._piece)
+        value = value.detach() if isinstance(value, Tensor) else value
+        self._piece[fx, name, call] = log, value, float(size), options
+
+    def keep(self) -> None:
+        """The piece is done."""
+        for key, (log, value, size, options) in self._piece.items():
+            logged = self._step.setdefault(key, _Logged(log, options))
+            logged.values.append(value)
+            logged.sizes.append(size)
+        self._piece = {}
+
+    def publish(self) -> None:
+        """Logs what was kept."""
+        for (fx, name, _), logged in self._step.items():
+            total = math.fsum(logged.sizes)
+            size = int(total) if total.is_integer() else total
+            logged.log(fx, name, _combined(fx, name, logged), **{**logged.options, "batch_size": size})
+        self._step = {}
+
+
+def _combined(fx: str, name: str, logged: _Logged) -> Any:
+    """Returns the whole batch's value; of a metric, which has counted all pieces, the metric itself."""
+    last = logged.values[-1]
+    if not isinstance(last, Tensor):
+        return last
+    reduction = compat.logged_reduction(fx, name, logged.options)
+    values = torch.stack([v if v.is_floating_point() else v.to(torch.get_default_dtype()) for v in logged.values])
+    if reduction != "mean":
+        return {"sum": values.sum, "max": values.amax, "min": values.amin}[reduction](0)
+    if not any(logged.sizes):
+        return values.mean(0)
+    counted = [(v, size) for v, size in zip(values, logged.sizes, strict=True) if size]  # 0 * NaN is NaN
+    return sum(v * size for v, size in counted) / sum(size for _, size in counted)

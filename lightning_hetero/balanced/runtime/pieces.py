@@ -1,0 +1,232 @@
+"""A rank's batch in pieces: gradients without DDP's hooks, and a loss that hands them to backward (layer T).
+
+    pieces    torch.autograd.grad, not backward(): no AccumulateGrad node runs, so no hook of DDP's fires
+    after     `stand_in`: a loss of the right value whose backward gives each parameter its gradient, once
+
+so that whatever comes between the loss and the update, weight, scaler, DDP's buckets, clipping, sees one backward pass.
+"""
+
+from __future__ import annotations
+
+import gc
+import random
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+__all__ = [
+    "GradientSum",
+    "GradientsTaken",
+    "cut",
+    "free_memory",
+    "is_memory_error",
+    "leaves",
+    "save_buffers",
+    "save_random_states",
+    "stand_in",
+]
+
+
+def is_memory_error(error: BaseException) -> bool:
+    """Whether memory has run out: on a device, or the host's."""
+    if isinstance(error, torch.OutOfMemoryError):
+        return True
+    return isinstance(error, RuntimeError) and "DefaultCPUAllocator: can't allocate memory" in str(error)
+
+
+def free_memory(device: torch.device) -> None:
+    """Gives back what nobody refers to any more: an error's frames may be part of a circle."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+    torch.clear_autocast_cache()
+
+
+def cut(samples: int, most: int, least: int) -> list[int]:
+    """Returns the sizes of as few and as equal pieces as have at most ``most`` samples each, and at least ``least``.
+
+    If both cannot be, ``least`` holds.
+
+    >>> cut(10, 4, 1), cut(5, 2, 2), cut(3, 1, 2)
+    ([4, 3, 3], [3, 2], [3])
+    """
+    pieces = max(1, min(-(-samples // max(1, most)), samples // least))
+    size, more = divmod(samples, pieces)
+    return [size + (i < more) for i in range(pieces)]
+
+
+# ---- gradients -------------------------------------------------------------------------------------------------
+
+
+class GradientSum:
+    """Gradients of a weighted sum of losses, one loss after the other; nobody's hooks run.
+
+    Args:
+        parameters: with respect to which.
+        scale: losses are multiplied by it before backward and gradients divided by it, as a `GradScaler` does.
+    """
+
+    def __init__(self, parameters: Iterable[Tensor], *, scale: float = 1.0) -> None:
+        self._parameters = list(parameters)
+        self._scale = scale
+        self._sums: list[Tensor | None] = [None] * len(self._parameters)
+
+    def add(self, loss: Tensor, weight: float, grad: Tensor | None = None) -> None:
+        """Adds ``weight`` times the gradient of ``loss``; frees its graph.
+
+        Args:
+            grad: gradient of whatever follows the loss with respect to it; None: 1.
+        """
+        if not (loss.requires_grad and self._parameters):
+            return
+        head = torch.ones_like(loss) if grad is None else grad.to(loss.dtype)
+        head = head * (self._scale * (weight or 1.0))
+        with _hooks_aside(self._parameters):
+            found = torch.autograd.grad(loss, self._parameters, head, allow_unused=True)
+        wide = [self._widened(g, weight) for g in found]
+        for i, g in enumerate(wide):
+            before = self._sums[i]
+            if g is not None:  # never in place: autograd may hand out one tensor for several parameters
+                self._sums[i] = g if before is None else before + g
+
+    def _widened(self, gradient: Tensor | None, weight: float) -> Tensor | None:
+        if gradient is None:
+            return None
+        if weight == 0.0:  # not by the product: 0 * NaN is NaN, e.g. a mean over no tokens
+            gradient = torch.zeros_like(gradient)
+        gradient = gradient.to(torch.promote_types(gradient.dtype, torch.float32))
+        return gradient if self._scale == 1.0 else gradient / self._scale
+
+    def gradients(self) -> dict[Tensor, Tensor]:
+        """Returns the sums by parameter, in its type; without parameters that no loss has used. Forgets them."""
+        sums = self._sums
+        self._sums = [None] * len(sums)
+        return {p: g.to(p.dtype) for p, g in zip(self._parameters, sums, strict=True) if g is not None}
+
+
+@contextmanager
+def _hooks_aside(parameters: Sequence[Tensor]) -> Iterator[None]:
+    """Inside, hooks that users have registered on parameters do not run: they are for whole gradients.
+
+    `_backward_hooks` is not documented; handles of hooks refer to the same dict, so it stays and is only emptied.
+    """
+    hooked = [(hooks, dict(hooks)) for p in parameters if (hooks := getattr(p, "_backward_hooks", None))]
+    for hooks, _ in hooked:
+        hooks.clear()
+    try:
+        yield
+    finally:
+        for hooks, kept in hooked:
+            hooks.update(kept)
+
+
+class _StandIn(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, gradients: list[Tensor], *parameters: Tensor) -> Tensor:
+        del parameters
+        ctx.gradients = gradients
+        return value.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        gradients, ctx.gradients = ctx.gradients, None
+        if gradients is None:
+            raise RuntimeError("a step done in pieces for want of memory has one backward pass only")
+        factor = grad.reshape(())
+        scaled: list[Tensor] = []
+        while gradients:  # one by one given up: memory is what there is not
+            scaled.append(gradients.pop(0) * factor)
+        return None, None, *scaled
+
+
+def stand_in(value: Tensor, gradients: Mapping[Tensor, Tensor]) -> Tensor:
+    """Returns a loss of this value whose backward pass, possible once, gives these parameters these gradients."""
+    if not gradients:
+        return value
+    return _StandIn.apply(value, list(gradients.values()), *gradients)  # type: ignore[no-any-return]
+
+
+def leaves(loss: Tensor) -> list[Tensor]:
+    """Returns the tensors to which a backward pass through ``loss`` would give a gradient."""
+    found: list[Tensor] = []
+    todo, seen = [loss.grad_fn], set[Any]()
+    while todo:
+        node = todo.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if (leaf := getattr(node, "variable", None)) is not None:
+            found.append(leaf)
+        todo += [following for following, _ in node.next_functions]
+    return found
+
+
+class GradientsTaken:
+    """Tells which parameters have their gradient of a backward pass that was broken off.
+
+    Where no parameter has a gradient before the pass, those that have one afterwards have taken it. Under accumulation
+    a hook on each tells; it stays from the first such pass on. Versions of gradients would not do: as views of DDP's
+    buckets they have one in common.
+    """
+
+    def __init__(self, parameters: Iterable[Tensor]) -> None:
+        self._parameters = list(parameters)
+        self._handles: list[Any] = []
+        self._noted: list[Tensor] | None = None
+
+    def begin(self) -> None:
+        """A backward pass is about to begin."""
+        self._noted = [] if any(p.grad is not None for p in self._parameters) else None
+        if self._noted is None or self._handles:
+            return
+        for parameter in self._parameters:
+            if parameter.requires_grad:
+                self._handles.append(parameter.register_post_accumulate_grad_hook(self._note))
+
+    def _note(self, parameter: Tensor) -> None:
+        if self._noted is not None:
+            self._noted.append(parameter)
+
+    def taken(self) -> set[int]:
+        """Returns the ids of the parameters."""
+        noted = self._noted
+        return {id(p) for p in ([p for p in self._parameters if p.grad is not None] if noted is None else noted)}
+
+    def close(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+
+
+# ---- what a step changes besides gradients -----------------------------------------------------------------------
+
+
+def save_buffers(module: nn.Module) -> Callable[[], None]:
+    """Returns what puts the module's buffers back as they are now, e.g. BatchNorm's statistics; kept on the host."""
+    saved = [(buffer, buffer.detach().to("cpu", copy=True)) for buffer in module.buffers()]
+
+    def put_back() -> None:
+        with torch.no_grad():
+            for buffer, value in saved:
+                buffer.copy_(value)
+
+    return put_back
+
+
+def save_random_states(device: torch.device) -> Callable[[], None]:
+    """Returns what puts the random generators back as they are now: Python's, NumPy's, torch's and the device's."""
+    python, numpy, host = random.getstate(), np.random.get_state(), torch.get_rng_state()  # noqa: NPY002
+    on_device = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+
+    def put_back() -> None:
+        random.setstate(python)
+        np.random.set_state(numpy)  # noqa: NPY002
+        torch.set_rng_state(host)
+        if on_device is not None:
+            torch.cuda.set_rng_state(on_device, device)
+
+    return put_back

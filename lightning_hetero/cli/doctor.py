@@ -1,0 +1,208 @@
+"""``lightning-hetero-doctor``: will this machine and this setting train, and what to do if not (layer A).
+
+    lightning-hetero-doctor
+    lightning-hetero-doctor --module my_package.model:Model --data my_package.data:Data --devices 2
+    python -m lightning_hetero.cli.doctor --json
+
+The exit code is 1 if something will not train.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import os
+import platform
+import shutil
+import socket
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from packaging.requirements import Requirement
+
+from lightning_hetero._version import __version__
+from lightning_hetero.cli.loading import load_data, load_module, profile_module
+from lightning_hetero.cli.parity import compare_gradients
+from lightning_hetero.cli.probe import probe_machine
+from lightning_hetero.doctor.facts import DeviceFacts, Facts, Package
+from lightning_hetero.doctor.finding import findings_text, worst
+from lightning_hetero.doctor.training import examine
+from lightning_hetero.plan.planner import plan
+from lightning_hetero.plan.setup import Setup
+
+__all__ = ["find_out", "main"]
+
+_ENVIRON = (
+    "CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER", "MASTER_ADDR", "MASTER_PORT", "RANK", "LOCAL_RANK", "WORLD_SIZE",
+    "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE", "TORCHELASTIC_RUN_ID", "SLURM_JOB_ID", "SLURM_TASKS_PER_NODE",
+    "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME",
+)  # fmt: skip
+_OPTIONAL = {"greenlet": "training steps of hetero_pipeline are suspended by threads, which takes longer"}
+_MEMORY = Path("/dev/shm")
+
+
+def find_out(asked: argparse.Namespace) -> Facts:
+    """Returns the facts, the probe's and the module's included as far as they were asked for."""
+    environ = {name: os.environ[name] for name in _ENVIRON if name in os.environ}
+    total, free = (float(n) for n in shutil.disk_usage(_MEMORY)[::2]) if _MEMORY.is_dir() else (None, None)
+    facts = Facts(
+        system=platform.system(),
+        packages=tuple(_packages()),
+        devices=tuple(_gpus()) if asked.accelerator != "cpu" else (),
+        cuda=torch.version.cuda,
+        arch_list=tuple(torch.cuda.get_arch_list()) if torch.version.cuda else (),
+        cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
+        shm_bytes=total,
+        shm_free_bytes=free,
+        start_methods=tuple(multiprocessing.get_all_start_methods()),
+        backends=tuple(name for name in ("gloo", "nccl", "mpi") if _has_backend(name)),
+        interfaces=tuple(name for _, name in socket.if_nameindex()) if hasattr(socket, "if_nameindex") else (),
+        addresses={environ["MASTER_ADDR"]: _resolves(environ["MASTER_ADDR"])} if "MASTER_ADDR" in environ else {},
+        free_ports=_ports(environ),
+        environ=environ,
+        devices_wanted=asked.devices,
+        nodes_wanted=asked.num_nodes,
+    )
+    if asked.probe:
+        try:
+            facts = replace(facts, cluster=probe_machine(devices=asked.devices, accelerator=asked.accelerator))
+        except (RuntimeError, ValueError) as error:
+            facts = replace(facts, probe_problem=f"the probe failed: {error}")
+    return facts if asked.module is None else _with_module(facts, asked)
+
+
+def _with_module(facts: Facts, asked: argparse.Namespace) -> Facts:
+    """Adds the module's gradients, and what the planner says of it on the probed devices."""
+    facts = replace(facts, parity=compare_gradients(asked.module, asked.data, backbone=asked.backbone))
+    try:
+        profile = profile_module(
+            load_module(asked.module), load_data(asked.data), backbone=asked.backbone, accelerator=asked.accelerator
+        )
+    except Exception as error:  # the user's code may raise anything
+        return replace(facts, verdict=f"no engine can be recommended, for the module cannot be measured: {error}")
+    model = profile.model
+    size = sum(part.param_bytes for part in (model.before, *model.layers, model.head))
+    facts = replace(facts, param_bytes=size)
+    if facts.cluster is None:
+        return facts
+    batch = asked.global_batch or (profile.batch_size or 1) * len(facts.cluster.devices)
+    found = plan(Setup(cluster=facts.cluster, model=model, global_batch=batch, spans=profile.spans))
+    chosen = found.chosen
+    return replace(
+        facts,
+        verdict=f"{found.verdict} (for {batch} samples per update)",
+        gain=found.gain if found.gain == found.gain else 1.0,
+        engine="" if chosen is None else chosen.engine,
+    )
+
+
+def _packages() -> list[Package]:
+    wanted = [
+        Package(name="python", installed=platform.python_version(), wanted=">=3.10", fits=sys.version_info >= (3, 10))
+    ]
+    try:
+        requirements = [Requirement(text) for text in metadata.requires("lightning-hetero") or ()]
+    except metadata.PackageNotFoundError:  # run from a checkout that is not installed
+        requirements = []
+    for requirement in requirements:
+        name, extra = requirement.name, requirement.marker is not None
+        if extra and name not in _OPTIONAL:
+            continue
+        installed = _version_of(name)
+        fits = installed is not None and requirement.specifier.contains(installed, prereleases=True)
+        one = Package(
+            name=name,
+            installed=installed,
+            wanted=str(requirement.specifier),
+            fits=fits,
+            optional=_OPTIONAL.get(name, "") if extra else "",
+        )
+        if one.name not in {known.name for known in wanted}:
+            wanted.append(one)
+    return [*wanted, Package(name="lightning-hetero", installed=__version__, wanted="", fits=True)]
+
+
+def _version_of(name: str) -> str | None:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _gpus() -> list[DeviceFacts]:
+    found: list[DeviceFacts] = []
+    for index in range(torch.cuda.device_count()):
+        known = torch.cuda.get_device_properties(index)
+        free, total = torch.cuda.mem_get_info(index)
+        found.append(
+            DeviceFacts(
+                name=known.name, capability=(known.major, known.minor), mem_bytes=float(total), free_bytes=float(free)
+            )
+        )
+    return found
+
+
+def _has_backend(name: str) -> bool:
+    return dist.is_available() and bool(getattr(dist, f"is_{name}_available")())
+
+
+def _resolves(address: str) -> bool:
+    try:
+        socket.getaddrinfo(address, None)
+    except OSError:
+        return False
+    return True
+
+
+def _ports(environ: dict[str, str]) -> dict[str, bool]:
+    """Looks whether MASTER_PORT is free, where ranks are still to be started and the first of them here."""
+    port = environ.get("MASTER_PORT")
+    if port is None or "RANK" in environ or environ.get("MASTER_ADDR", "localhost") not in ("localhost", "127.0.0.1"):
+        return {}
+    try:
+        with socket.socket() as trial:
+            trial.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            trial.bind(("", int(port)))
+    except (OSError, ValueError, OverflowError):
+        return {port: False}
+    return {port: True}
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="lightning-hetero-doctor", description=(__doc__ or "").split("\n\n")[0])
+    parser.add_argument("--module", help="import path of a LightningModule, pkg.mod:Name: its gradients are compared")
+    parser.add_argument("--data", help="import path of its DataModule, DataLoader or Dataset")
+    parser.add_argument("--backbone", help="as in strategy=hetero_pipeline")
+    parser.add_argument("--devices", type=int, help="of the Trainer, per node; default: all there are")
+    parser.add_argument("--num-nodes", type=int, help="of the Trainer")
+    parser.add_argument("--accelerator", choices=("auto", "cpu", "gpu"), default="auto")
+    parser.add_argument(
+        "--global-batch", type=int, help="samples per update; default: the loader's times the devices"
+    )
+    parser.add_argument("--no-probe", dest="probe", action="store_false", help="do not measure speeds and links")
+    parser.add_argument("--json", action="store_true", help="print findings as JSON")
+    return parser
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Entry point of ``lightning-hetero-doctor`` and ``python -m lightning_hetero.cli.doctor``; returns its code."""
+    asked = _parser().parse_args(arguments)
+    findings = examine(find_out(asked))
+    level = worst(findings)
+    if asked.json:
+        plain: dict[str, Any] = {"level": level, "findings": [finding.as_plain() for finding in findings]}
+        print(json.dumps(plain, indent=1))
+    else:
+        print(findings_text(findings))
+    return 1 if level == "fail" else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,200 @@
+"""Objects that a command line names: modules and data by import path or ``_target_``, and what they cost."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import sys
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from hydra.utils import get_object, instantiate
+from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
+from torch.utils.data import DataLoader, Dataset
+
+from lightning_hetero import lightning_compat as compat
+from lightning_hetero.pipeline.fit.plan.planning import tied_spans
+from lightning_hetero.pipeline.fit.plan.rehearsal import Rehearsal, measure_model
+from lightning_hetero.pipeline.runtime.measure.around_backbone import NeverCalledError
+from lightning_hetero.pipeline.runtime.step.layer_calls.chain import NotAChainError
+from lightning_hetero.pipeline.runtime.step.undivided import Undivided, find_layers, undivided
+from lightning_hetero.solvers.tied_layers import Span
+from lightning_hetero.types import ModelCost
+
+__all__ = ["Profile", "fit_arguments", "load_data", "load_module", "profile_module"]
+
+_USUAL_BATCH = 8  # samples, of a dataset without a loader
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Profile:
+    """What a module costs on the device it was measured on.
+
+    Attributes:
+        model: costs by layer; one layer, where they cannot be divided.
+        spans: layers that must stay together.
+        batch_size: of the user's loader, per device; None: it has none.
+        undivided: why the layers cannot be divided; empty: they can.
+    """
+
+    model: ModelCost
+    spans: tuple[Span, ...]
+    batch_size: int | None
+    undivided: str
+
+
+def _named(what: str, given: Any) -> Any:
+    """Returns what ``pkg.module:Name``, ``pkg.module.Name`` or a ``_target_`` stands for, made if it is a class."""
+    if isinstance(given, Mapping):
+        if "_target_" not in given:
+            raise ValueError(
+                f"{what}={dict(given)!r} must have a key _target_, or be an import path such as pkg.mod:Name"
+            )
+        return instantiate(given, _convert_="all")
+    if not isinstance(given, str):
+        return given
+    if "" not in sys.path and os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())  # as ``python -m`` has it, and an installed command has not
+    try:
+        found = get_object(given.replace(":", "."))
+    except Exception as error:
+        raise ValueError(
+            f"{what}={given!r} cannot be imported ({error}): give a path such as pkg.mod:Name"
+        ) from error
+    if not callable(found) or isinstance(found, LightningModule | LightningDataModule):
+        return found
+    try:
+        return found()
+    except TypeError as error:
+        raise TypeError(
+            f"{what}={given!r} cannot be made without arguments ({error}): name a function that makes it, or give"
+            f" {what}={{_target_: ..., ...}} with arguments"
+        ) from error
+
+
+def load_module(given: Any) -> LightningModule:
+    """Returns a new LightningModule.
+
+    Raises:
+        TypeError, ValueError: it cannot be imported or made, or is something else.
+    """
+    module = _named("module", given)
+    if not isinstance(module, LightningModule):
+        raise TypeError(f"module={given!r} is a {type(module).__name__}; it must be a LightningModule")
+    return module
+
+
+def load_data(given: Any, *, name: str = "data") -> Any:
+    """Returns a new LightningDataModule, DataLoader or Dataset; None: the module brings its own.
+
+    Args:
+        given: import path, node, or one of these.
+        name: how messages call it.
+
+    Raises:
+        TypeError, ValueError: it cannot be imported or made, or is something else.
+    """
+    if given is None:
+        return None
+    data = _named(name, given)
+    if not isinstance(data, LightningDataModule | DataLoader | Dataset):
+        kinds = "a LightningDataModule, a DataLoader or a Dataset"
+        raise TypeError(f"{name}={given!r} is a {type(data).__name__}; it must be {kinds}")
+    return data
+
+
+def fit_arguments(data: Any) -> dict[str, Any]:
+    """Returns what ``Trainer.fit`` takes besides the module."""
+    if data is None:
+        return {}
+    if isinstance(data, LightningDataModule):
+        return {"datamodule": data}
+    loader = data if isinstance(data, DataLoader) else DataLoader(data, batch_size=_USUAL_BATCH, shuffle=True)
+    return {"train_dataloaders": loader}
+
+
+class _MeasuredError(Exception):
+    """Ends the fit when what was wanted is known."""
+
+
+class _Profiler(Callback):
+    """Measures the module before its first batch, as the pipeline engine does."""
+
+    def __init__(self, backbone: Any) -> None:
+        self.backbone = backbone
+        self.profile: Profile | None = None
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        backbone = find_layers(pl_module, self.backbone)
+        loader: Any = compat.train_source(trainer)
+
+        def measured(layers: Any) -> ModelCost:
+            step = Rehearsal(
+                module=pl_module,
+                backbone=layers,
+                found=self.backbone is None,
+                device=trainer.strategy.root_device,
+                loader=loader,
+                optimizers=trainer.optimizers,
+                to_device=trainer.strategy.batch_to_device,
+                context=trainer.precision_plugin.train_step_context,
+                carrier="auto",
+            )
+            model, _ = measure_model(step, micro_batch_size=None, checkpoint_layers=False, cache_folder=None)
+            return model
+
+        try:
+            model = measured(backbone)
+        except (NotAChainError, NeverCalledError) as error:
+            backbone = undivided(pl_module, f"the layers that were found cannot be divided: {error}")
+            model = measured(backbone)
+        whole = isinstance(backbone, Undivided)
+        self.profile = Profile(
+            model=model,
+            spans=() if whole else tuple(tied_spans(pl_module, backbone)),
+            batch_size=getattr(loader, "batch_size", None),
+            undivided=backbone.reason if isinstance(backbone, Undivided) else "",
+        )
+        raise _MeasuredError
+
+
+def profile_module(
+    module: LightningModule, data: Any, *, backbone: Any = None, accelerator: str = "auto", precision: Any = "32-true"
+) -> Profile:
+    """Measures a module's own training step on one device of this machine; nothing is trained.
+
+    Args:
+        module: the user's.
+        data: see `load_data`.
+        backbone: see `HeteroPipelineStrategy`.
+        accelerator, precision: as in ``Trainer``.
+
+    Raises:
+        TypeError, ValueError: there is no DataLoader, or it yields nothing.
+        RuntimeError: the step fails.
+    """
+    profiler = _Profiler(backbone)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for name in ("lightning.pytorch", "lightning.fabric"):
+            logging.getLogger(name).setLevel(logging.ERROR)
+        trainer = Trainer(
+            accelerator=accelerator,
+            devices=1,
+            precision=precision,
+            max_epochs=1,
+            logger=False,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+            num_sanity_val_steps=0,
+            callbacks=[profiler],
+        )
+        with contextlib.suppress(_MeasuredError):
+            trainer.fit(module, **fit_arguments(data))
+    if profiler.profile is None:
+        raise ValueError("the train loader yields no batch: there is nothing to measure the module with")
+    return profiler.profile

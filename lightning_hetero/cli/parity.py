@@ -1,0 +1,235 @@
+"""Gradients of every engine on two processes beside those of one, in float64 (layer A).
+
+Ten steps of plain SGD on one and the same global batch: what the parameters have moved by is the mean gradient. The
+single process runs twice, with other random numbers: a step that draws any cannot be compared. Dropout is off, and
+BatchNorm uses its running statistics, since those of a batch depend on who holds it, under any data parallelism. The
+stale engine runs with a barrier (``policy="bsp"``), the balanced one with shares of 5 and 3.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import tempfile
+from collections.abc import Sequence
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
+from lightning.pytorch.strategies import DDPStrategy
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.dropout import _DropoutNd
+from torch.utils.data import DataLoader, IterableDataset
+
+from lightning_hetero import BoundedStalenessStrategy, HeteroPipelineStrategy, LoadBalancedStrategy
+from lightning_hetero import lightning_compat as compat
+from lightning_hetero.cli.loading import fit_arguments, load_data, load_module
+from lightning_hetero.cli.ranks import as_rank, on_ranks
+from lightning_hetero.doctor.facts import Parity
+from lightning_hetero.pipeline.fit.plan.planning import tied_spans
+from lightning_hetero.pipeline.runtime.step.undivided import Undivided, find_layers
+
+__all__ = ["ENGINES", "compare_gradients"]
+
+ENGINES = ("ddp", "balanced", "stale", "pipeline")
+ALONE = "one process"
+BATCH, SHARES, STEPS, LR = 8, [5, 3], 10, 1e-2
+
+
+def compare_gradients(
+    module: str, data: str | None, *, backbone: str | None = None, engines: Sequence[str] = ENGINES
+) -> tuple[Parity, ...]:
+    """Trains ten steps with each engine on two processes of this machine's CPU, and compares with one process.
+
+    Args:
+        module, data: import paths, see `lightning_hetero.cli.loading`.
+        backbone: see `HeteroPipelineStrategy`.
+        engines: of `ENGINES`.
+    """
+    found: list[Parity] = []
+    with tempfile.TemporaryDirectory() as folder:
+        setting: dict[str, Any] = {"module": module, "data": data, "backbone": backbone, "folder": folder}
+        left = [ALONE, *engines]
+        while left:
+            ask = left[:1] if left[0] == ALONE else left
+            problem = ""
+            try:
+                on_ranks("lightning_hetero.cli.parity", 1 if ask == [ALONE] else 2, {**setting, "engines": ask})
+            except RuntimeError as error:
+                problem = _last_line(str(error))
+            done = _read(folder)
+            found += [Parity(engine=engine, error=done[engine]) for engine in ask if engine in done]
+            missing = [engine for engine in ask if engine not in done]
+            if missing:  # the first of them has failed, and the others are still to come
+                problem = problem or "it ended without a result"
+                found.append(Parity(engine=missing[0], error=math.nan, problem=problem))
+            left = missing[1:] if missing else left[len(ask) :]
+    return tuple(found)
+
+
+def _read(folder: str) -> dict[str, float]:
+    """Returns the differences found so far, by engine."""
+    path = Path(folder) / "found.json"
+    if not path.exists():
+        return {}
+    return {name: math.nan if value is None else value for name, value in json.loads(path.read_text()).items()}
+
+
+def _last_line(text: str) -> str:
+    """Returns what a traceback ends with: the exception."""
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    errors = [one for one in lines if ": " in one and one.split(": ")[0].endswith(("Error", "Exception"))]
+    return (errors or lines)[-1] if lines else "it failed and said nothing"
+
+
+# ---- on the ranks ---------------------------------------------------------------------------------------------------
+
+
+def _measure(setting: dict[str, Any]) -> None:
+    """Writes each engine's relative difference to the single process; of that one, between two runs."""
+    reference, path = Path(setting["folder"]) / "alone.pt", Path(setting["folder"]) / "found.json"
+    found: dict[str, float | None] = json.loads(path.read_text()) if path.exists() else {}
+    for engine in setting["engines"]:
+        if engine == ALONE:
+            samples, collate = _drawn(setting)
+            alone, moved = (_moved(setting, engine, samples, collate, seed=seed) for seed in (0, 1))
+            torch.save({"samples": samples, "collate": collate, "moved": alone}, reference)
+        else:
+            kept: dict[str, Any] = torch.load(reference, weights_only=False)  # written by this program
+            alone, moved = kept["moved"], _moved(setting, engine, kept["samples"], kept["collate"])
+        if dist.get_rank() == 0:
+            error = _difference(moved, alone)
+            found[engine] = None if math.isnan(error) else error
+            path.write_text(json.dumps(found))
+
+
+def _difference(moved: Tensor, reference: Tensor) -> float:
+    scale = reference.abs().max().item()
+    return (moved - reference).abs().max().item() / scale if scale > 0.0 else math.nan
+
+
+class _FirstSamples(Callback):
+    """Takes the first samples of the train dataset, as the user's hooks have set it up."""
+
+    def __init__(self) -> None:
+        self.samples: list[Any] = []
+        self.collate: Any = None
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        loader: Any = compat.train_source(trainer)
+        if not isinstance(loader, DataLoader):
+            raise TypeError(f"the train loader is a {type(loader).__name__}: give a torch DataLoader to compare with")
+        data: Any = loader.dataset
+        if isinstance(data, IterableDataset):
+            drawn = list(islice(iter(data), BATCH))
+        else:
+            drawn = [data[i] for i in range(min(BATCH, len(data)))]
+        self.samples, self.collate = (drawn * BATCH)[:BATCH], loader.collate_fn
+        raise _EnoughError
+
+
+class _EnoughError(Exception):
+    """Ends a fit that was begun for its set-up only."""
+
+
+def _drawn(setting: dict[str, Any]) -> tuple[list[Any], Any]:
+    first = _FirstSamples()
+    with contextlib.suppress(_EnoughError):
+        _trainer(callbacks=[first]).fit(load_module(setting["module"]), **fit_arguments(load_data(setting["data"])))
+    return first.samples, first.collate
+
+
+def _trainer(**options: Any) -> Trainer:
+    return Trainer(
+        accelerator="cpu",
+        devices=dist.get_world_size(),
+        max_epochs=STEPS,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        num_sanity_val_steps=0,
+        limit_val_batches=0,
+        **options,
+    )
+
+
+def _moved(setting: dict[str, Any], engine: str, samples: list[Any], collate: Any, *, seed: int = 0) -> Tensor:
+    """Trains on these samples, once per epoch; returns by how much the parameters have moved, as one vector."""
+    seed_everything(0)
+    module = _still(load_module(setting["module"]).double())
+    before = _flat(module)
+    if module.automatic_optimization:
+        module.configure_optimizers = lambda: torch.optim.SGD(module.parameters(), lr=LR)
+    world = dist.get_world_size()
+    dataset: Any = samples  # a list is one
+    loader = DataLoader(dataset, batch_size=BATCH // world, collate_fn=collate)
+    strategy: Any = "auto" if engine == ALONE else _strategy(engine, module, setting["backbone"])
+    trainer = _trainer(precision="64-true", strategy=strategy)
+    torch.manual_seed(seed)
+    trainer.fit(module, train_dataloaders=loader)
+    return (before - _flat(module)) / (STEPS * LR)
+
+
+def _still(module: LightningModule) -> LightningModule:
+    """Returns the module without what makes gradients depend on who computes them."""
+    for part in module.modules():
+        if isinstance(part, _DropoutNd):
+            part.p = 0.0
+        if isinstance(part, _BatchNorm):
+            kind = type(part)
+            part.__class__ = type(f"Still{kind.__name__}", (_StillMixin, kind), {})
+            part.train(False)
+    return module
+
+
+class _StillMixin(nn.Module):
+    """Stays in evaluation, whatever it is told."""
+
+    def train(self, mode: bool = True) -> Any:
+        del mode
+        return super().train(False)
+
+
+def _flat(module: nn.Module) -> Tensor:
+    return torch.cat([p.detach().double().cpu().flatten() for p in module.parameters()])
+
+
+def _strategy(engine: str, module: LightningModule, backbone: Any) -> Any:
+    gloo: dict[str, Any] = {"process_group_backend": "gloo"}
+    if engine == "ddp":
+        return DDPStrategy(**gloo, find_unused_parameters=True)
+    gloo["monitor"] = False
+    if engine == "balanced":
+        return LoadBalancedStrategy(**gloo, min_samples=SHARES, max_samples=SHARES)
+    if engine == "stale":
+        return BoundedStalenessStrategy(**gloo, policy="bsp")
+    plan = _chain(module, backbone)
+    devices = {"devices": [{"count": 2}]}
+    return HeteroPipelineStrategy(**gloo, backbone=backbone, plan=plan, cluster=devices, controller=None)
+
+
+def _chain(module: LightningModule, backbone: Any) -> dict[str, Any] | None:
+    """Returns a plan of two stages, cut near the middle, where no layers are tied; None: the engine is to plan itself.
+
+    Micro-batches have 3, 3 and 2 samples.
+    """
+    layers = find_layers(module, backbone)
+    count = len(layers.layers)
+    if isinstance(layers, Undivided):
+        return None
+    tied = tied_spans(module, layers)
+    free = [cut for cut in range(1, count) if not any(first < cut <= last for first, last in tied)]
+    if not free:
+        return None
+    cut = min(free, key=lambda at: abs(2 * at - count))
+    return {"groups": [{"ranks": [0, 1], "cuts": [0, cut, count], "samples": BATCH, "micro_samples": 3}]}
+
+
+if __name__ == "__main__":
+    as_rank(_measure)

@@ -1,0 +1,229 @@
+"""``lightning-hetero-plan``: what each engine would give, before anybody trains (layer A).
+
+lightning-hetero-plan cluster=islands module=my_package.model:Model datamodule=my_package.data:Data
+lightning-hetero-plan run=outputs/2026-11-22/10-00-00 'what_if=[{without: 3}]' out=plan.json
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import shlex
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, cast
+
+import hydra
+from omegaconf import DictConfig, OmegaConf
+
+from lightning_hetero.cli.loading import load_data, load_module, profile_module
+from lightning_hetero.cli.probe import probe_machine
+from lightning_hetero.cli.summary import format_table
+from lightning_hetero.cluster.describe import describe_cluster
+from lightning_hetero.cluster.units import as_number, bytes_text
+from lightning_hetero.pipeline.fit.plan.planning import read_cluster
+from lightning_hetero.plan.estimate import Estimate
+from lightning_hetero.plan.formula import model_from_formula
+from lightning_hetero.plan.planner import Plan, check_engines, plan
+from lightning_hetero.plan.recorded import setup_from_events
+from lightning_hetero.plan.setup import Setup
+from lightning_hetero.plan.what_if import Change, changed, usual_changes
+from lightning_hetero.record import read_events
+from lightning_hetero.types import Cluster, ModelCost
+
+__all__ = ["answer", "main", "plan_tables", "read_setup"]
+
+CONF = Path(__file__).resolve().parent / "conf"
+_FEW = 16  # devices up to which each has a line
+
+
+def read_setup(given: Mapping[str, Any]) -> tuple[Setup, list[str]]:
+    """Returns what is asked, from the keys of ``conf/plan.yaml``, and what to say about how it was found.
+
+    Raises:
+        TypeError, ValueError: a value that cannot be, or what is needed is not given; with what to do.
+        FileNotFoundError: there is no such run.
+        RuntimeError: the module's step, or a rank of the probe, fails.
+    """
+    sources = [name for name in ("module", "formula", "run") if given.get(name) is not None]
+    if len(sources) != 1:
+        raise ValueError(
+            f"give one of module, formula and run, here are {sources or 'none of them'}: module=pkg.mod:Model is"
+            " measured, formula={kind: transformer, ...} is computed, run=FOLDER was recorded"
+        )
+    if given.get("run") is not None:
+        setup, notes = _recorded(given)
+    else:
+        setup, notes = _modelled(given)
+    return _adjusted(setup, given), notes
+
+
+def _recorded(given: Mapping[str, Any]) -> tuple[Setup, list[str]]:
+    folder = Path(str(given["run"]))
+    events = read_events(folder / "events" if (folder / "events").is_dir() else folder)
+    return setup_from_events(events, global_batch=given.get("global_batch")), [f"as recorded in {folder}"]
+
+
+def _modelled(given: Mapping[str, Any]) -> tuple[Setup, list[str]]:
+    notes: list[str] = []
+    spans: tuple[tuple[int, int], ...] = ()
+    per_device: int | None = None
+    if given.get("module") is not None:
+        module, data = load_module(given["module"]), load_data(given.get("datamodule"), name="datamodule")
+        profile = profile_module(
+            module,
+            data,
+            backbone=given.get("backbone"),
+            accelerator=str(given.get("accelerator", "auto")),
+            precision=given.get("precision", "32-true"),
+        )
+        model, spans, per_device = profile.model, profile.spans, profile.batch_size
+        notes.append(f"{type(module).__name__} measured here, as {len(model.layers)} layers")
+        if profile.undivided:
+            notes.append(f"one layer only: {profile.undivided}")
+    else:
+        model = model_from_formula(given["formula"])
+        notes.append(f"costs by formula: {len(model.layers)} layers, {bytes_text(_state_bytes(model))} of state")
+    cluster = _cluster(given)
+    batch = given.get("global_batch")
+    if batch is None and per_device is None:
+        raise ValueError(
+            "global_batch=null: no loader tells it; give the samples of one update, e.g. global_batch=256"
+        )
+    batch = batch if batch is not None else cast("int", per_device) * len(cluster.devices)
+    return Setup(cluster=cluster, model=model, global_batch=batch, spans=spans), notes
+
+
+def _cluster(given: Mapping[str, Any]) -> Cluster:
+    spec = (given.get("cluster") or {}).get("spec", "probe")
+    cluster = read_cluster(spec)
+    if isinstance(cluster, Cluster):
+        return cluster
+    return probe_machine(devices=given.get("devices"), accelerator=str(given.get("accelerator", "auto")))
+
+
+def _adjusted(setup: Setup, given: Mapping[str, Any]) -> Setup:
+    prices = given.get("prices")
+    listed: tuple[float, ...] = ()
+    if prices is not None:
+        many = prices if isinstance(prices, Sequence) and not isinstance(prices, str) else [prices] * setup.ranks
+        listed = tuple(as_number("prices", price) for price in many)
+    exchange_s = given.get("exchange_s")
+    return replace(
+        setup,
+        prices=listed,
+        min_samples=given.get("min_samples"),
+        exchange_s=setup.exchange_s if exchange_s is None else as_number("exchange_s", exchange_s),
+    )
+
+
+def _state_bytes(model: ModelCost) -> float:
+    return math.fsum(part.state_bytes for part in (model.before, *model.layers, model.head))
+
+
+def answer(setup: Setup, given: Mapping[str, Any]) -> tuple[Plan, list[Change]]:
+    """Returns the plan, and what becomes of it under each change.
+
+    Raises:
+        TypeError, ValueError: an unknown engine, or a change that cannot be.
+    """
+    engines = tuple(given.get("engines") or ())
+    check_engines(engines)
+    asked = given.get("what_if", "auto")
+    if asked == "auto":
+        asked = usual_changes(setup)
+    elif isinstance(asked, Mapping):
+        asked = [asked]
+    elif not isinstance(asked, Sequence) or isinstance(asked, str):
+        raise TypeError(
+            f"what_if={asked!r} must be 'auto', or a list of changes, e.g. [{{without: 3}}, {{batch: 2}}]"
+        )
+    changes: list[Change] = []
+    for change in asked:
+        title, other = changed(setup, change)
+        changes.append(Change(title=title, plan=plan(other, engines)))
+    return plan(setup, engines), changes
+
+
+# ---- text -----------------------------------------------------------------------------------------------------------
+
+
+def plan_tables(found: Plan, changes: Sequence[Change]) -> str:
+    """Returns the whole answer as text."""
+    setup = found.setup
+    parts = [describe_cluster(setup.cluster) if setup.ranks <= _FEW else f"{setup.ranks} devices", _ranking(found)]
+    parts += [_details(setup, estimate) for estimate in found.estimates]
+    if changes:
+        parts.append(_what_if(found, changes))
+    parts.append(found.verdict)
+    return "\n\n".join(parts)
+
+
+def _ranking(found: Plan) -> str:
+    setup = found.setup
+    priced = bool(setup.prices)
+    header = ["engine", "ms per update", "bound", "samples/s", "idle %", "exchange ms"]
+    header += ["per hour", "per 1M samples"] if priced else []
+    rows: list[list[str]] = []
+    for e in found.estimates:
+        row = [e.engine, "cannot", "-", "-", "-", "-"]
+        if e.ok:
+            numbers = (1e3 * e.step_s, 1e3 * e.bound_s, e.samples_per_s, 100.0 * e.idle, 1e3 * e.exchange_s)
+            row = [e.engine, *(f"{number:.4g}" for number in numbers)]
+        if priced:
+            row += [_money(e.money_per_hour(setup) if e.ok else math.nan), _money(e.money_per_million(setup))]
+        rows.append(row)
+    return format_table(header, rows)
+
+
+def _details(setup: Setup, estimate: Estimate) -> str:
+    lines = [f"{estimate.engine}:", *(f"  {reason}" for reason in estimate.reasons)]
+    if estimate.ok and setup.ranks <= _FEW:
+        for rank, device in enumerate(setup.cluster.devices):
+            memory = estimate.memory_bytes[rank]
+            held = f", {bytes_text(memory)} of {bytes_text(device.mem_bytes)}" if memory else ""
+            samples, work_ms = estimate.shares[rank], 1e3 * estimate.work_s[rank]
+            lines.append(f"  {setup.name(rank)}: {samples:.4g} samples, {work_ms:.4g} ms of work{held}")
+    if estimate.ok:
+        lines.append(f"  lightning-hetero-train {shlex.join(estimate.overrides)}")
+    return "\n".join(lines)
+
+
+def _what_if(found: Plan, changes: Sequence[Change]) -> str:
+    priced = bool(found.setup.prices) or any(change.plan.setup.prices for change in changes)
+    header = ["what if", "engine", "ms per update", "samples/s", "against now"] + ["per 1M samples"] * priced
+    rows: list[list[str]] = []
+    for title, answered in [("as it is", found), *((change.title, change.plan) for change in changes)]:
+        best = answered.chosen
+        row = [title, *["-"] * (len(header) - 1)]
+        if best is not None:
+            now = found.chosen.samples_per_s if found.chosen is not None else math.nan
+            cells = [f"{1e3 * best.step_s:.4g}", f"{best.samples_per_s:.4g}", f"{best.samples_per_s / now:.2f}x"]
+            row = [title, best.engine, *cells] + [_money(best.money_per_million(answered.setup))] * priced
+        rows.append(row)
+    return format_table(header, rows)
+
+
+def _money(value: float) -> str:
+    return f"{value:.4g}" if math.isfinite(value) else "-"
+
+
+@hydra.main(version_base="1.3", config_path=str(CONF), config_name="plan")
+def main(cfg: DictConfig) -> None:
+    """Entry point of ``lightning-hetero-plan`` and ``python -m lightning_hetero.cli.plan``."""
+    given = cast("dict[str, Any]", OmegaConf.to_container(cfg, resolve=True))
+    try:
+        setup, notes = read_setup(given)
+        found, changes = answer(setup, given)
+    except (TypeError, ValueError, FileNotFoundError, RuntimeError) as error:
+        sys.exit(f"lightning-hetero-plan: {error}")
+    print("\n".join([*notes, plan_tables(found, changes)]), flush=True)
+    if given.get("out") is not None:
+        others = [{"title": change.title, **change.plan.as_plain()} for change in changes]
+        Path(str(given["out"])).write_text(json.dumps({**found.as_plain(), "what_if": others}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

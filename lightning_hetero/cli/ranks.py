@@ -1,0 +1,78 @@
+"""A short program on several ranks of this machine, and what its rank 0 has found."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import subprocess
+import sys
+import tempfile
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+__all__ = ["as_rank", "device_of_rank", "on_ranks"]
+
+_TAIL = 1500  # characters of a failed program's output that say why
+
+
+def on_ranks(module: str, ranks: int, setting: dict[str, Any], *, timeout_s: float = 300.0) -> Any:
+    """Runs ``python -m module`` on so many ranks, started by torchrun; returns what `as_rank` wrote there.
+
+    Args:
+        module: calls `as_rank`.
+        ranks: processes on this machine.
+        setting: plain JSON values for it.
+        timeout_s: until it must have ended [s].
+
+    Raises:
+        RuntimeError: a rank failed, with the end of what it said; or they did not end in time.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "result.json"
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+        command += ["-m", module, str(path), json.dumps(setting)]
+        try:
+            done = subprocess.run(
+                command,
+                capture_output=True,
+                text=True,
+                timeout=timeout_s,
+                env={**os.environ, "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")},
+            )
+        except subprocess.TimeoutExpired:
+            raise RuntimeError(f"{ranks} ranks of {module} did not end within {timeout_s:g} s") from None
+        if done.returncode or not path.exists():
+            raise RuntimeError(f"{ranks} ranks of {module} failed:\n{(done.stderr or done.stdout)[-_TAIL:].strip()}")
+        return json.loads(path.read_text())
+
+
+def as_rank(find: Callable[[dict[str, Any]], Any]) -> None:
+    """Runs ``find(setting)`` in a process group, and writes what rank 0's returns. For the program's ``main``."""
+    path, setting = Path(sys.argv[1]), json.loads(sys.argv[2])
+    warnings.simplefilter("ignore")
+    for name in ("lightning.pytorch", "lightning.fabric"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+    device = device_of_rank(setting.get("accelerator", "cpu"))
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    dist.init_process_group("nccl" if device.type == "cuda" and dist.is_nccl_available() else "gloo")
+    try:
+        found = find(setting)
+        if dist.get_rank() == 0:
+            path.write_text(json.dumps(found))
+        dist.barrier()
+    finally:
+        dist.destroy_process_group()
+
+
+def device_of_rank(accelerator: str) -> torch.device:
+    """Returns this process's device, by its local rank."""
+    if accelerator == "cpu" or not torch.cuda.is_available():
+        return torch.device("cpu")
+    return torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))

@@ -1,0 +1,113 @@
+"""What was found out about a machine, as plain values that a test can make up (layer P)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from lightning_hetero.types import Cluster
+
+__all__ = ["DeviceFacts", "Facts", "Package", "Parity"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Package:
+    """A package that is needed.
+
+    Attributes:
+        name: as on the index.
+        installed: its version; None: it is not there.
+        wanted: the versions that will do, e.g. ``">=2.5,<3"``.
+        fits: whether the installed one is among them.
+        optional: what is missing without it; empty: it is required.
+    """
+
+    name: str
+    installed: str | None
+    wanted: str
+    fits: bool
+    optional: str = ""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DeviceFacts:
+    """A GPU.
+
+    Attributes:
+        name: e.g. ``"NVIDIA GeForce RTX 3080"``.
+        capability: of CUDA, e.g. (8, 6).
+        mem_bytes, free_bytes: of its memory.
+    """
+
+    name: str
+    capability: tuple[int, int]
+    mem_bytes: float
+    free_bytes: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Parity:
+    """Gradients of an engine on two processes beside those of one.
+
+    Attributes:
+        engine: its name; ``"one process"``: a second run of the single process.
+        error: largest difference of the mean gradient, relative to its largest value; NaN: it could not be had.
+        problem: why not.
+    """
+
+    engine: str
+    error: float
+    problem: str = ""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Facts:
+    """All that is looked at. What was not asked for is left at its default.
+
+    Attributes:
+        system: e.g. ``"Linux"``.
+        packages: needed ones.
+        devices: GPUs, in the order in which ranks get them.
+        cuda: version of CUDA that torch's wheel was built for; None: a wheel for CPUs.
+        arch_list: architectures in the wheel, e.g. ``("sm_80", "compute_90")``.
+        cores: processors that this process may use.
+        shm_bytes, shm_free_bytes: of ``/dev/shm``; None: there is none.
+        start_methods: of processes.
+        backends: of torch.distributed that are there.
+        interfaces: of the network.
+        addresses: MASTER_ADDR -> whether it resolves.
+        free_ports: MASTER_PORT -> whether this machine can listen there.
+        environ: variables that decide about ranks, rendezvous and devices.
+        cluster: of the probe; None: it was not made.
+        probe_problem: why not.
+        devices_wanted, nodes_wanted: of the Trainer; None: not said.
+        param_bytes: of the module; 0: none was given.
+        parity: gradients, if a module was given.
+        verdict: of the planner; empty: it was not asked.
+        gain: of the engine it chose over stock DDP.
+        engine: that it chose.
+    """
+
+    system: str = "Linux"
+    packages: tuple[Package, ...] = ()
+    devices: tuple[DeviceFacts, ...] = ()
+    cuda: str | None = None
+    arch_list: tuple[str, ...] = ()
+    cores: int = 1
+    shm_bytes: float | None = None
+    shm_free_bytes: float | None = None
+    start_methods: tuple[str, ...] = ("fork", "spawn")
+    backends: tuple[str, ...] = ("gloo",)
+    interfaces: tuple[str, ...] = ()
+    addresses: Mapping[str, bool] = field(default_factory=dict[str, bool])
+    free_ports: Mapping[str, bool] = field(default_factory=dict[str, bool])
+    environ: Mapping[str, str] = field(default_factory=dict[str, str])
+    cluster: Cluster | None = None
+    probe_problem: str = ""
+    devices_wanted: int | None = None
+    nodes_wanted: int | None = None
+    param_bytes: float = 0.0
+    parity: tuple[Parity, ...] = ()
+    verdict: str = ""
+    gain: float = 1.0
+    engine: str = ""

@@ -1,0 +1,295 @@
+"""What the ranks do in a round: on how many samples, in how many steps, at what learning rate (layer P).
+
+| name | batch size B | local steps tau | learning rate |
+|---|---|---|---|
+| ``lb-bsp`` | by speed, the sum stays | tau for all | as it is |
+| ``fedavg`` | the loader's | tau for all | as it is |
+| ``adaptive_steps`` | the loader's | by speed, the sum stays | as it is |
+| ``scaled_lr`` | by speed, the sum stays | tau for all | times B over the loader's |
+
+The four are those that LB-BSP compares (Chen et al., IEEE TCC 2021; the federated algorithm itself is not public).
+Ours: that batches, or steps, are decided by the same `BalancePolicy` as the balanced engine's shares, one record per
+round; that the first round is equal; rule and bounds of the learning rate.
+
+Every rank holds the same policy and feeds it the same records, so every rank decides the same.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar, Literal, TypeAlias
+
+from lightning_hetero.federated.decide.bounds import Bound, client_bounds
+from lightning_hetero.federated.decide.rounds import Client, RoundPlan
+from lightning_hetero.predictors import Predictor, PredictorName
+from lightning_hetero.shares.bounds import ShareBounds
+from lightning_hetero.shares.policy import BalancePolicy, Decision
+from lightning_hetero.types import SpeedSample
+
+__all__ = ["AdaptiveSteps", "FedAvg", "LbBsp", "Measured", "RoundPolicy", "RoundPolicyName", "ScaledLr", "by_name"]
+
+RoundPolicyName: TypeAlias = Literal["lb-bsp", "fedavg", "adaptive_steps", "scaled_lr"]
+Measured: TypeAlias = tuple[float, float, float]
+"""Samples, local steps and seconds of own work of one rank, since the decision before."""
+
+
+class RoundPolicy(ABC):
+    """Decides what the ranks do between two averages.
+
+    Attributes:
+        resizes: whether batches get other sizes than the loaders give them.
+        again: whether a rank whose data are through before the epoch is begins them again; else it rests.
+    """
+
+    resizes: ClassVar[bool] = False
+    again: bool = True
+
+    def start(
+        self,
+        clients: Sequence[Client],
+        *,
+        local_steps: int,
+        lower: Bound = None,
+        upper: Bound = None,
+        total: int | None = None,
+        least: int = 1,
+    ) -> None:
+        """Opens a run.
+
+        Args:
+            clients: what each rank trains on.
+            local_steps: of a round.
+            lower, upper, total, least: see `client_bounds`.
+
+        Raises:
+            ValueError: the bounds admit no batches.
+        """
+        self._own = tuple(client.batch_size for client in clients)
+        self._local_steps = local_steps
+        del lower, upper, total, least
+
+    @property
+    def plan(self) -> RoundPlan:
+        """Of the next round."""
+        world_size = len(self._own)
+        steps, factors = (self._local_steps,) * world_size, (1.0,) * world_size
+        return RoundPlan(sizes=self._own, steps=steps, lr_factors=factors)
+
+    @abstractmethod
+    def decide(self, measured: Sequence[Measured]) -> Decision | None:
+        """Takes in what was measured of each rank and decides on the next round; None: there is nothing to decide."""
+
+    def predict_s(self) -> tuple[float, ...]:
+        """Returns the predicted own work of a local step [s] per rank; empty where nobody predicts."""
+        return ()
+
+    def settings(self) -> dict[str, str]:
+        """Returns what decides besides the records, in words: ranks where it differs would part ways."""
+        return {"policy": type(self).__name__, "again": str(self.again)}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns plain types."""
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Takes over, at the next `start`, what another run has learned."""
+
+
+class FedAvg(RoundPolicy):
+    """Standard federated averaging (McMahan et al., AISTATS 2017): equal batches, as many steps on every rank.
+
+    Args:
+        again: ``False``: an epoch is one pass over each rank's own data, and a rank that is through rests with weight 0
+            until the others are; ``True``: it begins its data again, so that all make as many steps.
+    """
+
+    def __init__(self, *, again: bool = False) -> None:
+        if again not in (True, False):
+            raise ValueError(f"again={again!r} must be one of (True, False)")
+        self.again = again
+
+    def decide(self, measured: Sequence[Measured]) -> None:
+        del measured
+
+
+class _BySpeed(RoundPolicy):
+    """Divides something among the ranks by their speeds, as the balanced engine divides a global batch.
+
+    Args:
+        predictor, dead_band: see `BalancePolicy`.
+        balance: the whole policy of what is divided, in the place of the other two.
+    """
+
+    def __init__(
+        self,
+        *,
+        predictor: PredictorName | Predictor = "kalman",
+        dead_band: float = 0.02,
+        balance: BalancePolicy | None = None,
+    ) -> None:
+        if balance is not None and (predictor != "kalman" or dead_band != 0.02):
+            raise ValueError("give either a whole balance, or predictor and dead_band, not both")
+        # A record is a round, so none is thrown away; single steps that say nothing are left out of it.
+        self.balance = balance or BalancePolicy(predictor=predictor, dead_band=dead_band, warmup=0)
+        self._resumed: tuple[int, ...] | None = None
+        self._known: list[Measured] = []  # the last of each rank that was measured
+
+    def _divide(self, world_size: int, total: int, bounds: ShareBounds) -> None:
+        self.balance.start(world_size=world_size, total=total, bounds=bounds)
+        self._known = [(0.0, 0.0, 0.0)] * world_size
+        low, up = bounds.resolve(world_size, total)
+        resumed = self._resumed or ()
+        fits = len(resumed) == world_size and all(a <= n <= b for a, n, b in zip(low, resumed, up, strict=True))
+        if not fits or sum(resumed) != total:
+            self._resumed = None
+
+    @property
+    def divided(self) -> tuple[int, ...]:
+        """What each rank gets; after a resume what it had, up to the next decision."""
+        return self.balance.shares if self._resumed is None else self._resumed
+
+    @abstractmethod
+    def _record(self, rank: int, measured: Measured) -> SpeedSample:
+        """Returns what the policy is told of a rank that was measured."""
+
+    def decide(self, measured: Sequence[Measured]) -> Decision | None:
+        # A rank that took no part in the round is as fast as it was.
+        self._known = [new if new[1] > 0 else old for new, old in zip(measured, self._known, strict=True)]
+        if not all(steps > 0 and seconds > 0 for _, steps, seconds in self._known):
+            return None
+        before = self.divided
+        records = [self._record(rank, one) for rank, one in enumerate(self._known)]
+        decision = self.balance.take(records, generation=0, batches=1)
+        self._resumed = None
+        if decision.changed or decision.shares == before:
+            return decision
+        return Decision(shares=decision.shares, changed=True, reason="resumed", predicted_s=decision.predicted_s)
+
+    def settings(self) -> dict[str, str]:
+        return {**self.balance.settings(), **super().settings()}
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"divided": list(self.divided), **self.balance.state_dict()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.balance.load_state_dict(state)
+        self._resumed = tuple(int(n) for n in state.get("divided", ())) or None
+
+
+class LbBsp(_BySpeed):
+    """Batches sized to the devices, so that all ranks make their local steps in the same time; the sum stays.
+
+    Args:
+        predictor, dead_band, balance: see `BalancePolicy`.
+    """
+
+    resizes = True
+
+    def start(
+        self,
+        clients: Sequence[Client],
+        *,
+        local_steps: int,
+        lower: Bound = None,
+        upper: Bound = None,
+        total: int | None = None,
+        least: int = 1,
+    ) -> None:
+        super().start(clients, local_steps=local_steps)
+        bounds, wanted = client_bounds(clients, lower=lower, upper=upper, total=total, least=least)
+        self._divide(len(clients), wanted, bounds)
+
+    @property
+    def plan(self) -> RoundPlan:
+        world_size = len(self._own)
+        steps = (self._local_steps,) * world_size
+        return RoundPlan(sizes=self.divided, steps=steps, lr_factors=self._factors())
+
+    def _factors(self) -> tuple[float, ...]:
+        return (1.0,) * len(self._own)
+
+    def _record(self, rank: int, measured: Measured) -> SpeedSample:
+        samples, steps, seconds = measured
+        size = samples / steps
+        return SpeedSample(rank=rank, step=0, samples=max(1, round(size)), compute_s=seconds / steps)
+
+    def predict_s(self) -> tuple[float, ...]:
+        return tuple(self.balance.predict_s(self.divided))
+
+
+class ScaledLr(LbBsp):
+    """As `LbBsp`, and each rank's learning rate in proportion to its batch, over the batch size of its loader.
+
+    The linear rule is that of Goyal et al. (2017). The factor holds in local steps only: schedulers, loggers and
+    checkpoints see the learning rate as it is.
+
+    Args:
+        predictor, dead_band, balance: see `BalancePolicy`.
+    """
+
+    def _factors(self) -> tuple[float, ...]:
+        return tuple(size / own for size, own in zip(self.divided, self._own, strict=True))
+
+
+class AdaptiveSteps(_BySpeed):
+    """More local steps on fast devices, so that all ranks are through in the same time; their sum stays.
+
+    Args:
+        predictor, dead_band, balance: see `BalancePolicy`; what is divided are steps.
+    """
+
+    def start(
+        self,
+        clients: Sequence[Client],
+        *,
+        local_steps: int,
+        lower: Bound = None,
+        upper: Bound = None,
+        total: int | None = None,
+        least: int = 1,
+    ) -> None:
+        super().start(clients, local_steps=local_steps)
+        del lower, upper, total, least
+        world_size = len(clients)
+        self._divide(world_size, local_steps * world_size, ShareBounds(lower=1, upper=4 * local_steps))
+
+    @property
+    def plan(self) -> RoundPlan:
+        return RoundPlan(sizes=self._own, steps=self.divided, lr_factors=(1.0,) * len(self._own))
+
+    def _record(self, rank: int, measured: Measured) -> SpeedSample:
+        _, steps, seconds = measured
+        return SpeedSample(rank=rank, step=0, samples=round(steps), compute_s=seconds)
+
+    def predict_s(self) -> tuple[float, ...]:
+        predicted = self.balance.predict_s(self.divided)
+        return tuple(seconds / max(1, steps) for seconds, steps in zip(predicted, self.divided, strict=True))
+
+
+_KNOWN: dict[str, Callable[..., RoundPolicy]] = {
+    "lb-bsp": LbBsp,
+    "fedavg": FedAvg,
+    "adaptive_steps": AdaptiveSteps,
+    "scaled_lr": ScaledLr,
+}
+
+
+def by_name(name: str, **settings: Any) -> RoundPolicy:
+    """Returns a new policy: ``"lb-bsp"``, ``"fedavg"``, ``"adaptive_steps"`` or ``"scaled_lr"``.
+
+    Args:
+        name: of the policy.
+        settings: given by the user, so no default: ``predictor``, ``dead_band``.
+
+    Raises:
+        ValueError: the name is unknown, or the policy has no use for a setting.
+    """
+    if name not in _KNOWN:
+        raise ValueError(f"unknown policy {name!r}: choose one of {', '.join(_KNOWN)}, or pass a RoundPolicy")
+    if name == "fedavg" and settings:
+        raise ValueError(
+            f"policy='fedavg' looks at no speeds and has no use for {', '.join(settings)}: drop"
+            f" {'it' if len(settings) == 1 else 'them'}, or choose policy='lb-bsp'"
+        )
+    return _KNOWN[name](**settings)

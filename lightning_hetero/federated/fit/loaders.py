@@ -1,0 +1,175 @@
+"""Each rank's own train loader, read batch by batch; which of its batches comes next (layer L)."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any, Protocol
+
+from torch.utils.data import DataLoader
+
+from lightning_hetero import lightning_compat as compat
+from lightning_hetero.data import IndivisibleError, LoaderSpec, inspect_loader
+from lightning_hetero.data.copies import users_own
+from lightning_hetero.federated.decide.rounds import Client
+from lightning_hetero.federated.runtime.own import OwnBatches, OwnOrder, Place, own_loader
+from lightning_hetero.glue.loaders import BoundLoader, LoaderBinder, SharedSettings
+from lightning_hetero.transport.side_channel import SideChannel
+
+if TYPE_CHECKING:
+    from lightning.pytorch import Trainer
+
+__all__ = ["OwnBinder", "Rounds"]
+
+
+class Rounds(Protocol):
+    """What the run makes of a rank's loader."""
+
+    def started(self, clients: list[Client]) -> int:
+        """Takes what all ranks train on; returns the batches of an epoch."""
+        ...
+
+    def size(self) -> int:
+        """Returns the samples of the next batch to be drawn."""
+        ...
+
+    def begin_pass(self) -> None:
+        """An epoch, or the rest of one, begins."""
+        ...
+
+    def begin_slot(self) -> bool:
+        """The next batch is wanted; returns whether this rank trains in it, or rests."""
+        ...
+
+    def took(self, samples: int, after: Place) -> None:
+        """It has that many samples; the rank's place in its data behind it."""
+        ...
+
+    def rests(self) -> bool:
+        """This rank has nothing to train; returns whether it still needs a batch of weight 0."""
+        ...
+
+
+class OwnBinder(LoaderBinder[BoundLoader]):
+    """Binds each rank's one train loader; nothing is divided or sent.
+
+    Args:
+        trainer: the running trainer.
+        channel: blocking exchanges of all ranks.
+        shared: the strategy's arguments on batches.
+        rounds: what is made of the batches.
+        resizes: whether batches get sizes of the policy's.
+
+    Attributes:
+        place: of this rank in its data, behind the last batch that it trained on.
+        clients: what all ranks train on; empty before it is known.
+        asked_batch: samples of all ranks per local step, if the user has said so.
+    """
+
+    def __init__(
+        self, trainer: Trainer, channel: SideChannel, shared: SharedSettings, rounds: Rounds, *, resizes: bool
+    ) -> None:
+        super().__init__(trainer, channel, strategy_name="FederatedStrategy", shared=shared, stream=None)
+        self.place = Place()
+        self.clients: list[Client] = []
+        self.asked_batch = shared.global_batch_size
+        self._rounds, self._resizes = rounds, resizes
+        self._epoch: int | None = None  # that a loader was bound in
+        self._sampler: OwnBatches | None = None
+
+    def inspect(self, loader: object) -> LoaderSpec:
+        """Returns what a train loader is.
+
+        Raises:
+            TypeError: batches of it cannot be counted or drawn again.
+        """
+        try:
+            if compat.uses_dataloader_iter(self._trainer):
+                raise IndivisibleError(
+                    "training_step(dataloader_iter) fetches batches by itself, so they cannot be counted: take `batch`"
+                    " instead"
+                )
+            return inspect_loader(loader)
+        except IndivisibleError as error:
+            raise TypeError(f"{error}. FederatedStrategy reads each rank's own map-style DataLoader") from None
+
+    def process(self, loader: object) -> DataLoader:
+        """Returns the copy of this rank's train loader that it trains on.
+
+        Raises:
+            TypeError, ValueError: it has no length, or a rank has no data.
+        """
+        loader = users_own(loader)
+        spec = self.inspect(loader)
+        assert isinstance(loader, DataLoader)
+        if spec.kind == "stream":
+            raise TypeError(
+                "the train dataset is an IterableDataset, and the length of a rank's own data says how long an epoch is"
+                " and how large its batches may be: use a map-style dataset, or strategy='hetero_balanced' with"
+                " stream='infinite'"
+            )
+        epoch = compat.epoch_running(self._trainer)
+        if self._bound and epoch == self._epoch:
+            raise TypeError(
+                "several train loaders: a rank's own data are one loader. Combine the datasets"
+                " (torch.utils.data.StackDataset or ConcatDataset), or use strategy='hetero_balanced'"
+            )
+        if self._bound:  # reloaded: perhaps other data
+            self.place = Place(self.place.passes + 1)
+        self._epoch = epoch
+        rank, seed = self._channel.rank, int(os.environ.get("PL_GLOBAL_SEED", 0))
+        order = OwnOrder(loader, spec, seed=seed * 1_000_003 + rank)
+        mine = Client(order.samples, min(order.batch_size, max(1, order.samples)), order.batches)
+        if self._resizes and order.by_batch:
+            raise TypeError(
+                "the train loader has a batch sampler of its own, which decides the sizes of batches, and the policy"
+                " would re-size them: use policy='fedavg' or 'adaptive_steps', or give the loader a batch_size"
+            )
+        self.clients = [Client(*one) for one in self._channel.all_gather_object(tuple(mine))]
+        length = self._rounds.started(self.clients)
+        self._sampler = OwnBatches(order, size=self._rounds.size if self._resizes else None)
+        bound = BoundLoader(spec=spec, full=sum(client.batch_size for client in self.clients), order=None)
+        bound.loader = own_loader(loader, self._sampler, batches=self._batches, length=length)
+        self._bound = [bound]
+        return bound.loader
+
+    def _batches(self, iterator: object, own: Callable[[], Iterator[Any]]) -> Iterator[Any]:
+        sampler, rounds = self._sampler, self._rounds
+        assert sampler is not None
+        if not compat.is_train_iterator(self._trainer, iterator):  # a user's look at the loader trains nothing
+            sampler.begin(self.place)
+            return own()
+        return self._slots(sampler, rounds, own)
+
+    def _slots(self, sampler: OwnBatches, rounds: Rounds, own: Callable[[], Iterator[Any]]) -> Iterator[Any]:
+        """Yields a batch for each slot of the epoch from where Lightning's counters stand; None: this rank rests."""
+        rounds.begin_pass()
+        issued = sampler.begin(self.place)
+        batches: Iterator[Any] | None = None
+        while True:
+            trains = rounds.begin_slot()
+            if not trains and not rounds.rests():
+                yield None
+                continue
+            batches = own() if batches is None else batches
+            batch = next(batches)
+            note = issued.popleft()
+            rounds.took(note.samples if trains else 0, note.after)
+            yield batch
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns what any engine needs to go on, as plain types."""
+        primary = self.primary
+        return {
+            "world_size": self._channel.world_size,
+            "global_batch_size": self.global_batch_size,
+            "batch_size": None if primary is None else primary.spec.batch_size,
+            "orders": [],
+            "applied": {},
+        }
+
+    def resume(self, state: Mapping[str, Any]) -> None:
+        super().resume(state)
+        places = state.get("clients", ())
+        if len(places) == self._channel.world_size:
+            self.place = Place(*(int(n) for n in places[self._channel.rank]))

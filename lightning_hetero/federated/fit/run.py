@@ -1,0 +1,427 @@
+"""State of one federated fit on one rank (layer L).
+
+    slot begins [loaders] -> local step, nothing sent -> slot ends [meetings] -> round over? all ranks meet:
+        rows of numbers -> weighted average of parameters, buffers, optimizer states -> server -> plan of the next round
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from lightning_hetero import lightning_compat as compat
+from lightning_hetero.federated.decide.policy import AdaptiveSteps
+from lightning_hetero.federated.decide.report import engine_metrics, step_report
+from lightning_hetero.federated.decide.rounds import (
+    Client,
+    ClientRow,
+    Course,
+    RoundPlan,
+    chosen_ranks,
+    digest_of,
+    disagreement,
+)
+from lightning_hetero.federated.fit.common import CommonState
+from lightning_hetero.federated.fit.loaders import OwnBinder
+from lightning_hetero.federated.fit.meetings import meeting_points
+from lightning_hetero.federated.fit.refusals import check_clients
+from lightning_hetero.federated.fit.settings import FederatedSettings
+from lightning_hetero.federated.runtime.own import Place
+from lightning_hetero.glue.loaders import SharedSettings
+from lightning_hetero.glue.run import EngineRun
+from lightning_hetero.measure.compiles import CompileWatch
+from lightning_hetero.measure.step_clock import HostStopwatch
+from lightning_hetero.types import StepReport
+
+if TYPE_CHECKING:
+    from lightning.pytorch import Trainer
+
+__all__ = ["FederatedRun"]
+
+
+class FederatedRun(EngineRun[OwnBinder]):
+    """One fit on one rank: its own batches, its clock, and what it averages with the others.
+
+    Args:
+        trainer: the running trainer.
+        shared, settings: the strategy's arguments.
+        ddp_arguments: likewise, of `DistributedDataParallel`.
+        timeout: of collectives.
+        device: of this rank.
+
+    Attributes:
+        samples: of the batch that runs, or ran last; 0: it counts nothing; None: none has run.
+        rounds: averages at the end of a round so far.
+    """
+
+    def __init__(
+        self,
+        trainer: Trainer,
+        shared: SharedSettings,
+        settings: FederatedSettings,
+        *,
+        ddp_arguments: Mapping[str, Any],
+        timeout: timedelta | None,
+        device: torch.device,
+    ) -> None:
+        settings.check(shared)
+        super().__init__(trainer, timeout=timeout, settings=settings.agreed(shared, ddp_arguments))
+        self.policy = settings.policy
+        self.samples: int | None = None
+        self.rounds = 0
+        self.binder = OwnBinder(trainer, self.channel, shared, self, resizes=self.policy.resizes)
+        self._settings, self._device = settings, device
+        self._automatic = self.module.automatic_optimization
+        if settings.proximal and not self._automatic:
+            raise ValueError(
+                "proximal > 0 with manual optimization: only user code knows which gradients belong to a step; add the"
+                " term to your losses there"
+            )
+        self._weight_of = shared.weight_in(self.module)
+        self._planned = False  # the policy knows what it divides
+        self._course: Course | None = None
+        self._slot = 0
+        self._began: int | None = None  # slot of the round's begin, of a checkpoint
+        self._chosen: frozenset[int] = frozenset()
+        self._trained = False  # in this epoch
+        self._open = False  # something was trained since the ranks met
+        self._weight = 0.0  # since then
+        self._made = 0  # local steps since then
+        self._measured = [0.0, 0.0, 0.0]  # samples, batches and seconds since the last decision
+        self._warm = False
+        self._watch = HostStopwatch()
+        self._compiles = CompileWatch()
+        self.undo.callback(self._compiles.close)
+        self._wait_s = 0.0
+        self._stop = False
+        self._common = CommonState(trainer, settings, self.channel)
+        self._rows: list[ClientRow] = []
+        self._report: StepReport | None = None
+        self._reports: list[StepReport] = []
+        self.undo.callback(compat.replace_sigterm_broadcast(trainer, self._any_told))
+        self.undo.callback(compat.skip_empty_batches(trainer))
+        callbacks, point = compat.trainer_callbacks(trainer), meeting_points(self)
+        callbacks.insert(0, point)
+        self.undo.callback(callbacks.remove, point)
+
+    # ---- what others may ask ----------------------------------------------------------------------------------
+
+    def current_samples(self) -> int | None:
+        return self.samples
+
+    @property
+    def plan(self) -> RoundPlan:
+        """Of the round that runs; known once the loaders are."""
+        return self.policy.plan
+
+    @property
+    def shares(self) -> tuple[int, ...]:
+        return self.plan.sizes if self._planned else ()
+
+    def step_report(self) -> StepReport | None:
+        return self._report
+
+    def take_reports(self) -> list[StepReport]:
+        reports, self._reports = self._reports, []
+        return reports
+
+    def engine_metrics(self) -> dict[str, float]:
+        return engine_metrics(self.rounds, self._rows) if self._rows else {}
+
+    def summary(self) -> str | None:
+        """One line on the rounds; ``None`` before the first."""
+        if not self._rows:
+            return None
+        sizes = "/".join(map(str, self.plan.sizes))
+        steps = "/".join(map(str, self.plan.steps))
+        return f"hetero_federated: {self.rounds} rounds; batches {sizes}, local steps {steps} at the end"
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns what goes on from the average that the ranks made last."""
+        state = self.binder.state_dict()
+        if self._course is None:
+            return state
+        places = [[int(row.passes), int(row.taken)] for row in self._rows] or [[0, 0]] * self.channel.world_size
+        return {
+            **state,
+            "clients": places,
+            "rounds": self.rounds,
+            "began": self._course.began,
+            "policy_class": type(self.policy).__name__,
+            "policy": self.policy.state_dict(),
+            **self._common.state_dict(),
+        }
+
+    def resume(self, state: Mapping[str, Any]) -> None:
+        self.binder.resume(state)
+        if state.get("engine") != "federated":
+            return
+        self.rounds = int(state.get("rounds", 0))
+        self._began = state.get("began")
+        self._rows = []
+        if state.get("policy_class") == type(self.policy).__name__ and state.get("policy"):
+            self.policy.load_state_dict(state["policy"])
+        self._common.load_state_dict(state)
+
+    # ---- an epoch, see `Rounds` -------------------------------------------------------------------------------
+
+    def started(self, clients: list[Client]) -> int:
+        """Opens the policy for what the ranks train on; returns the slots of an epoch."""
+        settings = self._settings
+        batches = {client.batches for client in clients}
+        rests = not self.policy.again and len(batches) > 1
+        rests = rests or isinstance(self.policy, AdaptiveSteps) or settings.participation < 1.0
+        check_clients(clients, automatic=self._automatic, rests=rests)
+        self.policy.start(
+            clients,
+            local_steps=settings.local_steps,
+            lower=settings.min_samples,
+            upper=settings.max_samples,
+            total=self.binder.asked_batch,
+            least=2 if any(isinstance(layer, _BatchNorm) for layer in self.module.modules()) else 1,
+        )
+        self._planned = True
+        return max(batches)
+
+    def size(self) -> int:
+        return self.plan.sizes[self.channel.rank]
+
+    def begin_pass(self) -> None:
+        trainer = self.trainer
+        slot = compat.upcoming_batch(trainer)
+        course = Course(
+            self.channel.rank,
+            self.binder.clients,
+            again=self.policy.again,
+            accumulate=trainer.accumulate_grad_batches,
+        )
+        course.began = min(slot, self._began or 0)
+        self._course, self._began, self._trained = course, None, False
+        if not slot and not self.policy.again and self.binder.place.taken:  # an epoch cut short
+            self.binder.place = Place(self.binder.place.passes + 1)
+        self._choose()
+        self._common.remember()
+
+    def _choose(self) -> None:
+        seed = int(os.environ.get("PL_GLOBAL_SEED", 0))
+        generator = np.random.default_rng([seed, self.rounds])
+        self._chosen = chosen_ranks(self.channel.world_size, self._settings.participation, generator)
+
+    def begin_slot(self) -> bool:
+        assert self._course is not None
+        self._slot = compat.upcoming_batch(self.trainer)
+        trains = self._course.trains(self._slot, self.plan, self._chosen)
+        if trains:
+            self._watch.resume()
+        return trains
+
+    def took(self, samples: int, after: Place) -> None:
+        self.samples = samples
+        if samples:
+            self.binder.place = after
+
+    def rests(self) -> bool:
+        """Lightning passes over this batch, unless it is the last chance to log what the others do in this epoch."""
+        assert self._course is not None
+        self.samples = 0
+        last = self._last_slot()
+        if self._slot >= last and not self._trained:
+            return True
+        compat.count_started(self.trainer)
+        if self._course.steps_after(self._slot, last):
+            compat.count_step(self.trainer)
+        return False
+
+    def _last_slot(self) -> int:
+        """Number of the last batch that Lightning trains in this epoch."""
+        assert self._course is not None
+        trainer = self.trainer
+        limits = (self._course.slots, compat.fetch_limit(trainer), trainer.num_training_batches)
+        return int(min(limits)) - 1
+
+    # ---- a local step -----------------------------------------------------------------------------------------
+
+    def open(self, batch: Any) -> None:
+        """The batch is on the device: what does it count."""
+        if self.samples:
+            self._weight += self.samples if self._weight_of is None else self._counted(batch)
+
+    def _counted(self, batch: Any) -> float:
+        assert self._weight_of is not None
+        weight = float(self._weight_of(batch))
+        if not (np.isfinite(weight) and weight >= 0):
+            raise ValueError(f"batch_weight returned {weight!r}; it must be a finite number >= 0, e.g. a token count")
+        return weight
+
+    @property
+    def counts_nothing(self) -> bool:
+        """Whether the batch that runs is there only so that this rank logs what the others do."""
+        return self.samples == 0
+
+    def dummy_guard(self) -> AbstractContextManager[Any]:
+        """Around ``training_step``: no metric and no logged mean counts a batch of weight 0."""
+        if not self.counts_nothing:
+            return nullcontext()
+        stack = ExitStack()
+        stack.enter_context(compat.metrics_frozen(self.module))
+        stack.enter_context(compat.dummy_batch_unlogged(self.trainer))
+        return stack
+
+    def pull(self) -> None:
+        """Behind a backward pass: FedProx's term, once per local step."""
+        if self._settings.proximal and not self.counts_nothing and not compat.accumulates_now(self.trainer):
+            self._common.pull()
+
+    @contextmanager
+    def scaled(self, optimizer: Any) -> Iterator[None]:
+        """Around an optimizer's step: the learning rate of this rank's local step."""
+        factor = self.plan.lr_factors[self.channel.rank]
+        if factor == 1.0:
+            yield
+            return
+        groups = optimizer.param_groups
+        before = [group["lr"] for group in groups]
+        for group in groups:
+            group["lr"] = group["lr"] * factor
+        try:
+            yield
+        finally:
+            for group, lr in zip(groups, before, strict=True):
+                group["lr"] = lr
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Around a collective that user code asks for: waiting for peers is not this rank's work."""
+        running = self._watch.running
+        self._watch.pause()
+        try:
+            yield
+        finally:
+            if running:
+                self._watch.resume()
+
+    def end_slot(self) -> None:
+        course = self._course
+        assert course is not None
+        last, self._open = self._last_slot(), True
+        if self.samples:
+            self._watch.close()
+            seconds = self._watch.take() or 0.0
+            believed = self._warm and not self._compiles.ask()
+            self._warm = self._trained = True
+            self._made += course.steps_after(self._slot, last)
+            if believed:
+                for i, value in enumerate((float(self.samples), 1.0, seconds)):
+                    self._measured[i] += value
+            self._note_step(seconds)
+        else:
+            self._watch.reset()
+        if course.ends_round(self._slot, self.plan, last):
+            self._meet(over=True)
+
+    def _note_step(self, seconds: float) -> None:
+        data = {"samples": self.samples, "compute_s": seconds, "wait_s": self._wait_s}
+        self._wait_s = 0.0
+        self.events.note("step", compat.epoch_running(self.trainer), self._slot, data)
+
+    # ---- all ranks --------------------------------------------------------------------------------------------
+
+    def meet(self, logged: tuple[str, ...] | None = None) -> None:
+        """Averages what was trained since the ranks met last, if anything was, within a round or at its end.
+
+        Args:
+            logged: names that are about to be reduced over ranks; compared, because ranks would wait for each other.
+
+        Raises:
+            RuntimeError: the ranks have logged other names.
+        """
+        if self.failed:
+            return
+        if self._open:
+            self._meet(over=False)
+        if logged is None:
+            return
+        names: list[tuple[str, ...]] = self.channel.all_gather_object(logged)
+        if len(set(names)) > 1:
+            by_rank = {rank: list(one) for rank, one in enumerate(names)}
+            raise RuntimeError(
+                f"the ranks have logged other names in this epoch, which could not be reduced over them: {by_rank}. Log"
+                " the same names on all ranks"
+            )
+
+    def _meet(self, *, over: bool) -> None:
+        if self._device.type != "cpu":  # the work of this round belongs to this rank's time
+            started_s = time.perf_counter()
+            torch.accelerator.synchronize(self._device)
+            self._measured[2] += time.perf_counter() - started_s
+        began_s = time.perf_counter()
+        tensors = self._common.tensors()
+        rows = [ClientRow(*row) for row in self.channel.all_gather_row(self._row(tensors))()]
+        wait_s = time.perf_counter() - began_s
+        if said := disagreement(rows):
+            raise RuntimeError(said)
+        self._common.average(tensors, rows)
+        self._rows = rows
+        self._stop = any(row.sigterm for row in rows)
+        self._open, self._weight, self._made, self._wait_s = False, 0.0, 0, wait_s
+        if over:
+            self._next_round(rows)
+        self._common.remember()
+
+    def _row(self, tensors: Sequence[Tensor]) -> ClientRow:
+        samples, batches, seconds = self._measured
+        place = self.binder.place
+        return ClientRow(
+            epoch=float(compat.epoch_running(self.trainer)),
+            slot=float(self._slot),
+            weight=self._counts(),
+            made=float(self._made),
+            samples=samples,
+            steps=batches,
+            compute_s=seconds,
+            wait_s=self._wait_s,
+            passes=float(place.passes),
+            taken=float(place.taken),
+            digest=digest_of(self.plan, [(tuple(t.shape), str(t.dtype)) for t in tensors]),
+            states=self._common.states_digest(),
+            sigterm=float(bool(getattr(self.trainer, "received_sigterm", False))),
+        )
+
+    def _counts(self) -> float:
+        """What this rank's parameters count in the average: nothing, if it has trained nothing since the last."""
+        if self._settings.weight_by == "owned":
+            return float(self.binder.clients[self.channel.rank].samples) if self._weight else 0.0
+        return self._weight
+
+    def _next_round(self, rows: Sequence[ClientRow]) -> None:
+        assert self._course is not None
+        self._report = step_report(rows, self.plan, self.policy.predict_s())
+        self._reports = [*self._reports[-63:], self._report]
+        decision = self.policy.decide([(row.samples, row.steps, row.compute_s) for row in rows])
+        self._measured = [0.0, 0.0, 0.0]
+        self.rounds += 1
+        self._course.began = self._slot + 1
+        self._choose()
+        epoch = compat.epoch_running(self.trainer)
+        if decision is not None and decision.changed:
+            data = {
+                "shares": list(self.plan.sizes),
+                "steps": list(self.plan.steps),
+                "predicted_s": decision.predicted_s,
+                "reason": decision.reason,
+            }
+            self.events.note("decision", epoch, self._slot, data)
+
+    def _any_told(self, told: bool) -> bool:
+        """In the place of Lightning's broadcast before every batch: what was known when the ranks met."""
+        del told
+        return self._stop

@@ -1,0 +1,89 @@
+"""The weighted average of the ranks' tensors (layer T).
+
+    average = sum_r w_r t_r / sum_r w_r        floating and complex tensors: in float64, rounded once at the end
+    largest of all ranks                       whole numbers and flags, e.g. BatchNorm's count of batches
+
+In float64, so that what is equal on all ranks stays what it is, to the bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+__all__ = ["average_", "weighted_mean_"]
+
+_BUCKET = 4_000_000  # numbers that travel at once: 32 MB
+
+
+def average_(tensors: Iterable[Tensor], part: float, group: dist.ProcessGroup) -> None:
+    """Replaces tensors by their average over the ranks, in place; a collective.
+
+    Args:
+        tensors: the same number, shapes and types on all ranks; what is no floating number gets the largest value.
+        part: this rank's part of the average; the ranks' sum up to 1. A rank of part 0 adds nothing, be it NaN.
+        group: of the ranks.
+    """
+    means: list[Tensor] = []
+    counts: list[Tensor] = []
+    for tensor in tensors:
+        if tensor.is_floating_point() or tensor.is_complex():
+            means.append(torch.view_as_real(tensor) if tensor.is_complex() else tensor)
+        else:
+            counts.append(tensor)
+    for bucket in _buckets(means):
+        packed = torch.cat([_wide(tensor).reshape(-1) for tensor in bucket])
+        packed = packed * part if part else torch.zeros_like(packed)
+        dist.all_reduce(packed, group=group)
+        _unpack(packed, bucket)
+    for bucket in _buckets(counts):
+        packed = torch.cat([tensor.detach().to(torch.int64).reshape(-1) for tensor in bucket])
+        dist.all_reduce(packed, op=dist.ReduceOp.MAX, group=group)
+        _unpack(packed, bucket)
+
+
+def weighted_mean_(copies: Sequence[Sequence[Tensor]], weights: Sequence[float]) -> list[Tensor]:
+    """Returns what `average_` would make of the ranks' tensors, all in this process: for simulations.
+
+    Args:
+        copies: by rank, tensors of the same shapes and types.
+        weights: by rank, >= 0, not all 0.
+    """
+    total = sum(weights)
+    averaged: list[Tensor] = []
+    for tensors in zip(*copies, strict=True):
+        summed = torch.zeros_like(_wide(tensors[0]))
+        for tensor, weight in zip(tensors, weights, strict=True):
+            if weight:
+                summed += _wide(tensor) * (weight / total)
+        averaged.append(summed.to(tensors[0].dtype))
+    return averaged
+
+
+def _wide(tensor: Tensor) -> Tensor:
+    return tensor.detach().to(torch.float64 if tensor.device.type != "mps" else torch.float32)
+
+
+def _buckets(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+    """Yields the tensors in groups of one device and not too many numbers, in order."""
+    bucket: list[Tensor] = []
+    numbers = 0
+    for tensor in tensors:
+        if bucket and (tensor.device != bucket[0].device or numbers + tensor.numel() > _BUCKET):
+            yield bucket
+            bucket, numbers = [], 0
+        bucket.append(tensor)
+        numbers += tensor.numel()
+    if bucket:
+        yield bucket
+
+
+def _unpack(packed: Tensor, tensors: Sequence[Tensor]) -> None:
+    start = 0
+    for tensor in tensors:
+        end = start + tensor.numel()
+        tensor.detach().copy_(packed[start:end].reshape(tensor.shape))
+        start = end

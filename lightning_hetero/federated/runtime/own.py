@@ -1,0 +1,206 @@
+"""Batches of the data that one rank has for itself: its own loader, read pass after pass (layer T).
+
+    pass 0 of the rank's data        pass 1 ...           the order is the loader's sampler's, drawn under a seed
+    [ batch | batch | batch | ba ]   [ as the loader has them, one pass after the other
+    [ batch  | batch  | batch  | batch ...                or of a size that changes: a batch may begin the data again
+
+Nothing is said to other ranks. Each pass is drawn under a seed made of run, rank and pass, so that a resumed run finds
+its place in it; the global random streams stay as they were.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch.utils.data import DataLoader, Sampler
+
+from lightning_hetero.data.copies import BatchFeed, fed_copy
+from lightning_hetero.data.loader import LoaderSpec, base_sampler, batch_source
+from lightning_hetero.data.samplers import announce_epoch, batch_size_of, draw
+
+__all__ = ["Issued", "OwnBatches", "OwnOrder", "Place", "own_loader"]
+
+
+class Place(NamedTuple):
+    """Where a rank is in its data.
+
+    Attributes:
+        passes: begun and ended.
+        taken: of the pass that runs: samples, or batches of a batch sampler.
+    """
+
+    passes: int = 0
+    taken: int = 0
+
+
+class Issued(NamedTuple):
+    """A batch that was drawn: its samples, and the place behind it."""
+
+    samples: int
+    after: Place
+
+
+class OwnOrder:
+    """A rank's data in the order of its own sampler.
+
+    Args:
+        loader: the user's; not changed.
+        spec: what it is; no stream.
+        seed: of the run and the rank.
+
+    Attributes:
+        by_batch: whether a batch sampler makes the batches.
+        samples: of a pass; of a batch sampler, what its batches hold at most.
+        batch_size: of the loader; the largest, if a batch sampler decides.
+        batches: of a pass, as the loader would make them.
+    """
+
+    def __init__(self, loader: DataLoader, spec: LoaderSpec, *, seed: int) -> None:
+        self.by_batch = spec.kind == "batch_sampler"
+        self._source: Any = batch_source(loader) if self.by_batch else base_sampler(loader)
+        self._seed = seed
+        self._drop_last = spec.drop_last
+        self._drawn: tuple[int, list[Any]] | None = None
+        if self.by_batch:
+            self.batches, self.batch_size = len(self._source), batch_size_of(self._source, seed)
+            self.samples = self.batches * self.batch_size
+        else:
+            assert spec.batch_size is not None
+            self.samples, self.batch_size = len(self._source), spec.batch_size
+            full, rest = divmod(self.samples, self.batch_size)
+            self.batches = full + (rest > 0 and not spec.drop_last)
+
+    def items(self, number: int) -> Sequence[Any]:
+        """Returns the indices, or lists of them, of a pass."""
+        if self._drawn is None or self._drawn[0] != number:
+            seed = int(np.random.SeedSequence([self._seed, number]).generate_state(1)[0])
+            announce_epoch(self._source, number)
+            generator = getattr(self._source, "generator", None)
+            if isinstance(generator, torch.Generator):  # the user's own: it begins each pass as its seed says
+                generator.manual_seed(generator.initial_seed() if not number else seed)
+            self._drawn = (number, draw(self._source, seed))
+        return self._drawn[1]
+
+    def batch(self, place: Place) -> tuple[list[Any], Place]:
+        """Returns the loader's own batch at ``place``, and the place behind it."""
+        items = self.items(place.passes)
+        if place.taken >= len(items):  # of other data, which were more
+            place = Place(place.passes + 1)
+            items = self.items(place.passes)
+        if self.by_batch:
+            drawn, end = items[place.taken], place.taken + 1
+        else:
+            end = min(place.taken + self.batch_size, len(items))
+            drawn = items[place.taken : end]
+        left = len(items) - end
+        short = self._drop_last and not self.by_batch and left < self.batch_size
+        return list(drawn), Place(place.passes + 1) if left <= 0 or short else Place(place.passes, end)
+
+    def sized(self, place: Place, samples: int) -> tuple[list[Any], Place]:
+        """Returns a batch of ``samples`` from ``place`` on, beginning the data again if need be, and the place behind.
+
+        Samples that ``drop_last`` would leave out belong to the next batch.
+        """
+        drawn: list[Any] = []
+        while True:
+            items = self.items(place.passes)
+            place = place if place.taken <= len(items) else Place(place.passes, len(items))
+            end = min(place.taken + samples - len(drawn), len(items))
+            drawn += items[place.taken : end]
+            place = Place(place.passes + 1) if end == len(items) else Place(place.passes, end)
+            if len(drawn) == samples:
+                return drawn, place
+
+
+class OwnBatches(Sampler[list[Any]]):
+    """A batch sampler without end over a rank's own data; notes what it issues.
+
+    Args:
+        order: of the data.
+        size: returns the samples of the next batch when it is drawn; None: the loader's own batches.
+    """
+
+    def __init__(self, order: OwnOrder, *, size: Callable[[], int] | None) -> None:
+        self.order = order
+        self._size = size
+        self._next: tuple[Place, deque[Issued]] = (Place(), deque())
+        # What Lightning and users look for on a batch sampler.
+        self.batch_size = order.batch_size
+        self.drop_last = False
+        self.sampler = self
+
+    def begin(self, place: Place) -> deque[Issued]:
+        """Sets where the next iteration starts and returns the queue of what it will issue."""
+        issued: deque[Issued] = deque()
+        self._next = (place, issued)
+        return issued
+
+    def __len__(self) -> int:
+        return self.order.batches
+
+    def __iter__(self) -> Iterator[list[Any]]:
+        place, issued = self._next
+        order, size = self.order, self._size
+        while True:
+            drawn, place = order.batch(place) if size is None else order.sized(place, size())
+            samples = len(drawn)
+            issued.append(Issued(samples, place))
+            yield drawn
+
+
+def own_loader(
+    loader: DataLoader,
+    sampler: OwnBatches,
+    *,
+    batches: Callable[[object, Callable[[], Iterator[Any]]], Iterator[Any]],
+    length: int,
+) -> DataLoader:
+    """Returns a copy of ``loader`` that reads its own data batch by batch, as long as it is asked.
+
+    Args:
+        loader: map-style; not changed.
+        sampler: draws and notes the batches.
+        batches: returns what an iterator of the copy hands out, asked when the first batch is drawn; given that
+            iterator, and what begins the user's own iteration.
+        length: batches of an epoch.
+    """
+    place = "batch_sampler" if loader.batch_sampler is not None else "sampler"
+    attributes: dict[str, Any] = {place: sampler}
+    return fed_copy(loader, _Own(batches, length), in_order=True, **attributes)
+
+
+@dataclass(frozen=True, slots=True)
+class _Own(BatchFeed):
+    batches: Callable[[object, Callable[[], Iterator[Any]]], Iterator[Any]]
+    count: int
+
+    def iterate(self, own: Callable[[], Iterator[Any]]) -> Iterator[Any]:
+        return _Epoch(self, own)
+
+    def length(self, own: Callable[[], int]) -> int:
+        return self.count
+
+
+class _Epoch(Iterator[Any]):
+    """Batches of one epoch; lets go of the loader's own iterator, and so of its workers, behind the last one."""
+
+    def __init__(self, feed: _Own, own: Callable[[], Iterator[Any]]) -> None:
+        self._feed, self._own = feed, own
+        self._left = feed.count
+        self._batches: Iterator[Any] | None = None
+
+    def __next__(self) -> Any:
+        if not self._left:
+            raise StopIteration
+        if self._batches is None:
+            self._batches = self._feed.batches(self, self._own)
+        batch = next(self._batches)
+        self._left -= 1
+        if not self._left:
+            self._batches = None
+        return batch

@@ -1,0 +1,244 @@
+"""`FederatedStrategy`: each rank's own data, local steps, and rare weighted averages (layer L).
+
+    rank r:  own batches of B_r samples -> tau local steps, nothing sent -> average with the others   [loaders, run]
+    next round: predict the ranks' times, solve, perhaps change B_r (or tau_r, or the learning rate)   [policy]
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_hetero import lightning_compat as compat
+from lightning_hetero.federated.decide.bounds import check_bounds
+from lightning_hetero.federated.decide.policy import RoundPolicy, RoundPolicyName, by_name
+from lightning_hetero.federated.fit.refusals import REFUSALS
+from lightning_hetero.federated.fit.run import FederatedRun
+from lightning_hetero.federated.fit.settings import FederatedSettings, OptimizerStates, WeightBy
+from lightning_hetero.federated.runtime.server import ServerName, ServerOptimizer, server_by_name
+from lightning_hetero.glue.checks import check_choice, check_counts
+from lightning_hetero.glue.metrics import integer_mean_, is_mean
+from lightning_hetero.glue.setup import CHECKPOINT_KEY
+from lightning_hetero.glue.strategy import HeteroStrategy
+from lightning_hetero.predictors import Predictor, PredictorName
+
+if TYPE_CHECKING:
+    from lightning.pytorch import Trainer
+
+__all__ = ["FederatedStrategy"]
+
+
+class FederatedStrategy(HeteroStrategy[FederatedRun]):
+    """Local steps on each rank's own data, whose results are averaged by the samples they have used (after LB-BSP).
+
+    The train loader of each rank is its own and stays with it: nothing is divided, nothing is sent but parameters. In a
+    round every rank makes ``local_steps`` optimizer steps; then parameters, buffers and optimizer states become their
+    average over ranks, weighted by samples. Batches are sized so that all ranks get there together (``"lb-bsp"``).
+
+    Args:
+        local_steps: optimizer steps of a round, tau; with ``"adaptive_steps"`` their mean over ranks.
+        policy: ``"lb-bsp"`` (batches by speed), ``"fedavg"`` (the loader's batches), ``"adaptive_steps"`` (more local
+            steps on fast devices), ``"scaled_lr"`` (batches by speed, learning rates in proportion), or a
+            `RoundPolicy`, e.g. ``FedAvg(again=True)``.
+        predictor: models a rank's time: ``"kalman"``, ``"narx"`` (of times alone), ``"ewma"``, ``"last"``, ``"curve"``,
+            or a `Predictor`.
+        dead_band: relative gain of the predicted time of a step below which nothing is changed.
+        min_samples: least samples of a rank's batch (one number, or one per rank); default a quarter of the equal
+            share.
+        max_samples: most samples, e.g. what its memory holds; default four times the equal share. Never more than the
+            rank has.
+        weight_by: what a rank counts in an average: the samples that it has ``"used"`` since the last one, or those
+            that it ``"owned"`` all along, whatever its speed.
+        optimizer_state: what becomes of the optimizers' states in an average: ``"average"``, each rank may ``"keep"``
+            its own, or all ``"reset"``.
+        server: makes a step of the average: ``"fedavgm"``, ``"fedadam"``, a `ServerOptimizer`; ``None``: takes it.
+        proximal: strength of FedProx's pull towards the last average, mu; 0: none.
+        participation: part of the ranks that take part in a round, drawn anew for each.
+        **ddp: arguments shared by all engines, and `DDPStrategy`'s own; see `HeteroStrategy`. ``global_batch_size`` is
+            the sum of the batches of a local step, where the policy re-sizes them. Those of `DistributedDataParallel`,
+            which is not used here, are refused or named in a warning.
+
+    Raises:
+        ValueError: an argument is out of range, or would be ignored.
+        TypeError: an unknown argument; those that cannot hold on several devices are refused with the reason when the
+            Trainer is made.
+    """
+
+    engine = "federated"
+    description = "Federated averaging"
+    refusals = REFUSALS
+
+    def __init__(
+        self,
+        accelerator: Any = None,
+        *,
+        local_steps: int = 10,
+        policy: RoundPolicyName | RoundPolicy = "lb-bsp",
+        predictor: PredictorName | Predictor = "kalman",
+        dead_band: float = 0.02,
+        min_samples: int | Sequence[int] | None = None,
+        max_samples: int | Sequence[int] | None = None,
+        weight_by: WeightBy = "used",
+        optimizer_state: OptimizerStates = "average",
+        server: ServerName | ServerOptimizer | None = None,
+        proximal: float = 0.0,
+        participation: float = 1.0,
+        **ddp: Any,
+    ) -> None:
+        super().__init__(accelerator=accelerator, **ddp)
+        check_counts(local_steps=local_steps)
+        check_bounds(min_samples, max_samples)
+        check_choice("weight_by", weight_by, ("used", "owned"))
+        check_choice("optimizer_state", optimizer_state, ("average", "keep", "reset"))
+        if isinstance(proximal, bool) or not (isinstance(proximal, int | float) and 0 <= proximal < float("inf")):
+            raise ValueError(f"proximal={proximal!r} must be a finite number >= 0 (FedProx's mu)")
+        if isinstance(participation, bool) or not (isinstance(participation, int | float) and 0 < participation <= 1):
+            raise ValueError(f"participation={participation!r} must be in (0, 1] (part of the ranks)")
+        options: dict[str, Any] = {"predictor": (predictor, "kalman"), "dead_band": (dead_band, 0.02)}
+        given = {name: value for name, (value, default) in options.items() if value != default}
+        if isinstance(policy, RoundPolicy):
+            if given:
+                raise ValueError(f"give either a whole policy, or {', '.join(given)}, not both")
+        elif isinstance(policy, str):
+            policy = by_name(policy, **given)
+        else:
+            raise TypeError(f"policy={policy!r} must be a name or a lightning_hetero.federated.policy.RoundPolicy")
+        self.policy = policy
+        self.settings = FederatedSettings(
+            local_steps=local_steps,
+            policy=policy,
+            min_samples=min_samples,
+            max_samples=max_samples,
+            weight_by=weight_by,
+            optimizer_state=optimizer_state,
+            server=server_by_name(server),
+            proximal=float(proximal),
+            participation=float(participation),
+        )
+        self._own_states: list[list[dict[str, Any]]] = []  # of a checkpoint, by rank and optimizer
+
+    # ---- set-up -----------------------------------------------------------------------------------------------
+
+    def begin(self, trainer: Trainer) -> FederatedRun:
+        return FederatedRun(
+            trainer,
+            self.shared,
+            self.settings,
+            ddp_arguments=self.ddp_arguments,
+            timeout=self.timeout,
+            device=self.root_device,
+        )
+
+    def setup(self, trainer: Trainer) -> None:
+        if self._run is not None:
+            self.check_module(trainer.lightning_module)
+        super().setup(trainer)
+
+    def configure_ddp(self) -> None:
+        """No wrapper. Ranks start from rank 0's parameters and buffers, as under DDP."""
+        assert self.model is not None
+        if self._run is None:
+            super().configure_ddp()
+            return
+        for tensor in [*self.model.parameters(), *self.model.buffers()]:
+            dist.broadcast(tensor.data, 0)
+
+    def idle_on_one_device(self) -> dict[str, Any]:
+        settings = self.settings
+        given = {"server": settings.server, "proximal": settings.proximal or None, "max_samples": settings.max_samples}
+        given["optimizer_state"] = settings.optimizer_state if settings.optimizer_state == "reset" else None
+        return {name: value for name, value in given.items() if value is not None}
+
+    # ---- one step ---------------------------------------------------------------------------------------------
+
+    def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
+        if batch is None:
+            return None
+        batch = super().batch_to_device(batch, device, dataloader_idx)
+        run = self._run
+        if run is not None and run.trainer.training:
+            run.open(batch)
+        return batch
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        run = self._run
+        with nullcontext() if run is None else run.dummy_guard():
+            return super().training_step(*args, **kwargs)
+
+    def post_backward(self, closure_loss: Tensor) -> None:
+        super().post_backward(closure_loss)
+        if self._run is not None:
+            self._run.pull()
+
+    def optimizer_step(self, optimizer: Any, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
+        run = self._run
+        if run is None:
+            return super().optimizer_step(optimizer, closure, model, **kwargs)
+        if run.counts_nothing:
+            output = closure()
+            optimizer.zero_grad()
+            return output
+        with run.scaled(optimizer):
+            return super().optimizer_step(optimizer, closure, model, **kwargs)
+
+    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+        """Means of integers are exact. Values logged for a training batch stay this rank's: nothing is sent then."""
+        run = self._run
+        if not (isinstance(tensor, Tensor) and is_mean(reduce_op) and dist.is_initialized()):
+            with self._waiting_for_peers():
+                return super().reduce(tensor, group, reduce_op)
+        if run is not None and tensor.is_floating_point() and compat.batch_results_open(run.trainer):
+            return tensor
+        with self._waiting_for_peers():
+            if tensor.is_floating_point():
+                return super().reduce(tensor, group, reduce_op)
+            world = dist.group.WORLD if group is None else group
+            assert world is not None
+            return integer_mean_(tensor, world)
+
+    def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
+        with self._waiting_for_peers():
+            return super().all_gather(tensor, group, sync_grads)
+
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        with self._waiting_for_peers():
+            return super().broadcast(obj, src)
+
+    def barrier(self, *args: Any, **kwargs: Any) -> None:
+        with self._waiting_for_peers():
+            super().barrier(*args, **kwargs)
+
+    def _waiting_for_peers(self) -> AbstractContextManager[None]:
+        return nullcontext() if self._run is None else self._run.waiting()
+
+    # ---- checkpoints ------------------------------------------------------------------------------------------
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """What is saved is the average of all ranks, which they make now if they have trained since the last one."""
+        if self._run is not None and self._run.fitting:
+            self._run.meet()
+        return super().lightning_module_state_dict()
+
+    def with_state(self, checkpoint: dict[str, Any]) -> dict[str, Any]:
+        checkpoint = super().with_state(checkpoint)
+        run, states = self._run, checkpoint.get("optimizer_states")
+        keeps = run is not None and not run.failed and self.settings.optimizer_state == "keep"
+        if run is None or not keeps or states is None or CHECKPOINT_KEY not in checkpoint:
+            return checkpoint
+        everyone = run.channel.all_gather_object(states)
+        return {**checkpoint, CHECKPOINT_KEY: {**checkpoint[CHECKPOINT_KEY], "optimizers": everyone}}
+
+    def take_state(self, checkpoint: dict[str, Any]) -> None:
+        self._own_states = checkpoint.get(CHECKPOINT_KEY, {}).get("optimizers", [])
+        super().take_state(checkpoint)
+
+    def load_optimizer_state_dict(self, checkpoint: Any) -> None:
+        mine, self._own_states = self._own_states, []
+        if len(mine) == self.world_size and self.settings.optimizer_state == "keep":
+            checkpoint = {**checkpoint, "optimizer_states": mine[self.global_rank]}
+        super().load_optimizer_state_dict(checkpoint)

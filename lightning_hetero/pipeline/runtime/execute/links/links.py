@@ -1,0 +1,204 @@
+"""The links of one rank to its neighbours in a pipeline: first in, first out, beside computation (layer T).
+
+    main thread      send ──► gloo ──► sender thread, waits until it is out and frees it
+                  receive ◄── queue ◄── receiver thread ◄── gloo
+
+Each neighbour has a sender and a receiver thread, which wait without holding the interpreter (`threads.py`). The
+receiver takes in what comes at once, so a transfer overlaps computation on both sides.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterable, Mapping
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch import distributed as dist
+
+from lightning_hetero.controller.messages import LinkTime
+from lightning_hetero.pipeline.decide.link_clock import LinkClock
+from lightning_hetero.pipeline.runtime.execute.failures import FailureBoard
+from lightning_hetero.pipeline.runtime.execute.links.direct_ways import DirectWay
+from lightning_hetero.pipeline.runtime.execute.links.messages import Message, unpack
+from lightning_hetero.pipeline.runtime.execute.links.threads import End, Receiver, Sender
+from lightning_hetero.transport.sockets import first_line
+from lightning_hetero.types import Link
+
+__all__ = ["Links"]
+
+LOOK_S = 1.0  # at the failure board, while waiting
+_ABORT_S = 1.0  # how long threads may take to notice that a connection is closed
+_TAG_OF_THE_END = 0x9A56
+_POLL_S = 5e-5
+
+
+class Links:
+    """All links of one rank.
+
+    Args:
+        wire: gloo process group with this rank and its neighbours in it; only carries these links' messages from one
+            to the other, so several `Links`, of different neighbours or one after the other, may share it.
+        rank: this process, global.
+        peers: its neighbours, global ranks.
+        device: where received tensors are put; payloads from elsewhere than the CPU go through pinned memory, but on
+            direct ways [CUDA, untested].
+        failures: looked at while waiting.
+        timeout_s: how long `receive` waits at most.
+        emulated: by (source, target): a message can be received no earlier than over such a link. Ranks share a clock,
+            so they must be on one machine.
+        ways: by peer, for those to which payloads go directly.
+    """
+
+    def __init__(
+        self,
+        wire: dist.ProcessGroup,
+        rank: int,
+        peers: Iterable[int],
+        *,
+        device: torch.device,
+        failures: FailureBoard,
+        timeout_s: float,
+        emulated: Mapping[tuple[int, int], Link] | None = None,
+        ways: Mapping[int, DirectWay] | None = None,
+    ) -> None:
+        self._wire = wire
+        peers = sorted(set(peers))
+        self._ways = {peer: way for peer, way in (ways or {}).items() if peer in peers}
+        self._device = device
+        self._failures = failures
+        self._timeout_s = timeout_s
+        self._broken = False
+        emulated = emulated or {}
+        self._rank, self._clocks = rank, {peer: LinkClock() for peer in peers}
+        self._senders: dict[int, Sender] = {}
+        self._receivers: dict[int, Receiver] = {}
+        for peer in peers:
+            end = End(
+                wire=wire,
+                peer=dist.get_group_rank(wire, peer),
+                names=(f"pipeline-send-{rank}-{peer}", f"pipeline-receive-{peer}-{rank}"),
+                device=device,
+                way=self._ways.get(peer),
+                clock=self._clocks[peer],
+                emulated=emulated.get((peer, rank)),
+            )
+            self._senders[peer], self._receivers[peer] = Sender(end), Receiver(end)
+
+    def send(self, peer: int, message: Message) -> None:
+        """Posts a message, does not wait for it to be out.
+
+        Raises:
+            RuntimeError: the peer is gone; names the cause.
+            TypeError: a value that cannot travel.
+        """
+        sender = self._senders[peer]
+        sender.post(message)
+        if sender.broken is not None:
+            raise self._failures.lost(peer, sender.broken)
+
+    def flush(self, peer: int) -> None:
+        """Waits until everything posted is out."""
+        sender, deadline_s = self._senders[peer], time.monotonic() + self._timeout_s
+        while not sender.wait_out(LOOK_S):
+            if sender.broken is not None:
+                raise self._failures.lost(peer, sender.broken)
+            self._look(peer, deadline_s, "took nothing")
+
+    def receive(self, peer: int) -> Message:
+        """Waits for the next message.
+
+        Raises:
+            RuntimeError: a rank has failed, the peer is gone, or nothing came in time; names rank and cause.
+        """
+        receiver, deadline_s = self._receivers[peer], time.monotonic() + self._timeout_s
+        while (came := receiver.take(LOOK_S)) is None:
+            self._look(peer, deadline_s, "sent nothing")
+        if isinstance(came, str):
+            raise self._failures.lost(peer, came)
+        header, payload, usable_s, work = came
+        while (early_s := usable_s - time.monotonic()) > 0.0:  # over an emulated link it would still be on its way
+            time.sleep(min(early_s, LOOK_S))
+            if early_s > LOOK_S:
+                self._failures.check()
+        if peer in self._ways:
+            self._wait_for(peer, work, deadline_s)
+            return unpack(header, self._ways[peer].take_over(payload))
+        return unpack(header, payload.to(self._device, non_blocking=True))
+
+    def _wait_for(self, peer: int, work: Any, deadline_s: float) -> None:
+        """Waits on the host for a payload that is on its way between devices; None: for none."""
+        look_s = time.monotonic() + LOOK_S
+        while not self._arrived(peer, work):
+            if (why := self._receivers[peer].broken) is not None:  # what is under way on the device would never end
+                raise self._failures.lost(peer, why)
+            time.sleep(_POLL_S)
+            if time.monotonic() >= look_s:
+                self._look(peer, deadline_s, "announced a message and did not send it")
+                look_s += LOOK_S
+
+    def _arrived(self, peer: int, work: Any) -> bool:
+        try:
+            return work is None or self._ways[peer].arrived(work)
+        except RuntimeError as error:
+            raise self._failures.lost(peer, first_line(error)) from error
+
+    def times(self) -> list[LinkTime]:
+        """Returns what was timed of messages to this rank since it was last asked; nothing of direct ways."""
+        found: list[LinkTime] = []
+        for peer, clock in self._clocks.items():
+            messages, size_bytes, seconds = clock.take()
+            if messages:
+                found.append(
+                    LinkTime(
+                        source=peer, target=self._rank, messages=messages, size_bytes=size_bytes, seconds=seconds
+                    )
+                )
+        return found
+
+    def close(self) -> None:
+        """Ends the links when all has been sent and the neighbours do the same; they can be waited for. Idempotent.
+
+        Raises:
+            RuntimeError: a neighbour is gone, or does not close its links in time.
+        """
+        if self._broken:
+            return
+        for sender in self._senders.values():
+            sender.post(None)
+        deadline_s = time.monotonic() + self._timeout_s
+        try:
+            for peer, receiver in self._receivers.items():
+                while not (receiver.join(LOOK_S) and self._senders[peer].join(LOOK_S)):
+                    self._look(peer, deadline_s, "did not close its links")
+        except BaseException:
+            self.abort()
+            raise
+        self._broken = True
+
+    def abort(self) -> None:
+        """Ends the links at once, and with them all others that share the wire: neighbours that wait are told."""
+        if self._broken:
+            return
+        self._broken = True
+        for sender in self._senders.values():
+            sender.give_up()
+        for way in self._ways.values():
+            way.abort()
+        # Gloo offers no abort for a receive under way, but closes its connections when any of its waits times out.
+        for receiver in self._receivers.values():
+            with contextlib.suppress(RuntimeError):  # always; and some are closed already
+                end = torch.empty(1, dtype=torch.uint8)
+                work: Any = self._wire.recv([end], receiver.end.peer, _TAG_OF_THE_END)
+                work.wait(timedelta(milliseconds=1))
+        # A send that was posted while the connection broke, gloo may never end: that thread (a daemon) is left alone.
+        deadline_s = time.monotonic() + _ABORT_S
+        for worker in (*self._receivers.values(), *self._senders.values()):
+            worker.join(max(0.0, deadline_s - time.monotonic()))
+
+    def _look(self, peer: int, deadline_s: float, what: str) -> None:
+        self._failures.check()
+        if time.monotonic() >= deadline_s:
+            raise self._failures.lost(peer, f"it {what} for {self._timeout_s:g} s, the timeout")

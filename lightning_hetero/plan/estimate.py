@@ -1,0 +1,111 @@
+"""What one engine would take, and why (layer P)."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from lightning_hetero.plan.setup import Setup
+from lightning_hetero.solvers.plans import plan_to_plain
+from lightning_hetero.types import PipelinePlan
+
+__all__ = ["EngineName", "Estimate", "impossible"]
+
+EngineName = Literal["ddp", "balanced", "stale", "pipeline"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Estimate:
+    """One engine on one set-up.
+
+    Attributes:
+        engine: its name.
+        step_s: time of an update in the steady state; ``inf``: it cannot train so, see ``reasons`` [s].
+        bound_s: nothing that the engine may decide is faster [s].
+        work_s: own work by rank per update [s].
+        shares: samples by rank per update, means where they change.
+        memory_bytes: by rank, of the model's state and activations; 0: not known.
+        exchange_s: part of the step for gradients on wires.
+        reasons: what decides, in sentences.
+        overrides: of ``lightning-hetero-train``, that train so.
+        plan: of the pipeline engine.
+    """
+
+    engine: EngineName
+    step_s: float
+    bound_s: float = 0.0
+    work_s: tuple[float, ...] = ()
+    shares: tuple[float, ...] = ()
+    memory_bytes: tuple[float, ...] = ()
+    exchange_s: float = 0.0
+    reasons: tuple[str, ...] = ()
+    overrides: tuple[str, ...] = ()
+    plan: PipelinePlan | None = None
+
+    @property
+    def ok(self) -> bool:
+        """Whether it can train so at all."""
+        return math.isfinite(self.step_s)
+
+    @property
+    def idle(self) -> float:
+        """Part of all device-seconds in which a device does no work of its own, in [0, 1]."""
+        if not self.ok or not self.work_s:
+            return math.nan
+        return max(0.0, 1.0 - math.fsum(self.work_s) / (len(self.work_s) * self.step_s))
+
+    @property
+    def samples_per_s(self) -> float:
+        """Its throughput; 0 if it cannot train."""
+        return math.fsum(self.shares) / self.step_s if self.ok else 0.0
+
+    def money_per_hour(self, setup: Setup) -> float:
+        """Returns what the devices in use cost per hour; NaN without prices. What rests can be given back."""
+        if not setup.prices:
+            return math.nan
+        return math.fsum(price for price, n in zip(setup.prices, self.work_s, strict=True) if n > 0.0)
+
+    def money_per_million(self, setup: Setup) -> float:
+        """Returns what a million samples cost; NaN without prices, or if it cannot train."""
+        if not self.ok:
+            return math.nan
+        return self.money_per_hour(setup) / 3600.0 * 1e6 / self.samples_per_s
+
+    def as_plain(self, setup: Setup) -> dict[str, Any]:
+        """Returns strict JSON values; what is not known or infinite is None."""
+        return {
+            "engine": self.engine,
+            "ok": self.ok,
+            "step_s": _finite(self.step_s),
+            "bound_s": self.bound_s,
+            "samples_per_s": self.samples_per_s,
+            "idle": _finite(self.idle),
+            "exchange_s": self.exchange_s,
+            "money_per_hour": _finite(self.money_per_hour(setup)) if self.ok else None,
+            "money_per_million_samples": _finite(self.money_per_million(setup)),
+            "devices": [
+                {
+                    "rank": rank,
+                    "name": device.name,
+                    "samples": self.shares[rank],
+                    "work_s": self.work_s[rank],
+                    "memory_bytes": self.memory_bytes[rank] or None,
+                    "memory_limit_bytes": _finite(device.mem_bytes),
+                }
+                for rank, device in enumerate(setup.cluster.devices)
+                if self.ok
+            ],
+            "plan": None if self.plan is None else plan_to_plain(self.plan),
+            "reasons": list(self.reasons),
+            "overrides": list(self.overrides),
+        }
+
+
+def impossible(engine: EngineName, *reasons: str) -> Estimate:
+    """Returns the estimate of an engine that cannot train so, and why."""
+    return Estimate(engine=engine, step_s=math.inf, reasons=reasons)
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None

@@ -1,0 +1,125 @@
+"""The pipeline engine: its own planner, then its schedules operation by operation (layer P)."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from lightning_hetero.pipeline.decide.plans import best_plan, describe_plan, in_one_piece, resting
+from lightning_hetero.pipeline.decide.simulate.machine import Machine
+from lightning_hetero.pipeline.decide.simulate.traces import Phase
+from lightning_hetero.plan.estimate import Estimate, impossible
+from lightning_hetero.plan.setup import Setup
+from lightning_hetero.plan.unsteady import slowest_s
+from lightning_hetero.solvers.chain.model import stage_bytes
+from lightning_hetero.solvers.placement.pipes import Problem
+from lightning_hetero.types import GroupPlan, PipelinePlan
+
+__all__ = ["pipeline", "plan_override"]
+
+# More devices than these: the search judges its seeds alone, by one rule of depths, with micro-batches of powers of two
+# up to a few times a device's equal share.
+_MANY = 32
+_TIMES = 4
+
+
+def pipeline(setup: Setup) -> Estimate:
+    """Returns what `HeteroPipelineStrategy` would take: groups, stages, micro-batches and samples of its best plan."""
+    model, cluster = setup.model, setup.cluster
+    if model is None:
+        return impossible(
+            "pipeline", "what layers cost is not known: give a module, a size formula, or a pipeline's run"
+        )
+    short: dict[str, Any] = {}
+    if setup.ranks > _MANY:
+        most = max(1, _TIMES * setup.global_batch // setup.ranks)
+        short = {"budget": 0, "depth": "per_link", "micro_samples": [1 << k for k in range(most.bit_length())]}
+    plan = best_plan(model, cluster, setup.global_batch, spans=setup.spans, **short)
+    if not plan.ok:
+        return impossible("pipeline", plan.reason)
+    if len(model.layers) == 1:
+        plan = in_one_piece(plan, model, cluster)
+    calm = Phase(start=0.0, slowness=(1.0,) * setup.ranks)
+    batch = Machine(model, cluster).batch(plan, calm)
+    samples, memory = [0.0] * setup.ranks, [0.0] * setup.ranks
+    problem = Problem(model, cluster, setup.global_batch, (setup.global_batch,))
+    for group in plan.groups:
+        for rank, size_bytes in zip(group.ranks, _memory(problem, group), strict=True):
+            memory[rank] = size_bytes
+        # A pipeline's samples pass all of its devices: each counts for its part of the group's work.
+        total_s = math.fsum(batch.work_s[rank] for rank in group.ranks)
+        for rank in group.ranks:
+            part = batch.work_s[rank] / total_s if total_s > 0.0 else 1.0 / len(group.ranks)
+            samples[rank] = group.samples * part
+    return Estimate(
+        engine="pipeline",
+        step_s=batch.seconds * slowest_s(setup, (1.0,) * setup.ranks),
+        bound_s=min(plan.lower_bound_s, batch.seconds),
+        work_s=batch.work_s,
+        shares=tuple(samples),
+        memory_bytes=tuple(memory),
+        exchange_s=plan.sync_s,
+        reasons=tuple(_reasons(setup, plan, batch.seconds)),
+        overrides=(
+            "strategy=hetero_pipeline",
+            f"trainer.devices={setup.ranks}",
+            f"strategy.global_batch_size={setup.global_batch}",
+            f"strategy.plan={plan_override(plan)}",
+        ),
+        plan=plan,
+    )
+
+
+def plan_override(plan: PipelinePlan) -> str:
+    """Returns a plan as a value of Hydra's command line.
+
+    >>> group = GroupPlan(ranks=(1, 0), cuts=(0, 2, 6), samples=10, micro_batches=(4, 4, 2), depths=(3, 2))
+    >>> plan_override(PipelinePlan(groups=(group,)))
+    '{groups:[{ranks:[1,0],cuts:[0,2,6],samples:10,micro_samples:4,depths:[3,2]}]}'
+    """
+
+    def listed(values: tuple[int, ...]) -> str:
+        return f"[{','.join(map(str, values))}]"
+
+    groups: list[str] = []
+    for group in plan.groups:
+        size, count = max(group.micro_batches), len(group.micro_batches)
+        regular = group.micro_batches == (size,) * (count - 1) + (group.samples - size * (count - 1),)
+        sizes = (
+            f"samples:{group.samples},micro_samples:{size}"
+            if regular
+            else f"micro_batches:{listed(group.micro_batches)}"
+        )
+        where = f"ranks:{listed(group.ranks)},cuts:{listed(group.cuts)}"
+        groups.append(f"{{{where},{sizes},depths:{listed(group.depths)}}}")
+    return f"{{groups:[{','.join(groups)}]}}"
+
+
+def _memory(problem: Problem, group: GroupPlan) -> list[float]:
+    """Returns what each stage holds, its micro-batches in flight included [bytes]."""
+    chain = problem.chain(group.ranks, max(group.micro_batches), len(group.micro_batches))
+    state, activations = stage_bytes(chain, np.array([group.cuts], dtype=np.int64))
+    return (state + activations * np.array(group.depths, dtype=np.float64))[0].tolist()
+
+
+def _reasons(setup: Setup, plan: PipelinePlan, batch_s: float) -> list[str]:
+    reasons: list[str] = []
+    lengths = Counter(len(group.ranks) for group in plan.groups)
+    if set(lengths) == {1}:
+        reasons.append("no chain of devices pays: each takes the whole model, as in data parallelism")
+    else:
+        kinds = ", ".join(f"{count} of {length}" for length, count in sorted(lengths.items()))
+        reasons.append(f"groups by number of devices: {kinds}")
+    if idle := resting(plan, setup.ranks):
+        names = ", ".join(setup.name(rank) for rank in idle[:4]) + (", ..." if len(idle) > 4 else "")
+        reasons.append(f"{names} rest: with them a step would take longer")
+    reasons.append(
+        f"schedules, operation by operation: {batch_s * 1e3:.1f} ms; the planner's formula: {plan.total_s * 1e3:.1f} ms"
+    )
+    if setup.ranks <= 16:
+        reasons += describe_plan(replace(plan, total_s=math.nan), setup.cluster).splitlines()
+    return reasons

@@ -1,0 +1,117 @@
+"""All engines on one set-up, ranked, and which of them to take (layer P)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from lightning_hetero.cluster.spec import cluster_to_plain
+from lightning_hetero.plan.estimate import EngineName, Estimate
+from lightning_hetero.plan.parallel import balanced, ddp
+from lightning_hetero.plan.pipelines import pipeline
+from lightning_hetero.plan.setup import Setup
+from lightning_hetero.plan.stale import stale
+
+__all__ = ["ENGINES", "Plan", "check_engines", "plan"]
+
+ENGINES: dict[EngineName, Callable[[Setup], Estimate]] = {
+    "ddp": ddp,
+    "balanced": balanced,
+    "pipeline": pipeline,
+    "stale": stale,
+}
+"""From the one that changes least of how a model trains to the one that changes most."""
+
+_ALIKE = 0.02  # of the throughput: less is not worth another engine
+_ALIKE_STALE = 0.10  # nor is so much, where updates become others
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Plan:
+    """The answer.
+
+    Attributes:
+        setup: what was asked.
+        estimates: those that can train so first, the fastest at the top.
+        chosen: the engine to take; None: none can train.
+        verdict: in a sentence.
+    """
+
+    setup: Setup
+    estimates: tuple[Estimate, ...]
+    chosen: Estimate | None
+    verdict: str
+
+    @property
+    def gain(self) -> float:
+        """Throughput of the chosen engine over stock DDP's; NaN if one of them cannot train."""
+        base = next((e for e in self.estimates if e.engine == "ddp" and e.ok), None)
+        if base is None or self.chosen is None:
+            return math.nan
+        return self.chosen.samples_per_s / base.samples_per_s
+
+    def as_plain(self) -> dict[str, Any]:
+        """Returns strict JSON values."""
+        gain = self.gain
+        return {
+            "global_batch": self.setup.global_batch,
+            "cluster": cluster_to_plain(self.setup.cluster),
+            "verdict": self.verdict,
+            "engine": None if self.chosen is None else self.chosen.engine,
+            "gain": gain if math.isfinite(gain) else None,
+            "estimates": [estimate.as_plain(self.setup) for estimate in self.estimates],
+        }
+
+
+def plan(setup: Setup, engines: Sequence[EngineName] = tuple(ENGINES)) -> Plan:
+    """Estimates the engines and ranks them.
+
+    Taken is the engine that changes least of how the model trains among those with nearly the best throughput: within
+    2 %; the stale engine, whose updates are others, must be more than 10 % ahead.
+
+    Raises:
+        ValueError: no engine, or an unknown one.
+    """
+    check_engines(engines)
+    estimates = [ENGINES[name](setup) for name in ENGINES if name in engines]
+    chosen = _choose(estimates)
+    estimates.sort(key=lambda estimate: -estimate.samples_per_s)
+    return Plan(setup=setup, estimates=tuple(estimates), chosen=chosen, verdict=_verdict(estimates, chosen))
+
+
+def check_engines(engines: Sequence[str]) -> None:
+    """Checks names of engines.
+
+    Raises:
+        ValueError: there are none, or an unknown one.
+    """
+    if not engines or set(engines) - set(ENGINES):
+        raise ValueError(f"engines={list(engines)!r} must be one or more of {', '.join(ENGINES)}")
+
+
+def _choose(estimates: Sequence[Estimate]) -> Estimate | None:
+    able = [estimate for estimate in estimates if estimate.ok]
+    same = [estimate for estimate in able if estimate.engine != "stale"]
+    best = max((estimate.samples_per_s for estimate in same), default=0.0)
+    chosen = next((e for e in same if e.samples_per_s >= (1.0 - _ALIKE) * best), None)
+    other = next((e for e in able if e.engine == "stale"), None)
+    if other is not None and other.samples_per_s > (1.0 + _ALIKE_STALE) * best:
+        return other
+    return chosen
+
+
+def _verdict(estimates: Sequence[Estimate], chosen: Estimate | None) -> str:
+    if chosen is None:
+        return "no engine can train so: " + "; ".join(e.reasons[0] for e in estimates if e.reasons)
+    base = next((e for e in estimates if e.engine == "ddp"), None)
+    name = "ddp" if chosen.engine == "ddp" else f"hetero_{chosen.engine}"
+    text = f"strategy={name}: {chosen.step_s * 1e3:.1f} ms per update, {chosen.samples_per_s:.4g} samples/s"
+    if base is None:
+        return text
+    if chosen is base:
+        return f"{text}; no other engine gains as much as it changes"
+    if not base.ok:
+        return f"{text}; stock DDP cannot train so: {base.reasons[0]}"
+    return f"{text}, {chosen.samples_per_s / base.samples_per_s:.2f} times stock DDP's"

@@ -1,0 +1,157 @@
+"""What the planner is asked about, as one value (layer P)."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from lightning_hetero.solvers.chain.model import room
+from lightning_hetero.solvers.placement.pipes import Pipe, Problem
+from lightning_hetero.solvers.placement.sync import sync_s
+from lightning_hetero.solvers.tied_layers import Span
+from lightning_hetero.types import AffineCost, Cluster, Cost, LayerCost, ModelCost
+
+__all__ = ["Setup", "whole_step"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Setup:
+    """Devices, what a step costs on them, and how large its batch is.
+
+    Args:
+        cluster: devices and links, by rank.
+        global_batch: samples of one update, of all devices together.
+        model: costs by layer on a device of speed 1; None: only ``costs`` are known, and a pipeline cannot be planned.
+        costs: of a whole step, by rank, in the place of those that ``model`` and the devices' speeds give.
+        exchange_s: of the gradients, when nobody comes late [s]; None: by ``model`` and the links.
+        slowness: by rank, times of successive steps over what their costs say; empty: always as these say.
+        spans: layers that must stay on one device, see `lightning_hetero.pipeline.decide.plans.best_plan`.
+        min_samples: least samples per rank under the balanced engine, its argument of this name; None: its default.
+        prices: money per hour, by rank; empty: costs are not asked for.
+
+    Raises:
+        TypeError: ``global_batch`` is not a whole number.
+        ValueError: a value out of its range, or lists that are not one entry per device.
+    """
+
+    cluster: Cluster
+    global_batch: int
+    model: ModelCost | None = None
+    costs: tuple[Cost, ...] = ()
+    exchange_s: float | None = None
+    slowness: tuple[tuple[float, ...], ...] = ()
+    spans: tuple[Span, ...] = ()
+    min_samples: int | None = None
+    prices: tuple[float, ...] = ()
+
+    def __post_init__(self) -> None:
+        if type(self.global_batch) is not int:
+            raise TypeError(f"global_batch={self.global_batch!r} must be a whole number >= 1 (samples per update)")
+        if self.global_batch < 1:
+            raise ValueError(f"global_batch={self.global_batch} must be >= 1 (samples per update)")
+        if self.model is None and not self.costs:
+            raise ValueError(
+                "neither model nor costs are given: profile a module, give a size formula, or read a run"
+            )
+        for name in ("costs", "prices"):
+            given = len(getattr(self, name))
+            if given not in (0, self.ranks):
+                raise ValueError(f"{name} has {given} entries; give one per device: there are {self.ranks}")
+        if bad := [price for price in self.prices if not (math.isfinite(price) and price >= 0.0)]:
+            raise ValueError(f"prices={bad} must be finite numbers >= 0 (money per hour)")
+        if self.exchange_s is not None and not (math.isfinite(self.exchange_s) and self.exchange_s >= 0.0):
+            raise ValueError(f"exchange_s={self.exchange_s!r} must be a finite number >= 0 (seconds), or None")
+
+        if self.slowness:
+            if len(self.slowness) != self.ranks or len(set(map(len, self.slowness))) != 1 or not all(self.slowness):
+                raise ValueError("slowness must have a series for every device, all of the same length")
+            if not all(math.isfinite(value) and value > 0.0 for series in self.slowness for value in series):
+                raise ValueError("slowness must be finite numbers > 0")
+
+    @property
+    def series(self) -> int:
+        """Number of steps after which slowness repeats itself."""
+        return len(self.slowness[0]) if self.slowness else 1
+
+    def slowness_at(self, rank: int, step: int) -> float:
+        """Returns a rank's time in a step over what its cost says."""
+        return self.slowness[rank][step % self.series] if self.slowness else 1.0
+
+    @property
+    def ranks(self) -> int:
+        """Number of devices."""
+        return len(self.cluster.devices)
+
+    def name(self, rank: int) -> str:
+        """Returns how a rank is called in a sentence."""
+        return f"rank {rank} ({self.cluster.devices[rank].name})"
+
+    def step_costs(self) -> tuple[Cost, ...]:
+        """Returns what a whole step costs, by rank."""
+        if self.costs:
+            return self.costs
+        assert self.model is not None
+        step = whole_step(self.model)
+        return tuple(
+            AffineCost(fixed_s=step.fixed_s / device.speed, per_sample_s=step.per_sample_s / device.speed)
+            for device in self.cluster.devices
+        )
+
+    def exchange(self) -> float:
+        """Returns the time of the gradients' exchange where every rank has a whole replica [s].
+
+        By links it is counted in full, as a ring by rank: what a real one hides behind the backward pass is a reserve.
+        """
+        if self.exchange_s is not None:
+            return self.exchange_s if self.ranks > 1 else 0.0
+        if self.model is None or self.ranks < 2:
+            return 0.0
+        problem = Problem(self.model, self.cluster, self.global_batch, (self.global_batch,))
+        layers = len(self.model.layers)
+        return sync_s(problem, [Pipe((rank,), (0, layers)) for rank in range(self.ranks)])
+
+    def param_bytes(self) -> float:
+        """Returns the size of all trained parameters; 0 where the model is not known [bytes]."""
+        return 0.0 if self.model is None else math.fsum(cost.param_bytes for cost in _parts(self.model))
+
+    def memory_bytes(self, samples: float) -> float:
+        """Returns what a whole replica with so many samples in flight takes; 0 where it is not known [bytes]."""
+        state, activations = self._bytes()
+        return state + activations * samples
+
+    def most_samples(self) -> tuple[int | None, ...]:
+        """Returns how many samples each rank's memory holds beside a whole replica; None: as many as it likes."""
+        state, activations = self._bytes()
+        caps = np.array([device.mem_bytes for device in self.cluster.devices], dtype=np.float64)
+        fits = room(np.full(len(caps), state), np.full(len(caps), activations), caps)
+        return tuple(None if value == math.inf else math.floor(max(value, 0.0)) for value in fits.tolist())
+
+    def with_devices(self, keep: tuple[int, ...], cluster: Cluster) -> Setup:
+        """Returns the set-up on ``cluster``, whose devices are those of the ranks ``keep`` here, in this order."""
+        return replace(
+            self,
+            cluster=cluster,
+            costs=tuple(self.costs[rank] for rank in keep) if self.costs else (),
+            slowness=tuple(self.slowness[rank] for rank in keep) if self.slowness else (),
+            prices=tuple(self.prices[rank] for rank in keep) if self.prices else (),
+        )
+
+    def _bytes(self) -> tuple[float, float]:
+        if self.model is None:
+            return 0.0, 0.0
+        parts = _parts(self.model)
+        return math.fsum(p.state_bytes for p in parts), math.fsum(p.activation_bytes for p in parts)
+
+
+def whole_step(model: ModelCost) -> AffineCost:
+    """Returns what a step of all layers, and of what stands around them, costs on a device of speed 1."""
+    times = [cost for part in _parts(model) for cost in (part.forward, part.backward)]
+    return AffineCost(
+        fixed_s=math.fsum(cost.fixed_s for cost in times), per_sample_s=math.fsum(cost.per_sample_s for cost in times)
+    )
+
+
+def _parts(model: ModelCost) -> tuple[LayerCost, ...]:
+    return (model.before, *model.layers, model.head)

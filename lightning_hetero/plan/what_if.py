@@ -1,0 +1,182 @@
+"""The same set-up with one thing changed (layer P).
+
+{without: rank or name}                                   a device, or all of that name, is not there
+{add: {name, speed, mem, count}, link: {bandwidth, latency}, price: 0.4}   devices more, linked so to all others
+{links: [{between: [left, right], bandwidth: 10 Gbit/s}]} as in a cluster's description
+{batch: 2}                                                times the global batch
+{speed: {rank or name: 0.5}}                              times the speed
+{price: {rank or name: 0.4}}                              money per hour, e.g. of a spot instance
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, cast
+
+from lightning_hetero.cluster.spec import cluster_from_plain, override_cluster, ranks_named, relinked
+from lightning_hetero.cluster.units import as_number
+from lightning_hetero.plan.planner import Plan
+from lightning_hetero.plan.setup import Setup
+from lightning_hetero.types import AffineCost, Cluster, Link
+
+__all__ = ["Change", "changed", "usual_changes"]
+
+_KINDS = ("without", "add", "links", "batch", "speed", "price")
+_FEW = 16  # devices up to which each kind of them is tried to be left out
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Change:
+    """A changed set-up and what it gives.
+
+    Attributes:
+        title: what is changed.
+        plan: the answer.
+    """
+
+    title: str
+    plan: Plan
+
+
+def usual_changes(setup: Setup) -> list[dict[str, Any]]:
+    """Returns what people ask first: each kind of device left out, slowest first, and the batch doubled.
+
+    >>> from lightning_hetero.cluster.spec import cluster_from_plain
+    >>> devices = [{"name": "fast", "count": 2}, {"name": "old", "speed": 0.25}]
+    >>> costs = tuple(AffineCost(fixed_s=0.0, per_sample_s=seconds) for seconds in (1.0, 1.0, 4.0))
+    >>> setup = Setup(cluster=cluster_from_plain({"devices": devices}), global_batch=8, costs=costs)
+    >>> usual_changes(setup)
+    [{'without': 2}, {'without': 1}, {'batch': 2}]
+    """
+    kinds: dict[tuple[float, float, float], int] = {}
+    costs = setup.step_costs()
+    each = setup.global_batch / setup.ranks
+    for rank, device in enumerate(setup.cluster.devices):
+        price = setup.prices[rank] if setup.prices else 0.0
+        kinds[costs[rank].seconds(each), device.mem_bytes, price] = rank  # the last one of each kind
+    slowest_first = [rank for _, rank in sorted(kinds.items(), key=lambda item: -item[0][0])]
+    left_out = [{"without": rank} for rank in slowest_first] if 1 < setup.ranks <= _FEW else []
+    return [*left_out, {"batch": 2}]
+
+
+def changed(setup: Setup, change: Mapping[str, Any]) -> tuple[str, Setup]:
+    """Returns what is changed, in words, and the changed set-up.
+
+    Args:
+        setup: as it is.
+        change: see the module.
+
+    Raises:
+        TypeError, ValueError: an unknown key, a device that is not there, or a value out of its range.
+    """
+    given = _mapping("what_if", change)
+    kinds = [kind for kind in _KINDS if kind in given]
+    extra = set(given) - set(_KINDS) - ({"link", "price"} if "add" in given else set())
+    if extra or (len(kinds) != 1 and kinds != ["add", "price"]):
+        raise ValueError(
+            f"what_if={given!r} must hold one of the keys {', '.join(_KINDS)} (add also takes link and price)"
+        )
+    kind, value = kinds[0], given[kinds[0]]
+    if kind == "without":
+        return _without(setup, value)
+    if kind == "add":
+        return _added(setup, value, given.get("link"), given.get("price"))
+    if kind == "links":
+        return f"links {_said(value)}", replace(setup, cluster=relinked(setup.cluster, value))
+    if kind == "batch":
+        factor = as_number("what_if.batch", value, above=True)
+        batch = max(1, round(setup.global_batch * factor))
+        return f"{factor:g} x the batch ({batch} samples)", replace(setup, global_batch=batch)
+    if kind == "speed":
+        return f"speed {_said(value)}", _sped(setup, _mapping("what_if.speed", value))
+    return f"price {_said(value)}", _priced(setup, _mapping("what_if.price", value))
+
+
+def _without(setup: Setup, end: Any) -> tuple[str, Setup]:
+    gone = ranks_named(setup.cluster, end, at="what_if.without")
+    keep = tuple(rank for rank in range(setup.ranks) if rank not in gone)
+    if not keep:
+        raise ValueError(f"what_if.without={end!r} leaves no device: the cluster has {setup.ranks}")
+    links = tuple(tuple(setup.cluster.links[a][b] for b in keep) for a in keep)
+    cluster = Cluster(devices=tuple(setup.cluster.devices[rank] for rank in keep), links=links)
+    return f"without {', '.join(setup.name(rank) for rank in gone)}", setup.with_devices(keep, cluster)
+
+
+def _added(setup: Setup, value: Any, link: Any, price: Any) -> tuple[str, Setup]:
+    many = isinstance(value, Sequence) and not isinstance(value, str)
+    spec: dict[str, Any] = {"devices": list(cast("Sequence[Any]", value)) if many else [value]}
+    new = cluster_from_plain(spec if link is None else {**spec, "link": link})
+    count, old = len(new.devices), setup.cluster
+    if link is None:  # as the slowest link there is: nobody adds a device that is better connected than the others
+        between = [old.links[a][b] for a in range(setup.ranks) for b in range(setup.ranks) if a != b] or [Link()]
+        wire = Link(
+            bandwidth_bytes_per_s=min(x.bandwidth_bytes_per_s for x in between),
+            latency_s=max(x.latency_s for x in between),
+        )
+    else:
+        one = cluster_from_plain({"devices": [{"count": 2}], "link": link})
+        wire = one.links[0][1]
+    rows = [[*row, *[wire] * count] for row in old.links]
+    rows += [[wire] * (setup.ranks + count) for _ in range(count)]
+    cluster = Cluster(devices=old.devices + new.devices, links=tuple(map(tuple, rows)))
+    costs = setup.costs
+    if costs:  # what the first device costs, by speed
+        first, speed = costs[0], old.devices[0].speed
+        if not isinstance(first, AffineCost):
+            raise ValueError(
+                "what_if.add needs a model, or costs that are lines: what another device costs is not known"
+            )
+        scale = [speed / device.speed for device in new.devices]
+        costs += tuple(AffineCost(fixed_s=first.fixed_s * k, per_sample_s=first.per_sample_s * k) for k in scale)
+    prices = setup.prices
+    if prices:
+        each = prices[-1] if price is None else as_number("what_if.price", price)
+        prices += (each,) * count
+    names = ", ".join(device.name for device in new.devices)
+    return f"with {names}", replace(setup, cluster=cluster, costs=costs, prices=prices)
+
+
+def _sped(setup: Setup, factors: Mapping[str, Any]) -> Setup:
+    speeds, costs = [device.speed for device in setup.cluster.devices], list(setup.costs)
+    for end, value in factors.items():
+        factor = as_number(f"what_if.speed.{end}", value, above=True)
+        for rank in ranks_named(setup.cluster, _end(end), at="what_if.speed"):
+            speeds[rank] *= factor
+            cost = costs[rank] if costs else None
+            if isinstance(cost, AffineCost):
+                costs[rank] = AffineCost(fixed_s=cost.fixed_s / factor, per_sample_s=cost.per_sample_s / factor)
+            elif cost is not None:
+                raise ValueError("what_if.speed needs a model, or costs that are lines")
+    return replace(setup, cluster=override_cluster(setup.cluster, speeds=speeds), costs=tuple(costs))
+
+
+def _priced(setup: Setup, given: Mapping[str, Any]) -> Setup:
+    prices = list(setup.prices or (0.0,) * setup.ranks)
+    for end, value in given.items():
+        price = as_number(f"what_if.price.{end}", value)
+        for rank in ranks_named(setup.cluster, _end(end), at="what_if.price"):
+            prices[rank] = price
+    return replace(setup, prices=tuple(prices))
+
+
+def _end(name: str) -> int | str:
+    """Keys of mappings are texts, ranks too."""
+    return int(name) if name.isdecimal() else name
+
+
+def _mapping(at: str, value: Any) -> dict[str, Any]:
+    if not isinstance(value, Mapping):
+        raise TypeError(f"{at}={value!r} must be a mapping, e.g. {{without: 3}}")
+    return {str(key): item for key, item in cast("Mapping[Any, Any]", value).items()}
+
+
+def _said(value: Any) -> str:
+    """Returns a value as short text."""
+    if isinstance(value, Mapping):
+        items = cast("Mapping[Any, Any]", value).items()
+        return ", ".join(f"{key}: {_said(item)}" for key, item in items)
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        return "; ".join(_said(item) for item in cast("Sequence[Any]", value))
+    return f"{value:g}" if isinstance(value, float) and math.isfinite(value) else str(value)

@@ -1,0 +1,266 @@
+"""The Kalman filter, corrected by a small neural network on past times and on the host's load (layer P).
+
+LB-BSP (Chen et al., SoCC'20) predicts a worker's speed in a cluster that others use, too, by a NARX network: nonlinear
+autoregression with exogenous inputs, which are the processor time and the memory that others leave free. Orders, sizes
+and training are not public; those here are ours, compared in ``benchmarks/narx``.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from operator import mul
+from typing import Any, ClassVar, cast
+
+from lightning_hetero.predictors.base import Memory, check_ranges
+from lightning_hetero.predictors.kalman import Kalman
+from lightning_hetero.types import AffineCost
+
+__all__ = ["Narx"]
+
+_SEED = 20_200_119  # of the hidden units: the same on all ranks
+_SPAN = 2.0  # their weights lie in [-2, 2]
+_ERROR_WEIGHT = 1.0 / 32.0  # of the newest error in the running ones
+_MOST = 0.95  # slowness that may be forecast: 39 times as slow as the level, or as fast
+_LEAST_FREE = 1e-3  # less free time or memory than this makes no difference
+_LEAST, _GREATEST = 1e-9, 1e9  # of ratios of times
+
+
+class Narx(Kalman):
+    """The Kalman filter, corrected by a network that has seen what the time does when the load changes.
+
+    A filter on times alone follows a change only after it was measured, and twice if it looks like a hiccup. The load
+    tells whether somebody else has come, or gone. ``T(b) = factor (alpha + beta b)``: alpha and beta are the filter's,
+    the factor is the network's::
+
+        slowness  s(r) = (r - 1) / (r + 1)     of a ratio of times: -1 < s < 1, s(1 / r) = -s(r)
+        target    y = s(T / (level (alpha + beta b))),   level: long-run mean of T / (alpha + beta b)
+        inputs    x = 1; the filter's own forecast f = s(1 / level); the last ``times`` targets, each less f; the last
+                  ``loads`` loads as s(1 / free_cpu), s(1 / free_mem), the newest told included; 0 where unknown (NaN)
+        hidden    h_j = a_j / (1 + |a_j|),   a_j = v_j . x,   v_j fixed, from a generator of our own
+        forecast  y = f + w . (x, h);   the factor is level (1 + y) / (1 - y)
+        learning  w by recursive least squares which forgets: first w = 0, that is the filter, give or take ``prior``
+
+    Times count relative to the filter's model, so that neither their unit nor the changing share matters. Of both,
+    filter and network, the mean error of forecasts one step ahead is kept. The factor is 1 (the filter's word stands)
+    for the first ``warm`` records, whenever the network's error is not smaller by ``margin``, and where the network
+    differs by less than ``zone``, since that is mostly noise. Without any load this is an autoregression on times.
+
+    Sums are `math.fsum`, rounded alike everywhere; else there is only + - * /, so all ranks come to the same numbers.
+
+    Args:
+        times: past times among the inputs, >= 1.
+        loads: loads among the inputs, the newest included, >= 1.
+        hidden: hidden units; 0 leaves a linear model.
+        zone: relative difference to the filter's time from which the network counts, in [0, 1].
+        forget: part of what was learned that each record makes forgotten, in [0, 0.1].
+        prior: variance of the first weights, in those of a record, in [1e-3, 1e6].
+        level_weight: of the newest time in the level, in [1e-4, 1].
+        warm: records to learn from before the network counts, >= 1.
+        margin: the network's error must be smaller than the filter's by this part, in [0, 1).
+        **kalman: settings of the filter, see `Kalman`.
+
+    Raises:
+        ValueError: a setting is out of range.
+    """
+
+    MEMORY: ClassVar[Memory] = {
+        **Kalman.MEMORY,
+        "factor": 1.0,
+        "level": 1.0,
+        "forecast": 0.0,  # of the next target
+        "learned": 0,  # records
+        "network_error": 0.0,  # running means of |s(time / forecast)|
+        "filter_error": 0.0,
+        "load": [],  # newest, as inputs; empty: not told since the last record
+        "past_times": [],  # targets, newest first
+        "past_loads": [],  # two inputs each, newest first
+        "inputs": [],  # x and h of the forecast; empty: there is none
+        "weights": [],
+        "spread": [],  # covariance of the weights, row by row, in variances of a record
+    }
+    WANTS_LOAD: ClassVar[bool] = True
+
+    factor: float
+    level: float
+    forecast: float
+    learned: int
+    network_error: float
+    filter_error: float
+    load: list[float]
+    past_times: list[float]
+    past_loads: list[float]
+    inputs: list[float]
+    weights: list[float]
+    spread: list[float]
+
+    def __init__(
+        self,
+        *,
+        times: int = 2,
+        loads: int = 2,
+        hidden: int = 4,
+        zone: float = 0.1,
+        forget: float = 0.002,
+        prior: float = 10.0,
+        level_weight: float = 0.01,
+        warm: int = 32,
+        margin: float = 0.05,
+        **kalman: float,
+    ) -> None:
+        for name, count, fewest in (
+            ("times", times, 1),
+            ("loads", loads, 1),
+            ("hidden", hidden, 0),
+            ("warm", warm, 1),
+        ):
+            if type(count) is not int or count < fewest:
+                raise ValueError(f"Narx({name}={count!r}) must be a whole number >= {fewest}")
+        check_ranges(
+            "Narx",
+            ("zone", zone, 0.0, 1.0),
+            ("forget", forget, 0.0, 0.1),
+            ("prior", prior, 1e-3, 1e6),
+            ("level_weight", level_weight, 1e-4, 1.0),
+            ("margin", margin, 0.0, 0.999),
+        )
+        super().__init__(**kalman)
+        self.times = times
+        self.loads = loads
+        self.hidden = hidden
+        self.zone = zone
+        self.forget = forget
+        self.prior = prior
+        self.level_weight = level_weight
+        self.warm = warm
+        self.margin = margin
+        self._units = _hidden_units(hidden, 2 + times + 2 * loads)
+
+    # ---- one record ---------------------------------------------------------------------------------------------
+
+    def told(self, *, free_cpu: float, free_mem: float) -> None:
+        self.load = [
+            _slowness(1.0 / min(max(float(free), _LEAST_FREE), 1.0)) if free == free else 0.0
+            for free in (free_cpu, free_mem)
+        ]
+
+    def update(self, samples: float, compute_s: float) -> None:
+        b, measured_s = self.checked(samples, compute_s)
+        if self.inputs and b > 0.0:
+            self._learn(b, measured_s)
+        at = max(b, 1.0)
+        before_s = super().cost().seconds(at) if self.ready else 0.0
+        super().update(samples, compute_s)
+        after_s = super().cost().seconds(at)
+        if before_s > 0.0:  # the filter has moved, the level stays where it was
+            self.level = _ratio(self.level * _ratio(before_s, after_s), 1.0)
+        self.factor, self.inputs = 1.0, []
+        if b > 0.0:  # a step without samples tells of the fixed cost only
+            self._foresee(_ratio(measured_s, after_s))
+
+    def _learn(self, b: float, measured_s: float) -> None:
+        """Compares the forecasts with what came, and corrects the weights."""
+        filter_s = super().cost().seconds(b)
+        network_s = filter_s * (self.level * _times(self.forecast))
+        weight = max(_ERROR_WEIGHT, 1.0 / (self.learned + 1))
+        self.network_error += weight * (abs(_slowness(_ratio(measured_s, network_s))) - self.network_error)
+        self.filter_error += weight * (abs(_slowness(_ratio(measured_s, filter_s))) - self.filter_error)
+        self.learned += 1
+        own = _slowness(_ratio(1.0, self.level))
+        self._correct_weights(_slowness(_ratio(measured_s, filter_s * self.level)) - own)
+
+    def _correct_weights(self, target: float) -> None:
+        """Recursive least squares; nothing is forgotten while that would make the weights less sure than at first."""
+        z, n = self.inputs, len(self.inputs)
+        rows = [self.spread[start : start + n] for start in range(0, n * n, n)]
+        towards = [_dot(row, z) for row in rows]
+        keep = 1.0 - self.forget
+        step = 1.0 / (keep + max(_dot(z, towards), 0.0))
+        move = step * (target - _dot(self.weights, z))
+        self.weights = [w + move * v for w, v in zip(self.weights, towards, strict=True)]
+        grow = 1.0 / keep if math.fsum(self.spread[:: n + 1]) < self.prior * n else 1.0
+        self.spread = [
+            (p - step * (v * u)) * grow
+            for row, v in zip(rows, towards, strict=True)
+            for p, u in zip(row, towards, strict=True)
+        ]
+
+    def _foresee(self, slow: float) -> None:
+        """Takes in a time, ``slow`` times the filter's, and makes the forecast of the next one."""
+        weight = max(self.level_weight, 1.0 / self.updates)
+        self.level = _ratio(self.level * _times(weight * _slowness(_ratio(slow, self.level))), 1.0)
+        self.past_times = [_slowness(_ratio(slow, self.level)), *self.past_times][: self.times]
+        self.past_loads = [*(self.load or (0.0, 0.0)), *self.past_loads][: 2 * self.loads]
+        self.load = []
+        if len(self.past_times) < self.times or len(self.past_loads) < 2 * self.loads:
+            return
+        own = _slowness(_ratio(1.0, self.level))
+        x = [1.0, own, *(time - own for time in self.past_times), *self.past_loads]
+        units = [_dot(unit, x) for unit in self._units]
+        self.inputs = x + [a / (1.0 + abs(a)) for a in units]
+        if not self.weights:
+            n = len(self.inputs)
+            self.weights = [0.0] * n
+            self.spread = [0.0 if i % (n + 1) else self.prior for i in range(n * n)]
+        self.forecast = min(max(own + _dot(self.weights, self.inputs), -_MOST), _MOST)
+        factor = self.level * _times(self.forecast)
+        if abs(factor - 1.0) < self.zone:
+            self.forecast, factor = own, 1.0
+        if self.learned >= self.warm and self.network_error < (1.0 - self.margin) * self.filter_error:
+            self.factor = factor
+
+    # ---- what others ask ----------------------------------------------------------------------------------------
+
+    def cost(self) -> AffineCost:
+        known = super().cost()
+        assert isinstance(known, AffineCost)
+        return AffineCost(fixed_s=known.fixed_s * self.factor, per_sample_s=known.per_sample_s * self.factor)
+
+    def std_s(self, samples: float) -> float:
+        return super().std_s(samples) * self.factor
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        n = 2 + self.times + 2 * self.loads + self.hidden
+        sizes = {
+            "past_times": range(self.times + 1),
+            "past_loads": range(2 * self.loads + 1),
+            "inputs": (0, n),
+            "weights": (0, n),
+            "spread": (0, n * n),
+        }
+        for name, sizes_of in sizes.items():
+            size = len(cast("list[Any]", state[name])) if isinstance(state.get(name), list) else 0
+            if size not in sizes_of:
+                raise ValueError(
+                    f"state of {type(self).__name__}: {size} {name} do not fit; times, loads and hidden must be "
+                    "those of the run that wrote it"
+                )
+        super().load_state_dict(state)
+
+
+def _hidden_units(number: int, size: int) -> tuple[tuple[float, ...], ...]:
+    """Weights that look random, by Knuth's linear congruential generator MMIX."""
+    state = _SEED
+    weights: list[float] = []
+    for _ in range(number * size):
+        state = (state * 6_364_136_223_846_793_005 + 1_442_695_040_888_963_407) % 2**64
+        weights.append(_SPAN * (state // 2**11 / 2**52 - 1.0))
+    return tuple(tuple(weights[start : start + size]) for start in range(0, len(weights), size))
+
+
+def _dot(left: Sequence[float], right: Sequence[float]) -> float:
+    return math.fsum(map(mul, left, right))
+
+
+def _slowness(ratio: float) -> float:
+    return (ratio - 1.0) / (ratio + 1.0)
+
+
+def _times(slowness: float) -> float:
+    """Returns the ratio of which that is the slowness."""
+    return (1.0 + slowness) / (1.0 - slowness)
+
+
+def _ratio(measured: float, expected: float) -> float:
+    """Returns measured / expected within bounds, whatever comes."""
+    return min(max(measured / max(expected, 1e-300), _LEAST), _GREATEST)

@@ -1,0 +1,9 @@
+"""A run's figures as one HTML file that needs nothing else (layer P).
+
+    svg       marks on a drawing, colours by class, so that light and dark are the page's choice
+    charts    time lines, bars, lines, heat maps, histograms
+    views     of every run: each answers one question
+    engines   views of one engine: staleness, schedule, budget
+    html      the page around them
+    build     a run, or two, as a page
+"""

@@ -1,0 +1,255 @@
+"""Charts of the report (layer P)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from lightning_hetero.report.page.svg import WIDTH, Drawing, text_width
+
+__all__ = ["Bar", "Line", "Span", "bars", "heat_map", "histogram", "legend", "lines", "rank_kind", "time_lines"]
+
+_ROW, _BAR = 20.0, 14.0
+_RIGHT = 18.0  # for half of an axis's last number
+_MOST_POINTS, _MOST_DOTS = 240, 60  # of a line
+_COLOURS = 8  # of ranks, in the page's style
+
+
+def rank_kind(rank: int) -> str:
+    """Returns the class of a rank's colour."""
+    return f"r{rank % _COLOURS}"
+
+
+def legend(entries: Sequence[tuple[str, str]]) -> str:
+    """Returns a line of colours and their names, as HTML."""
+    items = "".join(f'<span class="key"><i class="{kind}"></i>{name}</span>' for kind, name in entries)
+    return f'<p class="legend">{items}</p>'
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Span:
+    """A part of a time line [s]."""
+
+    start_s: float
+    end_s: float
+    kind: str
+    tip: str = ""
+    label: str = ""
+
+
+def time_lines(
+    rows: Sequence[tuple[str, Sequence[Span]]], *, end_s: float, label: str, breaks: Sequence[int] = ()
+) -> str:
+    """Returns rows of spans on one axis from 0 to ``end_s``.
+
+    Args:
+        rows: a name and its spans.
+        end_s: of the axis.
+        label: what it says.
+        breaks: rows before which there is a gap.
+    """
+    left = min(150.0, 10.0 + max(text_width(name) for name, _ in rows))
+    gaps = [sum(1 for b in breaks if b <= i) * 10.0 for i in range(len(rows))]
+    drawing = Drawing(_ROW * len(rows) + (gaps[-1] if gaps else 0.0) + 26.0, label)
+    scale = (WIDTH - left - _RIGHT) / end_s if end_s > 0 else 0.0
+    bottom = drawing.height - 22.0
+    for tick in _ticks(0.0, end_s * 1e3, most=5):
+        x = left + tick * 1e-3 * scale
+        drawing.line(x, 2.0, x, bottom, "grid")
+        drawing.text(x, bottom + 14.0, f"{tick:g}" + (" ms" if tick == 0 else ""), "mute", anchor="middle")
+    for i, (name, spans) in enumerate(rows):
+        y = _ROW * i + gaps[i] + 3.0
+        drawing.text(0.0, y + 11.0, name, most=left - 6.0)
+        for span in spans:
+            start_s, stop_s = max(0.0, span.start_s), min(end_s, span.end_s)
+            width = (stop_s - start_s) * scale
+            drawing.rect(left + start_s * scale, y, width, _BAR, span.kind, tip=span.tip)
+            if span.label and width > text_width(span.label):
+                drawing.text(
+                    left + start_s * scale + width / 2.0, y + 11.0, span.label, "inside", anchor="middle"
+                )
+    return drawing.svg()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Bar:
+    """A row of parts, one behind the other; ``text`` stands at its end."""
+
+    name: str
+    parts: Sequence[tuple[str, float]]
+    text: str = ""
+    tip: str = ""
+
+    @property
+    def length(self) -> float:
+        return math.fsum(value for _, value in self.parts)
+
+
+def bars(rows: Sequence[Bar], *, label: str, mark: float = math.nan, mark_text: str = "") -> str:
+    """Returns horizontal bars, with a vertical line at ``mark``."""
+    most = max([row.length for row in rows] + ([] if math.isnan(mark) else [mark]), default=0.0) or 1.0
+    left = min(200.0, 10.0 + max(text_width(row.name) for row in rows))
+    right = 8.0 + max(text_width(row.text) for row in rows)
+    head = 16.0 if mark_text else 2.0
+    drawing = Drawing(_ROW * len(rows) + head + 4.0, label)
+    scale = (WIDTH - left - right) / most
+    for i, row in enumerate(rows):
+        y, x = head + _ROW * i + 2.0, left
+        drawing.text(0.0, y + 11.0, row.name, most=left - 6.0)
+        for kind, value in row.parts:
+            drawing.rect(x, y, value * scale, _BAR, kind, tip=row.tip)
+            x += max(0.0, value) * scale
+        drawing.text(x + 5.0, y + 11.0, row.text)
+    if not math.isnan(mark):
+        x = left + mark * scale
+        drawing.line(x, head - 2.0, x, drawing.height - 2.0, "mark")
+        if mark_text:
+            near = x > WIDTH / 2.0
+            drawing.text(x + (-4.0 if near else 4.0), 11.0, mark_text, "mute", anchor="end" if near else "start")
+    return drawing.svg()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Line:
+    """A line of a chart; points whose value is NaN are left out."""
+
+    name: str
+    kind: str
+    y: Sequence[float]
+    x: Sequence[float] = field(default_factory=list[float])
+    dashed: bool = False
+    dots: bool = False
+
+
+def lines(
+    series: Sequence[Line],
+    *,
+    label: str,
+    x_name: str,
+    y_name: str,
+    from_zero: bool = True,
+    marks: Sequence[tuple[float, str]] = (),
+    level: float = math.nan,
+) -> str:
+    """Returns a line chart.
+
+    Args:
+        series: lines; without ``x`` points are numbered from 0.
+        label: what it says.
+        x_name, y_name: of the axes; x counts something.
+        from_zero: whether the y axis begins at 0.
+        marks: places on the x axis with a vertical line, and what happened there.
+        level: a horizontal line.
+    """
+    points = [
+        _thinned([(a, b) for a, b in zip(line.x or range(len(line.y)), line.y, strict=True) if not math.isnan(b)])
+        for line in series
+    ]
+    values = [b for line in points for _, b in line] + ([] if math.isnan(level) else [level])
+    xs = [a for line in points for a, _ in line] or [0.0]
+    low, high = (0.0 if from_zero else min(values, default=0.0)), max(values, default=1.0)
+    low = min(low, min(values, default=0.0))
+    if high - low < 1e-12:
+        high = low + 1.0
+    y_ticks = _ticks(low, high, most=5)
+    left = 14.0 + max(text_width(f"{tick:g}") for tick in y_ticks)
+    drawing = Drawing(210.0, label)
+    top, bottom = 22.0, 178.0
+    x_low, x_high = min(xs), max(max(xs), min(xs) + 1e-9)
+
+    def at(a: float, b: float) -> tuple[float, float]:
+        part_x, part_y = (a - x_low) / (x_high - x_low), (b - low) / (high - low)
+        return left + part_x * (WIDTH - left - _RIGHT), bottom - part_y * (bottom - top)
+
+    drawing.text(0.0, 12.0, y_name, "mute")
+    for tick in y_ticks:
+        y = at(x_low, tick)[1]
+        drawing.line(left, y, WIDTH - _RIGHT, y, "grid")
+        drawing.text(left - 5.0, y + 4.0, f"{tick:g}", "mute", anchor="end")
+    for tick in _ticks(x_low, x_high, most=6, least=1.0):
+        drawing.text(at(tick, low)[0], bottom + 15.0, f"{tick:g}", "mute", anchor="middle")
+    drawing.text(WIDTH - _RIGHT, bottom + 29.0, x_name, "mute", anchor="end")
+    for place, tip in marks:
+        x = at(min(max(place, x_low), x_high), low)[0]
+        drawing.line(x, top, x, bottom, "mark", tip=tip)
+    if not math.isnan(level):
+        drawing.line(left, at(x_low, level)[1], WIDTH - _RIGHT, at(x_low, level)[1], "bound")
+    for line, known in zip(series, points, strict=True):
+        kind = f"line {line.kind}" + (" dashed" if line.dashed else "")
+        drawing.path([at(a, b) for a, b in known], kind, tip=line.name)
+        if (line.dots and len(known) <= _MOST_DOTS) or len(known) == 1:
+            for a, b in known:
+                drawing.circle(*at(a, b), 3.0, line.kind, tip=f"{line.name}: {b:.4g}")
+    return drawing.svg()
+
+
+def _thinned(points: list[tuple[float, float]]) -> list[tuple[float, float]]:
+    """Returns at most so many points that a line can show, the last one among them."""
+    every = -(-len(points) // _MOST_POINTS) or 1
+    return points[(len(points) - 1) % every :: every]
+
+
+def heat_map(
+    rows: Sequence[str], columns: Sequence[str], values: Sequence[Sequence[float]], *, label: str, x_name: str = ""
+) -> str:
+    """Returns cells, pale at 1 and full from 1.5 on; below 1 they are cool. NaN: an empty cell."""
+    left = min(150.0, 10.0 + max(text_width(name) for name in rows))
+    wide = (WIDTH - left) / max(1, len(columns))
+    drawing = Drawing(_ROW * len(rows) + 34.0, label)
+    for i, (name, row) in enumerate(zip(rows, values, strict=True)):
+        y = _ROW * i + 2.0
+        drawing.text(0.0, y + 13.0, name, most=left - 6.0)
+        for j, value in enumerate(row):
+            if math.isnan(value):
+                continue
+            x, tip = left + wide * j, f"{name}, {columns[j]}: {value:.2f}"
+            hot = value >= 1.0
+            strength = min(1.0, (value - 1.0) / 0.5 if hot else (1.0 - value) / 0.5)
+            drawing.rect(x + 0.5, y, wide - 1.0, _ROW - 2.0, "cell")
+            drawing.rect(x + 0.5, y, wide - 1.0, _ROW - 2.0, "hot" if hot else "cool", opacity=strength, tip=tip)
+            if wide > 30.0:
+                drawing.text(x + wide / 2.0, y + 13.0, f"{value:.2f}", anchor="middle")
+    bottom = _ROW * len(rows) + 16.0
+    every = max(1, math.ceil(text_width("00000") / wide))
+    for j in range(0, len(columns), every):
+        drawing.text(left + wide * (j + 0.5), bottom, columns[j], "mute", anchor="middle")
+    if x_name:
+        drawing.text(WIDTH, bottom + 14.0, x_name, "mute", anchor="end")
+    return drawing.svg()
+
+
+def histogram(
+    names: Sequence[str], values: Sequence[float], *, label: str, x_name: str, y_name: str, bound: float = math.nan
+) -> str:
+    """Returns upright bars, with a line behind the bar number ``bound``."""
+    drawing = Drawing(200.0, label)
+    most, top, bottom, left = max(values, default=0.0) or 1.0, 30.0, 162.0, 4.0
+    wide = (WIDTH - 2 * left) / max(1, len(names), bound + 1.5 if not math.isnan(bound) else 1)
+    drawing.text(0.0, 12.0, y_name, "mute")
+    for i, (name, value) in enumerate(zip(names, values, strict=True)):
+        height = (bottom - top) * value / most
+        x = left + wide * i
+        drawing.rect(x + 2.0, bottom - height, wide - 4.0, height, "work", tip=f"{name}: {value:.4g}")
+        drawing.text(x + wide / 2.0, bottom + 14.0, name, "mute", anchor="middle")
+        drawing.text(x + wide / 2.0, bottom - height - 4.0, f"{value:.3g}", anchor="middle")
+    drawing.line(left, bottom, WIDTH - left, bottom, "axis")
+    if not math.isnan(bound):
+        x = left + wide * (bound + 1.0)
+        drawing.line(x, top - 12.0, x, bottom, "bound")
+        drawing.text(x - 4.0, top - 14.0, f"bound {bound:g}", "mute", anchor="end")
+    drawing.text(WIDTH, bottom + 30.0, x_name, "mute", anchor="end")
+    return drawing.svg()
+
+
+def _ticks(low: float, high: float, *, most: int, least: float = 0.0) -> list[float]:
+    """Returns round numbers between two values, at least ``least`` apart."""
+    span = high - low
+    if not span > 0.0:
+        return [low]
+    raw = max(span / most, least)
+    power = 10.0 ** math.floor(math.log10(raw))
+    step = next(power * m for m in (1.0, 2.0, 5.0, 10.0) if power * m >= raw * 0.999)
+    first = math.ceil(low / step - 1e-9)
+    count = math.floor(high / step + 1e-9) - first + 1
+    return [round((first + i) * step, 10) for i in range(max(1, count))]

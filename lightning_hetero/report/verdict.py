@@ -1,0 +1,193 @@
+"""In a few sentences: how long was waited, why, what to do, and what that would give (layer P)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from lightning_hetero.report.run import Run
+from lightning_hetero.report.scores import Scores
+from lightning_hetero.report.waiting import Waiting
+from lightning_hetero.report.what_if import WhatIf
+
+__all__ = ["STRATEGIES", "Verdict", "milliseconds", "percent", "ranks_text", "verdict_of"]
+
+_LITTLE = 0.03  # of the ranks' time
+_MUCH_EXCHANGE = 0.2
+_EARLY = 0.35  # of all waiting, in the first tenth of the steps
+_BLAMED = 0.6  # of all idling, for one rank
+
+_SHARES = ("balanced", "stale")  # engines that give slow ranks less
+
+STRATEGIES = {
+    "ddp": "stock DDP",
+    "balanced": 'strategy="hetero_balanced"',
+    "stale": 'strategy="hetero_stale"',
+    "pipeline": 'strategy="hetero_pipeline"',
+}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Verdict:
+    """What the report opens with.
+
+    Attributes:
+        waited: how long, of how many device-seconds.
+        cause: why.
+        next_step: what to do.
+        gain: what that, or another engine, would give.
+        level: ``good`` if nothing is to be won, ``fair``, or ``poor`` from a fifth of waiting on.
+    """
+
+    waited: str
+    cause: str
+    next_step: str
+    gain: str
+    level: Literal["good", "fair", "poor"]
+
+
+def percent(part: float) -> str:
+    """Returns a part of 1 in words: ``12 %``."""
+    if math.isnan(part):
+        return "unknown"
+    value = 100.0 * part
+    return f"{value:.0f} %" if abs(value) >= 9.95 or value == 0 else f"{value:.1f} %"
+
+
+def milliseconds(seconds: float) -> str:
+    """Returns a time in words: ``31.2 ms``."""
+    if math.isnan(seconds):
+        return "unknown"
+    return f"{seconds:.2f} s" if seconds >= 1.0 else f"{seconds * 1e3:.1f} ms"
+
+
+def ranks_text(ranks: Sequence[int]) -> str:
+    """Returns ranks in words: ``rank 2``, ``ranks 0, 2 and 3``."""
+    words = [str(rank) for rank in ranks]
+    if len(words) == 1:
+        return f"rank {words[0]}"
+    return f"ranks {', '.join(words[:-1])} and {words[-1]}"
+
+
+def verdict_of(run: Run, waiting: Waiting, scores: Scores | None, what: WhatIf | None) -> Verdict:
+    """Returns the verdict on a run."""
+    if not run.steps:
+        return Verdict(
+            waited="How long ranks waited was not measured in this run.",
+            cause="Under a stock strategy nothing times a rank's own work by itself.",
+            next_step="Add StragglerMonitor() beside HeteroTrace() to the Trainer's callbacks, and run again.",
+            gain="",
+            level="fair",
+        )
+    if run.ranks == 1:
+        return Verdict(
+            waited="One device waits for nobody.",
+            cause="There was one rank.",
+            next_step="Nothing to do here.",
+            gain="",
+            level="good",
+        )
+    total = waiting.total
+    return Verdict(
+        waited=f"You waited {total.idle_s:.1f} of {total.total_s:.1f} device-seconds ({percent(waiting.waited)}).",
+        cause=_cause(run, waiting, scores) + _early(waiting),
+        next_step=_next_step(run, waiting, scores, what),
+        gain=_gain(run, what),
+        level="good" if waiting.waited < _LITTLE else "fair" if waiting.waited < 0.2 else "poor",
+    )
+
+
+def _cause(run: Run, waiting: Waiting, scores: Scores | None) -> str:
+    told = f"; {percent(waiting.exchange)} went into the exchange of gradients" if waiting.exchange > 0.005 else ""
+    if waiting.exchange > max(_MUCH_EXCHANGE, waiting.waited):
+        return f"{percent(waiting.exchange)} of the time went into the exchange of gradients, which all ranks wait for."
+    if waiting.waited < _LITTLE:
+        return f"Nobody waits for long{told}."
+    rank, part = waiting.caused
+    if run.staged:
+        return (
+            "Stages take turns, and between them a pipeline has bubbles; the most work per batch is"
+            f" {_named(run, rank)}'s{told}."
+        )
+    slow = scores.slow_ranks if scores is not None else []
+    # Under an engine that gives slow ranks less, they are no cause by themselves.
+    if scores is not None and slow and rank in slow and (run.engine not in _SHARES or part >= _BLAMED):
+        ratio = max(scores.typical[r] for r in slow)
+        verb = "take" if len(slow) > 1 else "takes"
+        who = _begun(ranks_text(slow) if len(slow) > 1 else _named(run, slow[0]))
+        upto = "up to " if len(slow) > 1 else ""
+        return f"{who} {verb} {upto}{ratio:.2f} times as long per item of work as the ranks' median{told}."
+    if part >= _BLAMED and rank >= 0:
+        if scores is not None and rank in scores.spells:
+            return (
+                f"{_begun(_named(run, rank))} is slow at times, not always: {percent(part)} of the waiting was for"
+                f" it{told}."
+            )
+        return (
+            f"{percent(part)} of the waiting was for {_named(run, rank)}, which is not slow per item: it has more work"
+            f" than the others{told}."
+        )
+    return f"No single rank: ranks are late by turns{told}."
+
+
+def _early(waiting: Waiting) -> str:
+    if waiting.waited < _LITTLE or waiting.early < _EARLY:
+        return ""
+    first = waiting.steps // 10
+    return f" {percent(waiting.early)} of the waiting was in the first {first} steps, while the run began."
+
+
+def _named(run: Run, rank: int) -> str:
+    device = run.devices.get(rank, "")
+    return f"rank {rank}" + (f" ({device})" if device else "")
+
+
+def _begun(words: str) -> str:
+    """Returns the words as the beginning of a sentence; `str.capitalize` would change a device's name."""
+    return words[:1].upper() + words[1:]
+
+
+def _next_step(run: Run, waiting: Waiting, scores: Scores | None, what: WhatIf | None) -> str:
+    if waiting.exchange > max(_MUCH_EXCHANGE, waiting.waited):
+        return (
+            "Exchange less often or less: a larger batch per device, accumulate_grad_batches, or"
+            " a DDP communication hook that compresses."
+        )
+    if waiting.waited < _LITTLE:
+        return "Nothing to do about waiting."
+    best = what.best[0] if what is not None else run.engine
+    if best != run.engine and best in STRATEGIES:
+        return f"Train with {STRATEGIES[best]}; data, model and optimizer stay as they are."
+    if run.staged:
+        return "More and smaller micro-batches make bubbles smaller; compare stages with their plan below."
+    if scores is not None and scores.spells:
+        return f"Look at what else runs on {ranks_text(scores.spells)}."
+    if waiting.early >= _EARLY:
+        return "A longer run waits less; nothing to do about the rest."
+    rank, part = waiting.caused
+    if part >= _BLAMED:
+        return f"No engine of this package takes less; look at {_named(run, rank)}."
+    return "No engine of this package takes less. Steps differ from one another: larger batches would even them out."
+
+
+def _gain(run: Run, what: WhatIf | None) -> str:
+    if what is None:
+        return ""
+    best, best_s = what.best
+    mine_s = what.measured_s
+    words: list[str] = []
+    if best != run.engine:
+        words.append(
+            f"{STRATEGIES.get(best, best)} would take about {milliseconds(best_s)} per global batch instead of"
+            f" {milliseconds(mine_s)}: {mine_s / best_s:.2f} times as fast."
+        )
+    else:
+        words.append(f"A global batch takes {milliseconds(mine_s)}; no other engine would take 2 % less.")
+    if best == "stale" != run.engine:
+        words.append("Its gradients may be a few updates old.")
+    ddp_s = what.engines.get("ddp", math.nan)
+    if run.engine != "ddp" and not math.isnan(ddp_s):
+        words.append(f"Stock DDP would take about {milliseconds(ddp_s)}.")
+    return " ".join(words)

@@ -1,0 +1,121 @@
+"""Least and most samples per rank, as the user gives them and as a global batch admits them (layer P)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import cast
+
+__all__ = ["ShareBounds"]
+
+Bound = int | Sequence[int] | None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ShareBounds:
+    """Lower and upper number of samples per rank in a full global batch.
+
+    Args:
+        lower: least samples per rank, one number or one per rank; ``None``: a quarter of the equal share.
+        upper: most samples per rank, one number or one per rank; ``None``: four times the equal share.
+        least: a rank gets no sample or at least this many; 2 where BatchNorm cannot do with one.
+        usual: least by default where all ranks can have it; 2 where one sample would be compiled for itself.
+
+    Raises:
+        ValueError: a bound is no number of samples.
+    """
+
+    lower: Bound = None
+    upper: Bound = None
+    least: int = 1
+    usual: int = 1
+
+    def __post_init__(self) -> None:
+        _check_numbers("min_samples", self.lower)
+        _check_numbers("max_samples", self.upper)
+
+    def check_ranks(self, world_size: int) -> None:
+        """Checks what can be known before the global batch is.
+
+        Raises:
+            ValueError: a list of the wrong length, or bounds that cross.
+        """
+        low = _per_rank("min_samples", self.lower, world_size, 0)
+        _check_order(low, _per_rank("max_samples", self.upper, world_size, max(low)))
+
+    def resolve(self, world_size: int, total: int, quantum: int = 1) -> tuple[list[int], list[int]]:
+        """Returns bounds per rank as multiples of ``quantum``.
+
+        Raises:
+            ValueError: the bounds have the wrong length, cross, or admit no split of ``total``.
+        """
+        if total < self.least:
+            raise ValueError(
+                f"a global batch of {total} samples is less than the {self.least} that BatchNorm needs: raise it to at"
+                f" least {self.least}"
+            )
+        equal = total / world_size
+        least = -(-self.least // quantum) * quantum
+        # At least one sample by default: a rank with none still runs a whole step on a dummy sample.
+        usual = self.usual if self.usual <= equal else 1
+        default_low = max(quantum, least, usual, _down(int(equal / 4), quantum))
+        default_up = min(total, -(-math.ceil(4 * equal) // quantum) * quantum)
+        low = _per_rank("min_samples", self.lower, world_size, default_low)
+        up = _per_rank("max_samples", self.upper, world_size, default_up)
+        if self.lower is None:  # a small explicit maximum also lowers the default minimum
+            low = [min(a, b) if b >= least else 0 for a, b in zip(low, up, strict=True)]
+            if sum(low) > total >= least > quantum:  # not enough for all: some ranks rest
+                low = [0] * world_size
+        if self.least > 1 and not low[0] and up[0] >= least and sum(low) + least <= total:
+            low[0] = least  # BatchNorm's statistics are rank 0's, as in any DDP
+        low = [max(-(-a // quantum) * quantum, least) if a else 0 for a in low]
+        up = [_down(b, quantum) if b >= least else 0 for b in up]
+        _check_order(low, up, f" (multiples of {quantum}{self._why()})")
+        if sum(low) > total:
+            raise ValueError(
+                f"min_samples={self.lower!r} asks for {sum(low)} samples on {world_size} ranks{self._why()}, but the"
+                f" global batch has {total}; lower min_samples or raise the global batch to at least {sum(low)}"
+            )
+        if sum(up) < total:
+            raise ValueError(
+                f"max_samples={self.upper!r} admits {sum(up)} samples on {world_size} ranks{self._why()}, but the"
+                f" global batch has {total}; raise max_samples or lower the global batch to at most {sum(up)}"
+            )
+        return low, up
+
+    def _why(self) -> str:
+        return f", none or at least {self.least} per rank for BatchNorm" if self.least > 1 else ""
+
+
+def _down(value: int, quantum: int) -> int:
+    return value // quantum * quantum
+
+
+def _per_rank(name: str, value: Bound, world_size: int, default: int) -> list[int]:
+    values = [default if value is None else value] * world_size if not isinstance(value, Sequence) else list(value)
+    if len(values) != world_size:
+        raise ValueError(f"{name} lists {len(values)} ranks, but there are {world_size}: give one number per rank")
+    return values
+
+
+def _check_numbers(name: str, value: object) -> None:
+    if value is None:
+        return
+    listed = isinstance(value, Sequence) and not isinstance(value, str)
+    values = cast("Sequence[object]", value) if listed else [cast("object", value)]
+    for rank, number in enumerate(values):
+        if type(number) is not int or number < 0:
+            of = f" of rank {rank}" if listed else ""
+            raise ValueError(
+                f"{name}={number!r}{of} must be a whole number >= 0 (samples), or a list of one per rank"
+            )
+
+
+def _check_order(low: Sequence[int], up: Sequence[int], why: str = "") -> None:
+    for rank, (a, b) in enumerate(zip(low, up, strict=True)):
+        if a > b:
+            raise ValueError(
+                f"rank {rank} must get at least {a} and at most {b} samples, which no number meets{why}; lower"
+                " min_samples or raise max_samples"
+            )

@@ -1,0 +1,441 @@
+"""Decides how many samples each rank gets: predict, solve, and change only when it pays (layer P).
+
+The policy is after LB-BSP (Chen et al., SoCC'20): at an iteration boundary re-size the batches so that all ranks
+finish together while the global batch stays what it was. The paper's worker speeds come from a NARX network, which
+is ``predictor="narx"``; the affine model ``T = a + b x`` per rank, which is the default, the dead band, the cooldown
+and the noise guard are ours.
+
+Every rank holds the same policy and feeds it the same records, so every rank decides the same, without a message.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from lightning_hetero.predictors import Kalman, Predictor, PredictorName, by_name
+from lightning_hetero.shares.bounds import ShareBounds
+from lightning_hetero.shares.caps import Limits
+from lightning_hetero.shares.guard import RegretGuard
+from lightning_hetero.shares.items import WorkPerSample
+from lightning_hetero.solvers import minimax, minimax_none_or_least
+from lightning_hetero.types import Allocation, LearnedCost, SpeedSample
+
+__all__ = ["BalancePolicy", "Decision"]
+
+_TIGHT = 0.8  # of what the guard allows, when shares must come back, so that they need not at the next record
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Decision:
+    """What was decided on the last records, and why.
+
+    Attributes:
+        shares: samples per rank from now on.
+        changed: whether they are others than before.
+        reason: in words.
+        predicted_s: time of a batch that is expected of them [s].
+        gain_s: time per batch that is won, or would have been [s].
+        data: what else a trace says of it, plain.
+        outcome: what became of an earlier change, for a trace, plain; empty: nothing new.
+    """
+
+    shares: tuple[int, ...]
+    changed: bool
+    reason: str
+    predicted_s: float = math.nan
+    gain_s: float = 0.0
+    data: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    outcome: Mapping[str, Any] = field(default_factory=dict[str, Any])
+
+    @property
+    def predicted_gain(self) -> float:
+        """`gain_s` as a part of what a batch takes without the change; NaN where nothing was predicted."""
+        before_s = self.predicted_s + self.gain_s
+        return self.gain_s / before_s if before_s > 0.0 else math.nan
+
+
+class BalancePolicy:
+    """Predict, solve, dead band, cooldown.
+
+    Args:
+        predictor: how a rank's time is modelled: ``"kalman"``, ``"narx"``, ``"ewma"``, ``"last"``, ``"curve"`` or a
+            `Predictor` whose settings are copied for every rank.
+        dead_band: shares move only if the slowest rank's predicted time falls by more than this fraction ...
+        min_gain_s: ... and by more than this many seconds ...
+        noise_guard: ... and by more than this many standard deviations of the prediction; a quarter of that once the
+            shares are unequal anyway.
+        cooldown: records to let pass after a change before the next one, unless the guard calls shares back.
+        surprise: relative deviation of a rank's time from the expected one above which the record is urgent: it
+            decides the very next batch; others are evaluated while gradients travel, one step later. Likewise the
+            difference of a load from the one told before, if the predictor wants loads.
+        warmup: first records to ignore (lazy initialisation, compilation, bucket rebuild).
+        guard: keep the run from being slower than with equal shares, see `guard`; ``False`` for comparisons only.
+        solver: the min-max split; same signature as `lightning_hetero.solvers.minimax`.
+
+    Attributes:
+        planned_batches: of the run, if known; set before `start`.
+        cut_by_cost: whether parts are cut by their samples' costs; set before `start`.
+        limits: least and most samples per rank.
+        work: what a sample's is, where work is counted.
+        lag: batches that are drawn before a decision can count; set by the `Controller`.
+        generation: number of the shares in force, told back with the records of the batches that ran on them, see
+            `take`; a policy that wants to know counts it.
+
+    Raises:
+        ValueError: a setting is out of range, or the predictor's name is unknown.
+    """
+
+    def __init__(
+        self,
+        *,
+        predictor: PredictorName | Predictor = "kalman",
+        dead_band: float = 0.02,
+        min_gain_s: float = 0.0005,
+        noise_guard: float = 4.0,
+        cooldown: int = 0,
+        warmup: int = 1,
+        surprise: float = 0.1,
+        guard: bool = True,
+        solver: Callable[..., Allocation] = minimax,
+    ) -> None:
+        numbers: dict[str, Any] = {  # whatever a command line has made of them
+            "dead_band": dead_band,
+            "min_gain_s": min_gain_s,
+            "noise_guard": noise_guard,
+            "surprise": surprise,
+        }
+        for name, value in numbers.items():
+            if not (isinstance(value, int | float) and math.isfinite(value) and value >= 0):
+                raise ValueError(f"{name}={value!r} must be a finite number >= 0")
+        for name, value in (("cooldown", cooldown), ("warmup", warmup)):
+            if type(value) is not int or value < 0:
+                raise ValueError(f"{name}={value!r} must be a whole number >= 0 (records)")
+        self.prototype = by_name(predictor) if isinstance(predictor, str) else predictor
+        if not callable(getattr(self.prototype, "fresh", None)):
+            raise ValueError(f"predictor={predictor!r} must be a name or a lightning_hetero.predictors.Predictor")
+        self.dead_band = dead_band
+        self.min_gain_s = min_gain_s
+        self.noise_guard = noise_guard
+        self.cooldown = cooldown
+        self.warmup = warmup
+        self.surprise = surprise
+        self.guard = guard
+        self._guard = RegretGuard()
+        self._solve = solver
+        self._predictors: list[Predictor] = []
+        self._meters: list[Kalman] = []  # tell the guard a step's fixed part where predictors know none
+        self._restored: tuple[list[Predictor], int, Mapping[str, float]] | None = None  # for the next start
+        self._shares: tuple[int, ...] = ()
+        self._equal: tuple[int, ...] = ()
+        self.limits = Limits()
+        self.work = WorkPerSample()
+        self._seen = 0
+        self._batches = 1  # that the latest record stands for
+        self._since_change = 0
+        self._expected_for: tuple[float, ...] = ()
+        self._expected_s: list[float] = []
+        self._loads: list[tuple[float, float]] = []  # told with the last record
+        self.planned_batches: int | None = None
+        self.cut_by_cost = False
+        self.generation = 0
+
+    @property
+    def lag(self) -> int:
+        return self._guard.lag
+
+    @lag.setter
+    def lag(self, batches: int) -> None:
+        self._guard.lag = batches
+
+    def settings(self) -> dict[str, str]:
+        """Returns what decides besides the records, in words: ranks where it differs would part ways."""
+        predictor: dict[str, object] = {
+            name: value
+            for name, value in vars(self.prototype).items()
+            if name not in self.prototype.MEMORY and isinstance(value, int | float | str | tuple)
+        }
+        numbers = {
+            name: getattr(self, name)
+            for name in ("dead_band", "min_gain_s", "noise_guard", "cooldown", "warmup", "surprise", "guard")
+        }
+        return {
+            "policy": type(self).__name__,
+            "predictor": f"{type(self.prototype).__name__}({_arguments(predictor)})",
+            "solver": getattr(self._solve, "__qualname__", type(self._solve).__name__),
+            "thresholds": _arguments(numbers),
+        }
+
+    def start(self, *, world_size: int, total: int, bounds: ShareBounds, quantum: int = 1) -> None:
+        """Opens a run: equal shares, or the speeds that `load_state_dict` has brought.
+
+        Args:
+            world_size: number of ranks.
+            total: samples of a full global batch.
+            bounds: limits per rank.
+            quantum: shares are multiples of this many samples.
+
+        Raises:
+            ValueError: the bounds admit no split.
+        """
+        self.limits.start(*bounds.resolve(world_size, total, quantum), total=total, quantum=quantum, least=bounds.least)
+        self._expected_for = ()
+        self.work = WorkPerSample()
+        if self._restored is not None:
+            (self._predictors, self._seen, account), self._restored = self._restored, None
+            self._guard.load_state_dict(account)
+        known = len(self._predictors) == world_size and all(p.ready for p in self._predictors)
+        if not known:
+            self._predictors = [self.prototype.fresh() for _ in range(world_size)]
+            self._seen = 0
+            self._guard.load_state_dict({})
+        self._meters = [] if isinstance(self.prototype, Kalman) else [Kalman() for _ in range(world_size)]
+        equal = self.limits.alike()
+        if not equal.ok:
+            raise ValueError(equal.reason)
+        self._shares = self._equal = equal.shares
+        self._guard.start(equal.shares, least=bounds.least, quantum=quantum)
+        if known:
+            self._shares = self._best(self._most()).shares or self._shares
+            self._guard.decided(self._shares)
+        self._since_change = self.cooldown
+
+    @property
+    def shares(self) -> tuple[int, ...]:
+        """Samples per rank of a full global batch, in force for the next batch to be drawn."""
+        return self._shares
+
+    def work_in_samples(self, records: Sequence[SpeedSample]) -> list[float]:
+        """Returns each rank's work in samples, for `predict_s`; its samples, if all are alike."""
+        return self.work.in_samples([r.samples for r in records], [r.work for r in records])
+
+    @property
+    def wants_load(self) -> bool:
+        """Whether ranks are to tell what others leave free on their hosts."""
+        return bool(getattr(self.prototype, "WANTS_LOAD", False))
+
+    def predict_s(self, samples: Sequence[float]) -> list[float]:
+        """Returns the predicted compute time [s] of each rank for ``samples``; NaN before the first measurement."""
+        return [p.predict(n) if p.ready else math.nan for p, n in zip(self._predictors, samples, strict=True)]
+
+    def limit(
+        self, most_samples: Sequence[int | None], samples: Sequence[float], compute_s: Sequence[float]
+    ) -> Decision | None:
+        """Takes in what each rank says that it can hold, also if its time says nothing; before `take`.
+
+        Args:
+            most_samples: see `SpeedSample`, one per rank.
+            samples, compute_s: what it has computed on, and how long, which shows that so many fit; 0 s: not known.
+
+        Returns:
+            What was decided at once, if a rank has more samples than that; else None.
+        """
+        if not self.limits.take(most_samples, samples, compute_s):
+            return None
+        self._expected_for = ()
+        equal = self.limits.alike()
+        self._equal = equal.shares if equal.ok else self._equal
+        self._guard.rebase(self._equal)
+        if all(n <= b for n, b in zip(self._shares, self.limits.upper, strict=True)):
+            return None
+        held = self._within_limits()
+        if not held.ok or held.shares == self._shares:
+            return None
+        self._shares = held.shares
+        self._guard.decided(held.shares)
+        self._since_change = 0
+        reason = "memory" if self.limits.fit else "memory: together the ranks hold less than the global batch"
+        return Decision(shares=self._shares, changed=True, reason=reason)
+
+    def _within_limits(self) -> Allocation:
+        """Returns the split to go on with when limits have changed."""
+        alike = self.limits.alike()
+        best = self._best(self._most()) if all(p.ready for p in self._predictors) else alike
+        return best if best.ok else alike
+
+    def urgent(self, samples: Sequence[float], compute_s: Sequence[float]) -> bool:
+        """Tells whether a record must be evaluated before the next batch: some rank's time was not as expected.
+
+        Cheap, because it is asked on the critical path of every step; the same on every rank.
+
+        Args:
+            samples: each rank's, or what its work is worth in them, see `work`.
+            compute_s: each rank's time [s].
+        """
+        if tuple(samples) != self._expected_for:
+            if self._seen <= self.warmup or not all(p.ready for p in self._predictors):
+                return True
+            self._expect(samples)
+        limit = self.surprise
+        return any(abs(s - e) > limit * e for s, e in zip(compute_s, self._expected_s, strict=True))
+
+    def _expect(self, samples: Sequence[float]) -> None:
+        self._expected_for = tuple(samples)
+        self._expected_s = [p.predict(n) for p, n in zip(self._predictors, samples, strict=True)]
+
+    def load_changed(self, loads: Iterable[tuple[float, float]]) -> bool:
+        """Tells whether a rank's load is another than told before, which makes its record urgent, too.
+
+        Args:
+            loads: ``free_cpu`` and ``free_mem`` of each rank, see `SpeedSample`; NaN changes nothing.
+        """
+        if not self.wants_load:
+            return False
+        pairs = zip(loads, self._loads, strict=False)  # none before the first record
+        return any(abs(now - then) > self.surprise for new, old in pairs for now, then in zip(new, old, strict=True))
+
+    def take(self, records: Sequence[SpeedSample], *, generation: int, batches: int) -> Decision:
+        """Takes in one record per rank, in rank order, and decides the shares from now on.
+
+        Args:
+            records: of one batch.
+            generation: `generation` when the shares of this batch were drawn.
+            batches: how many batches the records are means of.
+        """
+        del generation
+        self._batches = batches
+        return self.observe(records)
+
+    def observe(self, records: Sequence[SpeedSample]) -> Decision:
+        """`take`, for a policy that decides by the times alone."""
+        if (reason := self._learn(records)) is not None:
+            return Decision(shares=self._shares, changed=False, reason=reason)
+        costs = [p.cost() for p in self._predictors]
+        if self.cut_by_cost:  # parts then have the work of their shares, whatever the number of their samples
+            work = self.work_in_samples(records)
+            records = [replace(r, samples=max(1, round(x))) for r, x in zip(records, work, strict=True)]
+        self._guard.learn(records, [m.cost() for m in self._meters] or costs, self._batches)
+        decision = self._decide(costs)
+        self._expect(self._shares)  # likely the next record's, which every rank waits for, unlike for this one
+        return decision
+
+    def take_incomplete(self, records: Sequence[SpeedSample], *, generation: int) -> None:
+        """Takes in what was measured where some ranks' times are unknown (0): learns, and decides nothing.
+
+        A decision waits for a record of all ranks: a time of 0 says nothing of the step, nor of other shares.
+        """
+        del generation
+        self._learn(records)
+
+    def _learn(self, records: Sequence[SpeedSample]) -> str | None:
+        """Hands the records to the predictors; returns why nothing can be decided yet."""
+        self._seen += 1
+        self._since_change += 1
+        self._expected_for = ()
+        self.work.add(records)
+        if self._seen <= self.warmup:
+            return "warm-up"
+        work = self.work_in_samples(records)
+        if wants_load := self.wants_load:
+            self._loads = [(record.free_cpu, record.free_mem) for record in records]
+        for predictor, record, samples in zip(self._predictors, records, work, strict=True):
+            if record.compute_s > 0:
+                if wants_load:
+                    predictor.told(free_cpu=record.free_cpu, free_mem=record.free_mem)
+                predictor.update(samples, record.compute_s)
+        for meter, record, samples in zip(self._meters, records, work, strict=False):
+            if record.compute_s > 0:
+                meter.update(samples, record.compute_s)
+        ready = all(p.ready for p in (*self._predictors, *self._meters))
+        return None if ready else "not every rank was measured yet"
+
+    def _decide(self, costs: Sequence[LearnedCost]) -> Decision:
+        now_s = [cost.seconds(n) for cost, n in zip(costs, self._shares, strict=True)]
+        slowest = max(range(len(now_s)), key=now_s.__getitem__)
+        current_s = now_s[slowest]
+        # Leaving equal shares takes more evidence than improving unequal ones: on equal devices nothing is to be won.
+        caution = self.noise_guard * (1.0 if self._shares == self._equal else 0.25)
+        threshold_s = max(
+            self.dead_band * current_s,
+            self.min_gain_s,
+            caution * self._predictors[slowest].std_s(self._shares[slowest]),
+        )
+
+        def keep(reason: str, gain_s: float = 0.0) -> Decision:
+            self._guard.decided(self._shares)
+            return Decision(shares=self._shares, changed=False, reason=reason, predicted_s=current_s, gain_s=gain_s)
+
+        def change(shares: tuple[int, ...], reason: str, *, on_trial: bool = False) -> Decision:
+            self._guard.decided(shares, on_trial=on_trial)
+            self._shares = shares
+            self._since_change = 0
+            predicted_s = _batch_s(costs, shares)
+            return Decision(
+                shares=shares, changed=True, reason=reason, predicted_s=predicted_s, gain_s=current_s - predicted_s
+            )
+
+        if self.guard and not self._guard.covers(self._shares):
+            upper = self._guard.upper(self.limits.upper, part=_TIGHT)
+            shares = self._best(upper).shares or self._equal
+            return change(shares, self._guard.why(shares))
+        if self._since_change <= self.cooldown:
+            return keep("cooldown")
+        before = self._guard.before_failure()
+        reason, gain_s = "balanced", 0.0
+        if current_s - min(now_s) > threshold_s:  # no split gains more than the spread: skip the solver
+            best = self._best(self._most())
+            if not best.ok:
+                return keep(best.reason)
+            reason, gain_s = "dead band", current_s - best.makespan_s
+            if gain_s > threshold_s and best.shares != self._shares:
+                return change(best.shares, "rebalanced", on_trial=True)
+        fits = before is not None and all(n <= most for n, most in zip(before, self.limits.upper, strict=True))
+        if self.guard and before is not None and fits and self._guard.covers(before):
+            return change(before, "the last change made batches longer: taken back")
+        if self.guard and self._shares != self._equal and _batch_s(costs, self._equal) - current_s < 0.5 * threshold_s:
+            return change(self._equal, "equal shares are as good")
+        return keep(reason, gain_s)
+
+    def _most(self) -> list[int]:
+        """Returns the most samples per rank that are allowed now."""
+        return self._guard.upper(self.limits.upper) if self.guard else self.limits.upper
+
+    def _best(self, upper: Sequence[int] | None = None) -> Allocation:
+        upper = self.limits.upper if upper is None else upper
+        return minimax_none_or_least(
+            [p.cost() for p in self._predictors],
+            self.limits.total,
+            least=self.limits.least,
+            lower=[min(a, b) for a, b in zip(self.limits.lower, upper, strict=True)],
+            upper=upper,
+            quantum=self.limits.quantum,
+            solver=self._solve,
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns plain types only: predictors, shares, records seen, what ranks can hold, the guard's account."""
+        predictors, seen, account = self._restored or (self._predictors, self._seen, self._guard.state_dict())
+        return {
+            "predictor": type(self.prototype).__name__,
+            "predictors": [p.state_dict() for p in predictors],
+            "shares": list(self._shares),
+            "seen": seen,
+            "most_samples": self.limits.known(),
+            "guard": dict(account),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Takes over, at the next `start`, the speeds another run has learned, and what its ranks could hold.
+
+        Speeds of another predictor class are ignored. A run under way goes on with its own: the learning-rate finder
+        restores a checkpoint from before the first measurement while it still trains.
+        """
+        self.limits.restore(state.get("most_samples", ()))
+        learned = state.get("predictors", [])
+        if not learned or state.get("predictor") != type(self.prototype).__name__:
+            return
+        predictors = [self.prototype.fresh() for _ in learned]
+        for predictor, one in zip(predictors, learned, strict=True):
+            predictor.load_state_dict(one)
+        self._restored = (predictors, int(state.get("seen", 0)), state.get("guard", {}))
+
+
+def _batch_s(costs: Sequence[LearnedCost], shares: Sequence[int]) -> float:
+    """Returns the predicted time of a batch [s]."""
+    return max(cost.seconds(n) for cost, n in zip(costs, shares, strict=True))
+
+
+def _arguments(values: Mapping[str, object]) -> str:
+    return ", ".join(f"{name}={value!r}" for name, value in values.items())

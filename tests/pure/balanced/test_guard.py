@@ -1,0 +1,304 @@
+"""`RegretGuard`: what a stake bounds, what the account settles, and what the policy makes of it."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import deque
+from random import Random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lightning_hetero.predictors import Kalman
+from lightning_hetero.shares.bounds import ShareBounds
+from lightning_hetero.shares.guard import RegretGuard
+from lightning_hetero.shares.policy import BalancePolicy, Decision
+from lightning_hetero.solvers import minimax
+from lightning_hetero.types import AffineCost, SpeedSample
+
+RATE = AffineCost(fixed_s=0.0, per_sample_s=1.0)  # the guard looks at proportions only
+EQUAL = (16, 16, 16, 16)
+START, INCOME = 2.5, 0.005  # what an account has at most in the beginning, and gets per batch
+BELIEVED = 0.8  # part of what was saved that counts
+
+
+def guard_of(equal: tuple[int, ...] = EQUAL, *, lag: int = 0, least: int = 1, quantum: int = 1) -> RegretGuard:
+    guard = RegretGuard()
+    guard.lag = lag
+    guard.start(equal, least=least, quantum=quantum)
+    return guard
+
+
+def records(samples: tuple[int, ...], slow: tuple[float, ...]) -> list[SpeedSample]:
+    return [
+        SpeedSample(rank=r, step=0, samples=max(n, 1), compute_s=max(n, 1) * k)
+        for r, (n, k) in enumerate(zip(samples, slow, strict=True))
+    ]
+
+
+def learn(guard: RegretGuard, samples: tuple[int, ...], slow: tuple[float, ...], batches: int = 1) -> None:
+    guard.learn(records(samples, slow), [RATE] * len(samples), batches)
+
+
+# ---- stakes -------------------------------------------------------------------------------------------------
+
+
+@given(
+    shares=st.lists(st.integers(0, 64), min_size=4, max_size=4),
+    slow=st.lists(st.floats(0.1, 10.0), min_size=4, max_size=4),
+    fixed_s=st.floats(0.0, 5.0),
+)
+def test_whatever_the_speeds_a_batch_costs_at_most_the_stake(
+    shares: list[int], slow: list[float], fixed_s: float
+) -> None:
+    def batch_s(samples: tuple[int, ...]) -> float:
+        return max(k * (fixed_s + n) for k, n in zip(slow, samples, strict=True))
+
+    stake = guard_of().stake(tuple(shares))
+    assert batch_s(tuple(shares)) <= (1.0 + stake) * batch_s(EQUAL) * (1.0 + 1e-12)
+    worst = max(range(4), key=shares.__getitem__)  # and no smaller stake would do
+    alone = [1.0 if rank == worst else 0.0 for rank in range(4)]
+    ratio = max(k * n for k, n in zip(alone, shares, strict=True)) / 16.0
+    assert stake == pytest.approx(max(0.0, ratio - 1.0))
+
+
+@given(
+    equal=st.lists(st.integers(0, 30), min_size=1, max_size=6).filter(sum),
+    credit=st.floats(0.0, 9.0),
+    quantum=st.sampled_from([1, 2, 8]),
+    room=st.integers(0, 3),
+)
+def test_limits_admit_equal_shares_and_nothing_beyond_the_stake(
+    equal: list[int], credit: float, quantum: int, room: int
+) -> None:
+    shares = tuple(n * quantum for n in equal)
+    guard = guard_of(shares, quantum=quantum)
+    guard.load_state_dict({"credit": credit, "mean_s": 1.0, "seen": 1})
+    bounds = [n + room * quantum for n in shares]
+    upper = guard.upper(bounds)
+    for n, most, bound in zip(shares, upper, bounds, strict=True):
+        assert n <= most <= bound and most % quantum == 0
+    for rank, most in enumerate(upper):
+        alone = tuple(most if r == rank else 0 for r in range(len(shares)))
+        assert guard.stake(alone) <= guard.allowed + 1e-12 or most == shares[rank]
+    assert guard.covers(shares)
+
+
+# ---- the account --------------------------------------------------------------------------------------------
+
+
+@given(lag=st.integers(0, 6), every=st.integers(1, 5), seed=st.integers(0, 10**6))
+def test_no_adversary_takes_more_than_the_account_holds(lag: int, every: int, seed: int) -> None:
+    """Shares at the limit, and in each record the rank that has staked most is the slow one."""
+    rng = Random(seed)
+    guard, drawn, latest = guard_of(lag=lag), deque([EQUAL] * lag), EQUAL
+    lost = 0.0
+    for _ in range(60):
+        drawn += [latest] * every
+        window = [drawn.popleft() for _ in range(every)]
+        worst = max(range(4), key=window[-1].__getitem__)
+        slow = tuple(1.0 if rank == worst else 0.001 for rank in range(4))
+        lost += sum(max(n * k for n, k in zip(shares, slow, strict=True)) / 16.0 - 1.0 for shares in window)
+        learn(guard, window[-1], slow, every)
+        costs = [AffineCost(fixed_s=0.0, per_sample_s=rng.uniform(0.2, 1.0)) for _ in range(4)]
+        latest = minimax(costs, 64, upper=guard.upper([64] * 4)).shares
+        guard.decided(latest)
+        assert sum(window[0]) == 64
+    assert lost <= START + INCOME * 60 * every + 1e-9
+    if every == 1:
+        assert lost > 0.4, "the adversary has found something to take"
+
+
+def test_stakes_grow_with_what_was_saved_and_are_bounded() -> None:
+    guard, slow = guard_of(), (1.0, 1.0, 2.0, 4.0)
+    learn(guard, EQUAL, slow)
+    before = guard.allowed
+    allowed = []
+    for _ in range(20):
+        guard.decided((22, 22, 12, 8))
+        learn(guard, (22, 22, 12, 8), slow)
+        allowed.append(guard.allowed)
+    assert before < allowed[0] < allowed[2] == pytest.approx(before + 3 * (0.5 * BELIEVED + INCOME))  # 64 s become 32 s
+    assert allowed[-1] == allowed[-2] == 3.0
+
+
+def test_what_equal_shares_would_have_cost_follows_from_measured_times_and_the_model() -> None:
+    """Ranks of 10 s + 1 s per sample: 8 samples took rank 1 twice as long as that, 36 s; 16 would take 52 s."""
+    costs = [AffineCost(fixed_s=10.0, per_sample_s=1.0)] * 2
+    guard = guard_of((16, 16))
+    guard.decided((24, 8))
+    took = [(0, 24, 34.0), (1, 8, 36.0)]
+    guard.learn([SpeedSample(rank=r, step=0, samples=n, compute_s=s) for r, n, s in took], costs, 1)
+    assert guard.state_dict()["mean_s"] == pytest.approx(52.0)
+    assert guard.state_dict()["credit"] == pytest.approx(1.3 + INCOME + BELIEVED * (52.0 - 36.0) / 52.0)
+
+
+def test_batches_under_way_are_charged_to_the_shares_they_were_drawn_with() -> None:
+    """Lag 2, a record every 3rd batch: of the first three batches after the change one has the new shares."""
+    slow, new = (1.0, 1.0, 1.0, 4.0), (20, 20, 20, 4)
+    guard = guard_of(lag=2)
+    learn(guard, EQUAL, slow, 3)
+    credit = guard.state_dict()["credit"]
+    guard.decided(new)
+    learn(guard, new, slow, 3)  # 64 s with equal shares, 20 s with the new ones
+    assert guard.state_dict()["credit"] == pytest.approx(credit + 3 * INCOME + 1 * BELIEVED * 44.0 / 64.0)
+    credit = guard.state_dict()["credit"]
+    guard.decided(new)
+    learn(guard, new, slow, 3)
+    assert guard.state_dict()["credit"] == pytest.approx(credit + 3 * INCOME + 3 * BELIEVED * 44.0 / 64.0)
+
+
+def test_what_is_under_way_and_how_late_decisions_come_lower_the_stake() -> None:
+    prompt, late = guard_of(), guard_of(lag=4)
+    for guard in (prompt, late):
+        guard.load_state_dict({"credit": 1.7, "mean_s": 16.0, "seen": 1})
+        learn(guard, EQUAL, (1.0,) * 4)
+    credit = 1.7 + INCOME
+    assert prompt.allowed == pytest.approx(credit) and late.allowed == pytest.approx(credit / 5)
+    late.decided((22, 22, 10, 10))  # stakes 6 / 16
+    for _ in range(4):
+        learn(late, EQUAL, (1.0,) * 4)
+    credit += 4 * INCOME
+    assert late.allowed == pytest.approx(credit - 4 * 6 / 16) and late.allowed < credit / 5
+
+
+def test_a_rank_without_a_share_may_get_one_for_a_stake_of_its_own() -> None:
+    guard = guard_of((8, 8, 0), quantum=8)
+    guard.load_state_dict({"credit": 0.9, "mean_s": 1.0, "seen": 1})
+    assert guard.upper([24, 24, 24]) == [8, 8, 0]
+    guard.load_state_dict({"credit": 1.0, "mean_s": 1.0, "seen": 1})
+    assert guard.upper([24, 24, 24])[2] == 8
+
+
+def test_a_smaller_last_batch_is_compared_with_its_own_equal_shares() -> None:
+    guard = guard_of()
+    learn(guard, EQUAL, (1.0,) * 4)
+    credit = guard.state_dict()["credit"]
+    learn(guard, (4, 4, 4, 4), (1.0,) * 4)
+    assert guard.state_dict()["credit"] == pytest.approx(credit + INCOME, rel=0.02)
+
+
+# ---- the policy ---------------------------------------------------------------------------------------------
+
+
+class Wrong(Kalman):
+    """Takes the first rank for a faster one, whatever was measured."""
+
+    def __init__(self, first_s: float) -> None:
+        super().__init__()
+        self.next_s, self.rate_s = first_s, 1.0
+
+    def fresh(self) -> Wrong:
+        new = super().fresh()
+        new.rate_s, self.next_s = self.next_s, 1.0
+        return new
+
+    def cost(self) -> AffineCost:
+        return AffineCost(fixed_s=0.0, per_sample_s=self.rate_s)
+
+    def std_s(self, samples: float) -> float:
+        return 0.0
+
+
+def started(**settings: object) -> BalancePolicy:
+    policy = BalancePolicy(**settings)  # type: ignore[arg-type]
+    policy.start(world_size=4, total=64, bounds=ShareBounds())
+    return policy
+
+
+def fed(policy: BalancePolicy, slow: tuple[float, ...], times: int) -> tuple[list[Decision], float]:
+    """Returns decisions and how much longer than equal shares all batches took, in steps of these."""
+    decisions, over = [], 0.0
+    for _ in range(times):
+        shares = policy.shares
+        took_s = max(n * k for n, k in zip(shares, slow, strict=True))
+        over += took_s / max(n * k for n, k in zip(EQUAL, slow, strict=True)) - 1.0
+        decisions.append(policy.observe(records(shares, slow)))
+    return decisions, over
+
+
+def test_a_prediction_that_is_always_wrong_costs_no_more_than_the_account_and_says_so() -> None:
+    decisions, over = fed(started(predictor=Wrong(0.8)), (1.0,) * 4, 200)
+    _, unguarded = fed(started(predictor=Wrong(0.8), guard=False), (1.0,) * 4, 200)
+    assert unguarded > 30 and 0 < over <= 0.02 * 200
+    reasons = [d.reason for d in decisions if d.changed]
+    assert "prediction does not pay: back to equal shares" in reasons
+    assert decisions[-1].shares == EQUAL
+
+
+def test_a_change_that_made_batches_longer_is_taken_back() -> None:
+    """Nothing speaks against it but the measured times: neither the prediction nor the account."""
+    policy = started(predictor=Wrong(0.25), warmup=0)
+    (moved,), _ = fed(policy, (1.0,) * 4, 1)
+    assert moved.reason == "rebalanced" and moved.shares[0] > 24
+    later = []
+    for _ in range(3):
+        policy._guard.load_state_dict({"credit": 99.0, "mean_s": 16.0, "seen": 1})
+        policy.limits.upper = list(map(max, moved.shares, EQUAL))  # so that the prediction wants nothing else
+        later += fed(policy, (1.0,) * 4, 1)[0]
+    assert [d.changed for d in later] == [False, False, True]
+    assert later[-1].reason == "the last change made batches longer: taken back" and later[-1].shares == EQUAL
+
+
+def test_a_change_that_pays_stays() -> None:
+    decisions, over = fed(started(), (1.0, 1.0, 2.0, 4.0), 30)
+    assert over < -10 and not any("taken back" in d.reason or "pay" in d.reason for d in decisions)
+
+
+def test_shares_that_have_become_as_good_as_equal_ones_return_to_them() -> None:
+    """Speeds come so close that no change is worth it, and equal shares are least at risk."""
+    ends = {}
+    for guard in (True, False):
+        policy = started(predictor="last", dead_band=0.3, guard=guard)
+        fed(policy, (1.0, 1.0, 2.0, 2.0), 5)
+        decisions, _ = fed(policy, (1.0, 1.0, 1.1, 1.1), 5)
+        ends[guard] = policy.shares, [d.reason for d in decisions if d.changed]
+    assert ends[True] == (EQUAL, ["equal shares are as good"])
+    assert ends[False][0] != EQUAL and ends[False][1] == []
+
+
+def test_shares_that_cost_too_much_are_called_back_in_spite_of_a_cooldown() -> None:
+    decisions, over = fed(started(predictor=Wrong(0.25), cooldown=30), (1.0,) * 4, 60)
+    assert [d.reason for d in decisions if d.changed][:2] == [
+        "rebalanced",
+        "prediction does not pay: back to equal shares",
+    ]
+    assert 1.0 < over < START
+
+
+def test_the_reason_tells_how_far_shares_have_to_come_back() -> None:
+    guard = guard_of()
+    assert guard.why((17, 17, 17, 13)) == "prediction does not pay: no rank gets more than 1.06 times its equal share"
+    assert guard.why(EQUAL) == "prediction does not pay: back to equal shares"
+
+
+# ---- settings and checkpoints ---------------------------------------------------------------------------------
+
+
+def test_the_account_travels_with_a_checkpoint() -> None:
+    policy = started()
+    fed(policy, (1.0, 1.0, 2.0, 4.0), 20)
+    state = json.loads(json.dumps(policy.state_dict()))
+    assert all(math.isfinite(value) for value in state["guard"].values())
+    resumed = BalancePolicy()
+    resumed.load_state_dict(state)
+    resumed.start(world_size=4, total=64, bounds=ShareBounds())
+    assert resumed._guard.allowed == policy._guard.allowed > 2.5
+    assert resumed.state_dict()["guard"] == state["guard"] and resumed.shares != EQUAL
+
+    other = BalancePolicy()
+    other.load_state_dict(state)
+    other.start(world_size=2, total=64, bounds=ShareBounds())
+    assert other._guard.allowed == BalancePolicy()._guard.allowed, "of another number of ranks: a new account"
+    before = {name: value for name, value in state.items() if name != "guard"}  # of a version without a guard
+    old = BalancePolicy()
+    old.load_state_dict(before)
+    old.start(world_size=4, total=64, bounds=ShareBounds())
+    assert old.shares == resumed.shares
+
+
+def test_ranks_of_which_only_some_are_guarded_are_told_apart() -> None:
+    assert "guard=True" in BalancePolicy().settings()["thresholds"]
+    assert BalancePolicy().settings() != BalancePolicy(guard=False).settings()

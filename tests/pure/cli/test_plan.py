@@ -1,0 +1,99 @@
+"""``lightning-hetero-plan`` without its process: what is asked, the tables, and what is refused."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hydra import compose, initialize_config_dir
+from omegaconf import OmegaConf
+
+from lightning_hetero.cli.plan import CONF, answer, plan_tables, read_setup
+from lightning_hetero.plan.planner import plan
+from lightning_hetero.plan.what_if import Change
+from lightning_hetero.record import EventWriter, trace_path
+from lightning_hetero.types import Event
+
+pytestmark = pytest.mark.pure
+FORMULA = "formula={kind: layers, layers: 4, params: 1e6, flops_per_sample: 1e9, flops_per_s: 1e12}"
+
+
+def asked(*overrides: str) -> dict[str, Any]:
+    with initialize_config_dir(version_base="1.3", config_dir=str(CONF)):
+        return OmegaConf.to_container(compose("plan", overrides=list(overrides)), resolve=True)  # type: ignore[return-value]
+
+
+def recorded(folder: Path) -> None:
+    for rank, seconds in enumerate((0.1, 0.4)):
+        with EventWriter(trace_path(folder / "events", rank), rank=rank, world_size=2) as writer:
+            for at in range(6):
+                data = {"samples": 8, "compute_s": seconds, "wait_s": 0.42 - seconds}
+                writer.write(Event(kind="step", rank=rank, epoch=0, step=at, t_s=0.0, data=data))
+
+
+def test_a_formula_on_a_described_cluster() -> None:
+    given = asked("cluster=two_fast_two_slow", FORMULA, "global_batch=16", "prices=[2,2,1,0.5]")
+    setup, notes = read_setup(given)
+    assert setup.ranks == 4 and setup.prices == (2.0, 2.0, 1.0, 0.5) and "costs by formula: 4 layers" in notes[0]
+    found, changes = answer(setup, given)
+    assert [change.title for change in changes] == [
+        "without rank 3 (quarter)", "without rank 2 (half)", "without rank 1 (fast:1)", "2 x the batch (32 samples)",
+    ]  # fmt: skip
+    text = plan_tables(found, changes)
+    assert all(engine in text for engine in ("ddp", "balanced", "pipeline", "stale")) and "per 1M samples" in text
+    assert re.search(r"^  lightning-hetero-train strategy=hetero_balanced ", text, flags=re.M)
+    assert text.endswith(found.verdict) and "rank 3 (quarter): " in text
+    assert re.search(r"^as it is +\w+ .* 1\.00x", text, flags=re.M)
+
+
+def test_a_recorded_run_and_changes_of_ones_own(tmp_path: Path) -> None:
+    recorded(tmp_path)
+    given = asked(f"run={tmp_path}", "what_if=[{speed: {1: 2}}]", "engines=[ddp,balanced]")
+    setup, notes = read_setup(given)
+    found, changes = answer(setup, given)
+    assert notes == [f"as recorded in {tmp_path}"] and setup.global_batch == 16
+    assert {e.engine for e in found.estimates} == {"ddp", "balanced"}
+    (change,) = changes
+    assert change.title == "speed 1: 2" and change.plan.estimates[-1].step_s < found.estimates[-1].step_s
+    given = asked(f"run={tmp_path}", "exchange_s=0.5", "what_if=[]")
+    setup, _ = read_setup(given)
+    assert setup.exchange_s == 0.5 and answer(setup, given)[1] == []
+
+
+def test_what_cannot_train_is_in_the_table() -> None:
+    given = asked("cluster=small_memory", FORMULA, "global_batch=8", "what_if=[]")
+    setup, _ = read_setup({**given, "formula": {**given["formula"], "params": 1e9}})
+    text = plan_tables(plan(setup), [Change(title="t", plan=plan(setup))])
+    assert text.count("cannot") >= 4 and "no engine can train so" in text
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        ([], "give one of module, formula and run, here are none of them"),
+        ([FORMULA, "run=here"], "here are ['formula', 'run']"),
+        ([FORMULA, "cluster=equal4"], "global_batch=null: no loader tells it"),
+        ([FORMULA, "cluster=equal4", "global_batch=8", "prices=[1]"], "prices has 1 entries"),
+        ([FORMULA, "cluster=equal4", "global_batch=8", "prices=cheap"], "prices='cheap' must be"),
+        (["run=nowhere"], "no trace at nowhere"),
+        (["module=no.such:Thing", "cluster=equal4"], "module='no.such:Thing' cannot be imported"),
+        (["module=pathlib:Path", "cluster=equal4"], "it must be a LightningModule"),
+        (["module=lightning_hetero.demo:DigitsCNN", "datamodule=pathlib:Path"], "it must be a LightningDataModule"),
+    ],
+)
+def test_what_is_not_enough_is_refused(overrides: list[str], words: str) -> None:
+    with pytest.raises((TypeError, ValueError, FileNotFoundError), match=re.escape(words)):
+        read_setup(asked(*overrides))
+
+
+@pytest.mark.parametrize(
+    ("more", "words"),
+    [({"engines": []}, "engines=[] must be one or more"), ({"what_if": "all"}, "what_if='all' must be")],
+)
+def test_what_is_unknown_is_refused(more: dict[str, Any], words: str) -> None:
+    given = asked("cluster=equal4", FORMULA, "global_batch=64")
+    setup, _ = read_setup(given)
+    with pytest.raises((TypeError, ValueError), match=re.escape(words)):
+        answer(setup, {**given, **more})

@@ -1,0 +1,161 @@
+"""Checks of the machine, on facts made up."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from lightning_hetero.cluster.spec import cluster_from_plain
+from lightning_hetero.doctor import machine
+from lightning_hetero.doctor.facts import DeviceFacts, Facts, Package
+from lightning_hetero.doctor.finding import Finding, findings_text, worst
+
+pytestmark = pytest.mark.pure
+GIB = 2.0**30
+
+
+def gpu(name: str, major: int, minor: int, *, free: float = 10.0) -> DeviceFacts:
+    return DeviceFacts(name=name, capability=(major, minor), mem_bytes=10 * GIB, free_bytes=free * GIB)
+
+
+BOX = Facts(
+    devices=(gpu("RTX 4090", 8, 9), gpu("RTX 3080", 8, 6), gpu("RTX 2080", 7, 5)),
+    cuda="12.8",
+    arch_list=("sm_75", "sm_80", "sm_86", "sm_90"),
+    cores=16,
+    shm_bytes=64 * GIB,
+    shm_free_bytes=60 * GIB,
+    backends=("gloo", "nccl"),
+    environ={"CUDA_DEVICE_ORDER": "PCI_BUS_ID"},
+    cluster=cluster_from_plain(
+        {"devices": [{"speed": v} for v in (1.0, 0.5, 0.25)], "link": {"bandwidth": "12 GB/s"}}
+    ),
+)
+
+
+def levels(check: Any, facts: Facts) -> list[str]:
+    return [finding.level for finding in check(facts)]
+
+
+@pytest.mark.parametrize("check", machine.MACHINE_CHECKS, ids=lambda check: check.__name__)
+def test_a_good_machine_has_no_complaint(check: Any) -> None:
+    assert set(levels(check, BOX)) <= {"ok"}
+
+
+def test_packages() -> None:
+    torch = Package(name="torch", installed="2.4.0", wanted=">=2.5", fits=False)
+    gone = Package(name="numpy", installed=None, wanted="", fits=False)
+    (low, missing) = machine.versions(replace(BOX, packages=(torch, gone)))
+    assert (low.level, low.text, low.advice) == ("fail", "torch 2.4.0, needed is >=2.5", "pip install 'torch>=2.5'")
+    assert missing.level == "fail" and "numpy not installed, needed is any version" in missing.text
+    less = Package(name="greenlet", installed=None, wanted=">=1.1", fits=False, optional="slower")
+    good = Package(name="torch", installed="2.13", wanted=">=2.5", fits=True)
+    found = machine.versions(replace(BOX, packages=(good, less)))
+    assert [f.level for f in found] == ["ok", "warn"] and found[0].text == "torch 2.13"
+
+
+def test_the_order_of_unequal_devices_is_said_where_it_is_not_the_buses() -> None:
+    (found,) = machine.device_order(replace(BOX, environ={}))
+    assert (
+        found.level == "warn" and "rank 0: RTX 4090, rank 1: RTX 3080" in found.text and "PCI_BUS_ID" in found.advice
+    )
+    alike = replace(BOX, devices=(gpu("RTX 3080", 8, 6),) * 2, environ={})
+    assert levels(machine.device_order, alike) == ["ok"]
+    assert "processes on 16 cores" in machine.device_order(replace(BOX, devices=()))[0].text
+    twice = replace(BOX, environ={"CUDA_VISIBLE_DEVICES": "0,1,0"})
+    assert "names 0 twice" in machine.same_names(twice)[0].text and levels(machine.same_names, twice) == ["fail"]
+
+
+@pytest.mark.parametrize(
+    ("arch_list", "level", "words"),
+    [
+        (("sm_75", "sm_80", "sm_86"), "ok", "has code for sm_75, sm_86, sm_89"),  # 8.6 runs on 8.9
+        (("sm_80", "sm_86", "sm_90"), "fail", "RTX 2080, sm_75): the wheel for CUDA 12.8 has no code for it"),
+        (("sm_75", "sm_80", "compute_80"), "ok", ""),
+        (("sm_86", "sm_89", "compute_70"), "warn", "RTX 2080, sm_75): the wheel has only PTX for it"),
+        (("sm_75", "sm_86a"), "ok", ""),
+        ((), "fail", "(none)"),
+    ],
+)
+def test_architectures(arch_list: tuple[str, ...], level: str, words: str) -> None:
+    found = machine.architectures(replace(BOX, arch_list=arch_list))
+    assert worst(found) == level and any(words in finding.text for finding in found)
+
+
+def test_an_old_card_is_told_of_an_older_wheel_and_a_new_one_of_a_newer() -> None:
+    old = replace(BOX, devices=(gpu("GTX 1070", 6, 1),))
+    new = replace(BOX, devices=(gpu("B200", 10, 0),))
+    assert "an older wheel" in machine.architectures(old)[0].advice
+    assert "a newer wheel" in machine.architectures(new)[0].advice
+    assert "one for CPUs" in machine.architectures(replace(BOX, cuda=None))[0].text
+    assert machine.architectures(replace(BOX, devices=())) == []
+
+
+def test_shared_memory_is_wanted_for_the_slots_of_all_ranks() -> None:
+    docker = replace(BOX, shm_bytes=64 * 2.0**20, shm_free_bytes=64 * 2.0**20)
+    (found,) = machine.shared_memory(docker)
+    assert found.level == "warn" and "64 MiB of 64 MiB free" in found.text and "--shm-size=1g" in found.advice
+    large = replace(BOX, param_bytes=8 * GIB)
+    assert "want 72 GiB" in machine.shared_memory(large)[0].text
+    assert levels(machine.shared_memory, replace(BOX, param_bytes=4 * GIB)) == ["ok"]
+    assert "there is no /dev/shm" in machine.shared_memory(replace(BOX, shm_bytes=None))[0].text
+
+
+def test_fork_backends_and_cores() -> None:
+    assert levels(machine.fork, replace(BOX, start_methods=("spawn",))) == ["warn"]
+    assert levels(machine.backends, replace(BOX, backends=("nccl",))) == ["fail"]
+    assert levels(machine.backends, replace(BOX, backends=("gloo",))) == ["warn"]
+    assert levels(machine.backends, replace(BOX, backends=("gloo",), devices=())) == ["ok"]
+    assert levels(machine.cores, replace(BOX, cores=2)) == ["warn"]
+    assert levels(machine.cores, replace(BOX, cores=2, devices_wanted=2)) == ["ok"]
+
+
+@pytest.mark.parametrize(
+    ("facts", "words"),
+    [
+        ({"addresses": {"node0": False}}, "MASTER_ADDR=node0 cannot be resolved"),
+        ({"free_ports": {"29500": False}}, "MASTER_PORT=29500 is in use"),
+        (
+            {"environ": {"GLOO_SOCKET_IFNAME": "ib0"}, "interfaces": ("lo", "eth0")},
+            "names ib0, which this machine has not",
+        ),
+        ({"environ": {"WORLD_SIZE": "4"}}, "WORLD_SIZE=4 and no MASTER_ADDR"),
+    ],
+)
+def test_ranks_that_would_not_meet(facts: dict[str, Any], words: str) -> None:
+    (found,) = machine.rendezvous(replace(BOX, **facts))
+    assert found.level == "fail" and words in found.text and found.advice
+
+
+def test_ranks_that_will_meet() -> None:
+    fine = {"GLOO_SOCKET_IFNAME": "eth0", "NCCL_SOCKET_IFNAME": "^docker", "TORCHELASTIC_RUN_ID": "a"}
+    (found,) = machine.rendezvous(replace(BOX, environ=fine, interfaces=("eth0",), addresses={"localhost": True}))
+    assert found.level == "ok" and "torchrun" in found.text
+
+
+def test_speeds_memory_and_links() -> None:
+    (found,) = machine.speeds(BOX)
+    assert "stock DDP waits for 42 % of the device-seconds" in found.text and "lightning-hetero-plan" in found.advice
+    assert machine.speeds(replace(BOX, cluster=None, probe_problem="no"))[0].text == "no"
+    taken = replace(BOX, devices=(gpu("RTX 4090", 8, 9, free=4.0),))
+    (held,) = machine.memory(taken)
+    assert held.level == "warn" and "6 GiB of 10 GiB are taken" in held.text
+    spec = {
+        "devices": [{"count": 3}],
+        "link": {"bandwidth": "12 GB/s"},
+        "links": [{"between": [0, 2], "bandwidth": "1 GB/s"}],
+    }
+    (slow,) = machine.links(replace(BOX, cluster=cluster_from_plain(spec)))
+    assert slow.level == "warn" and "from rank 0" in slow.text and "1 GB/s to 12 GB/s" in slow.text
+    assert machine.links(replace(BOX, cluster=cluster_from_plain({"devices": [{}]}))) == []
+
+
+def test_the_gravest_level_counts_and_every_complaint_says_what_to_do() -> None:
+    assert worst([]) == "ok"
+    found = [Finding(check="a", level="warn", text="t", advice="do"), Finding(check="b", level="fail", text="u")]
+    assert worst(found) == "fail" and findings_text(found) == "warn  a: t\n      -> do\nfail  b: u"
+    bad = Facts(devices=(gpu("old", 3, 0, free=1.0), gpu("new", 9, 0)), environ={"WORLD_SIZE": "2"}, start_methods=())
+    for check in machine.MACHINE_CHECKS:
+        assert all(finding.advice for finding in check(bad) if finding.level != "ok"), check.__name__

@@ -1,0 +1,101 @@
+"""The arithmetic of an average: by hand, to the bit where nothing differs, and what a server or FedProx make of it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_hetero.federated.runtime.averaging import weighted_mean_
+from lightning_hetero.federated.runtime.proximal import add_proximal_
+from lightning_hetero.federated.runtime.server import FedAdam, FedAvgM, server_by_name
+from lightning_hetero.federated.runtime.states import complete, kept_states
+
+
+def tensors(*values: float) -> list[Tensor]:
+    return [torch.tensor([value, 2 * value], dtype=torch.float64) for value in values]
+
+
+def test_the_mean_is_weighted_and_a_weight_of_0_counts_nothing() -> None:
+    (mean,) = weighted_mean_([tensors(1.0), tensors(5.0), tensors(float("nan"))], [3.0, 1.0, 0.0])
+    assert mean.tolist() == [2.0, 4.0]
+
+
+def test_what_is_equal_stays_to_the_bit() -> None:
+    value = torch.rand(1000, generator=torch.Generator().manual_seed(0))
+    (mean,) = weighted_mean_([[value]] * 7, [0.1, 3.0, 7.7, 1.0, 11.0, 0.3, 2.0])
+    assert torch.equal(mean, value)
+
+
+def test_fedavgm_is_momentum_on_the_pseudo_gradient() -> None:
+    server, previous = FedAvgM(lr=0.5, momentum=0.5), tensors(1.0)
+    averaged = tensors(0.0)
+    server.step(previous, averaged)  # d = 1, m = 1
+    assert averaged[0].tolist() == [0.5, 1.0]
+    again = FedAvgM(lr=0.5, momentum=0.5)
+    again.load_state_dict(server.state_dict())
+    for one in (server, again):
+        second = tensors(0.5)
+        one.step(tensors(0.5), second)  # d = 0, m = 0.5
+        assert second[0].tolist() == [0.25, 0.5]
+    plain, averaged = FedAvgM(lr=1.0, momentum=0.0), tensors(0.3)
+    plain.step(previous, averaged)
+    assert averaged[0].tolist() == pytest.approx([0.3, 0.6])
+
+
+def test_fedadam_steps_against_the_pseudo_gradient() -> None:
+    server, averaged = FedAdam(lr=0.1, betas=(0.5, 0.5), eps=1.0), tensors(0.0)
+    server.step(tensors(2.0), averaged)  # d = 2: m = 1, v = 2
+    assert float(averaged[0][0]) == pytest.approx(2.0 - 0.1 * 1.0 / (2.0**0.5 + 1.0))
+
+
+def test_servers_are_named_or_given() -> None:
+    assert isinstance(server_by_name("fedadam"), FedAdam) and server_by_name(None) is None
+    assert FedAvgM().settings() == "FedAvgM(lr=1.0, momentum=0.9)"
+    with pytest.raises(ValueError, match="server='sgd' must be one of"):
+        server_by_name("sgd")  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="server=3 must be a ServerOptimizer"):
+        server_by_name(3)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"momentum=1\.0 must be a number >= 0 and < 1"):
+        FedAvgM(momentum=1.0)
+    with pytest.raises(ValueError, match=r"betas=\(0.9,\) must be two numbers"):
+        FedAdam(betas=(0.9,))
+
+
+def test_the_proximal_term_is_the_gradient_of_its_loss() -> None:
+    weight, average = torch.tensor([3.0], requires_grad=True), torch.tensor([1.0])
+    (weight**2).sum().backward()
+    add_proximal_([weight, torch.tensor([9.0], requires_grad=True)], [average, average], 0.5)
+    assert weight.grad is not None and weight.grad.tolist() == [6.0 + 0.5 * 2.0]
+
+
+def stepped(kind: type[torch.optim.Optimizer], *, used: bool = True, **options: object) -> torch.optim.Optimizer:
+    net = nn.ModuleList([nn.Linear(2, 1, bias=False), nn.Linear(2, 1, bias=False)])
+    optimizer = kind(net.parameters(), lr=0.1, **options)  # type: ignore[call-arg]
+    x = torch.ones(1, 2)
+    (net[0](x) + (net[1](x) if used else 0.0)).sum().backward()
+    optimizer.step()
+    return optimizer
+
+
+def test_states_are_listed_alike_and_missing_ones_are_zeros() -> None:
+    both, one = stepped(torch.optim.Adam), stepped(torch.optim.Adam, used=False)
+    wanted = kept_states([both])
+    assert len(wanted) == 6 and len(kept_states([one])) == 3
+    complete([one], wanted)
+    assert kept_states([one]) == wanted
+    parameter = one.param_groups[0]["params"][1]
+    assert float(one.state[parameter]["step"]) == 0.0 and not one.state[parameter]["exp_avg"].any()
+    one.step()  # goes on with it
+    assert kept_states([stepped(torch.optim.SGD)]) == []
+
+
+def test_what_has_no_average_is_refused_by_name() -> None:
+    optimizer = stepped(torch.optim.SGD, momentum=0.9)
+    parameter = optimizer.param_groups[0]["params"][0]
+    optimizer.state[parameter]["codes"] = torch.zeros(4, dtype=torch.uint8)
+    with pytest.raises(TypeError, match=r"the state of SGD cannot be averaged: 'codes' is a tensor of torch\.uint8"):
+        kept_states([optimizer])
+    optimizer.state[parameter]["codes"] = [1, 2]
+    with pytest.raises(TypeError, match=r"'codes' is a list.*optimizer_state='keep'"):
+        kept_states([optimizer])

@@ -1,0 +1,129 @@
+"""Policies of a round: what each adapts, what stays, and what a checkpoint keeps."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from lightning_hetero.federated.decide.policy import (
+    AdaptiveSteps,
+    FedAvg,
+    LbBsp,
+    RoundPolicy,
+    ScaledLr,
+    by_name,
+)
+from lightning_hetero.federated.decide.rounds import Client
+
+SPEEDS = (1.0, 1.0, 1.0, 1.0, 0.5, 0.5, 0.25, 0.125)
+CLIENTS = [Client(400, 16, 25)] * len(SPEEDS)
+FIXED_S, SAMPLE_S, STEPS = 0.002, 0.001, 10
+
+
+def started(policy: RoundPolicy) -> RoundPolicy:
+    policy.start(CLIENTS, local_steps=STEPS)
+    return policy
+
+
+def times(policy: RoundPolicy, speeds: tuple[float, ...] = SPEEDS) -> list[float]:
+    """Own work of a round [s] by rank."""
+    plan = policy.plan
+    steps = zip(plan.sizes, plan.steps, speeds, strict=True)
+    return [tau * (FIXED_S + SAMPLE_S * n) / speed for n, tau, speed in steps]
+
+
+def run(policy: RoundPolicy, rounds: int, speeds: tuple[float, ...] = SPEEDS) -> None:
+    for _ in range(rounds):
+        plan = policy.plan
+        policy.decide(
+            [(float(n * tau), float(tau), s) for n, tau, s in
+             zip(plan.sizes, plan.steps, times(policy, speeds), strict=True)]
+        )  # fmt: skip
+
+
+def test_the_first_round_is_equal_under_every_policy() -> None:
+    for name in ("lb-bsp", "fedavg", "adaptive_steps", "scaled_lr"):
+        plan = started(by_name(name)).plan
+        assert (plan.sizes, plan.steps, plan.lr_factors) == ((16,) * 8, (STEPS,) * 8, (1.0,) * 8)
+
+
+def test_lb_bsp_ends_the_round_together_on_the_same_number_of_samples() -> None:
+    policy = started(LbBsp())
+    equal_s = max(times(policy))
+    run(policy, 4)
+    plan, balanced = policy.plan, times(policy)
+    assert sum(plan.sizes) == 128 and plan.steps == (STEPS,) * 8 and plan.lr_factors == (1.0,) * 8
+    assert max(balanced) < 0.4 * equal_s
+    assert policy.predict_s() == pytest.approx([t / STEPS for t in balanced], rel=0.05)
+
+
+def test_lb_bsp_follows_speeds_that_change() -> None:
+    policy, swapped = started(LbBsp()), tuple(reversed(SPEEDS))
+    run(policy, 4)
+    before = max(times(policy, swapped))
+    run(policy, 6, swapped)
+    assert max(times(policy, swapped)) < 0.5 * before
+
+
+def test_fedavg_changes_nothing() -> None:
+    policy = started(FedAvg())
+    before = policy.plan
+    run(policy, 4)
+    assert policy.plan == before and policy.predict_s() == () and policy.decide([]) is None
+
+
+def test_adaptive_steps_gives_fast_devices_more_of_them() -> None:
+    policy = started(AdaptiveSteps())
+    equal_s = max(times(policy))
+    run(policy, 4)
+    plan = policy.plan
+    assert plan.sizes == (16,) * 8 and sum(plan.steps) == 8 * STEPS and min(plan.steps) >= 1
+    assert plan.steps[0] > STEPS > plan.steps[7]
+    assert max(times(policy)) < 0.4 * equal_s
+    assert policy.predict_s()[7] == pytest.approx((FIXED_S + SAMPLE_S * 16) * 8, rel=0.05)
+
+
+def test_scaled_lr_scales_with_the_batch() -> None:
+    policy = started(ScaledLr())
+    run(policy, 4)
+    assert policy.plan.lr_factors == pytest.approx([n / 16 for n in policy.plan.sizes])
+    assert policy.plan.lr_factors[0] > 1.0 > policy.plan.lr_factors[7]
+
+
+def test_a_rank_that_took_no_part_is_as_fast_as_it_was() -> None:
+    policy = started(LbBsp())
+    plan = policy.plan
+    whole = [(float(n * tau), float(tau), s) for n, tau, s in zip(plan.sizes, plan.steps, times(policy), strict=True)]
+    nobody = (0.0, 0.0, 0.0)
+    assert policy.decide([nobody, *whole[1:]]) is None  # rank 0 was never measured
+    assert policy.decide([whole[0], nobody, *whole[2:]]) is not None
+    assert policy.plan.sizes[7] < 16
+
+
+@pytest.mark.parametrize("policy", [LbBsp, ScaledLr, AdaptiveSteps])
+def test_a_checkpoint_brings_the_round_that_runs_and_what_was_learned(policy: type[RoundPolicy]) -> None:
+    first, again = started(policy()), policy()
+    run(first, 4)
+    again.load_state_dict(json.loads(json.dumps(first.state_dict())))
+    started(again)
+    assert again.plan == first.plan
+    run(again, 1)
+    assert max(times(again)) <= 1.1 * max(times(first))
+    fewer = policy()
+    fewer.load_state_dict(first.state_dict())
+    fewer.start(CLIENTS[:4], local_steps=STEPS)
+    assert fewer.plan.sizes == (16,) * 4 and fewer.plan.steps == (STEPS,) * 4
+
+
+def test_names_and_settings_that_cannot_be_are_refused() -> None:
+    with pytest.raises(ValueError, match="unknown policy 'fast': choose one of lb-bsp, fedavg"):
+        by_name("fast")
+    with pytest.raises(ValueError, match="policy='fedavg' looks at no speeds and has no use for predictor: drop it"):
+        by_name("fedavg", predictor="ewma")
+    with pytest.raises(ValueError, match="give either a whole balance"):
+        from lightning_hetero import BalancePolicy
+
+        LbBsp(predictor="ewma", balance=BalancePolicy())
+    with pytest.raises(ValueError, match="again='no' must be one of"):
+        FedAvg(again="no")  # type: ignore[arg-type]

@@ -1,0 +1,124 @@
+"""A rank's way through the slots of an epoch: all ranks meet at the same ones, whoever rests."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lightning_hetero.federated.decide.report import engine_metrics, step_report
+from lightning_hetero.federated.decide.rounds import (
+    Client,
+    ClientRow,
+    Course,
+    RoundPlan,
+    chosen_ranks,
+    digest_of,
+    disagreement,
+)
+
+
+def plan_of(*steps: int) -> RoundPlan:
+    return RoundPlan(sizes=(4,) * len(steps), steps=steps, lr_factors=(1.0,) * len(steps))
+
+
+def walk(courses: list[Course], plan: RoundPlan, chosen: frozenset[int]) -> tuple[list[list[int]], list[int]]:
+    """Returns the slots each rank trains in, and those behind which all meet."""
+    trained: list[list[int]] = [[] for _ in courses]
+    meetings: list[int] = []
+    last = courses[0].slots - 1
+    for slot in range(last + 1):
+        ends = set()
+        for rank, course in enumerate(courses):
+            if course.trains(slot, plan, chosen):
+                trained[rank].append(slot)
+            ends.add(course.ends_round(slot, plan, last))
+        assert len(ends) == 1, "some ranks meet and others do not"
+        if ends.pop():
+            meetings.append(slot)
+            for course in courses:
+                course.began = slot + 1
+    return trained, meetings
+
+
+@given(
+    batches=st.lists(st.integers(1, 12), min_size=1, max_size=5),
+    tau=st.integers(1, 5),
+    accumulate=st.integers(1, 3),
+    again=st.booleans(),
+    data=st.data(),
+)
+def test_all_ranks_meet_behind_the_same_slots_and_the_last(
+    batches: list[int], tau: int, accumulate: int, again: bool, data: st.DataObject
+) -> None:
+    clients = [Client(4 * n, 4, n) for n in batches]
+    steps = data.draw(st.lists(st.integers(1, tau), min_size=len(clients), max_size=len(clients)))
+    plan = plan_of(*steps)
+    courses = [Course(r, clients, again=again, accumulate=accumulate) for r in range(len(clients))]
+    trained, meetings = walk(courses, plan, frozenset(range(len(clients))))
+    assert courses[0].slots == max(batches) and meetings[-1] == max(batches) - 1
+    gaps = [b - a for a, b in zip([-1, *meetings], meetings, strict=False)]
+    assert all(gap == accumulate * max(steps) for gap in gaps[:-1])
+    for rank, slots in enumerate(trained):
+        assert slots[0] == 0
+        if again and steps[rank] == max(steps):
+            assert slots == list(range(max(batches)))
+        if not again:  # a step once begun is filled with a second pass
+            assert len(slots) <= -(-batches[rank] // accumulate) * accumulate
+
+
+def test_a_rank_whose_data_are_through_rests_or_begins_again() -> None:
+    clients = [Client(20, 4, 5), Client(8, 4, 2)]
+    plan, all_of = plan_of(2, 2), frozenset({0, 1})
+    rest, meetings = walk([Course(r, clients, again=False) for r in range(2)], plan, all_of)
+    assert rest == [[0, 1, 2, 3, 4], [0, 1]] and meetings == [1, 3, 4]
+    again, _ = walk([Course(r, clients, again=True) for r in range(2)], plan, all_of)
+    assert again == [[0, 1, 2, 3, 4]] * 2
+
+
+def test_a_rank_that_is_not_chosen_rests_and_one_with_fewer_steps_waits() -> None:
+    clients = [Client(24, 4, 6)] * 3
+    trained, meetings = walk([Course(r, clients, again=True) for r in range(3)], plan_of(3, 1, 3), frozenset({0, 1}))
+    assert trained == [[0, 1, 2, 3, 4, 5], [0, 3], []] and meetings == [2, 5]
+
+
+def test_lightning_counts_a_step_behind_each_window_and_the_last_slot() -> None:
+    course = Course(0, [Client(20, 4, 5)], again=True, accumulate=2)
+    assert [course.steps_after(slot, 4) for slot in range(5)] == [False, True, False, True, True]
+
+
+@given(world=st.integers(1, 20), part=st.floats(0.01, 1.0), seed=st.integers(0, 99))
+def test_as_many_ranks_as_asked_are_drawn_the_same_on_all(world: int, part: float, seed: int) -> None:
+    drawn = chosen_ranks(world, part, np.random.default_rng([seed, 3]))
+    assert drawn == chosen_ranks(world, part, np.random.default_rng([seed, 3]))
+    assert drawn <= set(range(world)) and len(drawn) == max(1, math.ceil(part * world - 1e-9))
+
+
+def row(**given: float) -> ClientRow:
+    return ClientRow(**{**dict.fromkeys(ClientRow._fields, 0.0), **given})
+
+
+def test_ranks_at_other_places_or_with_other_parameters_are_told_apart() -> None:
+    assert disagreement([row(), row()]) is None
+    assert disagreement([row(states=1.0), row(states=2.0)]) is None  # of what may differ
+    assert "not at the same (epoch, batch): {0: (0, 0), 1: (0, 4)}" in (disagreement([row(), row(slot=4.0)]) or "")
+    assert "disagree" in (disagreement([row(), row(digest=digest_of("other"))]) or "")
+    assert digest_of((4,), "a") != digest_of((4,), "b") and digest_of(plan_of(1)) == digest_of(plan_of(1))
+
+
+def test_what_is_reported_is_the_mean_of_a_local_step() -> None:
+    rows = [row(samples=40.0, steps=10.0, compute_s=2.0, made=10.0, wait_s=0.5, weight=30.0), row(weight=10.0)]
+    report = step_report(rows, plan_of(10, 10), (0.25, 0.5))
+    first, second = report.records
+    assert (first.samples, first.compute_s, first.wait_s) == (4, pytest.approx(0.2), pytest.approx(0.05))
+    assert (second.samples, second.compute_s) == (4, 0.0) and report.predicted_s == (0.25, 0.5)
+    assert engine_metrics(3, rows) == {
+        "rounds": 3.0,
+        "local_steps/rank0": 10.0,
+        "local_steps/rank1": 0.0,
+        "weight/rank0": 0.75,
+        "weight/rank1": 0.25,
+    }

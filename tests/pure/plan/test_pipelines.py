@@ -1,0 +1,79 @@
+"""The pipeline engine's estimate: its planner's plan, its schedule's time, and overrides that train so."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from hydra import compose, initialize_config_dir
+from hydra.utils import instantiate
+
+import lightning_hetero
+from lightning_hetero.pipeline.decide.plans import best_plan
+from lightning_hetero.plan.pipelines import pipeline
+from lightning_hetero.plan.planner import plan
+from lightning_hetero.solvers.placement import evaluate_plan
+from tests.pure.plan.kit import layered, lines, model
+
+pytestmark = pytest.mark.pure
+CONF = Path(lightning_hetero.__file__).parent / "cli" / "conf"
+SMALL = [{"name": "fast", "mem": 200}, {"name": "slow", "speed": 0.5, "mem": 200}]
+BIG_MODEL = model(state_bytes=60.0, activation_bytes=2.0, param_bytes=10.0, output_bytes=1.0)
+
+
+def test_it_is_the_engines_plan_and_the_time_of_its_schedule() -> None:
+    setup = layered(SMALL, {"bandwidth": 1e4}, model=BIG_MODEL)
+    found = pipeline(setup)
+    planned = best_plan(BIG_MODEL, setup.cluster, 32)
+    assert found.plan == planned and len(planned.groups) == 1 and planned.groups[0].ranks == (0, 1)
+    assert found.bound_s <= found.step_s <= 1.2 * planned.total_s
+    assert sum(found.shares) == pytest.approx(32) and all(0.0 < m <= 200 for m in found.memory_bytes)
+    assert any("groups by number of devices: 1 of 2" in reason for reason in found.reasons)
+
+
+def test_memory_of_a_stage_is_the_solvers() -> None:
+    setup = layered(SMALL, {"bandwidth": 1e4}, model=BIG_MODEL)
+    found = pipeline(setup)
+    assert found.plan is not None
+    (group,) = found.plan.groups
+    a, b = group.cuts[1], 4 - group.cuts[1]
+    size, depths = max(group.micro_batches), group.depths
+    assert found.memory_bytes[0] == pytest.approx(60 * a + depths[0] * size * 2 * a)
+    assert found.memory_bytes[1] == pytest.approx(60 * b + depths[1] * size * (2 * b + 1))
+
+
+def test_replicas_that_rest_are_said() -> None:
+    slow = [{"count": 2}, {"name": "far", "speed": 0.01}]
+    found = pipeline(layered(slow, {"bandwidth": 1e4, "latency": "10 ms"}, model=BIG_MODEL))
+    assert any("rank 2 (far) rest" in reason for reason in found.reasons)
+    assert found.work_s[2] == 0.0 and found.shares[2] == 0.0
+
+
+def test_without_layers_there_is_none() -> None:
+    assert "what layers cost is not known" in pipeline(lines()).reasons[0]
+
+
+def test_what_no_device_holds_is_refused_with_the_planners_reason() -> None:
+    setup = layered([{"mem": 50, "count": 2}], model=BIG_MODEL)
+    assert not pipeline(setup).ok and pipeline(setup).reasons[0] == best_plan(BIG_MODEL, setup.cluster, 32).reason
+    answer = plan(setup)
+    assert answer.chosen is None and answer.verdict.startswith("no engine can train so: ")
+
+
+@pytest.mark.parametrize("engine", ["ddp", "balanced", "stale", "pipeline"])
+def test_the_overrides_compose_and_make_that_strategy(engine: str) -> None:
+    setup = layered([{"name": "fast"}, {"name": "slow", "speed": 0.5}], {"bandwidth": 1e6}, model=BIG_MODEL)
+    found = next(e for e in plan(setup).estimates if e.engine == engine)
+    with initialize_config_dir(version_base="1.3", config_dir=str(CONF)):
+        cfg = compose("train", overrides=["paths.output_dir=out", *found.overrides])
+    strategy = instantiate(cfg.strategy, _convert_="all")
+    assert cfg.trainer.devices == 2
+    if engine == "pipeline":
+        assert found.plan is not None
+        given = strategy.plan_settings.plan
+        assert [(g.ranks, g.cuts, g.samples, g.micro_batches, g.depths) for g in given.groups] == [
+            (g.ranks, g.cuts, g.samples, g.micro_batches, g.depths) for g in found.plan.groups
+        ]
+        assert evaluate_plan(BIG_MODEL, setup.cluster, given.groups).ok
+    if engine != "ddp":
+        assert strategy.shared.global_batch_size == 32 and strategy.engine == engine

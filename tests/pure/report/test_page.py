@@ -1,0 +1,114 @@
+"""The page: well-formed, complete, nothing from outside, nothing drawn without data."""
+
+from __future__ import annotations
+
+import re
+from html.parser import HTMLParser
+
+import pytest
+
+from lightning_hetero.report.page.build import page_of
+from tests.pure.report.runs_kit import RUNS, SHOWN, balanced_run, stale_run
+
+
+class Page(HTMLParser):
+    """Reads a page and checks that what is opened is closed."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.attributes: list[tuple[str, dict[str, str | None]]] = []
+        self.texts: dict[str, list[str]] = {}
+        self.feed(text)
+        self.close()
+        assert not self.open
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.attributes.append((tag, dict(attrs)))
+        if tag not in {"meta", "link"}:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.attributes.append((tag, dict(attrs)))
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        if self.open and data.strip():
+            self.texts.setdefault(self.open[-1], []).append(data)
+
+    def all(self, tag: str) -> list[dict[str, str | None]]:
+        return [attributes for name, attributes in self.attributes if name == tag]
+
+
+ALWAYS = {"timeline", "spent", "what-if", "shares", "heat", "scores", "pipeline", "staleness", "server", "budget"}
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_the_page_is_whole_and_needs_nothing_from_outside(name: str) -> None:
+    text = page_of(RUNS[name])
+    page = Page(text)
+    assert not re.search(r"https?:|//[a-z]|<script|@import|url\(|<img|<iframe", text)
+    assert all((link.get("href") or "").startswith(("#", "data:")) for link in (*page.all("a"), *page.all("link")))
+    ids = [attributes["id"] for _, attributes in page.attributes if "id" in attributes]
+    assert len(ids) == len(set(ids))
+    assert {link["href"] for link in page.all("a")} <= {f"#{one}" for one in ids}
+    assert "prefers-color-scheme:dark" in text and "width=device-width" in text
+    assert not re.search(r'="[^"]*\b(?:nan|inf)\b[^"]*"', text)  # in a place or a size
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_every_view_has_a_title_a_question_and_an_answer_or_is_left_out_with_a_reason(name: str) -> None:
+    text = page_of(RUNS[name])
+    found = dict(re.findall(r'<section id="([\w-]+)">(.*?)</section>', text, re.S))
+    shown = set(found) - {"left-out", "notes"}
+    assert shown == SHOWN[name]
+    for one in shown:
+        title, question, answer = re.match(
+            r'<h2>([^<]+)</h2><p class="question">([^<]+)</p><p class="answer">([^<]+)</p>', found[one]
+        ).groups()  # type: ignore[union-attr]
+        assert title and question.endswith("?") and answer.endswith(".") and "<svg" in found[one], one
+        assert "nan" not in answer.split()
+    left_out = re.findall(r"<li><b>([^<]+)</b>: ([^<]+)</li>", found.get("left-out", ""))
+    assert len(left_out) == len(ALWAYS - shown) and all(why for _, why in left_out)
+    for svg in Page(text).all("svg"):
+        assert svg["aria-label"] and re.fullmatch(r"0 0 420 \d+", svg["viewbox"] or "")
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_it_opens_with_the_verdict(name: str) -> None:
+    text = page_of(RUNS[name])
+    assert text.index('id="verdict"') < text.index("<section")
+    assert ("You waited" in text) == (name not in ("one rank", "no work measured"))
+
+
+def test_texts_of_a_run_are_no_markup() -> None:
+    assert "<script" not in page_of(balanced_run())
+    assert "rebalanced &lt;script&gt;" in page_of(balanced_run())
+
+
+def test_marks_stay_inside_their_drawing() -> None:
+    for run in RUNS.values():
+        text = page_of(run)
+        for height, body in re.findall(r'<svg viewBox="0 0 420 (\d+)"[^>]*>(.*?)</svg>', text, re.S):
+            places = re.findall(r'<rect x="([^"]+)" y="([^"]+)" width="([^"]+)" height="([^"]+)"', body)
+            for x, y, wide, high in (map(float, place) for place in places):
+                assert min(x, y) >= 0 and x + wide <= 420.6 and y + high <= int(height) + 0.6
+
+
+def test_staleness_is_told_against_its_bound() -> None:
+    text = page_of(stale_run())
+    assert "6.2 % of the samples were stale, by at most 2 versions of 2 allowed. 8 samples were wasted, 4 given" in text
+    assert "bound 2" in text
+
+
+def test_two_runs_are_compared_first() -> None:
+    results = ({"fit_s": 20.0}, {"fit_s": 10.0})
+    text = page_of(RUNS["ddp"], balanced_run(), results)
+    assert text.index('id="compare"') < text.index('id="timeline"')
+    # 3.05 s for 30 samples; behind the first, 5 batches of 3 s and 34 of 1.9 s for 16 each
+    a, b = 3.05 / 30, (5 * 3.0 + 34 * 1.9) / (39 * 16)
+    more = 100 * (b / a - 1)
+    assert f"B takes {more:.0f} % more time per sample" in text
+    assert "<td>20</td><td>10</td><td>-50 %</td><td>better</td>" in text

@@ -1,0 +1,69 @@
+"""The sentences that a report opens with."""
+
+from __future__ import annotations
+
+from lightning_hetero.report.run import Run, run_of
+from lightning_hetero.report.scores import scores_of
+from lightning_hetero.report.verdict import Verdict, milliseconds, percent, ranks_text, verdict_of
+from lightning_hetero.report.waiting import waiting_of
+from lightning_hetero.report.what_if import what_if
+from tests.pure.report.kit import opened, run_with
+
+
+def judged(run: Run) -> Verdict:
+    return verdict_of(run, waiting_of(run), scores_of(run), what_if(run))
+
+
+def test_a_slow_device_under_stock_ddp() -> None:
+    found = judged(run_with([[(15, 1.5, 1.55), (15, 3.0, 0.05)]] * 80))
+    assert found.waited == "You waited 120.0 of 488.0 device-seconds (25 %)."
+    assert found.cause.startswith("Rank 1 (host cpu:1) takes 2.00 times as long per item of work")
+    assert found.next_step.startswith('Train with strategy="hetero_') and found.level == "poor"
+    assert "instead of 3.05 s: 1.4" in found.gain and "times as fast" in found.gain
+
+
+def test_equal_devices_need_nothing() -> None:
+    found = judged(run_with([[(8, 1.0, 0.01), (8, 1.0, 0.01)]] * 20))
+    assert found.level == "good" and found.cause.startswith("Nobody waits for long")
+    assert found.next_step == "Nothing to do about waiting." and "no other engine would take 2 % less" in found.gain
+
+
+def test_the_exchange_is_no_fault_of_a_rank() -> None:
+    found = judged(run_with([[(8, 1.0, 1.0), (8, 1.0, 1.0)]] * 20))
+    assert found.cause.startswith("50 % of the time went into the exchange")
+    assert "accumulate_grad_batches" in found.next_step
+
+
+def test_ranks_that_are_late_by_turns() -> None:
+    turns = [[(8, 1.0, 1.0), (8, 2.0, 0.0)], [(8, 2.0, 0.0), (8, 1.0, 1.0)]]
+    found = judged(run_with(turns * 20))
+    assert found.cause.startswith("No single rank")
+
+
+def test_slow_ranks_that_get_less_are_no_cause() -> None:
+    turns = [[(12, 1.0, 0.1), (4, 1.1, 0.0)], [(12, 1.1, 0.0), (4, 1.0, 0.1)]]
+    found = judged(run_with(turns * 20, engine="balanced"))
+    assert found.cause.startswith("No single rank") and "larger batches" in found.next_step
+
+
+def test_waiting_while_a_run_begins_is_said() -> None:
+    slow, even = [(8, 1.0, 9.0), (8, 10.0, 0.0)], [(8, 1.0, 0.1), (8, 1.1, 0.0)]
+    found = judged(run_with([slow] * 2 + [even] * 18))
+    assert "of the waiting was in the first 2 steps" in found.cause
+
+
+def test_more_work_is_told_from_a_slow_rank() -> None:
+    found = judged(run_with([[(8, 1.0, 1.0), (16, 2.0, 0.0)]] * 20))
+    assert "is not slow per item: it has more work" in found.cause
+
+
+def test_what_was_not_measured_is_said_and_how_to_measure_it() -> None:
+    found = judged(run_of([opened(0, 2), opened(1, 2)]))
+    assert "not measured" in found.waited and "StragglerMonitor()" in found.next_step
+    assert judged(run_with([[(8, 1.0, 0.0)]] * 3)).waited == "One device waits for nobody."
+
+
+def test_numbers_in_words() -> None:
+    assert [percent(x) for x in (0.0, 0.004, 0.123, 1.0, float("nan"))] == ["0 %", "0.4 %", "12 %", "100 %", "unknown"]
+    assert [milliseconds(x) for x in (0.0312, 1.5)] == ["31.2 ms", "1.50 s"]
+    assert [ranks_text(x) for x in ([2], [0, 2], [0, 2, 3])] == ["rank 2", "ranks 0 and 2", "ranks 0, 2 and 3"]

@@ -1,0 +1,143 @@
+"""Random faults against server, coordinator, meetings, admission, workers on a virtual clock: `benchmarks.faults`."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from benchmarks.faults.cases import Case, Fault, Point, case_of
+from benchmarks.faults.simulation import Outcome, simulate
+from lightning_hetero.stale.decide.coordinator import Coordinator
+from lightning_hetero.stale.decide.policy import Bsp, Policy
+from lightning_hetero.stale.runtime.serve.agreement import LiveWorkers
+from lightning_hetero.stale.runtime.serve.open_batch import OpenBatch
+from lightning_hetero.stale.runtime.serve.replies import Replies
+
+SCHEDULES = 120
+WITHIN = 60  # a bug must be found within so many schedules
+
+
+def of_seed(seed: int) -> Outcome:
+    return simulate(case_of(seed))
+
+
+def test_random_faults_break_no_promise() -> None:
+    outcomes = [of_seed(seed) for seed in range(SCHEDULES)]
+    assert {outcome.seed: outcome.violations for outcome in outcomes if outcome.violations} == {}
+    faults, ended = Counter[str](), Counter[str]()
+    for outcome in outcomes:
+        faults += outcome.faults
+        ended += outcome.ended
+    kinds = {"kill", "stop", "cut", "slow", "raise", "start again", "kill the server", "stop the server"}
+    assert faults.keys() >= kinds
+    assert ended["done"] > SCHEDULES and ended["killed"] > 0 and ended["with a cause"] > 0
+    assert sum(outcome.stale for outcome in outcomes) > 0
+
+
+def test_a_seed_is_all_there_is_to_a_schedule() -> None:
+    for seed in range(0, SCHEDULES, 10):
+        first, again = of_seed(seed), of_seed(seed)
+        assert first.trace == again.trace
+        assert first == again
+    assert len({of_seed(seed).digest for seed in range(10)}) == 10
+
+
+CALM = Case(
+    seed=0, policy=Bsp, ends=((6, 12),) * 4, sample_s=(0.1, 0.1, 0.1), start_s=0.01, noise=0.0, slow_messages=0.0,
+    long_s=0.0, lag_s=0.0, validate_every=0, save_every=0, substeps=0, ahead=0, faults=(),
+)  # fmt: skip
+
+FOUND = {
+    "no rank was waited for that was still on its way to the server when another died": (
+        Fault("stop", (0, 2), 0.001, 8.0), Fault("kill", (1,), Point(1, "behind PUSH", 1)),
+    ),
+    "a barrier waited for a rank that fell silent between two batches": (
+        Fault("silence", (1,), Point(1, "before CLAIM", 2)),
+    ),
+    "a rank was taken for met that had died with another": (
+        Fault("kill", (1, 2), Point(2, "behind MEET", 1)),
+    ),
+    "a newcomer was invited with a checkpoint whose writer had died": (
+        Fault("kill", (1,), Point(1, "answered CLAIM", 1), 0.1), Fault("kill", (0,), Point(0, "behind STATE", 1)),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", FOUND)
+def test_what_was_found_once_stays_mended(what: str) -> None:
+    for seed in range(8):  # other times of messages
+        outcome = simulate(replace(CALM, seed=seed, faults=FOUND[what]))
+        assert outcome.violations == () and not outcome.excused
+        assert outcome.ended["done"] > 0 and set(outcome.ended) <= {"done", "killed", "silent"}
+
+
+def twice(accept: Callable[..., None]) -> Callable[..., None]:
+    def broken(self: OpenBatch, *args: Any) -> None:
+        accept(self, *args)
+        accept(self, *args)
+
+    return broken
+
+
+def without_freeing(lost: Callable[..., Any]) -> Callable[..., Any]:
+    def broken(self: Coordinator, rank: int, now: float) -> Any:
+        worker = self.workers.get(rank)
+        if worker is not None:
+            worker.lease = None
+        return lost(self, rank, now)
+
+    return broken
+
+
+def whatever_became_of_it(receive: Callable[..., Any]) -> Callable[..., Any]:
+    def broken(self: Coordinator, worker: Any, held: Any, *args: Any, **said: Any) -> Any:
+        held.void = ""
+        return receive(self, worker, held, *args, **said)
+
+    return broken
+
+
+BUGS: dict[str, tuple[type, str, Callable[[Any], Any]]] = {
+    "a contribution counts twice": (OpenBatch, "accept", twice),
+    "the bound is off by one": (
+        Policy,
+        "bound_for",
+        lambda _: lambda self, workers: None if self.claims_bound is None else self.claims_bound + 1,
+    ),
+    "a meeting waits for the dead": (
+        LiveWorkers,
+        "gone",
+        lambda _: lambda self, rank, reason, **_: self.connected.discard(rank),
+    ),
+    "what a dead rank had is lost": (Coordinator, "lost", without_freeing),
+    "samples that were issued again are accepted from both": (Coordinator, "_receive", whatever_became_of_it),
+    "only who asks is told that the run has failed": (
+        Replies,
+        "fail",
+        lambda _: lambda self, text: vars(self).update(failure=self.failure or text),
+    ),
+}
+SIGNS = {
+    "a contribution counts twice": "2 times",
+    "the bound is off by one": "the bound is",
+    "a meeting waits for the dead": "no answer",
+    "what a dead rank had is lost": "no answer",
+    "samples that were issued again are accepted from both": "",
+    "only who asks is told that the run has failed": "no answer",
+}
+
+
+@pytest.mark.parametrize("bug", BUGS)
+def test_a_bug_is_found_and_its_seed_shows_it_again(bug: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    place, name, broken = BUGS[bug]
+    with monkeypatch.context() as planted:
+        planted.setattr(place, name, broken(getattr(place, name)))
+        found = next((outcome for outcome in map(of_seed, range(WITHIN)) if outcome.violations), None)
+        assert found is not None
+        assert any(SIGNS[bug] in violation for violation in found.violations)
+        assert of_seed(found.seed) == found
+    assert of_seed(found.seed).violations == ()
