@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_right
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Any, Literal, Protocol, TypeAlias, runtime_checkable
 
@@ -84,6 +84,10 @@ class AffineCost:
         if self.per_sample_s == 0.0:
             return math.inf
         return (deadline_s - self.fixed_s) / self.per_sample_s
+
+    def times(self, factor: float) -> AffineCost:
+        """Returns the cost of a device that takes ``factor`` times as long."""
+        return AffineCost(fixed_s=self.fixed_s * factor, per_sample_s=self.per_sample_s * factor)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -359,6 +363,10 @@ class LayerCost:
     state_bytes: float = 0.0
     activation_bytes: float = 0.0
     output_bytes: float = 0.0
+
+    def times(self, factor: float) -> LayerCost:
+        """Returns the layer's costs where it takes ``factor`` times as long; its bytes stay."""
+        return replace(self, forward=self.forward.times(factor), backward=self.backward.times(factor))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -15,7 +15,7 @@ ChosenName = Literal["balanced", "stale", "pipeline"]
 ENGINES: tuple[ChosenName, ...] = ("balanced", "pipeline", "stale")
 """From the one that changes least of how a model trains to the one that changes most."""
 
-_MESSAGES = 1.15  # of the others' throughput: less than that is not worth a pipeline's messages
+_MESSAGES = 1.15  # of the others' throughput: what messages cost beside their time on the wire no plan knows
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -49,17 +49,11 @@ def choose(setup: Setup, engines: Sequence[ChosenName], refused: Mapping[str, st
     """
     able: list[ChosenName] = [name for name in ENGINES if name in engines and name not in refused]
     if not able:
-        raise ValueError(f"no engine trains this module: {'; '.join(f'{k}: {v}' for k, v in refused.items())}")
+        raise _none_left(refused)
     if len(able) > 1 and (setup.model is None or len(setup.model.layers) == 1):
         able = [name for name in able if name != "pipeline"]  # there is nothing to divide, or it was not worth a look
-    found = plan(setup, ("ddp", *able))
+    found = plan(setup, ("ddp", *able), pipeline_ahead=_MESSAGES)
     chosen = found.chosen
-    if chosen is not None and chosen.engine == "pipeline":
-        # What its messages cost beside their time on the wire no plan knows.
-        others = [e for e in found.estimates if e.engine in ("ddp", "balanced") and e.ok]
-        if any(chosen.samples_per_s < _MESSAGES * other.samples_per_s for other in others):
-            found = plan(setup, ("ddp", *(name for name in able if name != "pipeline")))
-            chosen = found.chosen
     without = "".join(f"; not hetero_{name}: {why}" for name, why in refused.items())
     if chosen is None:
         raise ValueError(f"hetero_auto: {found.verdict}{without}")
@@ -78,4 +72,8 @@ def without_measuring(engines: Sequence[ChosenName], refused: Mapping[str, str],
     for name in engines:
         if name not in refused:
             return Choice(engine=name, line=f"hetero_auto takes hetero_{name} without a warm-up: {why}")
-    raise ValueError(f"no engine trains this module: {'; '.join(f'{k}: {v}' for k, v in refused.items())}")
+    raise _none_left(refused)
+
+
+def _none_left(refused: Mapping[str, str]) -> ValueError:
+    return ValueError(f"no engine trains this module: {'; '.join(f'{k}: {v}' for k, v in refused.items())}")

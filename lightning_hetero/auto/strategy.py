@@ -25,7 +25,7 @@ from lightning_hetero.emulate.scenario import Scenario
 from lightning_hetero.glue.run import EngineRun, gloo_group
 from lightning_hetero.glue.setup import CHECKPOINT_KEY
 from lightning_hetero.glue.strategy import HeteroStrategy
-from lightning_hetero.lightning_compat.strategies import TolerantDDPStrategy, hand_over
+from lightning_hetero.lightning_compat.strategies import TolerantDDPStrategy, follow, hand_over
 from lightning_hetero.pipeline.strategy import HeteroPipelineStrategy
 from lightning_hetero.plan.setup import Setup
 from lightning_hetero.stale.strategy import BoundedStalenessStrategy
@@ -167,10 +167,7 @@ class AutoStrategy(HeteroStrategy[EngineRun[Any]], TolerantDDPStrategy):
         for name in self.engines:
             try:
                 engine = self._made(name, self._given)
-                engine.parallel_devices, engine.cluster_environment = self.parallel_devices, self.cluster_environment
-                engine.num_nodes = self.num_nodes
-                engine.accelerator = self.accelerator
-                engine.set_world_ranks()
+                follow(self, engine)
                 engine.check_module(module)
             except (TypeError, ValueError) as error:
                 refused[name] = str(error)

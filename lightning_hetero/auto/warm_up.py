@@ -85,19 +85,18 @@ class WarmUp:
             slowness = self._slowness(whole[rank])
             if self.scenario is not None:  # real work, stretched
                 slower = 1.0 / self.scenario.speed(rank, 0)
-                cost = AffineCost(fixed_s=cost.fixed_s * slower, per_sample_s=cost.per_sample_s * slower)
+                cost = cost.times(slower)
         costs: list[AffineCost] = self.channel.all_gather_object(cost)
         series: list[tuple[float, ...]] = self.channel.all_gather_object(slowness)
-        model, exchange_s = whole[0], self._exchange(_gradients_of(whole[0]))
         cluster = self._cluster([costs[0].seconds(share) / max(c.seconds(share), 1e-9) for c in costs])
         setup = Setup(
             cluster=cluster,
             global_batch=self.global_batch,
-            model=_scaled(model, costs[0], share),
+            model=_scaled(whole[0], costs[0], share),
             costs=tuple(costs),
-            exchange_s=exchange_s,
             slowness=tuple(series),
         )
+        setup = replace(setup, exchange_s=self._exchange(round(setup.param_bytes() / 4)))  # as many float32
         # By bandwidth alone: what else an exchange takes, a pipeline's messages take, too.
         slowest = min(link.bandwidth_bytes_per_s for row in cluster.links for link in row)
         wire_s = 2.0 * (ranks - 1) / ranks * setup.param_bytes() / slowest
@@ -176,11 +175,6 @@ class WarmUp:
         return self.channel.all_gather_object(found)[0] or whole
 
 
-def _gradients_of(model: ModelCost) -> int:
-    """Returns how many float32 are as large as all gradients."""
-    return round(sum(part.param_bytes for part in (model.before, *model.layers, model.head)) / 4)
-
-
 def _emulated(scenario: Scenario, rank: int, samples: int) -> tuple[AffineCost, tuple[float, ...]]:
     """Returns what an emulated device takes, and how its steps differ; other draws than those of the run."""
     calm = replace(scenario, changes=(), faults=(), jitter=0.0, spells=None)
@@ -195,13 +189,5 @@ def _scaled(model: ModelCost, cost: AffineCost, samples: int) -> ModelCost:
     factor = cost.seconds(samples) / max(whole_step(model).seconds(samples), 1e-12)
     if abs(factor - 1.0) < 1e-9:
         return model
-
-    def scaled(part: Any) -> Any:
-        return replace(part, forward=times(part.forward), backward=times(part.backward))
-
-    def times(line: Any) -> Any:
-        return AffineCost(fixed_s=line.fixed_s * factor, per_sample_s=line.per_sample_s * factor)
-
-    return replace(
-        model, before=scaled(model.before), layers=tuple(map(scaled, model.layers)), head=scaled(model.head)
-    )
+    layers = tuple(layer.times(factor) for layer in model.layers)
+    return replace(model, before=model.before.times(factor), layers=layers, head=model.head.times(factor))

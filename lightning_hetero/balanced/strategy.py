@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -236,7 +235,7 @@ class LoadBalancedStrategy(HeteroStrategy[BalancedRun]):
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
         """Means of integers are exact; means of floats logged for a training batch count samples."""
-        with self._waiting_for_peers():
+        with self.waiting_for_peers():
             return self._reduce(tensor, group, reduce_op)
 
     def _reduce(self, tensor: Any, group: Any, reduce_op: Any) -> Any:
@@ -251,22 +250,6 @@ class LoadBalancedStrategy(HeteroStrategy[BalancedRun]):
         if weighs and run is not None and run.weighs_means and compat.batch_results_open(run.trainer):
             return weighted_mean_(tensor, run.weight.local, world)
         return super().reduce(tensor, group, reduce_op)
-
-    def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
-        with self._waiting_for_peers():
-            return super().all_gather(tensor, group, sync_grads)
-
-    def broadcast(self, obj: Any, src: int = 0) -> Any:
-        with self._waiting_for_peers():
-            return super().broadcast(obj, src)
-
-    def barrier(self, *args: Any, **kwargs: Any) -> None:
-        with self._waiting_for_peers():
-            super().barrier(*args, **kwargs)
-
-    def _waiting_for_peers(self) -> AbstractContextManager[None]:
-        """Collectives that a step asks for, e.g. by ``self.log(..., sync_dist=True)``, are not this rank's work."""
-        return nullcontext() if self._run is None else self._run.waiting()
 
     # ---- what others may ask ----------------------------------------------------------------------------------
 

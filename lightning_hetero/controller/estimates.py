@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 from lightning_hetero.controller.messages import Observation
 from lightning_hetero.predictors import Kalman
 from lightning_hetero.solvers.placement.pipes import Pipe
-from lightning_hetero.types import AffineCost, Cluster, LayerCost, Link, ModelCost
+from lightning_hetero.types import Cluster, LayerCost, Link, ModelCost
 
 __all__ = ["Estimates", "State"]
 
@@ -266,7 +266,7 @@ class Estimates:
         """Returns the profile and the cluster with the factors applied."""
         model, cluster = self._model, self._cluster
         if any(factor != 1.0 for factor in state.layers):
-            layers = [_scaled(layer, factor) for layer, factor in zip(model.layers, state.layers, strict=True)]
+            layers = [layer.times(factor) for layer, factor in zip(model.layers, state.layers, strict=True)]
             model = replace(model, layers=tuple(layers))
         devices = [
             device if factor == 1.0 else replace(device, speed=device.speed / factor)
@@ -334,10 +334,3 @@ def _of(state: State, key: tuple[Any, ...]) -> float:
 def _both(cost: LayerCost) -> tuple[float, float]:
     forward, backward = cost.forward, cost.backward
     return forward.fixed_s + backward.fixed_s, forward.per_sample_s + backward.per_sample_s
-
-
-def _scaled(layer: LayerCost, factor: float) -> LayerCost:
-    def part(cost: AffineCost) -> AffineCost:
-        return AffineCost(fixed_s=cost.fixed_s * factor, per_sample_s=cost.per_sample_s * factor)
-
-    return layer if factor == 1.0 else replace(layer, forward=part(layer.forward), backward=part(layer.backward))

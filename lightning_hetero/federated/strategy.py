@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -190,31 +190,16 @@ class FederatedStrategy(HeteroStrategy[FederatedRun]):
         """Means of integers are exact. Values logged for a training batch stay this rank's: nothing is sent then."""
         run = self._run
         if not (isinstance(tensor, Tensor) and is_mean(reduce_op) and dist.is_initialized()):
-            with self._waiting_for_peers():
+            with self.waiting_for_peers():
                 return super().reduce(tensor, group, reduce_op)
         if run is not None and tensor.is_floating_point() and compat.batch_results_open(run.trainer):
             return tensor
-        with self._waiting_for_peers():
+        with self.waiting_for_peers():
             if tensor.is_floating_point():
                 return super().reduce(tensor, group, reduce_op)
             world = dist.group.WORLD if group is None else group
             assert world is not None
             return integer_mean_(tensor, world)
-
-    def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
-        with self._waiting_for_peers():
-            return super().all_gather(tensor, group, sync_grads)
-
-    def broadcast(self, obj: Any, src: int = 0) -> Any:
-        with self._waiting_for_peers():
-            return super().broadcast(obj, src)
-
-    def barrier(self, *args: Any, **kwargs: Any) -> None:
-        with self._waiting_for_peers():
-            super().barrier(*args, **kwargs)
-
-    def _waiting_for_peers(self) -> AbstractContextManager[None]:
-        return nullcontext() if self._run is None else self._run.waiting()
 
     # ---- checkpoints ------------------------------------------------------------------------------------------
 

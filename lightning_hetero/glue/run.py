@@ -7,7 +7,7 @@ import time
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Mapping
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from datetime import timedelta
 from itertools import chain
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
@@ -146,6 +146,10 @@ class EngineRun(Reporting, ABC, Generic[Binder]):
     def shares(self) -> tuple[int, ...]:
         """Samples per rank of a full batch, as last decided; empty before anything is."""
         return ()
+
+    def waiting(self) -> AbstractContextManager[None]:
+        """Returns what surrounds a wait for other ranks in a step; where it counts as a rank's work, nothing."""
+        return nullcontext()
 
     def step_events(self) -> list[Event]:
         return self.events.take(self.channel.rank)

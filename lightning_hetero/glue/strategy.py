@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal, TypeVar
@@ -13,6 +13,7 @@ import torch
 from lightning.fabric.utilities.rank_zero import rank_zero_warn
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from torch import Tensor
 
 from lightning_hetero.callbacks.reporting import Reporting
 from lightning_hetero.glue.checks import (
@@ -272,6 +273,24 @@ class HeteroStrategy(UnevenNodesStrategy, Reporting, Generic[Run]):
         if self.world_size == 1:
             return
         self.refusals.check_module(module, syncs_batch_norm=syncs_batch_norm(self))
+
+    # ---- collectives ------------------------------------------------------------------------------------------
+
+    def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
+        with self.waiting_for_peers():
+            return super().all_gather(tensor, group, sync_grads)
+
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        with self.waiting_for_peers():
+            return super().broadcast(obj, src)
+
+    def barrier(self, *args: Any, **kwargs: Any) -> None:
+        with self.waiting_for_peers():
+            super().barrier(*args, **kwargs)
+
+    def waiting_for_peers(self) -> AbstractContextManager[None]:
+        """Collectives that a step asks for, e.g. by ``self.log(..., sync_dist=True)``, are not this rank's work."""
+        return nullcontext() if self._run is None else self._run.waiting()
 
     # ---- checkpoints ------------------------------------------------------------------------------------------
 

@@ -16,7 +16,7 @@ from lightning.pytorch.strategies.launchers.subprocess_script import _Subprocess
 
 from lightning_hetero.lightning_compat.launchers import TolerantProcessLauncher, TolerantScriptLauncher
 
-__all__ = ["CheckedSettingsStrategy", "TolerantDDPStrategy", "hand_over", "syncs_batch_norm"]
+__all__ = ["CheckedSettingsStrategy", "TolerantDDPStrategy", "follow", "hand_over", "syncs_batch_norm"]
 
 
 def syncs_batch_norm(strategy: DDPStrategy) -> bool:
@@ -27,11 +27,13 @@ def syncs_batch_norm(strategy: DDPStrategy) -> bool:
     return strategy._layer_sync is not None
 
 
-def hand_over(trainer: Trainer, old: DDPStrategy, new: DDPStrategy) -> None:
-    """Puts another strategy in the Trainer's in the place of the one that has been launched, before it is set up.
+def follow(old: DDPStrategy, new: DDPStrategy) -> None:
+    """Gives a strategy that was made by itself what the Trainer has given another one.
 
-    Private: ``_accelerator_connector.strategy``, which is what ``trainer.strategy`` returns; ``_layer_sync`` and
-    ``_launcher``, which the Trainer gives a strategy when it is made.
+    Private: ``_layer_sync`` and ``_launcher``, which the Trainer gives a strategy when it is made.
+
+    Raises:
+        TypeError, ValueError: ``new`` refuses several devices.
     """
     new.accelerator = old.accelerator
     new.parallel_devices = old.parallel_devices
@@ -41,6 +43,14 @@ def hand_over(trainer: Trainer, old: DDPStrategy, new: DDPStrategy) -> None:
     new.num_nodes = old.num_nodes
     new._layer_sync, new._launcher = old._layer_sync, old._launcher
     new.set_world_ranks()
+
+
+def hand_over(trainer: Trainer, old: DDPStrategy, new: DDPStrategy) -> None:
+    """Puts another strategy in the Trainer's in the place of the one that has been launched, before it is set up.
+
+    Private: ``_accelerator_connector.strategy``, which is what ``trainer.strategy`` returns.
+    """
+    follow(old, new)
     assert old.lightning_module is not None
     new.connect(old.lightning_module)
     trainer._accelerator_connector.strategy = new

@@ -65,18 +65,23 @@ class Plan:
         }
 
 
-def plan(setup: Setup, engines: Sequence[EngineName] = tuple(ENGINES)) -> Plan:
+def plan(setup: Setup, engines: Sequence[EngineName] = tuple(ENGINES), *, pipeline_ahead: float = 1.0) -> Plan:
     """Estimates the engines and ranks them.
 
     Taken is the engine that changes least of how the model trains among those with nearly the best throughput: within
     2 %; the stale engine, whose updates are others, must be more than 10 % ahead.
+
+    Args:
+        setup: what is asked.
+        engines: those in question.
+        pipeline_ahead: least throughput of a pipeline that is taken, over that of DDP and of the balanced engine.
 
     Raises:
         ValueError: no engine, or an unknown one.
     """
     check_engines(engines)
     estimates = [ENGINES[name](setup) for name in ENGINES if name in engines]
-    chosen = _choose(estimates)
+    chosen = _choose(estimates, pipeline_ahead)
     estimates.sort(key=lambda estimate: -estimate.samples_per_s)
     return Plan(setup=setup, estimates=tuple(estimates), chosen=chosen, verdict=_verdict(estimates, chosen))
 
@@ -91,8 +96,9 @@ def check_engines(engines: Sequence[str]) -> None:
         raise ValueError(f"engines={list(engines)!r} must be one or more of {', '.join(ENGINES)}")
 
 
-def _choose(estimates: Sequence[Estimate]) -> Estimate | None:
-    able = [estimate for estimate in estimates if estimate.ok]
+def _choose(estimates: Sequence[Estimate], pipeline_ahead: float) -> Estimate | None:
+    whole = max((e.samples_per_s for e in estimates if e.ok and e.engine in ("ddp", "balanced")), default=0.0)
+    able = [e for e in estimates if e.ok and (e.engine != "pipeline" or e.samples_per_s >= pipeline_ahead * whole)]
     same = [estimate for estimate in able if estimate.engine != "stale"]
     best = max((estimate.samples_per_s for estimate in same), default=0.0)
     chosen = next((e for e in same if e.samples_per_s >= (1.0 - _ALIKE) * best), None)

@@ -129,7 +129,7 @@ def _added(setup: Setup, value: Any, link: Any, price: Any) -> tuple[str, Setup]
                 "what_if.add needs a model, or costs that are lines: what another device costs is not known"
             )
         scale = [speed / device.speed for device in new.devices]
-        costs += tuple(AffineCost(fixed_s=first.fixed_s * k, per_sample_s=first.per_sample_s * k) for k in scale)
+        costs += tuple(first.times(k) for k in scale)
     prices = setup.prices
     if prices:
         each = prices[-1] if price is None else as_number("what_if.price", price)
@@ -146,7 +146,7 @@ def _sped(setup: Setup, factors: Mapping[str, Any]) -> Setup:
             speeds[rank] *= factor
             cost = costs[rank] if costs else None
             if isinstance(cost, AffineCost):
-                costs[rank] = AffineCost(fixed_s=cost.fixed_s / factor, per_sample_s=cost.per_sample_s / factor)
+                costs[rank] = cost.times(1.0 / factor)
             elif cost is not None:
                 raise ValueError("what_if.speed needs a model, or costs that are lines")
     return replace(setup, cluster=override_cluster(setup.cluster, speeds=speeds), costs=tuple(costs))

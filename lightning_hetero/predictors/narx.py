@@ -214,7 +214,7 @@ class Narx(Kalman):
     def cost(self) -> AffineCost:
         known = super().cost()
         assert isinstance(known, AffineCost)
-        return AffineCost(fixed_s=known.fixed_s * self.factor, per_sample_s=known.per_sample_s * self.factor)
+        return known.times(self.factor)
 
     def std_s(self, samples: float) -> float:
         return super().std_s(samples) * self.factor

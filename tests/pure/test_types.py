@@ -9,7 +9,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_hetero.types import AffineCost, Allocation, Cost, PiecewiseLinearCost, SaturatingCost, Status
+from lightning_hetero.types import (
+    AffineCost,
+    Allocation,
+    Cost,
+    LayerCost,
+    PiecewiseLinearCost,
+    SaturatingCost,
+    Status,
+)
 
 GPU = PiecewiseLinearCost(samples=(8.0, 32.0, 64.0), seconds_at=(0.1, 0.1, 0.2))
 
@@ -34,6 +42,15 @@ def test_affine_without_slope_holds_any_number_once_it_is_in_time() -> None:
     flat = AffineCost(fixed_s=0.5, per_sample_s=0.0)
     assert flat.most_samples(0.5) == math.inf
     assert flat.most_samples(math.nextafter(0.5, 0.0)) == -math.inf
+
+
+def test_a_slower_device_takes_so_many_times_the_time_and_as_many_bytes() -> None:
+    line = AffineCost(fixed_s=1.0, per_sample_s=0.5)
+    assert line.times(3.0).seconds(4) == 3.0 * line.seconds(4)
+    layer = LayerCost(name="layer", forward=line, backward=line.times(2.0), param_bytes=8.0)
+    assert layer.times(0.5) == LayerCost(
+        name="layer", forward=line.times(0.5), backward=line, param_bytes=8.0
+    )
 
 
 @pytest.mark.parametrize("bad", [-1.0, math.nan, math.inf])

@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 
 from lightning_hetero.plan.planner import plan
-from tests.pure.plan.kit import layered, lines
+from tests.pure.plan.kit import layered, lines, model
 
 pytestmark = pytest.mark.pure
 
@@ -37,6 +37,17 @@ def test_the_stale_engine_is_taken_only_far_ahead() -> None:
     assert by_name["stale"].samples_per_s > 1.1 * by_name["balanced"].samples_per_s
     assert held.chosen is by_name["stale"]
     assert plan(setup, ["ddp", "balanced"]).chosen is not None
+
+
+def test_a_pipeline_may_be_asked_to_be_further_ahead() -> None:
+    # Gradients are large for the links.
+    setup = layered([{}, {}, {"speed": 0.5}, {"speed": 0.25}], {"bandwidth": 1e6}, model=model(param_bytes=1e4))
+    by_name = {e.engine: e for e in plan(setup).estimates}
+    ahead = by_name["pipeline"].samples_per_s / by_name["balanced"].samples_per_s
+    assert ahead > 1.1 and plan(setup, ["ddp", "balanced", "pipeline"]).chosen == by_name["pipeline"]
+    held = plan(setup, ["ddp", "balanced", "pipeline"], pipeline_ahead=1.01 * ahead)
+    assert held.chosen == by_name["balanced"] and by_name["pipeline"] in held.estimates
+    assert plan(setup, ["pipeline"], pipeline_ahead=2.0).chosen == by_name["pipeline"]  # there is no other
 
 
 def test_money_is_per_device_in_use() -> None:

@@ -10,6 +10,7 @@ import lightning
 import pytest
 import torch
 from lightning.fabric.plugins.environments import LightningEnvironment
+from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.connectors.accelerator_connector import _AcceleratorConnector
 from torch import Tensor
@@ -17,7 +18,13 @@ from torch.utils.data import DataLoader
 
 from lightning_hetero import lightning_compat as compat
 from lightning_hetero.lightning_compat.launchers import TolerantProcessLauncher, TolerantScriptLauncher
-from lightning_hetero.lightning_compat.strategies import CheckedSettingsStrategy, TolerantDDPStrategy
+from lightning_hetero.lightning_compat.strategies import (
+    CheckedSettingsStrategy,
+    TolerantDDPStrategy,
+    follow,
+    hand_over,
+    syncs_batch_norm,
+)
 from tests.ranks.kit import Toy, quiet_trainer, regression
 
 VERSIONS = f"lightning {lightning.__version__} behaves differently: adapt lightning_hetero/lightning_compat"
@@ -128,3 +135,30 @@ def test_a_backend_can_be_chosen_before_there_is_a_group() -> None:
     assert "self._process_group_backend = self._get_process_group_backend()" in inspect.getsource(
         DDPStrategy.setup_distributed
     ), VERSIONS
+
+
+def test_syncs_batch_norm() -> None:
+    for asked in (False, True):
+        trainer = Trainer(strategy=DDPStrategy(), devices=2, accelerator="cpu", sync_batchnorm=asked, logger=False)
+        strategy: Any = trainer.strategy
+        assert syncs_batch_norm(strategy) is asked, VERSIONS
+
+
+def test_follow() -> None:
+    """Another strategy of the same Trainer knows all that the Trainer tells one."""
+    trainer = Trainer(strategy=DDPStrategy(), devices=2, accelerator="cpu", sync_batchnorm=True, logger=False)
+    old: Any = trainer.strategy
+    new = DDPStrategy()
+    follow(old, new)
+    told = ("accelerator", "parallel_devices", "cluster_environment", "checkpoint_io", "precision_plugin", "num_nodes")
+    assert all(getattr(new, name) is getattr(old, name) for name in told), VERSIONS
+    assert (new.launcher, new.world_size, new.global_rank) == (old.launcher, 2, 0) and syncs_batch_norm(new), VERSIONS
+
+
+def test_hand_over() -> None:
+    """`trainer.strategy` is the other one, which has the module."""
+    trainer = Trainer(strategy=DDPStrategy(), devices=2, accelerator="cpu", logger=False)
+    module, new = Toy(), DDPStrategy()
+    trainer.strategy.connect(module)
+    hand_over(trainer, trainer.strategy, new)  # type: ignore[arg-type]
+    assert trainer.strategy is new and new.lightning_module is module, VERSIONS
