@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NoReturn
 
 from lightning_hetero.plan.planner import Plan, plan
 from lightning_hetero.plan.setup import Setup
@@ -49,7 +49,7 @@ def choose(setup: Setup, engines: Sequence[ChosenName], refused: Mapping[str, st
     """
     able: list[ChosenName] = [name for name in ENGINES if name in engines and name not in refused]
     if not able:
-        raise _none_left(refused)
+        _refuse(refused)
     if len(able) > 1 and (setup.model is None or len(setup.model.layers) == 1):
         able = [name for name in able if name != "pipeline"]  # there is nothing to divide, or it was not worth a look
     found = plan(setup, ("ddp", *able), pipeline_ahead=_MESSAGES)
@@ -72,8 +72,8 @@ def without_measuring(engines: Sequence[ChosenName], refused: Mapping[str, str],
     for name in engines:
         if name not in refused:
             return Choice(engine=name, line=f"hetero_auto takes hetero_{name} without a warm-up: {why}")
-    raise _none_left(refused)
+    _refuse(refused)
 
 
-def _none_left(refused: Mapping[str, str]) -> ValueError:
-    return ValueError(f"no engine trains this module: {'; '.join(f'{k}: {v}' for k, v in refused.items())}")
+def _refuse(refused: Mapping[str, str]) -> NoReturn:
+    raise ValueError(f"no engine trains this module: {'; '.join(f'{k}: {v}' for k, v in refused.items())}")

@@ -218,7 +218,7 @@ def test_by_default_a_rank_gets_what_it_holds_from_the_next_batches_on() -> None
     single(expected, regression(SAMPLES), BATCH, max_epochs=EPOCHS)
     for trained, shares, *_ in outcomes:
         assert trained.distance(weights(expected)) <= EXACT
-        assert shares[1] in (4, 5, 6) and sum(shares) == BATCH  # 6 fails: it may be the next to be tried
+        assert 1 <= shares[1] <= 6 and sum(shares) == BATCH  # 6 fails: it may be the next to be tried
     _, _, samples, failures, told = outcomes[1]
     # Until the next exchange, some steps away by their time, it keeps a share of 6 and computes it in pieces.
     assert samples[0] == 8 and max(samples[-4:]) <= 6
