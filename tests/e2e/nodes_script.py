@@ -1,4 +1,4 @@
-"""What every rank of `test_nodes` runs: three engines, one after another; each rank writes what it ended with."""
+"""What every rank of `test_nodes` runs: the engines, one after another; each rank writes what it ended with."""
 
 import json
 import sys
@@ -8,7 +8,12 @@ import torch
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_hetero import BoundedStalenessStrategy, HeteroPipelineStrategy, LoadBalancedStrategy
+from lightning_hetero import (
+    BoundedStalenessStrategy,
+    FederatedStrategy,
+    HeteroPipelineStrategy,
+    LoadBalancedStrategy,
+)
 
 FOLDER = Path.cwd()
 # one pipeline from node to node, one inside the first
@@ -22,6 +27,7 @@ STRATEGIES = {
     "balanced": lambda: LoadBalancedStrategy(max_samples=[2, 4, 5, 5]),
     "stale": lambda: BoundedStalenessStrategy(policy="bsp"),
     "pipeline": lambda: HeteroPipelineStrategy(backbone="net", plan=PLAN),
+    "federated": lambda: FederatedStrategy(local_steps=3, policy="fedavg"),
 }
 
 

@@ -27,6 +27,7 @@ _RANKS = ("RANK", "LOCAL_RANK", "NODE_RANK", "GROUP_RANK", "WORLD_SIZE", "LOCAL_
 
 # torchrun, but for how it starts a process: as a fork of one that has imported Lightning already, see `tests.warm`
 _TORCHRUN = """
+import os
 import subprocess
 import sys
 
@@ -40,6 +41,7 @@ def start(args, env, stdout, stderr, start_new_session):
 
 
 subprocess_handler.Popen = start
+os.killpg = os.kill  # they have no groups of their own
 run.main(sys.argv[1:])
 """
 

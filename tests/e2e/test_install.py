@@ -19,6 +19,8 @@ ROOT = Path(__file__).resolve().parents[2]
 FILES = ("pyproject.toml", "hatch_build.py", "LICENSE", "README.md", ".gitignore")
 FOLDERS = ("lightning_hetero", "conf")
 
+CHECKOUT = (ROOT, ROOT / "lightning_hetero" / "_hydra")  # what the editable install's .pth adds
+
 BUILD = "import sys; from hatchling.build import build_wheel; print(build_wheel(sys.argv[1]))"
 
 # No site directory: neither an editable install's .pth nor a checkout on the path can help the wheel.
@@ -136,6 +138,17 @@ def test_the_wheel_contains_every_config_and_the_plugin(wheel: Path) -> None:
     assert not any(name.startswith("lightning_hetero/_hydra") for name in names)
 
 
+def test_an_editable_install_adds_the_package_and_the_plugin_to_the_path(tmp_path: Path) -> None:
+    """The two folders that a checkout is tried with below."""
+    command = [sys.executable, "-c", BUILD.replace("build_wheel", "build_editable"), str(tmp_path)]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=100)
+    assert result.returncode == 0, result.stdout + result.stderr
+    archive = zipfile.ZipFile(next(tmp_path.glob("lightning_hetero-*.whl")))
+    (path_file,) = [name for name in archive.namelist() if name.endswith(".pth")]
+    assert archive.read(path_file).decode().splitlines() == [str(path) for path in CHECKOUT]
+    assert not any(name.endswith((".py", ".yaml")) for name in archive.namelist())
+
+
 def test_the_wheel_ships_licence_and_command(wheel: Path) -> None:
     archive = zipfile.ZipFile(wheel)
     info = "lightning_hetero-0.1.0.dist-info"
@@ -151,8 +164,8 @@ def test_a_strangers_app_finds_our_strategy_by_name(
 ) -> None:
     if kind == "wheel":
         paths = (request.getfixturevalue("installed"),)
-    else:  # what the editable install's .pth adds
-        paths = (ROOT, ROOT / "lightning_hetero" / "_hydra")
+    else:
+        paths = CHECKOUT
     printed = python(stranger, STRANGER, paths=paths)
     assert "_target_: lightning_hetero." in printed
     assert "LoadBalancedStrategy" in printed
