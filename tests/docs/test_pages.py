@@ -153,6 +153,14 @@ def test_pages_for_first_readers_are_short(page: Path) -> None:
     assert len(page.read_text().split()) <= 1500
 
 
+def test_no_table_stands_on_two_pages() -> None:
+    places: dict[str, set[str]] = {}
+    for page in PAGES:
+        for table in re.findall(r"(?:^\|.*\n){3,}", FENCE.sub("", page.read_text()) + "\n", flags=re.M):
+            places.setdefault(table, set()).add(name_of(page))
+    assert not [pages for pages in places.values() if len(pages) > 1]
+
+
 # ---- paths, names, links -------------------------------------------------------------------------
 
 
