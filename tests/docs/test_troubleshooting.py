@@ -36,6 +36,7 @@ def messages() -> dict[str, list[str]]:
     return found
 
 
+@cache
 def troubles() -> set[str]:
     """Pieces of messages that the page answers."""
     cells = [row[0] for row in rows((REFERENCE / "troubleshooting.md").read_text())]
