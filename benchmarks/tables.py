@@ -18,7 +18,7 @@ from benchmarks.provenance import ROOT
 
 __all__ = ["BLOCKS", "PAGES", "Results", "page_with"]
 
-PAGES = ("README.md", "docs/stale.md", "docs/pipeline.md", "docs/federated.md")
+PAGES = ("README.md", "docs/theory/stale.md", "docs/theory/federated.md")
 _BLOCK = re.compile(r"(<!-- (?P<name>[\w ]+): python -m benchmarks\.tables -->\n).*?(<!-- end -->)", re.S)
 _DASH = "–"
 
@@ -145,7 +145,7 @@ def stale(results: Results) -> str:
 
 
 def stale_real(results: Results) -> str:
-    """Of docs/stale.md: real processes."""
+    """Of docs/theory/stale.md: real processes."""
     every = {(row["task"], row["cluster"], row["engine"]): row for row in results.raw["real"]}
     rows = []
     for (task, cluster, engine), row in every.items():
@@ -167,7 +167,7 @@ def stale_real(results: Results) -> str:
 
 
 def stale_simulated(results: Results) -> str:
-    """Of docs/stale.md: simulated time."""
+    """Of docs/theory/stale.md: simulated time."""
     every = {(row["case"], row["policy"]): row for row in results.raw["simulated"]}
     edge = "MLP at the edge, momentum: loss to DDP"
 
@@ -188,7 +188,7 @@ def stale_simulated(results: Results) -> str:
 
 
 def pipeline(results: Results) -> str:
-    """Of README and docs/pipeline.md: every scenario."""
+    """Of README: every scenario."""
     rows = []
     for case in results.cases(": modelled / measured"):
         groups, saved = results.starting(f"{case}: less time than the best even pipeline (even, ")
@@ -248,7 +248,7 @@ def predictions(results: Results) -> str:
 
 
 def federated(results: Results) -> str:
-    """Of docs/federated.md: every policy, by devices."""
+    """Of docs/theory/federated.md: every policy, by devices."""
     rows = []
     for case in results.cases(", final accuracy"):
         base = case.endswith(": fedavg")

@@ -32,8 +32,14 @@ def test_the_examples_run_with_their_extra() -> None:
     assert names("examples") == needed_by("examples")
 
 
+def test_the_site_builds_with_its_extra() -> None:
+    conf = (ROOT / "docs/conf.py").read_text()
+    for name in names("docs"):
+        assert re.search(rf'"{name.replace("-", "_")}"|from {name} import', conf), name
+
+
 def test_no_extra_installs_what_nothing_uses() -> None:
-    assert set(EXTRAS) == {"dev", "examples", "pipeline"}
+    assert set(EXTRAS) == {"dev", "docs", "examples", "pipeline"}
     for extra in ("examples", "pipeline"):
         assert names(extra) <= needed_by("lightning_hetero", "examples"), extra
-    assert names("examples") <= names("dev")
+    assert names("examples") | names("docs") <= names("dev")

@@ -40,8 +40,8 @@ from benchmarks.report import write_results
 EXHAUSTIVE = 4  # devices, for which all plans are tried in half a minute
 NOTES = (
     "Emulated devices sleep for the time of their layers, real work included, so that eight of them run"
-    " truthfully on two cores; one rule for all engines, see docs/emulation.md. Messages arrive as late as over the"
-    " emulated links. Real are: layers, gradients, optimizers, gloo, schedules, suspended training steps."
+    " truthfully on two cores; one rule for all engines, see docs/reference/emulation.md. Messages arrive as late as"
+    " over the emulated links. Real are: layers, gradients, optimizers, gloo, schedules, suspended training steps."
     " Synchronisation of gradients over the emulated links is charged by the ring formula, behind the last backward"
     " pass, less what the engine hides: stock DDP and the balanced engine reduce their first bucket of 1 MiB beside the"
     " backward pass; ours, with buckets of 25 MiB, nothing of these models (`benchmarks/pipeline/exchange.py`). A"

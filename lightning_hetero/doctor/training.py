@@ -33,12 +33,12 @@ def world_size(facts: Facts) -> list[Finding]:
     world = environ.get("WORLD_SIZE")
     if world is not None and local is not None and wanted is not None and int(world) != int(local) * nodes:
         text = f"WORLD_SIZE={world}, but num_nodes={nodes} nodes of {local} make {int(local) * nodes}"
-        advice = "nodes of unequal size need one of our strategies and num_nodes left out, see docs/nodes.md"
+        advice = "nodes of unequal size need one of our strategies and num_nodes left out, see docs/reference/nodes.md"
         found.append(Finding(check=check, level="warn", text=text, advice=advice))
     tasks = tasks_per_node(environ.get("SLURM_TASKS_PER_NODE", ""))
     if tasks and wanted is not None and wanted not in tasks:
         text = f"devices={wanted}, but SLURM has {'/'.join(map(str, tasks))} tasks per node"
-        advice = "set --ntasks-per-node to the devices of a node, see docs/nodes.md"
+        advice = "set --ntasks-per-node to the devices of a node, see docs/reference/nodes.md"
         found.append(Finding(check=check, level="fail", text=text, advice=advice))
     if found:
         return found

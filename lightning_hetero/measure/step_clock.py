@@ -8,7 +8,7 @@ DDP broadcasts buffers before the module's forward and that waits for peers; [3]
 which runs when the last gradient has been computed and before DDP waits for the buckets; [4] `exchanged` when
 ``backward()`` has returned: [3]-[4] is waiting plus communication; [5] `add` again: it counts for the next step.
 
-Which stamps are free of waiting was measured, see docs/balanced.md.
+Which stamps are free of waiting was measured, see docs/theory/balanced.md.
 """
 
 from __future__ import annotations

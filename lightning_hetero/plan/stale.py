@@ -81,7 +81,7 @@ def stale(setup: Setup, *, simulated: int = SIMULATED) -> Estimate:
     scale = batch / math.fsum(run.shares[like[rank]] for rank in range(ranks))
     reasons = [
         f"nobody waits for stragglers: {100.0 * run.stale:.0f} % of the samples are computed on parameters up to"
-        f" {run.max_staleness} updates old, {100.0 * run.recomputed:.0f} % in vain"
+        f" {run.max_staleness} updates old, {100.0 * run.recomputed:.0f} % are wasted"
     ]
     if port_s > run.step_s:
         reasons.append(

@@ -81,7 +81,7 @@ class Predictor(ABC):
 
     @abstractmethod
     def cost(self) -> LearnedCost:
-        """Returns the present model; all coefficients are finite and >= 0.
+        """Returns the current model; all coefficients are finite and >= 0.
 
         Raises:
             RuntimeError: there is no measurement yet.

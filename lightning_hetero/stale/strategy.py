@@ -64,7 +64,8 @@ class BoundedStalenessStrategy(ElasticDDPStrategy[StaleRun]):
             others. One without a sign of life for twelve times as long is left behind where the others meet.
         shards: threads that share the server's work; default by model size.
         transport: ``"auto"``: shared memory on the server's node, pair groups to other nodes; ``"pairs"``: these only.
-        controller: none is taken, see docs/stale.md; here so that ``controller=...`` is answered with the reason.
+        controller: none is taken, see docs/theory/stale.md; it is here so that ``controller=...`` is answered with the
+            reason.
         **ddp: arguments shared by all engines, and `DDPStrategy`'s own; see `HeteroStrategy`. Those of
             `DistributedDataParallel`, which is not used here, are refused or named in a warning.
 

@@ -1,4 +1,4 @@
-"""The pages of README.md and docs/, cut into blocks, sections and tables; the engines they describe."""
+"""The pages: README.md, CONTRIBUTING.md and docs/, cut into sections and tables; the engines they describe."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ from lightning_hetero.glue.strategy import HeteroStrategy
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
-PAGES = [ROOT / "README.md", *sorted(DOCS.glob("*.md"))]
+THEORY, REFERENCE = DOCS / "theory", DOCS / "reference"
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(DOCS.rglob("*.md"))]
 
 
 def section(page: Path, title: str) -> str:
@@ -38,7 +39,7 @@ def rows(text: str) -> list[list[str]]:
 
 
 class Engine(NamedTuple):
-    """An engine and where it is described."""
+    """An engine, and where its arguments are described."""
 
     strategy: type[HeteroStrategy]
     page: Path
@@ -56,9 +57,9 @@ class Engine(NamedTuple):
 
 
 ENGINES = [
-    Engine(LoadBalancedStrategy, DOCS / "balanced.md", ROOT / "conf/strategy/hetero_balanced.yaml"),
-    Engine(BoundedStalenessStrategy, DOCS / "stale.md", ROOT / "conf/strategy/hetero_stale.yaml"),
-    Engine(HeteroPipelineStrategy, DOCS / "pipeline.md", ROOT / "conf/strategy/hetero_pipeline.yaml"),
-    Engine(AutoStrategy, DOCS / "auto.md", ROOT / "conf/strategy/hetero_auto.yaml"),
-    Engine(FederatedStrategy, DOCS / "federated.md", ROOT / "conf/strategy/hetero_federated.yaml"),
+    Engine(LoadBalancedStrategy, REFERENCE / "balanced.md", ROOT / "conf/strategy/hetero_balanced.yaml"),
+    Engine(BoundedStalenessStrategy, REFERENCE / "stale.md", ROOT / "conf/strategy/hetero_stale.yaml"),
+    Engine(HeteroPipelineStrategy, REFERENCE / "pipeline.md", ROOT / "conf/strategy/hetero_pipeline.yaml"),
+    Engine(AutoStrategy, REFERENCE / "auto.md", ROOT / "conf/strategy/hetero_auto.yaml"),
+    Engine(FederatedStrategy, REFERENCE / "federated.md", ROOT / "conf/strategy/hetero_federated.yaml"),
 ]

@@ -1,4 +1,4 @@
-"""``python -m tests.docs.stock_ddp``: writes the table of docs/drop_in.md from the marks of the tests.
+"""``python -m tests.docs.stock_ddp``: writes the table of docs/reference/drop_in.md from the marks of the tests.
 
     @pytest.mark.stock_ddp("optimization: gradient accumulation", "balanced", "stale")
     @pytest.mark.stock_ddp("optimization: LBFGS", "pipeline", refused="each rank holds some of the parameters only")
@@ -15,12 +15,12 @@ import re
 from collections import defaultdict
 from typing import NamedTuple
 
-from tests.docs.kit import DOCS, ROOT
+from tests.docs.kit import REFERENCE, ROOT
 
 __all__ = ["ENGINE_NAMES", "MARK", "PAGE", "Mark", "marks", "page_with", "table"]
 
 MARK = "stock_ddp"
-PAGE = DOCS / "drop_in.md"
+PAGE = REFERENCE / "drop_in.md"
 ENGINE_NAMES = ("balanced", "stale", "pipeline")
 _BEGIN, _END = "<!-- from the tests: python -m tests.docs.stock_ddp -->", "<!-- end -->"
 

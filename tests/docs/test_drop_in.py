@@ -1,4 +1,4 @@
-"""docs/drop_in.md: its table is what the tests show."""
+"""docs/reference/drop_in.md: its table is what the tests show."""
 
 from __future__ import annotations
 

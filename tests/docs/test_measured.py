@@ -12,6 +12,7 @@ import pytest
 from benchmarks.provenance import ROOT
 from benchmarks.report import page_of
 from benchmarks.tables import BLOCKS, PAGES, Results, page_with
+from tests.docs import kit
 from tests.docs.kit import section
 
 RESULTS = sorted((ROOT / "benchmarks").glob("*/results.json"))
@@ -30,7 +31,7 @@ def test_tables_are_those_of_the_results(page: str) -> None:
 
 
 def test_pages_with_marks_are_written_and_every_block_has_its_place() -> None:
-    every = {str(p.relative_to(ROOT)): p.read_text() for p in (ROOT / "README.md", *(ROOT / "docs").glob("*.md"))}
+    every = {str(page.relative_to(ROOT)): page.read_text() for page in kit.PAGES}
     marked = {page: MARKED.findall(text) for page, text in every.items() if "benchmarks.tables -->" in text}
     assert sorted(marked) == sorted(PAGES)
     assert {name for names in marked.values() for name in names} == set(BLOCKS)

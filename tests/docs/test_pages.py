@@ -1,7 +1,7 @@
-"""Pages: code compiles, marked code runs; every path, name and link exists.
+"""Pages: their code runs; every path, name and link exists; those for first readers are short.
 
-A Python block after a line ``<!-- run -->`` is executed, alone and in an empty folder, so it must be complete
-and quick (one device, or pure). All other Python blocks are compiled only.
+Every Python block stands after one of two lines. ``<!-- run -->``: it is executed, alone and in an empty folder, so it
+must be complete and quick (one device, or pure). ``<!-- not run: why -->``: it is compiled only.
 """
 
 from __future__ import annotations
@@ -27,11 +27,12 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from lightning_hetero import HeteroPipelineStrategy
 from lightning_hetero.cli.train import check_groups
-from tests.docs.kit import PAGES, ROOT
+from tests.docs.kit import PAGES, REFERENCE, ROOT, THEORY
 
 FOLDERS = "benchmarks|conf|docs|examples|lightning_hetero|scripts|tests"
 FENCE = re.compile(
-    r"^(?P<marked><!-- run -->\n+)?(?P<indent> *)```(?P<info>\w*)\n(?P<code>.*?)^ *```$", re.M | re.S
+    r"^(?:<!-- (?P<mark>run|not run: [^>\n]{5,}) -->\n+)?(?P<indent> *)```(?P<info>[^`\n]*)\n(?P<code>.*?)^ *```$",
+    re.M | re.S,
 )
 
 
@@ -41,27 +42,27 @@ class Block(NamedTuple):
     page: Path
     line: int
     info: str
-    marked: bool
+    mark: str | None
     code: str
 
     def __str__(self) -> str:
-        return f"{self.page.name}:{self.line}"
+        return f"{name_of(self.page)}:{self.line}"
 
 
 def name_of(value: Any) -> str:
-    return value.name if isinstance(value, Path) else str(value)
+    return str(value.relative_to(ROOT)) if isinstance(value, Path) else str(value)
 
 
 def blocks_of(page: Path, text: str) -> Iterator[Block]:
     for match in FENCE.finditer(text):
         line = text[: match.start("code")].count("\n") + 1
         code = inspect.cleandoc(match["code"]) if match["indent"] else match["code"]
-        yield Block(page, line, match["info"], match["marked"] is not None, code)
+        yield Block(page, line, match["info"], match["mark"], code)
 
 
 BLOCKS = [block for page in PAGES for block in blocks_of(page, page.read_text())]
 PYTHON = [block for block in BLOCKS if block.info == "python"]
-MARKED = [block for block in PYTHON if block.marked]
+MARKED = [block for block in PYTHON if block.mark == "run"]
 
 
 # ---- code ----------------------------------------------------------------------------------------
@@ -89,14 +90,16 @@ def test_marked_python_runs(block: Block) -> None:
     exec(code, {"__name__": "__main__"})
 
 
-def test_every_mark_stands_before_python() -> None:
-    marks = sum(page.read_text().count("<!-- run -->") for page in PAGES)
-    assert marks == len(MARKED) > 0
-    text = "<!-- run -->\n```python\n1\n```\n\n```bash\nls\n```\n"
-    assert [(b.info, b.marked, b.code) for b in blocks_of(PAGES[0], text)] == [
-        ("python", True, "1\n"),
-        ("bash", False, "ls\n"),
-    ]
+def test_every_python_block_has_a_mark_and_every_mark_a_block() -> None:
+    assert not [str(block) for block in PYTHON if block.mark is None]
+    lines = sum(len(re.findall(r"^ *<!-- (?:run|not run\b.*) -->$", page.read_text(), flags=re.M)) for page in PAGES)
+    assert lines == len(PYTHON) > len(MARKED) > 0
+
+
+def test_marks_are_found() -> None:
+    text = "<!-- run -->\n```python\n1\n```\n\n<!-- not run: two GPUs -->\n```python\n2\n```\n\n```bash\nls\n```\n"
+    found = [(block.info, block.mark, block.code) for block in blocks_of(PAGES[0], text)]
+    assert found == [("python", "run", "1\n"), ("python", "not run: two GPUs", "2\n"), ("bash", None, "ls\n")]
 
 
 @pytest.mark.parametrize("block", [b for b in BLOCKS if b.info == "yaml"], ids=str)
@@ -140,6 +143,30 @@ def test_no_block_is_left_open() -> None:
         assert len(fences) == 2 * sum(block.page == page for block in BLOCKS), page.name
 
 
+# ---- length ----------------------------------------------------------------------------------------
+
+LONG = {THEORY, REFERENCE, ROOT}  # to look things up in; all others are read from top to bottom
+
+
+def words(text: str) -> int:
+    """Counts the words that somebody reads: not code, marks of a table, or what is generated of measurements."""
+    text = re.sub(r"<!-- [\w ]+: python -m .*?<!-- end -->", "", FENCE.sub("", text), flags=re.S)
+    return sum(any(map(str.isalnum, word)) for word in text.split())
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if page.parent not in LONG], ids=name_of)
+def test_pages_for_first_readers_are_short(page: Path) -> None:
+    assert words(page.read_text()) <= 1500
+
+
+def test_no_table_stands_on_two_pages() -> None:
+    places: dict[str, set[str]] = {}
+    for page in PAGES:
+        for table in re.findall(r"(?:^\|.*\n){3,}", FENCE.sub("", page.read_text()) + "\n", flags=re.M):
+            places.setdefault(table, set()).add(name_of(page))
+    assert not [pages for pages in places.values() if len(pages) > 1]
+
+
 # ---- paths, names, links -------------------------------------------------------------------------
 
 
@@ -175,8 +202,9 @@ def test_dotted_names_exist(page: Path) -> None:
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_paths_exist(page: Path) -> None:
-    paths = set(re.findall(rf"(?<![\w./-])(?:{FOLDERS})/[\w./-]*", page.read_text()))
-    missing = [path for path in sorted(paths) if not (ROOT / path.rstrip(".")).exists()]
+    paths = set(re.findall(rf"(?<![\w./-])(?:{FOLDERS})/[\w./*<>-]*", page.read_text()))
+    named = [path for path in sorted(paths) if not {"*", "<"} & set(path)]
+    missing = [path for path in named if not (ROOT / path.rstrip(".")).exists()]
     assert not missing
 
 

@@ -1,4 +1,4 @@
-"""docs/plan.md and docs/doctor.md: generated tables, keys, checks and commands are the code's."""
+"""docs/reference/plan.md and doctor.md: generated tables, keys, checks and commands are the code's."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from lightning_hetero.doctor.facts import Facts
 from lightning_hetero.doctor.training import CHECKS
 from lightning_hetero.plan.published import box_table, markdown_table
 from lightning_hetero.plan.what_if import _KINDS
-from tests.docs.kit import DOCS, rows, section
+from tests.docs.kit import REFERENCE, rows, section
 
-PLAN, DOCTOR = DOCS / "plan.md", DOCS / "doctor.md"
+PLAN, DOCTOR = REFERENCE / "plan.md", REFERENCE / "doctor.md"
 COMMANDS = re.findall(r"^lightning-hetero-plan (\S.*)$", PLAN.read_text(), flags=re.M)
 
 

@@ -15,22 +15,36 @@ import yaml
 from omegaconf import OmegaConf
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_hetero import AutoStrategy, BalancePolicy, LyapunovController, Scenario, StragglerMonitor
+import lightning_hetero
+from lightning_hetero import (
+    AutoStrategy,
+    BalancePolicy,
+    LyapunovController,
+    Scenario,
+    StragglerMonitor,
+    predictors,
+)
+from lightning_hetero.balanced import policy as balanced_policy
 from lightning_hetero.balanced.decide.controlled import ControlledPolicy
 from lightning_hetero.balanced.decide.controller import ExchangeClock
 from lightning_hetero.callbacks.reporting import Reporting
 from lightning_hetero.cli import train
 from lightning_hetero.cli.summary import RankSummary
 from lightning_hetero.controller.replans import Replan, ReplanLog
+from lightning_hetero.federated import policy as federated_policies
 from lightning_hetero.federated.decide import policy as federated_policy
 from lightning_hetero.federated.decide import report as federated_report
 from lightning_hetero.federated.decide.rounds import ClientRow
 from lightning_hetero.predictors import Kalman
+from lightning_hetero.stale import compress
+from lightning_hetero.stale import policy as stale_policy
 from lightning_hetero.stale.decide.policy import _KNOWN, Asynchronous, by_name
 from lightning_hetero.stale.decide.report.counts import Counts, Measures
 from lightning_hetero.stale.decide.report.summary import engine_metrics
 from lightning_hetero.types import SpeedSample, StepReport
-from tests.docs.kit import DOCS, ENGINES, ROOT, Engine, rows, section
+from tests.docs.kit import ENGINES, REFERENCE, ROOT, THEORY, Engine, rows, section
+
+METRICS = REFERENCE / "metrics.md"
 
 # ---- the strategy's arguments --------------------------------------------------------------------
 
@@ -77,7 +91,7 @@ def test_the_group_file_keeps_the_defaults(engine: Engine) -> None:
 
 
 def test_policies_are_documented_with_their_defaults() -> None:
-    table = {row[0].strip("`"): row for row in rows(section(DOCS / "stale.md", "The policies"))}
+    table = {row[0].strip("`"): row for row in rows(section(THEORY / "stale.md", "The policies"))}
     assert table.keys() == _KNOWN.keys()
     for name, row in table.items():
         said = dict(re.findall(r"`(\w+)` \(([\d.]+)\)", " ".join(row)))
@@ -89,13 +103,13 @@ def test_policies_are_documented_with_their_defaults() -> None:
 
 
 def test_federated_policies_are_documented() -> None:
-    table = {row[0].strip("`") for row in rows(section(DOCS / "federated.md", "The policies"))}
+    table = {row[0].strip("`") for row in rows(section(THEORY / "federated.md", "The policies"))}
     assert table == federated_policy._KNOWN.keys()
 
 
 def test_numbers_among_the_formulas_are_the_defaults() -> None:
     """``name (number)`` in the text is what the code has."""
-    text = section(DOCS / "balanced.md", "Formulas")
+    text = section(THEORY / "balanced.md", "Formulas")
     found = {name: float(number) for name, number in re.findall(r"\b([a-z_]+) \(([\d.]+)\)", text)}
     owners = (BalancePolicy, Kalman, ExchangeClock)
     known = {name: p.default for owner in owners for name, p in inspect.signature(owner).parameters.items()}
@@ -178,8 +192,10 @@ def federated_metrics() -> dict[str, float]:
 
 @pytest.mark.parametrize("engine", [e for e in ENGINES if e.strategy is not AutoStrategy], ids=str)
 def test_every_logged_metric_is_documented_and_no_other(engine: Engine) -> None:
-    table = rows(section(engine.page, "Callbacks and metrics"))
-    names = {name for row in table for name in re.findall(r"`(hetero/[^`]+)`", row[0])}
+    engine_name = engine.strategy.engine
+    table = rows(section(METRICS, "Under every engine"))
+    own = [row for row in rows(section(METRICS, "Under one engine")) if engine_name in row[2].split(", ")]
+    names = {name for row in table + own for name in re.findall(r"`(hetero/[^`]+)`", row[0])}
     listed = next(row[2] for row in table if "{name}" in row[0])
     columns = {name.split("/")[1] for name in names if name.endswith("/rank{r}")} & set(re.findall(r"\w+", listed))
     spread = {name.replace("{name}", column) for name in names if "{name}" in name for column in columns}
@@ -189,8 +205,18 @@ def test_every_logged_metric_is_documented_and_no_other(engine: Engine) -> None:
         "balanced": controlled_metrics,
         "federated": federated_metrics,
     }
-    own = metrics[engine.strategy.engine]()
-    assert {name for name in names if "{name}" not in name} | spread == logged_names(own)
+    logged = logged_names(metrics[engine_name]())
+    assert {name for name in names if "{name}" not in name} | spread == logged
+
+
+def test_every_public_name_is_on_the_page_of_the_api() -> None:
+    page = (REFERENCE / "api.md").read_text()
+    documented = set(re.findall(r"^\.\. auto(?:class|function):: (?:lightning_hetero\.)?([\w.]+)$", page, flags=re.M))
+    assert set(lightning_hetero.__all__) - {"__version__"} <= documented
+    for module in (predictors, balanced_policy, stale_policy, compress, federated_policies):
+        here = module.__name__.removeprefix("lightning_hetero.")
+        shown = {name.removeprefix(f"{here}.") for name in documented} | {"PredictorName", "PolicyName"}
+        assert set(module.__all__) <= shown, here
 
 
 def test_every_key_of_result_json_is_documented() -> None:
@@ -198,19 +224,19 @@ def test_every_key_of_result_json_is_documented() -> None:
     result = next(node.value for node in ast.walk(tree) if isinstance(node, ast.Return))
     keys = {key.value for key in getattr(result, "keys", ()) if isinstance(key, ast.Constant)}
     keys |= {"fit_s", "steps", "batches"}  # what FitClock has written
-    table = rows(section(DOCS / "configuration.md", "result.json"))
+    table = rows(section(REFERENCE / "configuration.md", "result.json"))
     assert {name for row in table for name in re.findall(r"`(\w+)`", row[0])} == keys
     ranks = next(row[2] for row in table if row[0] == "`ranks`")
     assert {field.name for field in fields(RankSummary)} == set(re.findall(r"`(\w+)`", ranks))
 
 
 def test_every_argument_of_a_scenario_is_documented() -> None:
-    names = {row[0].strip("`") for row in rows(section(DOCS / "emulation.md", "Scenario"))}
+    names = {row[0].strip("`") for row in rows(section(REFERENCE / "emulation.md", "Scenario"))}
     assert names == {field.name for field in fields(Scenario)}
 
 
 def test_every_option_of_every_group_is_documented() -> None:
-    table = {row[0].strip("`"): row[1] for row in rows(section(DOCS / "configuration.md", "The command"))}
+    table = {row[0].strip("`"): row[1] for row in rows(section(REFERENCE / "configuration.md", "The command"))}
     roots = (ROOT / "conf", ROOT / "lightning_hetero/cli/conf")
     folders = {path.name: path for root in roots for path in root.iterdir() if any(path.glob("*.yaml"))}
     assert set(table) == set(folders)
@@ -218,11 +244,11 @@ def test_every_option_of_every_group_is_documented() -> None:
         named = set(re.findall(r"`(\w+)`", table[group]))
         options = {path.stem for path in folder.glob("*.yaml")}
         assert named <= options if "..." in table[group] else named == options, group
-    emulation = {row[0].strip("`") for row in rows(section(DOCS / "emulation.md", "Scenarios that ship"))}
+    emulation = {row[0].strip("`") for row in rows(section(REFERENCE / "emulation.md", "Scenarios that ship"))}
     assert emulation == {path.stem for path in folders["emulation"].glob("*.yaml")}
 
 
 def test_every_setting_of_the_controller_is_in_the_table_with_its_default() -> None:
-    table = [row for row in rows(section(DOCS / "pipeline.md", "The controller")) if re.fullmatch(r"`[a-z_]+`", row[0])]
+    table = rows(section(REFERENCE / "controller.md", "Settings"))
     documented = {row[0].strip("`"): ast.literal_eval(row[1].split(":")[0].strip("`")) for row in table}
     assert documented == {f.name: f.default for f in fields(LyapunovController)}

@@ -1,4 +1,4 @@
-"""Troubleshooting tables: every message that users may meet is in them, and no other."""
+"""docs/reference/troubleshooting.md: every message that users may meet is in it, and no other."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import ast
 import re
 from functools import cache
 
-from tests.docs.kit import DOCS, ROOT, rows, section
+from tests.docs.kit import REFERENCE, ROOT, rows
 
 
 def strings_in(node: ast.AST) -> list[str]:
@@ -36,10 +36,10 @@ def messages() -> dict[str, list[str]]:
     return found
 
 
+@cache
 def troubles() -> set[str]:
-    """Pieces of messages that the troubleshooting tables answer."""
-    pages = ("auto.md", "balanced.md", "stale.md", "pipeline.md", "federated.md", "nodes.md", "emulation.md")
-    cells = [row[0] for page in pages for row in rows(section(DOCS / page, "Troubleshooting"))]
+    """Pieces of messages that the page answers."""
+    cells = [row[0] for row in rows((REFERENCE / "troubleshooting.md").read_text())]
     return {piece for cell in cells if cell.startswith("`") for piece in re.findall(r"`([^`]+)`", cell)}
 
 

@@ -53,7 +53,7 @@ def run_together(folder: Path, programs: list[tuple[list[str], dict[str, str]]])
 
 def torchrun(folder: Path) -> Said:
     """Runs the first two lines of the page, for two nodes of three and one process."""
-    lines = re.findall(r"^torchrun (.*) train\.py$", (ROOT / "docs" / "nodes.md").read_text(), flags=re.M)[:2]
+    lines = re.findall(r"^torchrun (.*) train\.py$", (ROOT / "docs/reference/nodes.md").read_text(), flags=re.M)[:2]
     here = {"--nnodes=3": "--nnodes=2", "--nproc-per-node=6": "--nproc-per-node=3", "$HEAD": "localhost"}
     here["29500"] = str(free_port())
     assert len(lines) == 2 and all(word in lines[0] for word in here)

@@ -2,7 +2,7 @@
 
 Where code is compiled anew for each number of samples, each new share costs seconds; so a rank should see few. A coarse
 step costs balance: half a step, at most, of what a rank should have. An eighth of the equal share is the compromise,
-see docs/balanced.md.
+see docs/reference/balanced.md.
 """
 
 from __future__ import annotations

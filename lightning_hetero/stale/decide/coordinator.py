@@ -82,7 +82,7 @@ class Coordinator:
         if any(type(rank) is not int or rank < 0 for rank in ranks):
             raise ValueError(f"workers={ranks} must be whole numbers >= 0 (ranks)")
         if type(ahead) is not int or ahead < 0:
-            raise ValueError(f"ahead={ahead!r} must be a whole number >= 0 (ticks)")
+            raise ValueError(f"ahead={ahead!r} must be a whole number >= 0 (global steps)")
         if not liveness_factor > 1.0:
             raise ValueError(f"liveness_factor={liveness_factor!r} must exceed 1, else healthy workers count as dead")
         if not liveness_s > 0.0:
@@ -418,8 +418,12 @@ class Coordinator:
     def _check(self, verdict: Apply, pool: Pool) -> None:
         name = type(self.policy).__name__
         if verdict.ends_tick and not pool.witnessed:
-            raise RuntimeError(f"{name}.update ended a tick to which no worker in it contributed: see pool.witnessed")
+            raise RuntimeError(
+                f"{name}.update ended a global step to which no worker in it contributed: see pool.witnessed"
+            )
         if verdict.ends_tick != (verdict.skip or pool.complete):
-            raise RuntimeError(f"{name}.update must end the tick exactly when pool.complete, or with skip: {pool}")
+            raise RuntimeError(
+                f"{name}.update must end the global step exactly when pool.complete, or with skip: {pool}"
+            )
         if not pool.pushes and not verdict.ends_tick:
             raise RuntimeError(f"{name}.update made an update of an empty pool: {pool}")

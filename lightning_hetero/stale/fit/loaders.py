@@ -56,13 +56,14 @@ class GrantedBinder(LoaderBinder[BoundLoader]):
         assert isinstance(loader, DataLoader)
         if spec.kind == "stream":
             raise TypeError(
-                "the train dataset is an IterableDataset, whose samples have no positions that could be granted to one"
+                "the train dataset is an IterableDataset, whose samples have no positions that could be assigned to one"
                 " rank or another; use a map-style dataset, strategy='hetero_balanced' or strategy='ddp'"
             )
         if self.sampler is not None and self.ticks is None:
             raise TypeError(
-                "several train loaders: samples are granted from one order, which several loaders do not have. Combine"
-                " the datasets (torch.utils.data.StackDataset or ConcatDataset), or use strategy='hetero_balanced'"
+                "several train loaders: samples are assigned from one order, which several loaders do not have."
+                " Combine the datasets (torch.utils.data.StackDataset or ConcatDataset), or use"
+                " strategy='hetero_balanced'"
             )
         if not self._members.joining:
             orders.agree(spec)

@@ -112,7 +112,7 @@ def test_ranks_the_server_knows_nothing_of_have_records_too() -> None:
 def test_summary() -> None:
     line = summary(measured(), 2)
     assert line is not None
-    for part in ("10 updates", "67/33 %", "16.7 % were stale", "at most 3 versions", "8 samples were computed in vain"):
+    for part in ("10 updates", "67/33 %", "16.7 % were stale", "at most 3 versions", "8 samples were wasted"):
         assert part in line
     assert "1.50 times as long" in line  # 0.09 s for the slower rank's half instead of 0.06 s
     assert summary(measured(updates=0), 2) is None

@@ -385,7 +385,7 @@ def test_what_a_failed_try_has_drawn_and_counted_is_put_back() -> None:
 
 
 def test_a_size_that_has_fitted_before_is_not_watched_and_a_failed_try_leaves_its_traces() -> None:
-    """Keeping what every step may change costs time in every step: docs/balanced.md says what stays."""
+    """Keeping what every step may change costs time in every step: docs/reference/balanced.md says what stays."""
     drawn, counted = run_ranks(2, noisy_job, None, 2)[0]
     assert [(batch, size) for batch, _, size in drawn] == [(0, 8), (1, 8), (2, 8), (2, 4), (2, 4), (3, 4), (3, 4)]
     assert drawn[3][1] != drawn[2][1], "random numbers go on"

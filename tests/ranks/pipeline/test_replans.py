@@ -278,7 +278,7 @@ def test_a_checkpoint_written_after_a_change_is_resumed(tmp_path: Any) -> None:
     assert decided[1]["plan"]["groups"][1]["ranks"] == [1] and decided[1]["predicted_s"] == 0.9
     assert [data["generation"] for data in outcomes] == [1, 2]
     assert all(data["predicted_gain"] == pytest.approx(0.1) and data["measured_s"] > 0.0 for data in outcomes)
-    table = (Path(__file__).parents[3] / "docs/pipeline.md").read_text()
+    table = (Path(__file__).parents[3] / "docs/reference/controller.md").read_text()
     for event in events:
         row = next(line for line in table.splitlines() if line.startswith(f"| `{event.kind}` |"))
         assert {f"`{name}`" for name in event.data} <= set(re.findall(r"`\w+`", row)), "documented"

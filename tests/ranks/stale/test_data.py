@@ -290,13 +290,13 @@ def refusals(rank: int, world: int) -> dict[str, str]:
 
 
 @pytest.mark.stock_ddp(
-    "data: batch samplers of the user's own", "stale", refused="its batches are not granted sample by sample unasked"
+    "data: batch samplers of the user's own", "stale", refused="its batches are not divided sample by sample unasked"
 )
 @pytest.mark.stock_ddp(
-    "data: loaders that are no DataLoader", "stale", refused="their samples have no positions to grant"
+    "data: loaders that are no DataLoader", "stale", refused="their samples have no positions to assign"
 )
 @pytest.mark.stock_ddp(
-    "data: ready batches, DataLoader(batch_size=None)", "stale", refused="a ready batch has no samples to grant"
+    "data: ready batches, DataLoader(batch_size=None)", "stale", refused="a ready batch has no samples to assign"
 )
 def test_refusals_say_what_and_why() -> None:
     zero, one = run_ranks(2, refusals)

@@ -114,9 +114,9 @@ def refused_job(rank: int, world: int) -> dict[str, tuple[str, str]]:
 @pytest.mark.stock_ddp(
     "data: iterable datasets",
     "stale",
-    refused="their samples have no positions that could be granted to one rank or another",
+    refused="their samples have no positions that could be assigned to one rank or another",
 )
-@pytest.mark.stock_ddp("data: several train loaders", "stale", refused="samples are granted from one order")
+@pytest.mark.stock_ddp("data: several train loaders", "stale", refused="samples are assigned from one order")
 @pytest.mark.stock_ddp("logging: `self.all_gather` in a step", "stale", refused="ranks do not meet inside a batch")
 @pytest.mark.stock_ddp("optimization: ZeRO", "stale", refused="the state is in the parameter server, once")
 def test_what_cannot_work_is_refused_with_the_reason() -> None:

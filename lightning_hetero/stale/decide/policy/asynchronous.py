@@ -24,7 +24,7 @@ class Asynchronous(Policy):
             (Jiang et al. 2017 as in dist-keras); ``"dynsgd_per_worker"``: 1/(1 + tau/N), our milder form, the one in
             our tables; ``"delay_adaptive"``: N/max(N, tau) (Mishchenko et al. 2022).
         compensation: lambda of DC-ASGD (Zheng et al. 2017), applied by the server; 0: none.
-        chunk: samples per grant; None: an equal part of the batch.
+        chunk: samples per assignment; None: an equal part of the batch.
 
     Raises:
         TypeError: a count is not a whole number.

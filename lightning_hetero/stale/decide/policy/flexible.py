@@ -14,9 +14,9 @@ class Flexible(Pooled):
     """Flexible barrier: updates are DDP's in number, size and learning rate; contributions are at most ``bound`` old.
 
     A worker takes its share of the batch, by predicted speed. One that finds all of the batch claimed is held only if
-    the rest is predicted to arrive within the grace, and never longer; otherwise it computes a small fill-in with the
-    *newest* version, and what the straggler computes counts for the next update. With equal constant speeds nothing is
-    ever stale and every update is exactly its batch.
+    the rest is predicted to arrive within the grace, and never longer; otherwise it computes a small top-up chunk with
+    the *newest* version, and what the straggler computes counts for the next update. With equal constant speeds nothing
+    is ever stale and every update is exactly its batch.
 
     Ours, in the spirit of SaPS's abstract ("limit the staleness of parameters without waiting for stragglers").
 

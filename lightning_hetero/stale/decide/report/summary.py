@@ -95,7 +95,7 @@ def summary(measures: Measures, ranks: int) -> str | None:
     line = (
         f"hetero_stale: {measures.counts.updates} updates, of whose samples the ranks computed {parts} %;"
         f" {100 * numbers['stale_fraction']:.1f} % were stale, by at most {numbers['staleness_max']:.0f} versions,"
-        f" {numbers['discarded_samples']:.0f} samples were computed in vain"
+        f" {numbers['discarded_samples']:.0f} samples were wasted"
     )
     times = [t for t, n in zip(measures.predicted_s, measures.shares, strict=True) if n and not math.isnan(t)]
     equal = [t for t in measures.equal_s if not math.isnan(t)]

@@ -1,0 +1,96 @@
+"""Sphinx: the pages of this folder, and the API from the package's docstrings. ``scripts/docs`` builds the site.
+
+The build asks the network for nothing, and neither do the pages: formulas become MathML, diagrams are text.
+"""
+
+from __future__ import annotations
+
+import os
+from importlib.metadata import version as installed
+from pathlib import Path
+from typing import Any
+
+from docutils import nodes
+from docutils.utils.math.latex2mathml import tex2mathml
+from sphinx import addnodes
+from sphinx.application import Sphinx
+from sphinx.transforms import SphinxTransform
+
+DOCS = Path(__file__).resolve().parent
+ROOT = DOCS.parent
+
+project = "lightning-hetero"
+version = release = installed(project)
+html_title = f"{project} {version}"
+html_theme = "furo"
+html_math_renderer = "mathml"
+
+extensions = ["myst_parser", "sphinx_copybutton", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
+exclude_patterns = ["_build"]
+myst_enable_extensions = ["dollarmath"]
+myst_heading_anchors = 3  # links to headings, as the code host makes them
+copybutton_exclude = ".linenos, .gp, .go"
+
+default_role = "code"  # single backticks in docstrings
+autodoc_typehints_format = "short"
+autodoc_inherit_docstrings = False
+autodoc_preserve_defaults = True
+python_maximum_signature_line_length = 88
+add_module_names = False
+napoleon_numpy_docstring = False
+
+INCLUDED = {"CONTRIBUTING.md": "reference/contributing", "CHANGELOG.md": "reference/changelog", "README.md": "index"}
+
+
+class LinksBeside(SphinxTransform):
+    """Links to what is not in this folder: to the page that includes it, else its path instead of a link.
+
+    On the code host the link leads to the file; the site does not know where that host is.
+    """
+
+    default_priority = 10
+
+    def apply(self, **kwargs: Any) -> None:
+        for kind in (addnodes.download_reference, addnodes.pending_xref):
+            for link in list(self.document.findall(kind)):
+                target = self._target(link)
+                if target is None or DOCS in target.parents:
+                    continue
+                name = os.path.relpath(target, ROOT)
+                if name in INCLUDED:
+                    link["reftarget"] = INCLUDED[name]
+                elif target.exists():
+                    path = [nodes.Text(" ("), nodes.literal(text=name), nodes.Text(")")]
+                    link.replace_self([*link.children, *(path if name not in link.astext() else [])])
+
+    def _target(self, link: nodes.Element) -> Path | None:
+        """Returns the file or folder that a page's link leads to."""
+        path = link.get("reftarget", "").partition("#")[0]
+        if link.get("reftype") != "myst" or not path:
+            return None
+        if link.get("refdomain") == "doc":  # whatever has a page's suffix is taken for a page, and loses it
+            return Path(f"{path}.md") if os.path.isabs(path) else None
+        return (Path(self.env.doc2path(self.env.docname)).parent / path).resolve()
+
+
+def inline_math(translator: Any, node: nodes.math) -> None:
+    translator.body.append(tex2mathml(node.astext()))
+    raise nodes.SkipNode
+
+
+def block_math(translator: Any, node: nodes.math_block) -> None:
+    translator.body.append(tex2mathml(node.astext(), as_block=True))
+    raise nodes.SkipNode
+
+
+def without_module_text(app: Sphinx, what: str, name: str, obj: object, options: Any, lines: list[str]) -> None:
+    """A module's docstring is for who reads the code; the page says what the module is for."""
+    if what == "module":
+        lines.clear()
+
+
+def setup(app: Sphinx) -> dict[str, bool]:
+    app.add_transform(LinksBeside)
+    app.add_html_math_renderer("mathml", (inline_math, None), (block_math, None))
+    app.connect("autodoc-process-docstring", without_module_text)
+    return {"parallel_read_safe": True, "parallel_write_safe": True}
