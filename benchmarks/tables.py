@@ -294,20 +294,27 @@ def overview(results: Results) -> str:
     return _table(["benchmark", "command", "for example", "goals held"], rows)
 
 
+def _with_goals(results: Results) -> dict[tuple[str, str], list[dict[str, Any]]]:
+    """Returns the figures that have a goal, by what they measure and the goal."""
+    kinds: dict[tuple[str, str], list[dict[str, Any]]] = {}
+    for figure in results.rows:
+        if figure["holds"] is not None:
+            kinds.setdefault((figure["name"].rpartition(": ")[2], figure["goal"]), []).append(figure)
+    return kinds
+
+
+def _values(figures: Sequence[Mapping[str, Any]]) -> str:
+    values, unit = [figure["value"] for figure in figures], figures[0]["unit"].replace("1", "")
+    return f"{f'{values[0]:.4g}' if len(values) == 1 else _span(values, '{:.4g}')} {unit}".strip()
+
+
 def missed(results: Results) -> str:
     """Of docs/benchmarks.md: what does not hold its goal, by benchmark and kind of figure."""
     rows = []
     for name in measured(results.root):
-        kinds: dict[tuple[str, str], list[dict[str, Any]]] = {}
-        for figure in results.other(name).rows:
-            if figure["holds"] is not None:
-                kinds.setdefault((figure["name"].rpartition(": ")[2], figure["goal"]), []).append(figure)
-        for (kind, goal), figures in kinds.items():
-            values = [figure["value"] for figure in figures if figure["holds"] is False]
-            if values:
-                span = f"{values[0]:.4g}" if len(values) == 1 else _span(values, "{:.4g}")
-                unit = figures[0]["unit"].replace("1", "")
-                rows.append([name, kind, goal, f"{len(values)} of {len(figures)}", f"{span} {unit}".strip()])
+        for (kind, goal), figures in _with_goals(results.other(name)).items():
+            if behind := [figure for figure in figures if not figure["holds"]]:
+                rows.append([name, kind, goal, f"{len(behind)} of {len(figures)}", _values(behind)])
     return _table(["benchmark", "figure", "goal", "missed", "values that miss it"], rows)
 
 
@@ -335,10 +342,9 @@ def items(results: Results) -> str:
 
 def ablation(results: Results) -> str:
     """Of docs/benchmarks.md: what the default predictor and policy are held to."""
-    rows = [[figure["name"], f"{figure['value']:.4g} {figure['unit']}".strip(), figure["goal"],
-             "yes" if figure["holds"] else "**no**"]
-            for figure in results.figures.values() if figure["holds"] is not None]  # fmt: skip
-    return _pictured(results, ["figure", "value", "goal", "holds"], rows)
+    rows = [[kind, goal, f"{sum(figure['holds'] for figure in figures)} of {len(figures)}", _values(figures)]
+            for (kind, goal), figures in _with_goals(results).items()]  # fmt: skip
+    return _pictured(results, ["figure", "goal", "held", "values"], rows)
 
 
 BLOCKS: dict[str, tuple[str, Callable[[Results], str]]] = {

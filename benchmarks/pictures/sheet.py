@@ -75,7 +75,8 @@ def svg(picture: Picture, paper: Paper = BOTH) -> str:
         place = f'x="{PAD:.1f}" y="{y:.1f}" width="{WIDTH:.0f}" height="{height:.0f}" overflow="visible" '
         marks.append(drawing.replace("<svg ", f"<svg {place}", 1))
         y += height
-    for i, text in enumerate(textwrap.wrap(picture.source, _LINE)):
+    source = picture.source.replace(" %", "\N{NO-BREAK SPACE}%")
+    for i, text in enumerate(textwrap.wrap(source, _LINE)):
         line(text, "mute", 15.0 if i else 18.0)
     wide, high = WIDTH + 2.0 * PAD, y + PAD
     size = f'width="{_SHOWN}" height="{_SHOWN * high / wide:.0f}" viewBox="0 0 {wide:.0f} {high:.0f}"'

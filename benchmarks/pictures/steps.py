@@ -52,12 +52,12 @@ def timeline(results: Results) -> Picture:
     assert case.scenario.sample_s is not None
     work = f"({case.scenario.step_s * 1e3:g} ms + {case.scenario.sample_s * 1e3:g} ms per sample) / speed"
     return Picture(
-        title=f"In the time of {done['ddp']} steps of stock DDP: {done['ours']} steps of the same global batch",
-        legend=[("work", "own work, number of samples"), ("idle", "waiting, exchange, Lightning")],
+        title=f"In the time of {done['ddp']} steps of stock DDP: {done['ours']} steps",
+        legend=[("work", "own work (samples)"), ("idle", "waiting, exchange, Lightning")],
         panels=panels,
-        source=f"Four emulated devices, a global batch of {case.global_batch} samples, the first steps of a run: the"
-        " engine does not know the speeds before it has measured them. Drawn from benchmarks/balanced/results.json:"
-        f" measured steps, given samples; own work is what the emulation asks for, {work}.",
+        source=f"Four emulated devices, global batch {case.global_batch}, from the first step on, when speeds are not"
+        " known yet. Drawn from benchmarks/balanced/results.json: measured steps and given samples; own work is what"
+        f" the emulation asks for, {work}.",
     )
 
 
