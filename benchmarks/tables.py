@@ -2,12 +2,11 @@
 
 A page holds ``<!-- NAME: python -m benchmarks.tables -->``, the text and ``<!-- end -->``; `BLOCKS` says what NAME is.
 Every number between these lines is read from a ``benchmarks/*/results.json``, whose figures are called by their names:
-one that is no longer there is an error, not a gap.
+one that is no longer there is an error, not a gap. A benchmark that has no results at all is said to have none.
 """
 
 from __future__ import annotations
 
-import json
 import re
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
@@ -15,56 +14,12 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.provenance import ROOT
+from benchmarks.results import DASH, Results, measured
 
-__all__ = ["BLOCKS", "PAGES", "Results", "page_with"]
+__all__ = ["BLOCKS", "PAGES", "page_with"]
 
-PAGES = ("README.md", "docs/theory/stale.md", "docs/theory/federated.md")
+PAGES = ("README.md", "docs/benchmarks.md", "docs/theory/stale.md", "docs/theory/federated.md")
 _BLOCK = re.compile(r"(<!-- (?P<name>[\w ]+): python -m benchmarks\.tables -->\n).*?(<!-- end -->)", re.S)
-_DASH = "–"
-
-
-class Results:
-    """What one benchmark has measured.
-
-    Args:
-        name: of the benchmark.
-        root: of the checkout.
-    """
-
-    def __init__(self, name: str, root: Path = ROOT) -> None:
-        report = json.loads((root / "benchmarks" / name / "results.json").read_text(encoding="utf-8"))
-        self.name, self.raw = name, report["raw"]
-        self._figures: dict[str, float] = {figure["name"]: figure["value"] for figure in report["figures"]}
-
-    def __getitem__(self, figure: str) -> float:
-        """Returns the value of a figure.
-
-        Raises:
-            KeyError: there is none of this name.
-        """
-        if figure not in self._figures:
-            raise KeyError(f"benchmarks/{self.name}/results.json has no figure {figure!r}: mend benchmarks/tables.py")
-        return self._figures[figure]
-
-    def text(self, figure: str, form: str) -> str:
-        """Returns a value in a format, e.g. ``{:.0f} ms``; a dash where there is no such figure."""
-        return form.format(self._figures[figure]) if figure in self._figures else _DASH
-
-    def cases(self, ending: str) -> list[str]:
-        """Returns what stands before ``ending`` in the names of figures, in their order.
-
-        Raises:
-            KeyError: no name ends like this.
-        """
-        found = [name.removesuffix(ending) for name in self._figures if name.endswith(ending)]
-        if not found:
-            raise KeyError(f"no figure in benchmarks/{self.name}/results.json ends with {ending!r}")
-        return found
-
-    def starting(self, beginning: str) -> tuple[str, float]:
-        """Returns the one figure whose name begins like this: the rest of the name, and its value."""
-        ((name, value),) = [(n, v) for n, v in self._figures.items() if n.startswith(beginning)]
-        return name.removeprefix(beginning), value
 
 
 def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -85,8 +40,43 @@ def _span(values: Sequence[float], form: str = "{:.2f}", last: str = "") -> str:
 # ---- the blocks -----------------------------------------------------------------------------------------------------
 
 
+FOUR = "4 ranks 1:1:1/2:1/4"
+CAPPED = "memory-capped, mlp"
+
+
+def gain(results: Results) -> str:
+    """Of README: the first figure anybody reads."""
+    ddp_ms, ours_ms = results[f"{FOUR}: stock DDP step"], results[f"{FOUR}: our step"]
+    return _joined(
+        f"On four emulated devices of speeds 1, 1, 1/2 and 1/4 a step takes {ours_ms:.0f} ms with `hetero_balanced` and"
+        f" {ddp_ms:.0f} ms with stock DDP: the same global batch, the same gradient but for rounding (relative error"
+        f" {results[f'{FOUR}: relative gradient error, first step']:.0e})."
+    )
+
+
+def headline(results: Results) -> str:
+    """Of README: a row per engine."""
+    stale, pipeline = results.other("stale"), results.other("pipeline")
+    spells = [[stale[f"real, {task}, spells: {what}"] for task in ("digits CNN", "text transformer")]
+              for what in ("time to DDP", "final loss to DDP's")]  # fmt: skip
+    _, saved = pipeline.starting(f"{CAPPED}: less time than the best even pipeline (even, ")
+    held = f"{CAPPED}, Lightning: parameters, gradients, optimizer state, whole model / largest memory"
+    equal = [results[f"{case}: ours / DDP"] for case in results.cases(": ours / DDP")]
+    rows = [
+        ["1:1:1/2:1/4, all the time", "`hetero_balanced`",
+         f"a step takes {1.0 / results[f'{FOUR}: speed-up over DDP']:.2f} times stock DDP's; on equal devices"
+         f" {_span(equal)} times"],
+        ["each slow at times, 6x, a quarter of the time", "`hetero_stale`",
+         "training takes {:.2f} (CNN) and {:.2f} (transformer) times stock DDP's time,".format(*spells[0])
+         + " its final loss is {:.2f} and {:.2f} times DDP's".format(*spells[1])],
+        [f"1:1:1/2:1/4, the model {pipeline[held]:.1f} times the largest memory", "`hetero_pipeline`",
+         f"a step takes {1.0 - saved / 100.0:.2f} times the best even pipeline's; stock DDP cannot hold the model"],
+    ]  # fmt: skip
+    return _table(["four emulated devices", "engine", "measured"], rows)
+
+
 def balanced(results: Results) -> str:
-    """Of README: every case with its gain, and what equal devices pay."""
+    """Of docs/benchmarks.md: every case with its gain, and what equal devices pay."""
     rows = []
     for case in sorted(results.cases(": speed-up over DDP"), key=lambda case: int(case.split()[0])):  # by ranks
         bias = results.text(f"{case}: static uneven sampler, unweighted: relative gradient error", "{:.2f}")
@@ -105,7 +95,7 @@ def balanced(results: Results) -> str:
     equal = [f"{results[f'{case}: ours / DDP']:.2f} times ({case})" for case in results.cases(": ours / DDP")]
     steps = results[f"{swapped}: steps to 5% of ideal after swap"]
     critical_us = results["exchange + decision on the critical path, 4 ranks, gloo"]
-    after = results.text(f"{swapped}: our step, steady after swap", "; a steady step then takes {:.0f} ms").strip(_DASH)
+    after = results.text(f"{swapped}: our step, steady after swap", "; a steady step then takes {:.0f} ms").strip(DASH)
     return _joined(
         _table(head, rows),
         f"After the swap the shares are right again {steps:.0f} steps later{after}. On *equal* devices a step takes,"
@@ -115,7 +105,7 @@ def balanced(results: Results) -> str:
 
 
 def stale(results: Results) -> str:
-    """Of README: both tasks, by cluster."""
+    """Of docs/benchmarks.md: both tasks, by cluster."""
     tasks = ("digits CNN", "text transformer")
     names = {
         "equal": "4 equal ranks",
@@ -129,7 +119,7 @@ def stale(results: Results) -> str:
             for what in ("time to DDP", "time to balanced", "final loss to DDP's")
         ]
         words = ["DDP's job ends; ours ends its schedule on the other three", "", ""]
-        known = cells[0] != [_DASH, _DASH]
+        known = cells[0] != [DASH, DASH]
         rows.append([names.get(cluster, cluster), *([" / ".join(pair) for pair in cells] if known else words)])
     head = ["emulated devices", "`hetero_stale`: time to DDP, digits CNN / transformer", "to `hetero_balanced`",
             "final loss to DDP"]  # fmt: skip
@@ -158,7 +148,7 @@ def stale_real(results: Results) -> str:
             cluster,
             "ends" if ddp is None else f"{ddp['fit_s']:.1f} s",
             f"{row['fit_s']:.1f} s",
-            *(_DASH if ratio is None else f"{ratio:.2f}" for ratio in ratios),
+            *(DASH if ratio is None else f"{ratio:.2f}" for ratio in ratios),
             f"{100 * row['stale_fraction']:.0f} %, {row['max_staleness']}",
         ])  # fmt: skip
     head = ["task", "devices", "stock DDP", "ours", "time to DDP", "to the balanced engine", "final loss to DDP",
@@ -188,7 +178,7 @@ def stale_simulated(results: Results) -> str:
 
 
 def pipeline(results: Results) -> str:
-    """Of README: every scenario."""
+    """Of docs/benchmarks.md: every scenario."""
     rows = []
     for case in results.cases(": modelled / measured"):
         groups, saved = results.starting(f"{case}: less time than the best even pipeline (even, ")
@@ -206,7 +196,7 @@ def pipeline(results: Results) -> str:
 
 
 def pipeline_besides(results: Results) -> str:
-    """Of README: against the balanced engine and torch's pipelines, and the memory."""
+    """Of docs/benchmarks.md: against the balanced engine and torch's pipelines, and the memory."""
     replicas = results["4 equal, gpt, Lightning: plain data parallelism, ours / balanced engine"]
     held = "memory-capped, mlp, Lightning: parameters, gradients, optimizer state"
     walker = ": the even chain by our walker / by torch.distributed.pipelining"
@@ -224,7 +214,7 @@ def pipeline_besides(results: Results) -> str:
 
 
 def predictions(results: Results) -> str:
-    """Of README: how well each engine's model foretells what it is asked about."""
+    """Of docs/benchmarks.md: how well each engine's model foretells what it is asked about."""
     kinds = {
         "own work, processor time": "own work, processor time",
         "own work": "own work, by the wall clock",
@@ -236,7 +226,7 @@ def predictions(results: Results) -> str:
         for kind in kinds:
             name = f"all models, {engine}: {kind}, predicted / measured"
             each = [results.text(f"{name}, {which}", "{:.2f}") for which in ("median", "least", "greatest")]
-            row.append(_DASH if _DASH in each else "{} ({} to {})".format(*each))
+            row.append(DASH if DASH in each else "{} ({} to {})".format(*each))
         rows.append(row)
     loads = results.raw["load_before"]
     return _joined(
@@ -267,7 +257,101 @@ def federated(results: Results) -> str:
     return _table(head, rows)
 
 
+MAIN = {
+    "auto": ("1:1:1/2:1/4: auto / DDP", "time {:.2f} of stock DDP's on 1:1:1/2:1/4"),
+    "balanced": (f"{FOUR}: speed-up over DDP", "steps {:.2f}x as fast as stock DDP's on 1:1:1/2:1/4"),
+    "checksum": ("check_parameters_every=100: step, p50", "{:.0f} us per step, every 100 steps"),
+    "compiled": ("MLP, dynamic=None, quantum='auto': graphs", "{:.0f} graphs while shares change"),
+    "drop_in": ("balanced, 1 rank(s): passed of 663", "{:.0f} of 663 tests pass under `hetero_balanced`"),
+    "faults": ("schedules that failed", "{:.0f} schedules failed"),
+    "federated": ("steady: lb-bsp, time to target", "`lb-bsp` needs {:.2f} of fedavg's time to 90 %"),
+    "joint": ("real: base: less time than stock DDP", "{:.0f} % less time than stock DDP"),
+    "monitor": ("stock DDP: in the monitor's own hooks, rank 0, per step", "{:.0f} us per step"),
+    "narx": ("rhythm: error, narx over kalman", "{:.2f} of the Kalman filter's error where load has a rhythm"),
+    "pipeline": ("islands, gpt, Lightning: less time than stock DDP", "{:.0f} % less time than stock DDP on islands"),
+    "planner": ("2 fast, 1 half, 1 quarter, balanced: planned / measured", "planned over measured {:.2f}"),
+    "planning": ("partition: 64 x 1000: total", "{:.0f} ms for 1000 layers on 64 devices"),
+    "planning_real": ("all models, balanced: own work, processor time, predicted / measured, median",
+                      "own work predicted over measured {:.2f}"),
+    "replanning": ("healing, ours: step / ideal", "steps {:.2f} of the ideal after a wrong first plan"),
+    "solvers": ("minimax, affine, n=64", "{:.0f} us per decision for 64 ranks"),
+    "stale": ("real, digits CNN, spells: time to DDP", "time {:.2f} of stock DDP's with slow spells"),
+    "transport": ("25M, shared memory : all_reduce, median of paired ratios", "{:.2f} of an all_reduce's time"),
+}  # fmt: skip
+"""Of the overview: a figure of each benchmark, and how it is said."""
+
+
+def overview(results: Results) -> str:
+    """Of docs/benchmarks.md: every benchmark that has results."""
+    rows = []
+    for name in measured(results.root):
+        one = results.other(name)
+        goals = [figure["holds"] for figure in one.rows if figure["holds"] is not None]
+        figure, words = MAIN.get(name, ("", ""))
+        held = f"{sum(goals)} of {len(goals)}" if goals else DASH
+        rows.append([f"[{one.title}](../benchmarks/{name}/results.md)", f"`{one.command}`",
+                     one.text(figure, words), held])  # fmt: skip
+    return _table(["benchmark", "command", "for example", "goals held"], rows)
+
+
+def _with_goals(results: Results) -> dict[tuple[str, str], list[dict[str, Any]]]:
+    """Returns the figures that have a goal, by what they measure and the goal."""
+    kinds: dict[tuple[str, str], list[dict[str, Any]]] = {}
+    for figure in results.rows:
+        if figure["holds"] is not None:
+            kinds.setdefault((figure["name"].rpartition(": ")[2], figure["goal"]), []).append(figure)
+    return kinds
+
+
+def _values(figures: Sequence[Mapping[str, Any]]) -> str:
+    values, unit = [figure["value"] for figure in figures], figures[0]["unit"].replace("1", "")
+    return f"{f'{values[0]:.4g}' if len(values) == 1 else _span(values, '{:.4g}')} {unit}".strip()
+
+
+def missed(results: Results) -> str:
+    """Of docs/benchmarks.md: what does not hold its goal, by benchmark and kind of figure."""
+    rows = []
+    for name in measured(results.root):
+        for (kind, goal), figures in _with_goals(results.other(name)).items():
+            if behind := [figure for figure in figures if not figure["holds"]]:
+                rows.append([name, kind, goal, f"{len(behind)} of {len(figures)}", _values(behind)])
+    return _table(["benchmark", "figure", "goal", "missed", "values that miss it"], rows)
+
+
+def _pictured(results: Results, head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    return _joined(_table(head, rows)) + f"\n\n![{results.title}](pictures/{results.name}.svg)"
+
+
+def peers(results: Results) -> str:
+    """Of docs/benchmarks.md: time to the same loss, by peer and devices."""
+    ends = ": that time to stock DDP's"
+    found: dict[str, dict[str, float]] = {}
+    for case in results.cases(ends):
+        cluster, _, peer = case.partition(", ")
+        found.setdefault(peer, {})[cluster] = results[case + ends]
+    clusters = list(dict.fromkeys(cluster for row in found.values() for cluster in row))
+    rows = [[peer, *(f"{row[c]:.2f}" if c in row else DASH for c in clusters)] for peer, row in found.items()]
+    return _pictured(results, ["time to the same validation loss, over stock DDP's", *clusters], rows)
+
+
+def items(results: Results) -> str:
+    """Of docs/benchmarks.md: batches of skewed lengths."""
+    rows = [[case, f"{results[f'{case} / DDP']:.2f}"] for case in results.cases(" / DDP")]
+    return _pictured(results, ["batches: engine", "step over stock DDP's"], rows)
+
+
+def ablation(results: Results) -> str:
+    """Of docs/benchmarks.md: what the default predictor and policy are held to."""
+    rows = [[kind, goal, f"{sum(figure['holds'] for figure in figures)} of {len(figures)}", _values(figures)]
+            for (kind, goal), figures in _with_goals(results).items()]  # fmt: skip
+    return _pictured(results, ["figure", "goal", "held", "values"], rows)
+
+
 BLOCKS: dict[str, tuple[str, Callable[[Results], str]]] = {
+    "gain": ("balanced", gain),
+    "headline": ("balanced", headline),
+    "overview": ("balanced", overview),
+    "missed": ("balanced", missed),
     "balanced": ("balanced", balanced),
     "stale": ("stale", stale),
     "stale real": ("stale", stale_real),
@@ -276,6 +360,9 @@ BLOCKS: dict[str, tuple[str, Callable[[Results], str]]] = {
     "pipeline besides": ("pipeline", pipeline_besides),
     "predictions": ("planning_real", predictions),
     "federated": ("federated", federated),
+    "peers": ("peers", peers),
+    "items": ("items", items),
+    "ablation": ("ablation", ablation),
 }
 """What a page's mark names -> the benchmark, and the text that is made of its results."""
 
@@ -294,7 +381,9 @@ def page_with(page: str, *, root: Path = ROOT, results_root: Path | None = None)
 
     def written(match: re.Match[str]) -> str:
         benchmark, text = BLOCKS[match["name"]]
-        return f"{match[1]}\n{text(Results(benchmark, results_root or root))}\n\n{match[3]}"
+        known = benchmark in measured(results_root or root)
+        said = text(Results(benchmark, results_root or root)) if known else "There are no results yet."
+        return f"{match[1]}\n{said}\n\n{match[3]}"
 
     return _BLOCK.sub(written, (root / page).read_text(encoding="utf-8"))
 

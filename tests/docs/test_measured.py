@@ -11,7 +11,8 @@ import pytest
 
 from benchmarks.provenance import ROOT
 from benchmarks.report import page_of
-from benchmarks.tables import BLOCKS, PAGES, Results, page_with
+from benchmarks.results import Results, measured
+from benchmarks.tables import BLOCKS, PAGES, page_with
 from tests.docs import kit
 from tests.docs.kit import section
 
@@ -42,7 +43,7 @@ GAINS = ("What balancing gains", "What not waiting gains", "What pipelines gain"
 
 @pytest.mark.parametrize("title", GAINS)
 def test_no_measured_table_is_written_by_hand(title: str) -> None:
-    text = section(ROOT / "README.md", title)
+    text = section(ROOT / "docs" / "benchmarks.md", title)
     assert MARKED.search(text)
     assert not re.search(r"^\|", MARKED.sub("", text), flags=re.M)
 
@@ -54,6 +55,8 @@ def test_other_results_make_other_tables(tmp_path: Path) -> None:
         shutil.copy(path, copy)
     assert page_with("README.md", results_root=tmp_path) == page_with("README.md")
     for name, benchmark in {name: benchmark for name, (benchmark, _) in BLOCKS.items()}.items():
+        if benchmark not in measured():  # yet; the page says so
+            continue
         page = next(page for page in PAGES if f"<!-- {name}: " in (ROOT / page).read_text())
         copy = tmp_path / "benchmarks" / benchmark / "results.json"
         kept = copy.read_text()
@@ -71,5 +74,5 @@ def test_other_results_make_other_tables(tmp_path: Path) -> None:
 
 
 def test_a_figure_that_is_gone_is_an_error() -> None:
-    with pytest.raises(KeyError, match=r"has no figure 'no such': mend benchmarks/tables\.py"):
+    with pytest.raises(KeyError, match=r"has no figure 'no such': mend what asks for it"):
         Results("balanced")["no such"]

@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from lightning_hetero.report.page.style import RANK_COLOURS
 from lightning_hetero.report.page.svg import WIDTH, Drawing, text_width
 
 __all__ = ["Bar", "Line", "Span", "bars", "heat_map", "histogram", "legend", "lines", "rank_kind", "time_lines"]
@@ -13,12 +14,11 @@ __all__ = ["Bar", "Line", "Span", "bars", "heat_map", "histogram", "legend", "li
 _ROW, _BAR = 20.0, 14.0
 _RIGHT = 18.0  # for half of an axis's last number
 _MOST_POINTS, _MOST_DOTS = 240, 60  # of a line
-_COLOURS = 8  # of ranks, in the page's style
 
 
 def rank_kind(rank: int) -> str:
     """Returns the class of a rank's colour."""
-    return f"r{rank % _COLOURS}"
+    return f"r{rank % RANK_COLOURS}"
 
 
 def legend(entries: Sequence[tuple[str, str]]) -> str:
