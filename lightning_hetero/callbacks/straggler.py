@@ -183,7 +183,11 @@ class StragglerMonitor(Callback, EventSource):
         self._compare_own(trainer, self._own)
         self._compare_told(trainer)
         sums = self._own.take_sums().to(trainer.strategy.root_device)
-        rows = trainer.strategy.all_gather(sums).reshape(-1, sums.numel()).cpu()
+        everyone = [sums]
+        if trainer.world_size > 1:
+            everyone = [torch.empty_like(sums) for _ in range(trainer.world_size)]
+            dist.all_gather(everyone, sums)
+        rows = torch.stack(everyone).cpu()
         if (rows[:, 0] > 0).all():
             self._own.fit_rows += rows
             means = _means(rows)
