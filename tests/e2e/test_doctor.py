@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from lightning_hetero.cli.parity import compare_gradients
-from tests.e2e.programs import left_in, run
+from tests import warm
+from tests.e2e.programs import environ, left_in, run, warm_torchrun
 
 pytestmark = pytest.mark.timeout(300)
 MODELS = """
@@ -58,7 +60,14 @@ def test_every_engine_has_the_gradients_of_one_process(models: str) -> None:
         assert not one.problem and one.error <= 1e-9, one
 
 
-def test_a_loss_that_is_a_sum_has_not(models: str) -> None:
+def test_a_loss_that_is_a_sum_has_not(models: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def started(command: list[str], *, env: dict[str, str], timeout: float, **_: Any) -> Any:
+        words = command[1:]
+        if words[:2] == ["-m", "torch.distributed.run"]:
+            words = [warm_torchrun(tmp_path), *words[2:]]
+        return warm.run(words, tmp_path, environ(**env), timeout)
+
+    monkeypatch.setattr("lightning_hetero.cli.ranks.subprocess.run", started)
     alone, balanced = compare_gradients(f"{models}:Sum", None, engines=("balanced",))
     assert alone.error <= 1e-9 and balanced.error > 1e-3
 
