@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from statistics import fmean
 
 from lightning_hetero.plan.setup import Setup
+from lightning_hetero.shares import replay
 from lightning_hetero.shares.policy import BalancePolicy
-from lightning_hetero.types import SpeedSample
 
 __all__ = ["followed_s", "slowest_s"]
 
@@ -34,23 +34,7 @@ def followed_s(setup: Setup, policy: BalancePolicy) -> float:
         policy: under way; it goes on.
     """
     costs, steps = setup.step_costs(), setup.series
-    taken_s: list[float] = []
-    late: list[SpeedSample] = []
-    for step in range(_ROUNDS * steps):
-        compute_s = [
-            cost.seconds(max(n, 1)) * setup.slowness_at(rank, step)
-            for rank, (cost, n) in enumerate(zip(costs, policy.shares, strict=True))
-        ]
-        taken_s.append(max(compute_s))
-        records = [
-            SpeedSample(rank=rank, step=step, samples=max(n, 1), compute_s=seconds)
-            for rank, (n, seconds) in enumerate(zip(policy.shares, compute_s, strict=True))
-        ]
-        if late:  # evaluated while gradients travel, so it counts from the batch after the next
-            policy.observe(late)
-            late = []
-        if policy.urgent([r.samples for r in records], compute_s):
-            policy.observe(records)
-        else:
-            late = records
+    taken_s = replay.followed_s(
+        policy, lambda rank, step, n: costs[rank].seconds(n) * setup.slowness_at(rank, step), _ROUNDS * steps
+    )
     return fmean(taken_s[steps:])

@@ -18,10 +18,11 @@ from lightning_hetero.predictors import Kalman
 from lightning_hetero.report.run import Run, Step
 from lightning_hetero.shares.bounds import ShareBounds
 from lightning_hetero.shares.policy import BalancePolicy
+from lightning_hetero.shares.replay import followed_s
 from lightning_hetero.stale.decide.coordinator import Coordinator
 from lightning_hetero.stale.decide.policy import Flexible
 from lightning_hetero.stale.decide.simulate.simulator import Costs, simulate
-from lightning_hetero.types import AffineCost, LearnedCost, SpeedSample
+from lightning_hetero.types import AffineCost, LearnedCost
 
 __all__ = ["Dropped", "Mended", "Recorded", "WhatIf", "recorded_of", "what_if"]
 
@@ -117,16 +118,8 @@ class Recorded:
             policy.start(world_size=len(self.ranks), total=self.samples, bounds=ShareBounds())
         except ValueError:
             return math.nan
-        taken: list[float] = []
-        for t, exchange_s in enumerate(self.exchange_s):
-            shares = policy.shares
-            records = [
-                SpeedSample(rank=i, step=t, samples=n, compute_s=self.seconds(rank, t, max(n, 1)), wait_s=exchange_s)
-                for i, (rank, n) in enumerate(zip(self.ranks, shares, strict=True))
-            ]
-            taken.append(exchange_s + max(record.compute_s for record in records))
-            policy.observe(records)
-        return _second_half(taken)
+        work_s = followed_s(policy, lambda i, t, n: self.seconds(self.ranks[i], t, n), len(self.steps))
+        return _second_half([sum(both) for both in zip(self.exchange_s, work_s, strict=True)])
 
     def _stale_s(self) -> float:
         steps = min(len(self.steps), _SIMULATED // len(self.ranks) ** 2)
