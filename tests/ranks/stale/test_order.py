@@ -98,6 +98,7 @@ def test_real_processes_train_in_the_simulators_order(name: str) -> None:
     assert min(after - before for before, after in pairwise(ends_s)) > 0.99 * APART_S
     expected = [course.batches for course in courses]
     assert (name == "bsp") == (len({len(batches) for batches in expected}) == 1)
+    found = None
     for _ in range(ATTEMPTS):
         found = run_ranks(len(SAMPLE_S), job, name, [course.due_s for course in courses])
         if found == expected:
