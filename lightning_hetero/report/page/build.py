@@ -20,8 +20,8 @@ from lightning_hetero.report.page.views import (
     shares_view,
     spent_view,
     timeline_view,
-    what_if_view,
 )
+from lightning_hetero.report.page.what_if import what_if_view
 from lightning_hetero.report.run import Run, named
 from lightning_hetero.report.scores import scores_of
 from lightning_hetero.report.stages import pipeline_what_if, stages_of
