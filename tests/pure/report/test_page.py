@@ -42,7 +42,9 @@ class Page(HTMLParser):
         return [attributes for name, attributes in self.attributes if name == tag]
 
 
-ALWAYS = {"timeline", "spent", "what-if", "shares", "heat", "scores", "pipeline", "staleness", "server", "budget"}
+ALWAYS = {
+    "timeline", "spent", "stages", "what-if", "shares", "heat", "scores", "pipeline", "staleness", "server", "budget"
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", RUNS)
