@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 
 from lightning_hetero.report.page.charts import legend
 from lightning_hetero.report.page.svg import WIDTH, Drawing, text_width
-from lightning_hetero.report.page.views import NO_STEPS, ONE_RANK, View, absent, shown_ranks, some
+from lightning_hetero.report.page.views import NO_STEPS, ONE_RANK, View, absent, shown_ranks
 from lightning_hetero.report.run import Run
 from lightning_hetero.report.stage_times import StageTimes, StepStage, outliers_of, stage_answer, stage_names
 from lightning_hetero.report.verdict import milliseconds, percent
@@ -56,14 +56,18 @@ def stages_view(run: Run, times: StageTimes | None, waiting: Waiting) -> View:
     answer = stage_answer(times, names)
     drawing = _map(times, ranks, names, label=f"time of each rank by stage of a step, in milliseconds. {answer}")
     what = {**_WHAT, **_WHAT_OF.get(run.engine, {})}
-    beside = "what was planned for it, beside the others" if run.staged else "the ranks' median"
+    beside = "planned, beside the others" if run.staged else "the ranks' median"
     body = legend([("hot", f"longer than {beside}"), ("cool", "shorter"), ("idle", "waiting")]) + drawing
     body += "<p>" + "; ".join(f"<b>{names[s.kind]}</b>: {what[s.kind]}" for s in times.stages) + ".</p>"
+    steps = f"mean over {times.steps} steps" if times.steps > 1 else "of one step"
+    if any(stage.kind == "between" for stage in times.stages):
+        steps += "; between steps the median"
     body += (
-        f"<p>ms per step, mean over {times.steps} steps; between steps the median. Full colour from 1.5 times the"
+        f"<p>ms per step, {steps}. Full colour from 1.5 times the"
         " median on. The last row is each stage's part of a step.</p>"
     )
-    return View(name=head[0], title=head[1], question=head[2], answer=answer + some(run, ranks), body=body)
+    told = "" if len(ranks) == run.ranks else f" Shown: {len(ranks)} of {run.ranks} ranks, slow ones first."
+    return View(name=head[0], title=head[1], question=head[2], answer=answer + told, body=body)
 
 
 def _ranks(run: Run, times: StageTimes, waiting: Waiting) -> list[int]:

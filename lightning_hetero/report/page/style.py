@@ -43,8 +43,7 @@ svg text.inside{{fill:var(--inside);font-size:11px}}
 .line{{fill:none;stroke-width:1.8;stroke-linejoin:round}}.dashed{{stroke-dasharray:5 4}}
 .cell{{fill:var(--cell);background:var(--cell)}}
 .work{{fill:var(--work);background:var(--work)}}.exchange{{fill:var(--exchange);background:var(--exchange)}}
-.idle{{fill:var(--idle);background:var(--idle)}}.hot{{fill:var(--hot);background:var(--hot)}}
-.cool{{fill:var(--cool);background:var(--cool)}}
+.idle{{fill:var(--idle);background:var(--idle)}}.hot{{fill:var(--hot)}}.cool{{fill:var(--cool)}}
 {_RANKS}
 """
 """Of the classes that `lightning_hetero.report.page.svg.Drawing` is given; colours are custom properties."""

@@ -33,7 +33,6 @@ __all__ = [
     "scores_view",
     "shares_view",
     "shown_ranks",
-    "some",
     "spent_view",
     "table",
     "timeline_view",

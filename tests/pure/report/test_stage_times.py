@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -100,6 +101,25 @@ def test_the_rank_that_waits_is_not_slow_and_little_is_no_finding() -> None:
     little = [[1.0, 0.1, 0.0, 0.001], [1.0, 0.1, 0.0, 0.01]]  # ten times as long, and no part of a step
     assert outliers_of(times_with(little)) == []
     assert stage_answer(times_with(little), NAMES).startswith("Nothing stands out: ") and NAMES["work"] == "own work"
+
+
+SLOW = {
+    "Rank 3 is slow in everything (2.0 times the median).": [[1.0, 0.1, 0.0, 1.0]] * 3 + [[2.0, 0.1, 0.0, 2.0]],
+    "Rank 2 is slow between steps only (1.8 times the median).": [
+        [1.0, 0.1, 0.0, 1.0], [1.0, 0.1, 0.0, 1.0], [1.0, 0.1, 0.0, 1.8], [1.0, 0.1, 0.0, 1.0]
+    ],
+    "No rank stands out: all ranks spend 45 % of a step in the exchange.": [[0.5, 0.45, 0.0, 0.05]] * 4,
+    "Nothing stands out: ranks take about as long as one another, and own work is 90 % of a step.": [
+        [0.9, 0.05, 0.0, 0.05]
+    ] * 4,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("sentence", SLOW)
+def test_the_sentences_on_the_page_of_the_docs(sentence: str) -> None:
+    assert stage_answer(times_with(SLOW[sentence]), NAMES) == sentence
+    page = (Path(__file__).parents[3] / "docs" / "reference" / "report.md").read_text()
+    assert sentence.partition(", and ")[0] in page
 
 
 # ---- from runs ------------------------------------------------------------------------------------------------
