@@ -66,7 +66,7 @@ def stages_view(run: Run, times: StageTimes | None, waiting: Waiting) -> View:
         f"<p>ms per step, {steps}. Full colour from 1.5 times the"
         " median on. The last row is each stage's part of a step.</p>"
     )
-    told = "" if len(ranks) == run.ranks else f" Shown: {len(ranks)} of {run.ranks} ranks, slow ones first."
+    told = "" if len(ranks) == run.ranks else f" Shown: {len(ranks)} of {run.ranks} ranks, slow ones among them."
     return View(name=head[0], title=head[1], question=head[2], answer=answer + told, body=body)
 
 

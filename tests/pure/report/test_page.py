@@ -138,4 +138,4 @@ def test_of_many_ranks_the_slow_ones_are_drawn() -> None:
     late = [(4, 1.0 + 0.001 * rank, 0.1 if rank == 12 else 1.1 - 0.001 * rank) for rank in range(24)]
     text = stages_of_page(run_with([late] * 12))
     assert "Rank 12 is slow between steps only" in text and ">rank 12</text>" in text and ">rank 10</text>" not in text
-    assert len(re.findall(r">rank \d+</text>", text)) == 16 and "Shown: 16 of 24 ranks, slow ones first" in text
+    assert len(re.findall(r">rank \d+</text>", text)) == 16 and "Shown: 16 of 24 ranks, slow ones among them" in text
