@@ -2,6 +2,7 @@
 
     run         events of a trace -> `Run`: steps of all ranks on one clock, changes, plans, counts
     waiting     who worked, who waited, for whom
+    stage_times what each rank spends in each stage of a step: one rank, one stage, or all
     what_if     other engines, a mended rank, fewer cards: the engines' own decide code on the recorded times
     scores      who is slow beside the others, and beside itself
     changes     what changes of shares or plan promised, and what they gave

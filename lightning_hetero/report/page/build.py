@@ -14,16 +14,18 @@ from lightning_hetero.report.page.engines import (
     staleness_view,
 )
 from lightning_hetero.report.page.html import page
+from lightning_hetero.report.page.stages import stages_view
 from lightning_hetero.report.page.views import (
     heat_view,
     scores_view,
     shares_view,
     spent_view,
     timeline_view,
-    what_if_view,
 )
+from lightning_hetero.report.page.what_if import what_if_view
 from lightning_hetero.report.run import Run, named
 from lightning_hetero.report.scores import scores_of
+from lightning_hetero.report.stage_times import stage_times_of
 from lightning_hetero.report.stages import pipeline_what_if, stages_of
 from lightning_hetero.report.verdict import STRATEGIES, verdict_of
 from lightning_hetero.report.waiting import waiting_of
@@ -64,6 +66,7 @@ def page_of(
         *([] if other is None else [compare_view(compared(run, other, results), (run.name, other.name))]),
         timeline_view(run, waiting),
         spent_view(run, waiting),
+        stages_view(run, stage_times_of(run), waiting),
         what_if_view(run, what),
         shares_view(run),
         heat_view(run, scores),

@@ -28,6 +28,7 @@ nav{{display:flex;flex-wrap:wrap;gap:.2em .9em;font-size:.9rem}}a{{color:var(--w
 svg{{display:block;width:100%;max-width:560px;height:auto;margin:.4em 0;font:12px system-ui,sans-serif}}
 {MARKS}.legend{{display:flex;flex-wrap:wrap;gap:.1em 1em;font-size:.9rem;margin:.4em 0}}
 .key i{{display:inline-block;width:.8em;height:.8em;margin-right:.4em;border-radius:2px}}
+.key .hot{{background:var(--hot)}}.key .cool{{background:var(--cool)}}
 .scroll{{overflow-x:auto;max-width:100%}}
 table{{border-collapse:collapse;font-size:.88rem;overflow-wrap:normal}}
 th,td{{text-align:left;padding:.25em .7em .25em 0;border-bottom:1px solid var(--grid);vertical-align:top}}

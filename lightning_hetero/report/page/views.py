@@ -1,4 +1,4 @@
-"""Views of every run, each with the question that it answers (layer P)."""
+"""Views of every run, each with the question that it answers, and what all views are made of (layer P)."""
 
 from __future__ import annotations
 
@@ -21,27 +21,29 @@ from lightning_hetero.report.page.charts import (
 )
 from lightning_hetero.report.run import Change, Run, Step
 from lightning_hetero.report.scores import Scores
-from lightning_hetero.report.verdict import STRATEGIES, milliseconds, percent, ranks_text
+from lightning_hetero.report.verdict import milliseconds, percent, ranks_text
 from lightning_hetero.report.waiting import Waiting, least_wait_s, spent_in
-from lightning_hetero.report.what_if import WhatIf
 
 __all__ = [
+    "NO_STEPS",
+    "ONE_RANK",
     "View",
+    "absent",
     "heat_view",
     "scores_view",
     "shares_view",
+    "shown_ranks",
     "spent_view",
     "table",
     "timeline_view",
-    "what_if_view",
 ]
 
 _MOST_RANKS = 16  # of a drawing
 _STEPS = 6  # of the time lines
 _SPENT = [("work", "own work"), ("exchange", "exchange of gradients"), ("idle", "waiting")]
 _REST = ("cell", "at rest, as decided")
-_NO_STEPS = "Own work was not measured: add StragglerMonitor() to the Trainer's callbacks."
-_ONE_RANK = "One rank has nobody to be compared with."
+NO_STEPS = "Own work was not measured: add StragglerMonitor() to the Trainer's callbacks."
+ONE_RANK = "One rank has nobody to be compared with."
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -70,6 +72,11 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return f'<div class="scroll"><table><thead><tr>{cells}</tr></thead><tbody>{body}</tbody></table></div>'
 
 
+def absent(head: tuple[str, str, str], why: str) -> View:
+    """Returns a view without data: its name, title and question, and why there is none."""
+    return View(name=head[0], title=head[1], question=head[2], answer=why)
+
+
 def shown_ranks(run: Run, waiting: Waiting) -> list[int]:
     """Returns the ranks to draw: all, or of many those with most and least work."""
     ranks = list(range(run.ranks))
@@ -93,7 +100,7 @@ def timeline_view(run: Run, waiting: Waiting) -> View:
     head = ("timeline", "Time lines", "Who works, who waits, and what would an even split look like?")
     steps = run.complete
     if not steps or run.ranks < 2:
-        return _absent(head, _ONE_RANK if run.steps and run.ranks < 2 else _NO_STEPS)
+        return absent(head, ONE_RANK if run.steps and run.ranks < 2 else NO_STEPS)
     first = min(int(0.75 * len(steps)), max(0, len(steps) - _STEPS))
     chosen = steps[first : first + _STEPS]
     begin_s = min(t.end_s - t.wait_s - t.compute_s for t in chosen[0].turns.values())
@@ -153,7 +160,7 @@ def spent_view(run: Run, waiting: Waiting) -> View:
     """Compute, communication, idle, and for whom."""
     head = ("spent", "Where the time went", "How much of each rank's time is work, exchange and waiting, and for whom?")
     if not run.steps:
-        return _absent(head, _NO_STEPS)
+        return absent(head, NO_STEPS)
     ranks = shown_ranks(run, waiting)
     rows: list[Bar] = []
     for rank in ranks:
@@ -197,8 +204,8 @@ def heat_view(run: Run, scores: Scores | None) -> View:
     """Ranks and time: one rank, one stretch of time, or all?"""
     head = ("heat", "Slow ranks, slow times", "Is it one rank, one stretch of time, or all?")
     if scores is None:
-        why = "Stages differ in what an item costs them: see the pipeline's stages." if run.staged else _NO_STEPS
-        return _absent(head, _ONE_RANK if run.steps and run.ranks < 2 else why)
+        why = "Stages differ in what an item costs them: see the pipeline's stages." if run.staged else NO_STEPS
+        return absent(head, ONE_RANK if run.steps and run.ranks < 2 else why)
     order = sorted(range(run.ranks), key=lambda rank: -scores.typical[rank])[:_MOST_RANKS]
     ranks = sorted(order)
     columns = [str(first) for first in scores.first]
@@ -225,7 +232,7 @@ def scores_view(run: Run, scores: Scores | None) -> View:
     """Relative and individual scores."""
     head = ("scores", "Scores", "Is a rank slower than the others, or than itself?")
     if scores is None:
-        return _absent(head, "Ranks' times do not compare in this run.")
+        return absent(head, "Ranks' times do not compare in this run.")
     ranks = sorted(sorted(range(run.ranks), key=lambda rank: -_most(scores.itself[rank]))[:8])
     chart = lines(
         [
@@ -264,90 +271,6 @@ def _named(scores: Scores, rank: int) -> str:
     return "" if found is None else f"epoch {found.epoch}, step {found.step}"
 
 
-# ---- what would help ------------------------------------------------------------------------------------------
-
-
-def what_if_view(run: Run, what: WhatIf | None) -> View:
-    """Other engines, mended ranks, dropped cards."""
-    head = ("what-if", "What if", "What would another engine win, a mended rank, or fewer cards?")
-    if what is None and run.steps and run.ranks > 1:
-        why = "too few full global batches were recorded"
-        if run.engine == "pipeline":
-            why = "layers were not measured, so there is no model of the plan to ask"
-        return _absent(head, f"Nothing can be said: {why}.")
-    if what is None:
-        return _absent(head, _ONE_RANK if run.steps else _NO_STEPS)
-    own = STRATEGIES.get(what.engine, what.engine)
-    rows = [Bar(name="as it was", parts=[("idle", what.measured_s)], text=milliseconds(what.measured_s))]
-    rows += [
-        Bar(name=_short(name), parts=[("work", seconds)], text=milliseconds(seconds))
-        for name, seconds in what.engines.items()
-        if not math.isnan(seconds) and not (name == what.engine == "pipeline")
-    ]
-    body = f"<p>A global batch of {what.samples} samples:</p>" + bars(rows, label="time of a batch by engine")
-    best, best_s = what.best
-    answer = (
-        f"{STRATEGIES.get(best, best)}: about {milliseconds(best_s)} instead of {milliseconds(what.measured_s)}."
-        if best != what.engine
-        else f"No engine takes 2 % less than {own}."
-    )
-    if what.mended and what.few_s > 0:
-        gains = [max(0.0, 1.0 - one.step_s / what.few_s) for one in what.mended]
-        top = max(range(len(gains)), key=lambda i: gains[i])
-        like = "the fastest device" if what.engine == "pipeline" else "the median of the others"
-        if gains[top] > 0.005:
-            body += f"<p>Saved under the same engine, if this rank were as fast as {like}:</p>"
-            body += bars(
-                [
-                    Bar(name=f"rank {one.rank}", parts=[("work", 100.0 * gain)], text=percent(gain))
-                    for one, gain in zip(what.mended, gains, strict=True)
-                ],
-                label="saved by a mended rank",
-            )
-        if gains[top] > 0.02:
-            answer += f" Rank {what.mended[top].rank}, mended, would save {percent(gains[top])}."
-        else:
-            answer += " No single rank, mended, would save 2 %."
-    if len(what.dropped) > 1:
-        body += "<p>The same global batch without the slowest 0, 1, 2, … cards (memory is not looked at):</p>"
-        kinds = [("r0", _short("ddp")), ("r1", _short(what.beside))]
-        count = [float(len(one.ranks)) for one in what.dropped]
-        body += legend(kinds) + lines(
-            [
-                Line(name=kinds[0][1], kind="r0", x=count, y=[1e3 * one.ddp_s for one in what.dropped], dots=True),
-                Line(name=kinds[1][1], kind="r1", x=count, y=[1e3 * one.engine_s for one in what.dropped], dots=True),
-            ],
-            label="time of a batch by cards dropped",
-            x_name="cards dropped, slowest first",
-            y_name="ms per global batch",
-        )
-        answer += " " + _drop_answer(what)
-    return View(name=head[0], title=head[1], question=head[2], answer=answer, body=body)
-
-
-def _short(engine: str) -> str:
-    return {"ddp": "stock DDP"}.get(engine, f"hetero_{engine}")
-
-
-def _drop_answer(what: WhatIf) -> str:
-    words: list[str] = []
-    of_each = {"ddp": [one.ddp_s for one in what.dropped], what.beside: [one.engine_s for one in what.dropped]}
-    for name, taken in of_each.items():
-        pairs = zip(taken, (one.ranks for one in what.dropped), strict=True)
-        known = [(seconds, ranks) for seconds, ranks in pairs if not math.isnan(seconds)]
-        if not known:
-            continue
-        seconds, ranks = min(known, key=lambda pair: pair[0])
-        saved = 1.0 - seconds / known[0][0]
-        words.append(
-            f"{_short(name)} is fastest with all cards"
-            if not ranks or saved < 0.02
-            else f"{_short(name)} is fastest without {ranks_text(sorted(ranks))} ({percent(saved)} less)"
-        )
-    joined = "; ".join(words)
-    return joined[:1].upper() + joined[1:] + "."
-
-
 # ---- what was decided -----------------------------------------------------------------------------------------
 
 
@@ -355,10 +278,10 @@ def shares_view(run: Run) -> View:
     """Shares over time, and each change's promise and outcome."""
     head = ("shares", "Shares and decisions", "What was decided, why, and did it give what it promised?")
     if not run.steps:
-        return _absent(head, _NO_STEPS)
+        return absent(head, NO_STEPS)
     changes, shares = changes_of(run), shares_of(run)
     if not shares.steps or (not shares.moved and not changes):
-        return _absent(head, "Shares never changed: every rank had the same samples in each full batch.")
+        return absent(head, "Shares never changed: every rank had the same samples in each full batch.")
     order = sorted(range(run.ranks), key=lambda rank: -shares.rows[rank][-1])
     ranks = sorted(order[:4] + order[-4:]) if run.ranks > 8 else list(range(run.ranks))
     x = [float(n) for n in shares.steps]
@@ -401,7 +324,3 @@ def _change_row(change: Change) -> list[str]:
     shares = "/".join(map(str, change.shares[:16])) or change.kind
     given = "given up: " + change.cancelled if change.cancelled else percent(change.realised_gain)
     return [str(change.step), change.reason, shares, percent(change.predicted_gain), given]
-
-
-def _absent(head: tuple[str, str, str], why: str) -> View:
-    return View(name=head[0], title=head[1], question=head[2], answer=why)

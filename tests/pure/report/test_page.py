@@ -8,6 +8,8 @@ from html.parser import HTMLParser
 import pytest
 
 from lightning_hetero.report.page.build import page_of
+from lightning_hetero.report.run import Run
+from tests.pure.report.kit import run_with
 from tests.pure.report.runs_kit import RUNS, SHOWN, balanced_run, stale_run
 
 
@@ -42,7 +44,9 @@ class Page(HTMLParser):
         return [attributes for name, attributes in self.attributes if name == tag]
 
 
-ALWAYS = {"timeline", "spent", "what-if", "shares", "heat", "scores", "pipeline", "staleness", "server", "budget"}
+ALWAYS = {
+    "timeline", "spent", "stages", "what-if", "shares", "heat", "scores", "pipeline", "staleness", "server", "budget"
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", RUNS)
@@ -112,3 +116,26 @@ def test_two_runs_are_compared_first() -> None:
     more = 100 * (b / a - 1)
     assert f"B takes {more:.0f} % more time per sample" in text
     assert "<td>20</td><td>10</td><td>-50 %</td><td>better</td>" in text
+
+
+def stages_of_page(run: Run) -> str:
+    found = re.search(r'<section id="stages">(.*?)</section>', page_of(run), re.S)
+    assert found is not None
+    return found[1]
+
+
+def test_ranks_and_stages_are_milliseconds_for_eyes_and_in_words_for_who_cannot_see_them() -> None:
+    text = stages_of_page(RUNS["ddp"])
+    told = {"own work", "exchange", "waiting", "1500", "3000", "50.0", "74 %"}
+    assert told <= set(re.findall(r">([^<]+)</text>", text))
+    assert "<title>rank 1, own work: 3.00 s, 2.00 times the median</title>" in text
+    assert "<title>rank 0, waiting: 1.50 s, 49 % of a step</title>" in text
+    assert 'milliseconds. Rank 1 is slow in own work (2.0 times the median)."' in text
+
+
+def test_of_many_ranks_the_slow_ones_are_drawn() -> None:
+    """Rank 12 is late out of its loader; of all ranks it has neither the most nor the least work."""
+    late = [(4, 1.0 + 0.001 * rank, 0.1 if rank == 12 else 1.1 - 0.001 * rank) for rank in range(24)]
+    text = stages_of_page(run_with([late] * 12))
+    assert "Rank 12 is slow between steps only" in text and ">rank 12</text>" in text and ">rank 10</text>" not in text
+    assert len(re.findall(r">rank \d+</text>", text)) == 16 and "Shown: 16 of 24 ranks, slow ones among them" in text
