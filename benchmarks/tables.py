@@ -266,6 +266,8 @@ MAIN = {
     "faults": ("schedules that failed", "{:.0f} schedules failed"),
     "federated": ("steady: lb-bsp, time to target", "`lb-bsp` needs {:.2f} of fedavg's time to 90 %"),
     "joint": ("real: base: less time than stock DDP", "{:.0f} % less time than stock DDP"),
+    "late_weights": ("today: mean over all samples: final loss to DDP's at the edge, all cases",
+                     "final loss {:.2f} of DDP's at the edge of stability, by the server's own rule"),
     "monitor": ("stock DDP: in the monitor's own hooks, rank 0, per step", "{:.0f} us per step"),
     "narx": ("rhythm: error, narx over kalman", "{:.2f} of the Kalman filter's error where load has a rhythm"),
     "pipeline": ("islands, gpt, Lightning: less time than stock DDP", "{:.0f} % less time than stock DDP on islands"),
