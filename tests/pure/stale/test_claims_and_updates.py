@@ -368,6 +368,9 @@ def test_a_quorums_window_ends_by_the_clock() -> None:
     assert it.push(2, leases[2], 2.5, tick=0)[0] == Accepted(rank=2, lease=leases[2], samples=2, staleness=1)
     assert [granted(it.claim(rank, 1, 3.0)).samples for rank in range(2)] == [2, 2]
     assert it.wake_s() > 3.0
+    again, state = Coordinator(Quorum(), workers=range(3)), it.state_dict()  # what is late is left for a resumed run
+    assert again.begin(0, (6, 12, 18), applied=state["applied"], tick=state["tick"], now=0.0) == []
+    assert (again.tick, again.ledger.arrived, again.ledger.free) == (1, 4, 14)
 
 
 def test_what_is_unclaimed_of_the_next_batch() -> None:
