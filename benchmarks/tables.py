@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks.late_weights.table import table_of as late_weights
 from benchmarks.provenance import ROOT
 from benchmarks.results import DASH, Results, measured
 
@@ -365,6 +366,7 @@ BLOCKS: dict[str, tuple[str, Callable[[Results], str]]] = {
     "peers": ("peers", peers),
     "items": ("items", items),
     "ablation": ("ablation", ablation),
+    "late weights": ("late_weights", late_weights),
 }
 """What a page's mark names -> the benchmark, and the text that is made of its results."""
 
