@@ -173,9 +173,9 @@ def main() -> None:
         "Simulated time, real gradients; final losses over those of synchronous training with the same seed, geometric"
         " means of pairs and their standard errors. The schedule is that of `flexible` as it is, so times are those of"
         f" `benchmarks.stale`. {len(RULES)} rules were tried on {len(seeds)} seeds at the edge; today's and the best"
-        f" three of the others were then trained on {len(more)} other seeds, other recipes under spells. Under Adam the late"
-        " part always moves the momentum. *chance*: synchronous training against itself, initial weights moved by 1e-4."
-        f" Mean cosine of the gradients of consecutive synchronous updates: {cosines}.\n\n"
+        f" three of the others were then trained on {len(more)} other seeds, other recipes under spells. Under Adam the"
+        " late part always moves the momentum. *chance*: synchronous training against itself, initial weights moved by"
+        f" 1e-4. Mean cosine of the gradients of consecutive synchronous updates: {cosines}.\n\n"
     )
     write_results(
         args.out, title="What a late contribution should be worth", figures=figures_of(rows), raw={"rows": rows},
