@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks.late_weights.table import table_of as late_weights
 from benchmarks.provenance import ROOT
 from benchmarks.results import DASH, Results, measured
 
@@ -266,6 +267,8 @@ MAIN = {
     "faults": ("schedules that failed", "{:.0f} schedules failed"),
     "federated": ("steady: lb-bsp, time to target", "`lb-bsp` needs {:.2f} of fedavg's time to 90 %"),
     "joint": ("real: base: less time than stock DDP", "{:.0f} % less time than stock DDP"),
+    "late_weights": ("today: mean over all samples: final loss to DDP's at the edge, all cases",
+                     "final loss {:.2f} of DDP's at the edge of stability, by the server's own rule"),
     "monitor": ("stock DDP: in the monitor's own hooks, rank 0, per step", "{:.0f} us per step"),
     "narx": ("rhythm: error, narx over kalman", "{:.2f} of the Kalman filter's error where load has a rhythm"),
     "pipeline": ("islands, gpt, Lightning: less time than stock DDP", "{:.0f} % less time than stock DDP on islands"),
@@ -363,6 +366,7 @@ BLOCKS: dict[str, tuple[str, Callable[[Results], str]]] = {
     "peers": ("peers", peers),
     "items": ("items", items),
     "ablation": ("ablation", ablation),
+    "late weights": ("late_weights", late_weights),
 }
 """What a page's mark names -> the benchmark, and the text that is made of its results."""
 

@@ -142,7 +142,7 @@ def contender(kind: str, name: str | None = None, **settings: Any) -> Contender:
 
 
 # The best of GRIDS by `simulated.tune`, on TUNING_CASES and TUNING_SEEDS; of backup both settings, since the faster one
-# costs half as much loss again. DynSGD is there as published.
+# costs half as much loss again. DynSGD is there as published; DC-ASGD and the quorum have their defaults.
 CONTENDERS = (
     contender("flexible"),
     contender("bsp", "bsp (stock DDP)"),
@@ -150,8 +150,10 @@ CONTENDERS = (
     contender("balanced", "balanced (0 samples allowed)", min_samples=0),
     contender("saps", micro=16),
     contender("asp"),
-    contender("asp", damping="dynsgd"),
-    contender("asp", compensation=0.5),
+    contender("dynsgd"),
+    contender("dc_asgd"),
+    contender("quorum"),
+    contender("quorum", bound=0),
     contender("ssp", bound=8),
     contender("drop", bound=16),
     contender("buffered", k=2, bound=4),

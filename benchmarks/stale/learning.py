@@ -148,10 +148,11 @@ class Learner:
         recipe: model and optimizer.
         seed: of the initial weights.
         compensation: lambda of DC-ASGD: ``g + lambda g * g * (w_now - w_then)``.
+        limit: most that it changes an entry by, in multiples of that entry.
     """
 
-    def __init__(self, recipe: Recipe, seed: int, compensation: float = 0.0) -> None:
-        self.recipe, self.compensation = recipe, compensation
+    def __init__(self, recipe: Recipe, seed: int, compensation: float = 0.0, limit: float = math.inf) -> None:
+        self.recipe, self.compensation, self.limit = recipe, compensation, limit
         self.weights = recipe.weights(np.random.default_rng([7, seed]))
         self.total = recipe.epochs * (TRAINING_SAMPLES // BATCH)
         self.tick = self.steps = 0
@@ -178,7 +179,8 @@ class Learner:
         then = self._taken.pop(lease)
         loss, gradient = self.gradient(then, images, labels)
         if self.compensation:
-            gradient = gradient + self.compensation * gradient * gradient * (self.weights - then)
+            relative = self.compensation * gradient * (self.weights - then)
+            gradient = gradient + gradient * np.clip(relative, -self.limit, self.limit)
         self.pool += np.float32(scale * len(labels)) * gradient
         self.loss_sum += loss * len(labels)
         self.samples += len(labels)

@@ -118,9 +118,9 @@ def run_one(job: Job) -> Result:
     else:
         policy = contender.policy()
         coordinator = Coordinator(policy, workers=range(workers))
-        compensation = policy.compensation
+        correction = policy.compensation, policy.correction_limit
         names = () if contender.synchronous else recipes
-        learners = [Learner(scaled(name, epochs), seed, compensation) for name in names]
+        learners = [Learner(scaled(name, epochs), seed, *correction) for name in names]
         training = Training(learners, seed)
         trace = simulate(
             coordinator,
@@ -332,7 +332,8 @@ def run(quick: bool = False, jobs: int = 1, progress: Callable[[str], None] = pr
     """
     if quick:
         cases = [case for case in CASES if case.name in ("1:1:1/2:1/4", "spells")]
-        contenders = [c for c in CONTENDERS if c.name in ("bsp (stock DDP)", "flexible", "asp") or c.kind == "balanced"]
+        main = ("bsp (stock DDP)", "flexible", "asp", "dynsgd", "dc_asgd", "quorum")
+        contenders = [c for c in CONTENDERS if c.name in main or c.kind == "balanced"]
         return rows_of(cases, contenders, FINAL_SEEDS[:2], MLP, 4, jobs, progress)
     rows: list[Result] = []
     for case in CASES:  # the CNN costs most of the time: four cases are enough

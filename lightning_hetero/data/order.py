@@ -283,7 +283,7 @@ class ContinuedOrder(EpochOrder):
     """An order whose running epoch another engine has begun, with samples taken in another sequence.
 
     In that epoch the samples already trained on come first, so that the batches from ``step`` on hold exactly the
-    others, each once; all other epochs are the inner order's.
+    others, each once; all other epochs are the inner order's. There may be more or fewer than ``step`` batches have.
 
     Args:
         order: the inner order.
@@ -313,9 +313,13 @@ class ContinuedOrder(EpochOrder):
         trained = [i for start, end in self.spans for i in indices[start:end]]
         borders = [0, *(p for span in self.spans for p in span), len(indices)]
         others = [i for start, end in zip(borders[::2], borders[1::2], strict=True) for i in indices[start:end]]
-        moved = [*ends[: self.step - 1], len(trained)]
-        for end in ends[self.step :]:  # samples trained ahead make the next batches smaller, never empty
-            moved.append(max(end, moved[-1] + 1))
+        # Where fewer were trained than these batches have, those are noted as smaller, and the rest is spread over the
+        # others; samples trained ahead make the next batches smaller, never empty.
+        before = [min(end, len(trained) - self.step + 1 + i) for i, end in enumerate(ends[: self.step - 1])]
+        moved = [*before, len(trained)]
+        behind, others_left = max(0, ends[self.step - 1] - len(trained)), len(ends) - self.step
+        for i, end in enumerate(ends[self.step :], 1):
+            moved.append(max(end - behind * (others_left - i) // others_left, moved[-1] + 1))
         return [*trained, *others], moved
 
     def trained(self, step: int) -> list[tuple[int, int]]:

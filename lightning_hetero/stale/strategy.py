@@ -26,7 +26,12 @@ from lightning_hetero.stale.decide.policy import Policy, PolicyName
 from lightning_hetero.stale.decide.policy import by_name as policy_by_name
 from lightning_hetero.stale.fit.elastic.ddp import ElasticDDPStrategy
 from lightning_hetero.stale.fit.elastic.meetings import Meetings
-from lightning_hetero.stale.fit.refusals import REFUSALS, refuse_controller, refuse_manual_scaling
+from lightning_hetero.stale.fit.refusals import (
+    REFUSALS,
+    refuse_controller,
+    refuse_entangled,
+    refuse_manual_scaling,
+)
 from lightning_hetero.stale.fit.run import StaleRun
 from lightning_hetero.stale.fit.settings import StaleSettings
 from lightning_hetero.stale.fit.tick_loop import TickLoop
@@ -51,10 +56,11 @@ class BoundedStalenessStrategy(ElasticDDPStrategy[StaleRun]):
 
     Args:
         policy: ``"flexible"`` (the default; see `lightning_hetero.stale.policy` for ``"saps"``, ``"asp"``, ``"bsp"``,
-            ``"ssp"``, ``"drop"``, ``"buffered"``, ``"backup"``), or a `Policy`.
+            ``"ssp"``, ``"drop"``, ``"buffered"``, ``"backup"``, ``"dynsgd"``, ``"dc_asgd"``, ``"quorum"``), or a
+            `Policy`.
         bound: most versions a contribution may be old; ``None``: the policy's default.
         grace: longest hold, in parts of a step, of a rank that finds the batch fully claimed; 0 holds nobody; ``None``:
-            the policy's default.
+            the policy's default. Under ``"quorum"`` the window for others, in parts of the time that the quorum took.
         overlap: let ranks work ahead on the next batch instead of holding them; costs staleness.
         predictor: models a rank's time: ``"kalman"``, ``"narx"`` (here of times alone), ``"ewma"``, ``"last"``,
             ``"curve"``, or a `Predictor`; ``None``: the coordinator's own.
@@ -175,6 +181,11 @@ class BoundedStalenessStrategy(ElasticDDPStrategy[StaleRun]):
             self.check_module(trainer.lightning_module)
             refuse_manual_scaling(trainer.lightning_module)
         super().setup(trainer)
+
+    def setup_optimizers(self, trainer: Trainer) -> None:
+        super().setup_optimizers(trainer)
+        if self.world_size > 1 and self.policy.compensation > 0.0:
+            refuse_entangled(self.optimizers, self.policy.name)
 
     def configure_ddp(self) -> None:
         """No wrapper: gradients go to the server. Ranks start from rank 0's parameters and buffers, as under DDP."""

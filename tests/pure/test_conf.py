@@ -22,7 +22,17 @@ from lightning_hetero.cli.train import FitClock, build, make_trainer
 from lightning_hetero.cluster import cluster_from_plain
 from lightning_hetero.demo import DigitsCNN, DigitsData
 from lightning_hetero.predictors import Curve
-from lightning_hetero.stale.decide.policy import Asp, Backup, Buffered, Drop, Flexible, Policy
+from lightning_hetero.stale.decide.policy import (
+    Asp,
+    Backup,
+    Buffered,
+    DcAsgd,
+    Drop,
+    DynSgd,
+    Flexible,
+    Policy,
+    Quorum,
+)
 
 ROOT = Path(__file__).resolve().parents[2]
 OFFERED = ROOT / "conf"  # what every Hydra app finds
@@ -210,6 +220,11 @@ POLICY = "strategy.policy._target_=lightning_hetero.stale.decide.policy"
         (["strategy.overlap=true"], Flexible(overlap=True)),
         (["strategy.policy=asp"], Asp()),
         (["strategy.policy=drop", "strategy.bound=4"], Drop(bound=4)),
+        (["strategy.policy=dynsgd"], DynSgd()),
+        (["strategy.policy=dc_asgd"], DcAsgd()),
+        (["strategy.policy=quorum", "strategy.grace=0.5", "strategy.bound=1"], Quorum(grace=0.5, bound=1)),
+        ([f"+{POLICY}.Quorum", "+strategy.policy.quorum=3"], Quorum(quorum=3)),
+        ([f"+{POLICY}.DcAsgd", "+strategy.policy.compensation=0.04"], DcAsgd(compensation=0.04)),
         ([f"+{POLICY}.Asp", "+strategy.policy.damping=dynsgd"], Asp(damping="dynsgd")),
         ([f"+{POLICY}.Buffered", "+strategy.policy.k=2"], Buffered(k=2)),
         (["strategy.policy={_target_:lightning_hetero.stale.decide.policy.Backup,spares:2}"], Backup(spares=2)),

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
+
+from torch.optim import Optimizer
 
 from lightning_hetero.glue.refusals import Refusals
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule
 
-__all__ = ["REFUSALS", "refuse_controller", "refuse_manual_scaling"]
+__all__ = ["REFUSALS", "refuse_controller", "refuse_entangled", "refuse_manual_scaling"]
 
 REFUSALS = Refusals(
     no_wrapper="there is no DistributedDataParallel: gradients go to a parameter server",
@@ -38,6 +41,25 @@ def refuse_controller(given: object | None) -> None:
             " costs more than it brings, use LoadBalancedStrategy(controller=...) or"
             " HeteroPipelineStrategy(controller=...), or do not start its rank"
         )
+
+
+_ENTANGLED = ("Adafactor", "Muon")  # an entry's step depends on other entries of its matrix
+
+
+def refuse_entangled(optimizers: Iterable[Optimizer], policy: str) -> None:
+    """Refuses, under delay compensation, an optimizer that does not treat every entry of a parameter by itself.
+
+    Those of torch are known; another one is taken to be element-wise.
+
+    Raises:
+        TypeError: with the reason.
+    """
+    for optimizer in optimizers:
+        if any(cls.__name__ in _ENTANGLED for cls in type(optimizer).__mro__):
+            raise TypeError(
+                f"policy={policy!r} compensates delays entry by entry, and {type(optimizer).__name__} makes a step of"
+                " whole matrices: use an element-wise optimizer such as SGD or AdamW, or another policy"
+            )
 
 
 def refuse_manual_scaling(module: LightningModule) -> None:

@@ -269,6 +269,16 @@ def test_an_epoch_begun_elsewhere_goes_on_with_the_samples_left() -> None:
     assert len(order) == len(inner)
 
 
+def test_what_an_epoch_begun_elsewhere_lacks_is_spread_over_the_rest() -> None:
+    """Under the stale engine's `quorum` late samples count in later batches."""
+    inner = ShuffledOrder(30, seed=0, shuffle=False, global_batch_size=6, drop_last=False)
+    for step, trained, expected in ((2, 7, [6, 7, 15, 23, 30]), (4, 13, [6, 11, 12, 13, 30])):
+        order = ContinuedOrder(inner, epoch=0, step=step, spans=[(0, trained)])
+        indices, ends = order.batches(0)
+        assert (list(ends), sorted(indices)) == (expected, list(range(30)))
+        assert order.trained(len(ends)) == [(0, trained), (trained, 30)]
+
+
 def test_no_batch_of_an_epoch_begun_elsewhere_is_empty() -> None:
     inner = ShuffledOrder(10, seed=0, shuffle=False, global_batch_size=3, drop_last=False)
     _, ends = ContinuedOrder(inner, epoch=0, step=1, spans=[(0, 7)]).batches(0)

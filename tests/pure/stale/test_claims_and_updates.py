@@ -9,6 +9,7 @@ import pytest
 from lightning_hetero.stale.decide.coordinator import Coordinator
 from lightning_hetero.stale.decide.effects import (
     Accepted,
+    Contribution,
     Effect,
     Passed,
     Refused,
@@ -27,6 +28,7 @@ from lightning_hetero.stale.decide.policy import (
     Hold,
     Policy,
     Pooled,
+    Quorum,
     Ssp,
 )
 from tests.pure.stale.kit import Hasty, granted, kinds, only, started
@@ -335,6 +337,40 @@ def test_an_update_that_breaks_a_rule_is_an_error() -> None:
             continue
         with pytest.raises(RuntimeError, match=words):
             it.push(0, grant.lease, 1.0, tick=0)
+
+
+def test_samples_are_not_carried_over_the_end_of_an_epoch() -> None:
+    it = started(Hasty(Apply(carry=True)), ends=(2, 4))
+    grant = granted(it.claim(0, 0, 0.0))
+    it.claim(1, 0, 0.0)
+    assert it.push(0, grant.lease, 1.0, tick=0)[1:] == [
+        Updated(
+            version=1, tick=1, samples=1, ends_tick=True,
+            contributions=(Contribution(rank=0, lease=grant.lease, samples=1, staleness=0),),
+        )
+    ]  # fmt: skip
+    final = granted(it.claim(0, 1, 2.0))
+    with pytest.raises(RuntimeError, match="carries samples over the end of the epoch"):
+        it.push(0, final.lease, 3.0, tick=1)
+
+
+def test_a_quorums_window_ends_by_the_clock() -> None:
+    """Two of three are in after 2 s; a tenth later the batch is over; the third one's samples count in the next."""
+    it = started(Quorum(quorum=2), workers=3, ends=(6, 12, 18))
+    leases = [granted(it.claim(rank, 0, 0.0)).lease for rank in range(3)]
+    it.push(0, leases[0], 1.0, tick=0)
+    assert math.isclose(it.wake_s(), 50.0)  # the limit of a lease of unknown length
+    assert kinds(it.push(1, leases[1], 2.0, tick=0)) == ["Accepted"]
+    assert it.wake_s() == pytest.approx(2.2)
+    assert it.wake(2.1) == [] and it.tick == 0
+    update = only(it.wake(it.wake_s()))
+    assert isinstance(update, Updated) and (update.tick, update.samples, update.worth) == (1, 4, 1.0)
+    assert it.push(2, leases[2], 2.5, tick=0)[0] == Accepted(rank=2, lease=leases[2], samples=2, staleness=1)
+    assert [granted(it.claim(rank, 1, 3.0)).samples for rank in range(2)] == [2, 2]
+    assert it.wake_s() > 3.0
+    again, state = Coordinator(Quorum(), workers=range(3)), it.state_dict()  # what is late is left for a resumed run
+    assert again.begin(0, (6, 12, 18), applied=state["applied"], tick=state["tick"], now=0.0) == []
+    assert (again.tick, again.ledger.arrived, again.ledger.free) == (1, 4, 14)
 
 
 def test_what_is_unclaimed_of_the_next_batch() -> None:

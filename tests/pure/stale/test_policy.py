@@ -15,21 +15,27 @@ from lightning_hetero.stale.decide.policy import (
     Bsp,
     Buffered,
     Claim,
+    DcAsgd,
     Drop,
     Due,
+    DynSgd,
     Flexible,
     Grant,
     Hold,
     Policy,
     Pool,
+    Quorum,
     Saps,
     Ssp,
+    Wait,
     by_name,
 )
 from lightning_hetero.types import AffineCost
 
-NAMES = ("flexible", "saps", "asp", "bsp", "ssp", "drop", "buffered", "backup")
-ASYNCHRONOUS = ("saps", "asp", "ssp", "drop", "buffered")
+NAMES = (
+    "flexible", "saps", "asp", "bsp", "ssp", "drop", "buffered", "backup", "dynsgd", "dc_asgd", "quorum",
+)  # fmt: skip
+ASYNCHRONOUS = ("saps", "asp", "ssp", "drop", "buffered", "dynsgd", "dc_asgd")
 
 
 def due(samples: int, end_s: float, *, rank: int = 1, current: bool = True) -> Due:
@@ -125,7 +131,7 @@ def test_flexible_with_overlap_works_ahead_instead() -> None:
 # --- barriers ---
 
 
-@pytest.mark.parametrize("policy", [Bsp(), Backup()])
+@pytest.mark.parametrize("policy", [Bsp(), Backup(), Quorum(), Quorum(bound=0)])
 def test_barriers_give_everybody_its_part_once(policy: Policy) -> None:
     others = (due(16, 110.0, rank=1), due(16, 110.0, rank=2))
     rest = (due(16, 110.0, rank=3),)
@@ -148,6 +154,36 @@ def test_backup_does_not_wait_for_the_spares() -> None:
     assert policy.update(pool(pushes=2, workers=3)) == Apply(skip=True)
     assert Backup(spares=9).update(pool(pushes=1)) == Apply(skip=True)
     assert Backup(spares=0).update(pool(pushes=2, slices=2)) == Apply(skip=True)  # fewer samples than workers
+
+
+def test_quorum_waits_for_more_than_half_and_a_window() -> None:
+    policy = Quorum()  # of four: three, and a tenth of what they took
+
+    def after(now_s: float, *in_s: float, **changes: Any) -> Apply | Wait | None:
+        return policy.update(pool(now_s=now_s, began_s=100.0, in_s=in_s, **changes))
+
+    assert after(150.0, 110.0, 115.0) is None
+    assert after(120.0, 110.0, 115.0, 120.0) == Wait(until_s=122.0)
+    assert after(121.9, 110.0, 115.0, 120.0) == Wait(until_s=122.0)
+    assert after(122.0, 110.0, 115.0, 120.0) == Apply(carry=True)
+    assert after(121.0, 110.0, 115.0, 120.0, missing=0) == Apply()  # all are in: nothing to wait for
+    assert after(120.0, 110.0, 115.0, 120.0, missing=0, witnessed=False) is None
+    assert after(150.0, 110.0, 115.0, 120.0, last=True) is None  # nothing comes after it that could take the rest
+    assert after(140.0, 110.0, 120.0, workers=2) == Apply(carry=True)
+    assert after(140.0, 110.0, slices=1) == Apply(carry=True)
+
+
+def test_quorum_settings() -> None:
+    some = pool(now_s=130.0, began_s=100.0, in_s=(110.0, 120.0))
+    assert Quorum(quorum=2).update(some) == Apply(carry=True)
+    assert Quorum(quorum=2, bound=0).update(some) == Apply(skip=True)
+    assert Quorum(quorum=2, bound=0).update(pool(now_s=130.0, began_s=100.0, in_s=(110.0, 120.0), last=True)) == Apply(
+        skip=True
+    )
+    assert Quorum(quorum=1, grace=0.0).update(pool(now_s=100.0, began_s=100.0, in_s=(100.0,))) == Apply(carry=True)
+    assert Quorum(quorum=2, grace=1.0).update(some) == Wait(until_s=140.0)
+    assert Quorum(quorum=2, grace=math.inf).update(some) is None
+    assert Quorum(quorum=9).update(some) is None  # as many as there are: four
 
 
 @pytest.mark.parametrize("policy", [Flexible(), Bsp()])
@@ -180,7 +216,7 @@ def test_buffered_collects_k_contributions_or_the_end_of_the_batch() -> None:
     assert policy.update(pool(contributions=2, missing=0)) == Apply(worth=0.25)
 
 
-@pytest.mark.parametrize("name", ["asp", "drop", "saps", "buffered"])
+@pytest.mark.parametrize("name", ["asp", "drop", "saps", "buffered", "dynsgd", "dc_asgd"])
 def test_asynchronous_workers_get_an_equal_chunk_and_never_wait(name: str) -> None:
     policy = by_name(name)
     for changes in ({}, {"due": (due(64, 100.1),)}, {"lead": 99}, {"need": -5}, {"share": 0}):
@@ -223,6 +259,19 @@ def test_damping(damping: str | None, factors: tuple[float, ...]) -> None:
     assert tuple(policy.scale(tau, 4) for tau in (0, 1, 8)) == pytest.approx(factors)
 
 
+def test_dynsgd_is_the_damping_of_its_paper() -> None:
+    policy, same = DynSgd(), Asp(damping="dynsgd")
+    assert [policy.scale(tau, 4) for tau in range(5)] == [1 / (tau + 1) for tau in range(5)]
+    assert [same.scale(tau, 4) for tau in range(5)] == [policy.scale(tau, 4) for tau in range(5)]
+    assert repr(policy) == "DynSgd(chunk=None)"
+
+
+def test_dc_asgd_has_a_limit() -> None:
+    policy = DcAsgd()
+    assert (policy.compensation, policy.correction_limit, policy.scale(9, 4)) == (0.5, 1.0, 1.0)
+    assert DcAsgd(correction_limit=math.inf).correction_limit == Asp(compensation=0.5).correction_limit == math.inf
+
+
 # --- all ---
 
 
@@ -237,7 +286,11 @@ def test_what_each_policy_claims() -> None:
         "drop": (8, True, "never"),
         "buffered": (2, True, "never"),
         "backup": (0, False, "barrier"),
+        "dynsgd": (None, True, "never"),
+        "dc_asgd": (None, True, "never"),
+        "quorum": (2, True, "barrier"),
     }
+    assert not Quorum(bound=0).claims_every_sample
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -278,6 +331,15 @@ def test_compensation_is_carried_for_the_server() -> None:
         (lambda: Saps(micro=0), ValueError, "micro=0"),
         (lambda: Buffered(k=0), ValueError, "k=0"),
         (lambda: Buffered(bound=-1), ValueError, "bound=-1"),
+        (lambda: DynSgd(chunk=0), ValueError, "DynSgd(chunk=0"),
+        (lambda: DcAsgd(compensation=math.inf), ValueError, "DcAsgd(compensation=inf"),
+        (lambda: DcAsgd(correction_limit=-1.0), ValueError, "correction_limit=-1.0"),
+        (lambda: DcAsgd(correction_limit=math.nan), ValueError, "correction_limit=nan"),
+        (lambda: DcAsgd(correction_limit="1"), ValueError, "correction_limit='1'"),  # type: ignore[arg-type]
+        (lambda: Quorum(quorum=0), ValueError, "quorum=0"),
+        (lambda: Quorum(grace=-1.0), ValueError, "grace=-1.0"),
+        (lambda: Quorum(grace=True), ValueError, "grace=True"),
+        (lambda: Quorum(bound=1.0), TypeError, "bound=1.0"),  # type: ignore[arg-type]
     ],
 )
 def test_bad_settings_are_refused(make: Any, error: type[Exception], words: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from itertools import accumulate
 
@@ -15,9 +16,12 @@ from lightning_hetero.stale.decide.policy import (
     Backup,
     Bsp,
     Buffered,
+    DcAsgd,
     Drop,
+    DynSgd,
     Flexible,
     Policy,
+    Quorum,
     Saps,
     Ssp,
     by_name,
@@ -90,6 +94,12 @@ def test_flexible_keeps_its_promises(case: Case, bound: int, grace: float, overl
         Buffered,
         Backup,
         lambda: Backup(spares=0),
+        DynSgd,
+        DcAsgd,
+        Quorum,
+        lambda: Quorum(quorum=1, grace=0.0, bound=1),
+        lambda: Quorum(quorum=2, grace=1.0, bound=0),
+        lambda: Quorum(grace=math.inf),
     ],
 )
 @given(case=cases())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable, Sequence
 
 import torch
@@ -85,7 +86,9 @@ def equal_speed(rank: int, samples: int, now_s: float) -> float:
     return 1.0 + samples
 
 
-def replay(setting: Setting, script: Script, x: Tensor, y: Tensor, *, compensation: float = 0.0) -> nn.Module:
+def replay(
+    setting: Setting, script: Script, x: Tensor, y: Tensor, *, compensation: float = 0.0, limit: float = math.inf,
+) -> nn.Module:  # fmt: skip
     """Recomputes a run from what the coordinator decided: each contribution at the parameters of its base."""
     model = copy.deepcopy(setting.initial)
     (optimizer,) = setting.make(model)
@@ -102,7 +105,7 @@ def replay(setting: Setting, script: Script, x: Tensor, y: Tensor, *, compensati
                 g = q.grad
                 if g is None:
                     continue
-                g = g + compensation * g * g * (p - q).detach()
+                g = g + g * (compensation * g * (p - q).detach()).clamp(-limit, limit)
                 p.grad = scale * g if p.grad is None else p.grad + scale * g
         lr = optimizer.param_groups[0]["lr"]
         optimizer.param_groups[0]["lr"] = lr * updated.worth

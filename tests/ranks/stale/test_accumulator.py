@@ -37,6 +37,20 @@ def gradients(contribution: int) -> dict[str, Tensor]:
     return {name: g for name, g in made.items() if (contribution, name) not in ABSENT}
 
 
+def test_delay_compensation_by_hand() -> None:
+    layout = FlatLayout.of([("w", torch.zeros(4, dtype=torch.float64))])
+    slot = torch.zeros(layout.slot_bytes, dtype=torch.uint8)
+    pushed = torch.tensor([2.0, 2.0, -1.0, 0.0], dtype=torch.float64)
+    layout.codec.encode(pushed, layout.gradient_of(slot, 0), layout.parameters[0], None)
+    shift = torch.tensor([0.5, 5.0, 4.0, 9.0], dtype=torch.float64)
+    #  g + 0.5 g g shift = 2 + 1, 2 + 10, -1 + 2, 0; changed by no more than itself: 3, 4, 0, 0
+    for limit, expected in ((float("inf"), [3.0, 12.0, 1.0, 0.0]), (1.0, [3.0, 4.0, 0.0, 0.0])):
+        pool = GradientSum(layout, Spares(layout))
+        pool.add_compensated(0, slot, pool.count(1.0, 1, 1.0), shift, 0.5, limit)
+        pool.add_compensated(0, slot, pool.count(1.0, 1, 1.0), shift, 0.5, limit)
+        assert pool.sums[0] is not None and pool.sums[0].tolist() == [2 * value for value in expected]
+
+
 @pytest.mark.parametrize("groups", [(5,), (1, 1, 1, 1, 1), (2, 3), (1, 4), (4, 1)], ids=str)
 @pytest.mark.parametrize("codec", [None, "bf16"])
 def test_contributions_add_up_bit_by_bit_however_they_come(codec: str | None, groups: tuple[int, ...]) -> None:

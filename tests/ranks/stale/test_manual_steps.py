@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_hetero.stale.decide.policy import Asp, Bsp, Buffered, Drop, Flexible, Policy
+from lightning_hetero.stale.decide.policy import Asp, Bsp, Buffered, Drop, Flexible, Policy, Quorum
 from lightning_hetero.transport.base import Reply, Say
 from lightning_hetero.transport.flags import PushFlag, ReplyFlag
 from tests.ranks.stale.kit import Script, Setting, Trainee, ends_of
@@ -231,7 +231,8 @@ def test_a_late_step_counts_once_and_never_beyond_the_bound(slow_s: float) -> No
 
 @pytest.mark.parametrize(
     "policy",
-    [Flexible(bound=0), Flexible(bound=1), Flexible(bound=2, grace=0.5), Bsp(), Asp(), Drop(bound=1), Buffered(k=2)],
+    [Flexible(bound=0), Flexible(bound=1), Flexible(bound=2, grace=0.5), Bsp(), Asp(), Drop(bound=1), Buffered(k=2),
+     Quorum(quorum=1)],
     ids=str,
 )
 def test_every_step_counts_once_for_every_sample_and_within_the_bound(policy: Policy) -> None:

@@ -13,7 +13,7 @@ from lightning.pytorch.callbacks import Callback
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from lightning_hetero.stale.decide.policy import Asp, Buffered, Drop, Flexible, Saps
+from lightning_hetero.stale.decide.policy import Asp, Buffered, Drop, Flexible, Quorum, Saps
 from tests.ranks.data.indexed import indexed
 from tests.ranks.harness import run_ranks
 from tests.ranks.kit import Toy, Weights, rank_trainer, single, stale, weights
@@ -165,6 +165,10 @@ POLICIES: dict[str, tuple[Any, bool, int | None]] = {
     "bsp": ("bsp", True, 0),
     "overlap": (Flexible(overlap=True), True, 2),
     "delay compensation": (Asp(compensation=0.1), True, None),
+    "dynsgd": ("dynsgd", True, None),
+    "dc_asgd": ("dc_asgd", True, None),
+    "quorum": ("quorum", True, 2),
+    "quorum, others wasted": (Quorum(bound=0), False, 0),
 }
 
 

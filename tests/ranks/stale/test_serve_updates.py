@@ -2,12 +2,23 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
 import torch
 
-from lightning_hetero.stale.decide.policy import Asp, Backup, Bsp, Drop, Flexible, Policy
+from lightning_hetero.stale.decide.policy import (
+    Asp,
+    Backup,
+    Bsp,
+    DcAsgd,
+    Drop,
+    DynSgd,
+    Flexible,
+    Policy,
+    Quorum,
+)
 from lightning_hetero.transport.base import Reply
 from lightning_hetero.transport.flags import Word
 from tests.ranks.stale.kit import Script, Setting, Trainee, automatic
@@ -33,7 +44,8 @@ pytestmark = pytest.mark.usefixtures("float64")
 
 @pytest.mark.parametrize(
     "policy",
-    [Flexible(), Flexible(grace=0.0), Asp(), Asp(damping="dynsgd"), Drop(bound=3), Backup(spares=1)],
+    [Flexible(), Flexible(grace=0.0), Asp(), Asp(damping="dynsgd"), Drop(bound=3), Backup(spares=1),
+     DynSgd(), Quorum(), Quorum(quorum=1, grace=0.0, bound=3), Quorum(bound=0)],
     ids=str,
 )
 def test_uneven_speeds_compute_what_was_decided(policy: Policy) -> None:
@@ -44,7 +56,7 @@ def test_uneven_speeds_compute_what_was_decided(policy: Policy) -> None:
     assert sum(u.ends_tick for u in setting.coordinator.updates) == EPOCHS * len(ENDS)
     if policy.claims_every_sample:
         assert sum(u.samples for u in setting.coordinator.updates) == EPOCHS * SAMPLES
-    if not isinstance(policy, Backup):
+    if policy.claims_every_sample:
         assert setting.server.counts.staleness.keys() - {0}, "the script was to make something late"
     counts = setting.server.counts
     assert counts.updates == len(setting.coordinator.updates)
@@ -75,6 +87,24 @@ def test_delay_compensation_is_dc_asgd() -> None:
     script = Script(setting, automatic(x, y, mse), epochs, workers=3, work_s=unequal).run()
     assert differ(replay(setting, script, x, y, compensation=2.0), setting.model) <= 1e-12
     assert differ(replay(setting, script, x, y), setting.model) > 1e-6
+
+
+@pytest.mark.parametrize("limit", [1.0, 0.01, math.inf])
+def test_the_policy_dc_asgd_keeps_its_limit_and_a_copy_per_rank_at_most(limit: float) -> None:
+    x, y = data(5)
+    policy = DcAsgd(compensation=20.0, correction_limit=limit)
+    setting = Setting(mlp(), sgd, policy, 3, compensation=policy.compensation)
+    copies: list[int] = []
+
+    def counted(trainee: Trainee, grant: Reply, positions: list[int]) -> Reply:
+        copies.append(len(setting.server._batch._then))
+        return automatic(x, y, mse)(trainee, grant, positions)
+
+    script = Script(setting, counted, epochs, workers=3, work_s=unequal).run()
+    assert differ(replay(setting, script, x, y, compensation=20.0, limit=limit), setting.model) <= 1e-12
+    unlike = 1.0 if limit != 1.0 else math.inf
+    assert differ(replay(setting, script, x, y, compensation=20.0, limit=unlike), setting.model) > 1e-6
+    assert max(copies) == 3
 
 
 def test_asynchronous_policies_step_once_per_accumulation_window() -> None:

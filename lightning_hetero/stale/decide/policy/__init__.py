@@ -5,7 +5,10 @@
 | ``flexible`` | `Flexible` | one per batch | <= 2 versions | at most 10 % of a step |
 | ``bsp`` | `Bsp` | one per batch | 0 | for everybody |
 | ``backup`` | `Backup` | one per batch, of fewer samples | 0 | for all but the spares |
+| ``quorum`` | `Quorum` | one per batch, of more or fewer samples | <= 2 versions | for more than half, and 10 % more |
 | ``asp`` | `Asp` | one per push, worth n/B | any | never |
+| ``dynsgd`` | `DynSgd` | one per push, worth n/B, damped by age | any | never |
+| ``dc_asgd`` | `DcAsgd` | one per push, worth n/B, corrected for age | any | never |
 | ``drop`` | `Drop` | one per push, worth n/B | <= 8 versions | never |
 | ``saps`` | `Saps` | one per push, worth n/B | <= max(N + 2, 2 (N - 1)) versions | never |
 | ``buffered`` | `Buffered` | one per 3 pushes, worth n/B | <= 2 versions | never |
@@ -21,9 +24,28 @@ from __future__ import annotations
 import inspect
 from typing import Any, Literal, TypeAlias
 
-from lightning_hetero.stale.decide.policy.asynchronous import Asp, Asynchronous, Buffered, Drop, Saps, Ssp
-from lightning_hetero.stale.decide.policy.barriers import Backup, Bsp
-from lightning_hetero.stale.decide.policy.base import Apply, Claim, Due, Grant, Hold, Policy, Pool, Pooled
+from lightning_hetero.stale.decide.policy.asynchronous import (
+    Asp,
+    Asynchronous,
+    Buffered,
+    DcAsgd,
+    Drop,
+    DynSgd,
+    Saps,
+    Ssp,
+)
+from lightning_hetero.stale.decide.policy.barriers import Backup, Bsp, Quorum
+from lightning_hetero.stale.decide.policy.base import (
+    Apply,
+    Claim,
+    Due,
+    Grant,
+    Hold,
+    Policy,
+    Pool,
+    Pooled,
+    Wait,
+)
 from lightning_hetero.stale.decide.policy.flexible import Flexible
 
 __all__ = [
@@ -34,8 +56,10 @@ __all__ = [
     "Bsp",
     "Buffered",
     "Claim",
+    "DcAsgd",
     "Drop",
     "Due",
+    "DynSgd",
     "Flexible",
     "Grant",
     "Hold",
@@ -43,21 +67,25 @@ __all__ = [
     "PolicyName",
     "Pool",
     "Pooled",
+    "Quorum",
     "Saps",
     "Ssp",
+    "Wait",
     "by_name",
 ]
 
-PolicyName: TypeAlias = Literal["flexible", "saps", "asp", "bsp", "ssp", "drop", "buffered", "backup"]
+PolicyName: TypeAlias = Literal[
+    "flexible", "saps", "asp", "bsp", "ssp", "drop", "buffered", "backup", "dynsgd", "dc_asgd", "quorum"
+]
 
 _KNOWN: dict[str, type[Policy]] = {
-    policy.name: policy for policy in (Flexible, Saps, Asp, Bsp, Ssp, Drop, Buffered, Backup)
+    policy.name: policy
+    for policy in (Flexible, Saps, Asp, Bsp, Ssp, Drop, Buffered, Backup, DynSgd, DcAsgd, Quorum)
 }
 
 
 def by_name(name: str, **settings: Any) -> Policy:
-    """Returns a new policy: ``"flexible"``, ``"saps"``, ``"asp"``, ``"bsp"``, ``"ssp"``, ``"drop"``, ``"buffered"`` or
-    ``"backup"``, with ``settings`` for its constructor.
+    """Returns a new policy, by a name of the table above, with ``settings`` for its constructor.
 
     Raises:
         ValueError: the name is unknown, the policy has no such setting, or it is out of range.

@@ -6,11 +6,11 @@ Safe for SGD; Adam normalises each small noisy update and loses: 1.6 to 2.3 time
 from __future__ import annotations
 
 import math
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 from lightning_hetero.stale.decide.policy.base import Apply, Claim, Grant, Hold, Holds, Policy, Pool, whole
 
-__all__ = ["Asp", "Asynchronous", "Buffered", "Damping", "Drop", "Saps", "Ssp"]
+__all__ = ["Asp", "Asynchronous", "Buffered", "Damping", "DcAsgd", "Drop", "DynSgd", "Saps", "Ssp"]
 
 Damping = Literal["dynsgd", "dynsgd_per_worker", "delay_adaptive"]
 _DAMPINGS = ("dynsgd", "dynsgd_per_worker", "delay_adaptive")
@@ -33,6 +33,7 @@ class Asynchronous(Policy):
 
     holds: ClassVar[Holds] = "never"
     equal_shares = True
+    damping: Damping | None = None
 
     def __init__(
         self, *, damping: Damping | None = None, compensation: float = 0.0, chunk: int | None = None
@@ -40,11 +41,9 @@ class Asynchronous(Policy):
         owner = type(self).__name__
         if damping is not None and damping not in _DAMPINGS:
             raise ValueError(f"{owner}(damping={damping!r}) must be None or one of {', '.join(_DAMPINGS)}")
-        if not (math.isfinite(compensation) and compensation >= 0.0):
-            raise ValueError(f"{owner}(compensation={compensation!r}) must be a finite number >= 0")
         self.damping = damping
-        self.compensation = float(compensation)
-        self.chunk = None if chunk is None else whole(owner, "chunk", chunk, 1)
+        self.compensation = _finite(owner, "compensation", compensation)
+        self.chunk = _chunk(owner, chunk)
 
     def claim(self, claim: Claim) -> Grant | Hold:
         return Grant(samples=self.chunk or max(1, claim.share or claim.equal_share))
@@ -69,10 +68,66 @@ class Asynchronous(Policy):
         return 1.0
 
 
+def _finite(owner: str, name: str, value: Any) -> float:
+    if isinstance(value, bool) or not (isinstance(value, int | float) and math.isfinite(value) and value >= 0.0):
+        raise ValueError(f"{owner}({name}={value!r}) must be a finite number >= 0")
+    return float(value)
+
+
+def _chunk(owner: str, chunk: int | None) -> int | None:
+    return None if chunk is None else whole(owner, "chunk", chunk, 1)
+
+
 class Asp(Asynchronous):
     """Fully asynchronous SGD: every contribution is applied at once, however old."""
 
     name = "asp"
+
+
+class DynSgd(Asynchronous):
+    """DynSGD (Jiang et al., SIGMOD 2017): a contribution that is tau versions old counts 1/(tau + 1).
+
+    What `Asp(damping="dynsgd")` does, by the name of the paper.
+
+    Args:
+        chunk: see `Asynchronous`.
+    """
+
+    name = "dynsgd"
+    damping = "dynsgd"
+
+    def __init__(self, *, chunk: int | None = None) -> None:
+        self.chunk = _chunk("DynSgd", chunk)
+
+
+class DcAsgd(Asynchronous):
+    """DC-ASGD (Zheng et al., ICML 2017): g + lambda g * g * (w_now - w_then), the gradient as it would be by now.
+
+    Entry by entry, so it is refused with optimizers that are not, such as Muon. The server keeps a copy of the
+    parameters for each version that somebody computes on: at most one per rank.
+
+    The correction grows with the gradient and with the way the parameters have gone meanwhile, and paper and authors'
+    code put no limit to it. Ours: it changes no entry by more than ``correction_limit`` times that entry, so with 1
+    none changes its sign and none more than doubles.
+
+    Args:
+        compensation: lambda, >= 0.
+        correction_limit: >= 0; inf: none, as in the paper.
+        chunk: see `Asynchronous`.
+
+    Raises:
+        ValueError: a number is out of range.
+    """
+
+    name = "dc_asgd"
+
+    def __init__(
+        self, *, compensation: float = 0.5, correction_limit: float = 1.0, chunk: int | None = None
+    ) -> None:
+        self.compensation = _finite("DcAsgd", "compensation", compensation)
+        self.chunk = _chunk("DcAsgd", chunk)
+        limit: Any = correction_limit  # whatever a command line has made of it
+        self.correction_limit = math.inf if limit == math.inf else _finite("DcAsgd", "correction_limit", limit)
 
 
 class Ssp(Asynchronous):

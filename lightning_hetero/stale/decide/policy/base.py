@@ -24,7 +24,7 @@ from typing import Any, ClassVar, Literal, TypeAlias
 
 from lightning_hetero.types import LearnedCost
 
-__all__ = ["Apply", "Claim", "Due", "Grant", "Hold", "Holds", "Policy", "Pool", "Pooled", "whole"]
+__all__ = ["Apply", "Claim", "Due", "Grant", "Hold", "Holds", "Policy", "Pool", "Pooled", "Wait", "part", "whole"]
 
 _OVERDUE = 3.0
 Holds: TypeAlias = Literal["never", "grace", "barrier"]
@@ -139,6 +139,9 @@ class Pool:
         witnessed: a worker that is in this tick has contributed since it began.
         workers: live ones.
         slices: workers that have a part of this batch.
+        now_s, began_s: the time, and when the present batch began [s].
+        in_s: when each worker that is in this tick first pushed for it [s], ascending.
+        last: the batch is the epoch's last one.
     """
 
     contributions: int
@@ -149,6 +152,10 @@ class Pool:
     witnessed: bool
     workers: int
     slices: int
+    now_s: float = 0.0
+    began_s: float = 0.0
+    in_s: tuple[float, ...] = ()
+    last: bool = False
 
     @property
     def complete(self) -> bool:
@@ -164,11 +171,20 @@ class Apply:
         worth: learning rate of the update as a multiple of the user's.
         ends_tick: the batch is over with it.
         skip: what of the batch has not arrived is not trained on in this epoch.
+        carry: what of the batch has not arrived is still to come, with the batches after it; not in an epoch's last.
     """
 
     worth: float = 1.0
     ends_tick: bool = True
     skip: bool = False
+    carry: bool = False
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Wait:
+    """No update yet; ask again at ``until_s``, or as ever after the next push."""
+
+    until_s: float
 
 
 class Policy(ABC):
@@ -178,20 +194,25 @@ class Policy(ABC):
         name: how configurations call it.
         holds: whether a worker with work left to give is ever kept waiting: ``"never"``, at most for the ``"grace"``,
             or at a ``"barrier"`` for others.
-        claims_every_sample: every sample of the epoch is applied exactly once.
+        claims_every_sample: every sample of the epoch is applied exactly once; true unless a policy says otherwise.
         claims_bound: no contribution is applied that is more versions old than this; None: no such claim (or, see
             `bound_for`, one that depends on the number of workers).
         equal_shares: shares are equal rather than by speed.
         grace: longest hold under ``"grace"``, as a fraction of the time of a step.
         compensation: lambda of delay compensation, for the server (DC-ASGD, Zheng et al. 2017); 0: none.
+        correction_limit: most that compensation may change an entry of a gradient, in multiples of that entry.
     """
 
     name: ClassVar[str]
     holds: ClassVar[Holds]
-    claims_every_sample: ClassVar[bool] = True
     equal_shares: ClassVar[bool] = False
     grace: float = 0.0
     compensation: float = 0.0
+    correction_limit: float = math.inf
+
+    @property
+    def claims_every_sample(self) -> bool:
+        return True
 
     @property
     def claims_bound(self) -> int | None:
@@ -202,7 +223,7 @@ class Policy(ABC):
         """Answers a worker that asks for work."""
 
     @abstractmethod
-    def update(self, pool: Pool) -> Apply | None:
+    def update(self, pool: Pool) -> Apply | Wait | None:
         """Tells whether the pool becomes an update; asked after every push. May end a tick only if witnessed."""
 
     def bound_for(self, workers: int) -> int | None:
@@ -241,3 +262,10 @@ def whole(owner: str, name: str, value: object, least: int) -> int:
     if value < least:
         raise ValueError(f"{owner}({name}={value!r}) must be at least {least}")
     return value
+
+
+def part(owner: str, name: str, value: Any, unit: str) -> float:
+    """Returns ``value`` if it is a number >= 0 (inf too), a fraction of ``unit``; else ValueError."""
+    if isinstance(value, bool) or not (isinstance(value, int | float) and value >= 0.0):
+        raise ValueError(f"{owner}({name}={value!r}) must be a number >= 0, a fraction of {unit}")
+    return float(value)

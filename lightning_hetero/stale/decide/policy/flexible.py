@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from typing import Any, ClassVar
+from typing import ClassVar
 
-from lightning_hetero.stale.decide.policy.base import Claim, Due, Grant, Hold, Holds, Pooled, whole
+from lightning_hetero.stale.decide.policy.base import Claim, Due, Grant, Hold, Holds, Pooled, part, whole
 
 __all__ = ["Flexible"]
 
@@ -36,14 +36,11 @@ class Flexible(Pooled):
 
     def __init__(self, *, bound: int = 2, grace: float = 0.1, overlap: bool = False) -> None:
         self.bound = whole("Flexible", "bound", bound, 0)
-        given: Any = grace  # whatever a command line has made of it
-        if not (isinstance(given, int | float) and given >= 0.0):
-            raise ValueError(f"Flexible(grace={grace!r}) must be a number >= 0, a fraction of a step")
+        self.grace = part("Flexible", "grace", grace, "a step")
         if type(overlap) is not bool:
             raise TypeError(f"Flexible(overlap={overlap!r}) must be True or False")
         if overlap and bound < 1:
             raise ValueError(f"Flexible(overlap=True, bound={bound}) would refuse all it works ahead: use bound >= 1")
-        self.grace = float(grace)
         self.overlap = overlap
 
     @property

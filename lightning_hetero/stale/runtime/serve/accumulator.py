@@ -20,6 +20,7 @@ variance becomes the mean of the workers' variances. (DDP keeps those of rank 0.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -210,17 +211,22 @@ class GradientSum:
                 self.sums[i] = total
 
     def add_compensated(
-        self, index: int, slot: Tensor, factor: float, shift: Tensor, strength: float
+        self, index: int, slot: Tensor, factor: float, shift: Tensor, strength: float, limit: float = math.inf
     ) -> None:
         """Adds g + lambda g*g*(w_now - w_then), DC-ASGD's first-order correction (Zheng et al. 2017).
 
         Args:
             shift: w_now - w_then, how far the parameter has moved since the gradient was computed.
             strength: lambda.
+            limit: most that an entry may change by, in multiples of itself; inf: no limit.
         """
         entry, exact = self.layout.parameters[index], self.spares.take(index)
         self.layout.codec.put(exact, self.layout.gradient_of(slot, index), entry, 1.0)
-        exact.addcmul_(exact * exact, shift.to(exact.dtype), value=strength)
+        if math.isinf(limit):
+            exact.addcmul_(exact * exact, shift.to(exact.dtype), value=strength)
+        else:
+            relative = (exact * shift.to(exact.dtype)).mul_(strength).clamp_(-limit, limit)
+            exact.addcmul_(exact, relative)
         total = self.sums[index]
         if total is None:
             self.sums[index] = exact.mul_(factor)

@@ -176,7 +176,7 @@ class OpenBatch:
         then = self._then.get(base) if stale else None
         self._updater.add(
             pool, slot, weight=request.weight, samples=request.samples, scale=scale, then=then,
-            strength=self._compensation,
+            strength=self._compensation, limit=self._coordinator.policy.correction_limit,
         )  # fmt: skip
         if pool.waits:
             self._unread.add(rank)

@@ -11,6 +11,7 @@ no case of their own. An update worth less than a batch (asynchronous policies) 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -127,13 +128,14 @@ class Updater:
 
     def add(
         self, pool: GradientSum, slot: Tensor, *, weight: float, samples: int, scale: float = 1.0,
-        then: Tensor | None = None, strength: float = 0.0,
+        then: Tensor | None = None, strength: float = 0.0, limit: float = math.inf,
     ) -> None:  # fmt: skip
         """Adds a slot to a pool, or has it wait for `settle` or `apply`: till then it must stay as it is.
 
         Args:
             then: uint8, the area's parameters as they were when the gradient was computed, for delay compensation.
             strength: its lambda.
+            limit: most that it may change an entry by, in multiples of that entry.
         """
         layout, factor = self.layout, pool.count(weight, samples, scale)
         flags, values = layout.flags_of(slot)[0].tolist(), self._values_of(slot)
@@ -149,7 +151,7 @@ class Updater:
                 if flags[i] and then is not None:
                     start, stop = layout.ranges[i]
                     shift = self.values[i] - layout.parameters[i].view(then[start:stop])
-                    pool.add_compensated(i, slot, factor, shift, strength)
+                    pool.add_compensated(i, slot, factor, shift, strength, limit)
                 elif flags[i]:
                     pool.add(i, slot, factor)
 

@@ -1,0 +1,1 @@
+"""What a late contribution should be worth at the edge of stability, by ablation."""
