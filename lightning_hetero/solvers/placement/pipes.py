@@ -89,7 +89,7 @@ class Problem:
         bandwidth = np.array(
             [[w.bandwidth_bytes_per_s for w in row] for row in cluster.links], dtype=np.float64
         )
-        self.per_byte_s = 1.0 / bandwidth
+        self.bandwidth, self.per_byte_s = bandwidth, 1.0 / bandwidth
         layers = model.layers
         self.work_s = np.array([_sums([_both(cost)[i] for cost in layers]) for i in (0, 1)])
         self.leader_s = np.array(_both(model.before)) + np.array(_both(model.head))
@@ -102,13 +102,37 @@ class Problem:
         self.capped = bool(np.isfinite(self.caps).any())
         self.leader_activation_bytes = model.before.activation_bytes + model.head.activation_bytes
         self._layers: dict[int, Layers] = {}
-        self._costs: dict[Pipe, PipeCost] = {}
-        self._splits: dict[tuple[tuple[int, ...], int, int, float], Pipe | None] = {}
+        self._chains: dict[tuple[int, ...], bytes] = {}
+        self._costs: dict[tuple[bytes, tuple[int, ...]], PipeCost] = {}
+        self._splits: dict[tuple[bytes, int, int, float], tuple[int, ...]] = {}
 
     @cached_property
     def per_byte_rows(self) -> list[list[float]]:
         """``per_byte_s``, for those who ask for one number at a time."""
         return self.per_byte_s.tolist()
+
+    def equal_chain(self, ranks: tuple[int, ...]) -> bytes:
+        """Returns what is the same for pipelines over equal devices and equal links, position by position."""
+        found = self._chains.get(ranks)
+        if found is None:
+            r = np.array(ranks)
+            rows = [self.speeds[r], self.caps[r]]
+            if len(ranks) > 1:
+                after = np.roll(r, -1)
+                rows += [
+                    x[a, b] for x in (self.latency_s, self.bandwidth) for a, b in ((r, after), (after, r))
+                ]
+            found = self._chains[ranks] = np.array(rows).tobytes()
+        return found
+
+    def equal_set(self, ranks: tuple[int, ...]) -> bytes:
+        """Returns what is the same for equal devices with equal links between all of them, in the order given."""
+        r = np.array(ranks)
+        rows = [self.speeds[r], self.caps[r]]
+        if len(ranks) > 1:
+            between = np.ix_(r, r)
+            rows += [self.latency_s[between].ravel(), self.bandwidth[between].ravel()]
+        return np.concatenate(rows).tobytes()
 
     def chain(self, ranks: tuple[int, ...], size: int, micro_batches: int) -> Chain:
         """Returns the pipeline of ``ranks`` in this order for micro-batches of ``size`` samples."""
@@ -123,21 +147,23 @@ class Problem:
         """Returns the best pipeline of ``ranks`` in this order for ``samples`` in micro-batches of ``size``."""
         size = min(size, samples)
         micro_batches = -(-samples // size)
-        key = (ranks, size, micro_batches, tolerance)
-        if key not in self._splits:
+        key = (self.equal_chain(ranks), size, micro_batches, tolerance)
+        cuts = self._splits.get(key)
+        if cuts is None:
             plan = split(self.chain(ranks, size, micro_batches), tolerance=tolerance)
-            self._splits[key] = Pipe(ranks, plan.cuts) if plan.ok else None
-        return self._splits[key]
+            cuts = self._splits[key] = plan.cuts if plan.ok else ()
+        return Pipe(ranks, cuts) if cuts else None
 
     def part(self, ranks: Sequence[int]) -> int:
         """Returns how many samples these devices get in proportion to speed, one at least."""
         return max(1, round(self.samples * float(self.speeds[list(ranks)].sum()) / float(self.speeds.sum())))
 
     def cost(self, pipe: Pipe) -> PipeCost:
-        """Returns the time of ``pipe`` by its samples."""
-        cost = self._costs.get(pipe)
+        """Returns the time of ``pipe`` by its samples; equal pipelines share it."""
+        key = (self.equal_chain(pipe.ranks), pipe.cuts)
+        cost = self._costs.get(key)
         if cost is None:
-            cost = self._costs[pipe] = PipeCost(self, pipe)
+            cost = self._costs[key] = PipeCost(self, pipe)
         return cost
 
 
