@@ -25,6 +25,7 @@ from lightning_hetero.solvers.chain.chain import Chain, DepthRule, chain_of
 from lightning_hetero.solvers.chain.layers import Floats, Ints, Layers, layers_of
 from lightning_hetero.solvers.chain.model import ROOM_SNAP, Times, depths, fitting_periods, room, times
 from lightning_hetero.solvers.chain.split import split
+from lightning_hetero.solvers.placement.equal import Equal
 from lightning_hetero.types import Cluster, LayerCost, ModelCost
 
 __all__ = ["Pipe", "PipeCost", "Problem"]
@@ -89,7 +90,8 @@ class Problem:
         bandwidth = np.array(
             [[w.bandwidth_bytes_per_s for w in row] for row in cluster.links], dtype=np.float64
         )
-        self.bandwidth, self.per_byte_s = bandwidth, 1.0 / bandwidth
+        self.per_byte_s = 1.0 / bandwidth
+        self.equal = Equal(self.speeds, self.caps, self.latency_s, bandwidth)
         layers = model.layers
         self.work_s = np.array([_sums([_both(cost)[i] for cost in layers]) for i in (0, 1)])
         self.leader_s = np.array(_both(model.before)) + np.array(_both(model.head))
@@ -102,7 +104,6 @@ class Problem:
         self.capped = bool(np.isfinite(self.caps).any())
         self.leader_activation_bytes = model.before.activation_bytes + model.head.activation_bytes
         self._layers: dict[int, Layers] = {}
-        self._chains: dict[tuple[int, ...], bytes] = {}
         self._costs: dict[tuple[bytes, tuple[int, ...]], PipeCost] = {}
         self._splits: dict[tuple[bytes, int, int, float], tuple[int, ...]] = {}
 
@@ -110,29 +111,6 @@ class Problem:
     def per_byte_rows(self) -> list[list[float]]:
         """``per_byte_s``, for those who ask for one number at a time."""
         return self.per_byte_s.tolist()
-
-    def equal_chain(self, ranks: tuple[int, ...]) -> bytes:
-        """Returns what is the same for pipelines over equal devices and equal links, position by position."""
-        found = self._chains.get(ranks)
-        if found is None:
-            r = np.array(ranks)
-            rows = [self.speeds[r], self.caps[r]]
-            if len(ranks) > 1:
-                after = np.roll(r, -1)
-                rows += [
-                    x[a, b] for x in (self.latency_s, self.bandwidth) for a, b in ((r, after), (after, r))
-                ]
-            found = self._chains[ranks] = np.array(rows).tobytes()
-        return found
-
-    def equal_set(self, ranks: tuple[int, ...]) -> bytes:
-        """Returns what is the same for equal devices with equal links between all of them, in the order given."""
-        r = np.array(ranks)
-        rows = [self.speeds[r], self.caps[r]]
-        if len(ranks) > 1:
-            between = np.ix_(r, r)
-            rows += [self.latency_s[between].ravel(), self.bandwidth[between].ravel()]
-        return np.concatenate(rows).tobytes()
 
     def chain(self, ranks: tuple[int, ...], size: int, micro_batches: int) -> Chain:
         """Returns the pipeline of ``ranks`` in this order for micro-batches of ``size`` samples."""
@@ -147,7 +125,7 @@ class Problem:
         """Returns the best pipeline of ``ranks`` in this order for ``samples`` in micro-batches of ``size``."""
         size = min(size, samples)
         micro_batches = -(-samples // size)
-        key = (self.equal_chain(ranks), size, micro_batches, tolerance)
+        key = (self.equal.chain(ranks), size, micro_batches, tolerance)
         cuts = self._splits.get(key)
         if cuts is None:
             plan = split(self.chain(ranks, size, micro_batches), tolerance=tolerance)
@@ -160,7 +138,7 @@ class Problem:
 
     def cost(self, pipe: Pipe) -> PipeCost:
         """Returns the time of ``pipe`` by its samples; equal pipelines share it."""
-        key = (self.equal_chain(pipe.ranks), pipe.cuts)
+        key = (self.equal.chain(pipe.ranks), pipe.cuts)
         cost = self._costs.get(key)
         if cost is None:
             cost = self._costs[key] = PipeCost(self, pipe)

@@ -1,9 +1,9 @@
 """Seeds of very many groups, judged by a few of their groups.
 
-All seeds are judged by few groups, the best of them by more, and all groups are planned of the two best only: successive
-halving (Karnin, Koren and Somekh, *ICML* 2013), here without chance. The groups are chosen evenly by speed, each stands
-for those next to it, and its samples count for all of them. Where all devices differ, the work is so a few hundred
-splits in place of a few thousand. A seed with a group that does not fit may pass until all its groups are planned.
+All seeds are judged by one group, the better ones by more, and all groups are planned of the best only: successive
+halving (Karnin, Koren and Somekh, *ICML* 2013), here without chance. The groups are chosen evenly by speed; each stands
+for those next to it. Where all devices differ, that takes hundreds of splits in place of thousands. A seed with a group
+that does not fit may pass until all its groups are planned; then the next one takes its place.
 """
 
 from __future__ import annotations
@@ -23,26 +23,33 @@ from lightning_hetero.solvers.placement.sync import sync_s
 __all__ = ["FIRST", "drafted", "in_full", "sampled_s"]
 
 FIRST = 1  # groups planned of every seed
-_MORE, _KEPT = 4, 8  # groups planned of so many seeds, the best by the first
-_PLANNED = 2  # seeds of which all groups are planned
+_MORE = 4  # then of the better seeds
+_EFFORT, _LEAST = 2500, 2  # devices in all seeds that are planned in full, and the fewest such seeds
+_KEPT = 4  # better seeds for each that is planned in full
 
 
 def in_full(
-    ranked: Sequence[Groups], sampled: Callable[[Groups, int], float], whole: Callable[[Groups], float]
+    ranked: Sequence[Groups],
+    devices: int,
+    sampled: Callable[[Groups, int], float],
+    whole: Callable[[Groups], float],
 ) -> list[tuple[float, Groups]]:
     """Returns the times [s] of the best seeds, all their groups planned, the best first.
 
     Args:
         ranked: the best first, as judged by `FIRST` groups.
+        devices: of the cluster: the more there are, the fewer seeds are planned in full.
         sampled: time of a seed, judged by so many groups [s].
         whole: time of a seed, all groups planned; ``inf``: one does not fit [s].
     """
-    again = sorted([(sampled(groups, _MORE), groups) for groups in ranked[:_KEPT]])
+    most = max(_LEAST, _EFFORT // devices)
+    kept, rest = ranked[: _KEPT * most], ranked[_KEPT * most :]
+    again = sorted([(sampled(groups, _MORE), groups) for groups in kept])
     found: list[tuple[float, Groups]] = []
-    for groups in [*(groups for time_s, groups in again if time_s < math.inf), *ranked[_KEPT:]]:
+    for groups in [*(groups for time_s, groups in again if time_s < math.inf), *rest]:
         if (time_s := whole(groups)) < math.inf:
             found.append((time_s, groups))
-        if len(found) == _PLANNED:
+        if len(found) == most:
             break
     return sorted(found)
 

@@ -42,6 +42,7 @@ __all__ = ["Found", "best_found"]
 Ranks = tuple[int, ...]
 
 _ORDERS, _FEW_ORDERS = 6, 2  # tried for each group of the final plan; and where seeds are sampled
+_ROUGH = 1e-2  # of splits while seeds are sampled, relatively
 _HOPELESS = 1.05  # seeds whose groups are slower at their very best are not planned
 _TESTS, _SPLITS = 600, 12  # of neighbours of an order, for all groups of the final plan together
 _CLOSE = 1.03  # a second seed is followed up if it is so near to the first
@@ -92,6 +93,7 @@ class _Search:
     def __init__(self, problem: Problem, most_groups: int, budget: int | None, sampled: bool) -> None:
         self._problem, self._most, self._budget = problem, min(most_groups, problem.samples), budget
         self._sampled, self._judged = sampled, 0
+        self._tolerance = _ROUGH if sampled else 1e-3
         self._size = np.array(problem.sizes, dtype=np.float64)
         self._plans: dict[Ranks, Planned | None] = {}
         # By what makes sets of devices equal, and the size that was started from.
@@ -106,11 +108,14 @@ class _Search:
     def run(self) -> Found:
         ranked = self._seeds()
         if self._sampled:
-            ranked = in_full([groups for _, groups in ranked], self._sampled_s, self._whole_s)
+            ranked = in_full(
+                [groups for _, groups in ranked], self._problem.n_devices, self._sampled_s, self._whole_s
+            )
         if not ranked:
             return Found(math.inf, (), self._judged)
         best_s, best = math.inf, ()
-        starts = [groups for time_s, groups in ranked[:2] if time_s <= _CLOSE * ranked[0][0]]
+        followed = 1 if self._sampled else 2
+        starts = [groups for time_s, groups in ranked[:followed] if time_s <= _CLOSE * ranked[0][0]]
         for groups in starts:
             budget = self._budget
             if budget is None:  # a move changes about two groups; a split takes time by the number of its stages
@@ -221,12 +226,12 @@ class _Search:
         problem, size = self._problem, self._sizes.get(len(ranks))
         if float(problem.caps[list(ranks)].sum()) * (1.0 + 1e-9) < self._replica_bytes:
             return None
-        alike = (problem.equal_set(ranks), size)
+        alike = (problem.equal.among(ranks), size)
         samples = problem.part(ranks)
         if alike not in self._equal:
             best: Planned | None = None
             for order in some_orders(problem, ranks, self._far_s, most=self._orders):
-                found = in_order(problem, order, samples, size=size)
+                found = in_order(problem, order, samples, size=size, tolerance=self._tolerance)
                 if found is not None and (best is None or key(found.time_s) < key(best.time_s)):
                     best = found
             self._equal[alike] = best and _Places.of(ranks, best)
@@ -347,7 +352,7 @@ class _Search:
         problem, ranks = self._problem, tuple(sorted(pipe.ranks))
         time_s = problem.cost(pipe).seconds(samples)
         given = _Places.of(ranks, Planned(time_s, pipe))
-        alike = (problem.equal_set(ranks), given.order, given.cuts, samples, pipes)
+        alike = (problem.equal.among(ranks), given.order, given.cuts, samples, pipes)
         if alike not in self._polish:
             best, size = Planned(time_s, pipe), problem.cost(pipe).size(samples)
             most = _FEW_ORDERS if self._sampled else _ORDERS
@@ -355,7 +360,8 @@ class _Search:
                 found = in_order(problem, order, samples, size=size)
                 if found is not None and key(found.time_s) < key(best.time_s):
                     best = found
-            best = improved(problem, best, samples, tests=_TESTS // pipes, splits=-(-_SPLITS // pipes))
+            if not self._sampled:
+                best = improved(problem, best, samples, tests=_TESTS // pipes, splits=-(-_SPLITS // pipes))
             self._polish[alike] = _Places.of(ranks, best)
         return self._polish[alike].on(ranks)
 

@@ -21,13 +21,15 @@ from lightning_hetero.plan.setup import Setup
 
 pytestmark = pytest.mark.pure
 GOLDENS = Path(__file__).parents[2] / "goldens" / "plan" / "pipelines.json"
-# Devices, their speeds: of few kinds or all different, and whether memory is short.
+# Devices; few kinds of them, or all different; whether memory is short.
 SETUPS = [
-    (devices, kinds, short)
-    for devices in (2, 3, 4, 9, 12, 33, 40, 48, 64)
-    for kinds in (True, False)
-    for short in (True, False)
-    if (devices, short) != (12, True)
+    *((devices, kinds, short) for devices in (2, 3, 4, 64) for kinds in (True, False) for short in (True, False)),
+    (9, True, True),
+    (9, False, False),
+    (12, True, False),
+    (33, False, True),
+    (40, True, True),
+    (48, False, False),
 ]
 
 
@@ -61,7 +63,7 @@ def _names() -> Iterator[str]:
         yield f"{devices} devices, {'few kinds' if kinds else 'all different'}, {'short' if short else 'ample'} memory"
 
 
-@pytest.mark.parametrize(("name", "case"), zip(_names(), SETUPS, strict=True))
+@pytest.mark.parametrize(("name", "case"), list(zip(_names(), SETUPS, strict=True)))
 def test_plans_of_few_devices_stay(name: str, case: tuple[int, bool, bool]) -> None:
     expected, found = json.loads(GOLDENS.read_text())[name], planned(*case)
     assert found["plan"] == expected["plan"]
