@@ -423,6 +423,7 @@ class PipelinePlan:
         sync_s: its part for the gradients' synchronisation [s].
         lower_bound_s: no plan is faster than this [s].
         reason: which constraint cannot be met and what would help, in words; empty when there is a plan.
+        judged: groupings that a search compared; 0: all that there are, or none.
     """
 
     groups: tuple[GroupPlan, ...]
@@ -431,6 +432,7 @@ class PipelinePlan:
     sync_s: float = 0.0
     lower_bound_s: float = 0.0
     reason: str = ""
+    judged: int = field(default=0, compare=False)
 
     @property
     def ok(self) -> bool:

@@ -1,9 +1,10 @@
-"""``python -m benchmarks.planner [--quick] [--repeats N]``: steps as planned, against steps of real processes.
+"""``python -m benchmarks.planner [--quick] [--repeats N] [--planning]``: steps as planned, against those of real ranks.
 
 Four ranks on emulated devices, 16 samples each. The planner is told what a user would tell it: a module, which it
 measures, a probe's links, the devices' speeds; the module's times are the emulation's (9 ms per sample and 18 ms per
 step). Then the ranks train as its overrides say; a step is the median behind the first ten, of the stale engine the
-mean. And how long the planner itself takes, for up to 1,000 devices.
+mean. And how long the planner itself takes, for up to 1,024 devices: by a clock, and processor time, for devices of
+three speeds and for devices that are all different. ``--planning``: processor time only, nothing is trained.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ HERE = Path(__file__).parent
 WITHIN = 0.10
 GOAL = "0.9 to 1.1"
 SIZES = (16, 128, 1000)  # devices
+CPU_SIZES = (16, 64, 256, 1024)  # devices, for processor time
 FULL = 64  # of which the stale engine's simulation takes all, to compare
 
 
@@ -91,6 +93,27 @@ def timed(sizes: tuple[int, ...]) -> dict[str, dict[str, float]]:
     return found
 
 
+def different(setup: Setup) -> Setup:
+    """Returns the set-up with a speed of its own for each device, 0.2 to 1."""
+    golden = 0.5 * (math.sqrt(5.0) - 1.0)
+    speeds = [0.2 + 0.8 * (rank * golden % 1.0) for rank in range(setup.ranks)]
+    return replace(setup, cluster=override_cluster(setup.cluster, speeds=speeds))
+
+
+def processor(sizes: tuple[int, ...]) -> dict[str, dict[str, dict[str, float]]]:
+    """Returns the processor time of each estimate, by kinds of devices, their number, and engine [s]."""
+    found: dict[str, dict[str, dict[str, float]]] = {}
+    for ranks in sizes:
+        few = large(ranks)
+        for kinds, setup in (("three speeds", few), ("all different", different(few))):
+            for name, estimate in ENGINES.items():
+                started_s = time.process_time()
+                estimate(setup)
+                taken_s = time.process_time() - started_s
+                found.setdefault(kinds, {}).setdefault(str(ranks), {})[name] = taken_s
+    return found
+
+
 def sampled(ranks: int) -> dict[str, float]:
     """Returns the stale engine's step from all of many devices, and from the usual sample of them [s]."""
     setup = large(ranks)
@@ -107,16 +130,24 @@ def figures(raw: dict[str, Any]) -> list[dict[str, Any]]:
     def figure(name: str, value: float, unit: str, goal: str | None = None, holds: bool | None = None) -> None:
         found.append({"name": name, "value": value, "unit": unit, "goal": goal, "holds": holds})
 
-    for case, engines in raw["steps"].items():
+    for kinds, by_ranks in raw.get("processor_s", {}).items():
+        for ranks, engines in by_ranks.items():
+            for engine, seconds in engines.items():
+                figure(f"processor time, {ranks} devices, {kinds}: {engine}", seconds, "s")
+            total_s = math.fsum(engines.values())
+            figure(f"processor time, {ranks} devices, {kinds}: all engines", total_s, "s")
+    for case, engines in raw.get("steps", {}).items():
         for engine, runs in engines.items():
             step_s = statistics.median(run["step_s"] for run in runs)
             ratio = statistics.median(run["planned_s"] / run["step_s"] for run in runs)
             figure(f"{case}, {engine}: step", 1e3 * step_s, "ms")
             figure(f"{case}, {engine}: planned / measured", ratio, "x", GOAL, abs(ratio - 1.0) <= WITHIN)
             figure(f"{case}, {engine}: emulated work, taken / wanted", max(run["taken"] for run in runs), "x")
-    for ranks, engines in raw["planning_s"].items():
+    for ranks, engines in raw.get("planning_s", {}).items():
         for engine, seconds in engines.items():
             figure(f"planning {engine} on {ranks} devices", seconds, "s")
+    if "sampled" not in raw:
+        return found
     one = raw["sampled"]
     ratio = one["sample_s"] / one["all_s"]
     figure(
@@ -137,10 +168,33 @@ def main() -> None:
     parser.add_argument(
         "--out", type=Path, help="folder for results.json, results.md; else this one, .cache if quick"
     )
+    parser.add_argument(
+        "--planning", action="store_true", help="processor time of the planner alone; results are not kept"
+    )
     args = parser.parse_args()
     cases = CASES[:1] if args.quick else CASES
-    raw: dict[str, Any] = {"steps": {}}
-    for _ in range(1 if args.quick else args.repeats):
+    raw: dict[str, Any] = {"processor_s": processor(CPU_SIZES[:2] if args.quick else CPU_SIZES)}
+    if not args.planning:
+        _rest(raw, cases, args.quick, args.repeats)
+    notes = (
+        "Emulated work is sleep, real work included; gloo, four ranks on the cores named below. Loading data, the"
+        " optimizer and the framework are in the measured steps and in none of the planned ones. Medians over the"
+        " repeats. The devices that are only planned for: nodes of eight, three speeds or all different, a GPT of 24"
+        " layers."
+    )
+    write_results(
+        args.out or (HERE / ".cache" / HERE.name if args.quick or args.planning else HERE),
+        title="Planned against measured steps, emulated devices",
+        figures=figures(raw),
+        raw=raw,
+        notes=notes,
+    )
+
+
+def _rest(raw: dict[str, Any], cases: tuple[Case, ...], quick: bool, repeats: int) -> None:
+    """Trains as planned, and takes the planner's time by a clock."""
+    raw["steps"] = {}
+    for _ in range(1 if quick else repeats):
         profile = profile_module(Net(), None, accelerator="cpu").model
         for case in cases:
             answer = planned(case, profile, probe_machine(devices=len(case.scenario.speeds), accelerator="cpu"))
@@ -148,20 +202,8 @@ def main() -> None:
             for estimate in answer.estimates:
                 one = {**runs[estimate.engine], "planned_s": estimate.step_s, "bound_s": estimate.bound_s}
                 raw["steps"].setdefault(case.name, {}).setdefault(estimate.engine, []).append(one)
-    raw["planning_s"] = timed(SIZES[:1] if args.quick else SIZES)
-    raw["sampled"] = sampled(32 if args.quick else FULL)
-    notes = (
-        "Emulated work is sleep, real work included; gloo, four ranks on the cores named below. Loading data, the"
-        " optimizer and the framework are in the measured steps and in none of the planned ones. Medians over the"
-        " repeats. The devices that are only planned for: nodes of eight, three speeds, a GPT of 24 layers."
-    )
-    write_results(
-        args.out or (HERE / ".cache" / HERE.name if args.quick else HERE),
-        title="Planned against measured steps, emulated devices",
-        figures=figures(raw),
-        raw=raw,
-        notes=notes,
-    )
+    raw["planning_s"] = timed(SIZES[:1] if quick else SIZES)
+    raw["sampled"] = sampled(32 if quick else FULL)
 
 
 if __name__ == "__main__":

@@ -39,6 +39,7 @@ def best_plan(
     depth: Literal["auto"] | DepthRule = "auto",
     budget: int | None = None,
     micro_samples: Sequence[int] | None = None,
+    sampled: bool = False,
 ) -> PipelinePlan:
     """Searches for the fastest plan; failure is its status.
 
@@ -52,7 +53,7 @@ def best_plan(
         overlap: transfers run beside computation.
         depth: rule for the micro-batches in flight; ``"auto"``: where memory is short, fewer of them may make the
             faster plan, so both rules are tried.
-        budget: of the search, see `place`.
+        budget, sampled: of the search, see `place`.
         micro_samples: sizes of micro-batches to choose from, where ``micro_batch_size`` names none; None: see `place`.
     """
     rules: tuple[DepthRule, ...] = ("per_link",) if depth == "auto" else (depth,)
@@ -71,6 +72,7 @@ def best_plan(
                 overlap=overlap,
                 depth=rule,
                 budget=budget,
+                sampled=sampled,
             )
             for rule in rules
         ),
@@ -136,7 +138,8 @@ def in_one_piece(plan: PipelinePlan, model: ModelCost, cluster: Cluster) -> Pipe
         whole = replace(group, micro_batches=(group.samples,), depths=(1,))
         if len(group.ranks) == 1 and evaluate_plan(model, cluster, [whole]).ok:
             groups[i] = whole
-    return replace(evaluate_plan(model, cluster, groups), lower_bound_s=plan.lower_bound_s)
+    whole = evaluate_plan(model, cluster, groups)
+    return replace(whole, lower_bound_s=plan.lower_bound_s, judged=plan.judged)
 
 
 def resting(plan: PipelinePlan, ranks: int) -> tuple[int, ...]:

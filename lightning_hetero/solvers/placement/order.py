@@ -154,15 +154,17 @@ def nearness(problem: Problem, size: int) -> Floats:
 
 def nearest_chain(problem: Problem, ranks: Sequence[int], start: int, far_s: Floats) -> Ranks:
     """Returns ``ranks`` from ``start`` on, each followed by the nearest that is left; of equal ones the fastest."""
+    speeds = problem.speeds
+    left = sorted(ranks, key=lambda r: (-speeds[r], r))
     with np.errstate(divide="ignore"):
-        alike = np.round(np.log(far_s) * _ALIKE)
-    left = np.array(sorted(ranks, key=lambda r: (-problem.speeds[r], r)))
-    order = [start]
-    left = left[left != start]
-    while left.size:
-        i = int(np.argmin(alike[order[-1], left]))
-        order.append(int(left[i]))
-        left = np.delete(left, i)
+        alike = np.round(np.log(far_s[np.ix_(left, left)]) * _ALIKE)
+    at = left.index(start)
+    order, open_ = [start], np.delete(np.arange(len(left)), at)
+    while open_.size:
+        i = int(alike[at, open_].argmin())
+        at = int(open_[i])
+        order.append(left[at])
+        open_ = np.delete(open_, i)
     return tuple(order)
 
 

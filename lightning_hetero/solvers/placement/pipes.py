@@ -25,6 +25,7 @@ from lightning_hetero.solvers.chain.chain import Chain, DepthRule, chain_of
 from lightning_hetero.solvers.chain.layers import Floats, Ints, Layers, layers_of
 from lightning_hetero.solvers.chain.model import ROOM_SNAP, Times, depths, fitting_periods, room, times
 from lightning_hetero.solvers.chain.split import split
+from lightning_hetero.solvers.placement.equal import Equal
 from lightning_hetero.types import Cluster, LayerCost, ModelCost
 
 __all__ = ["Pipe", "PipeCost", "Problem"]
@@ -90,6 +91,7 @@ class Problem:
             [[w.bandwidth_bytes_per_s for w in row] for row in cluster.links], dtype=np.float64
         )
         self.per_byte_s = 1.0 / bandwidth
+        self.equal = Equal(self.speeds, self.caps, self.latency_s, bandwidth)
         layers = model.layers
         self.work_s = np.array([_sums([_both(cost)[i] for cost in layers]) for i in (0, 1)])
         self.leader_s = np.array(_both(model.before)) + np.array(_both(model.head))
@@ -102,8 +104,8 @@ class Problem:
         self.capped = bool(np.isfinite(self.caps).any())
         self.leader_activation_bytes = model.before.activation_bytes + model.head.activation_bytes
         self._layers: dict[int, Layers] = {}
-        self._costs: dict[Pipe, PipeCost] = {}
-        self._splits: dict[tuple[tuple[int, ...], int, int, float], Pipe | None] = {}
+        self._costs: dict[tuple[bytes, tuple[int, ...]], PipeCost] = {}
+        self._splits: dict[tuple[bytes, int, int, float], tuple[int, ...]] = {}
 
     @cached_property
     def per_byte_rows(self) -> list[list[float]]:
@@ -123,21 +125,23 @@ class Problem:
         """Returns the best pipeline of ``ranks`` in this order for ``samples`` in micro-batches of ``size``."""
         size = min(size, samples)
         micro_batches = -(-samples // size)
-        key = (ranks, size, micro_batches, tolerance)
-        if key not in self._splits:
+        key = (self.equal.chain(ranks), size, micro_batches, tolerance)
+        cuts = self._splits.get(key)
+        if cuts is None:
             plan = split(self.chain(ranks, size, micro_batches), tolerance=tolerance)
-            self._splits[key] = Pipe(ranks, plan.cuts) if plan.ok else None
-        return self._splits[key]
+            cuts = self._splits[key] = plan.cuts if plan.ok else ()
+        return Pipe(ranks, cuts) if cuts else None
 
     def part(self, ranks: Sequence[int]) -> int:
         """Returns how many samples these devices get in proportion to speed, one at least."""
         return max(1, round(self.samples * float(self.speeds[list(ranks)].sum()) / float(self.speeds.sum())))
 
     def cost(self, pipe: Pipe) -> PipeCost:
-        """Returns the time of ``pipe`` by its samples."""
-        cost = self._costs.get(pipe)
+        """Returns the time of ``pipe`` by its samples; equal pipelines share it."""
+        key = (self.equal.chain(pipe.ranks), pipe.cuts)
+        cost = self._costs.get(key)
         if cost is None:
-            cost = self._costs[pipe] = PipeCost(self, pipe)
+            cost = self._costs[key] = PipeCost(self, pipe)
         return cost
 
 

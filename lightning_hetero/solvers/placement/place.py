@@ -30,7 +30,6 @@ from lightning_hetero.solvers.chain.model import evaluate
 from lightning_hetero.solvers.placement.all_groupings import best_of_all
 from lightning_hetero.solvers.placement.lower_bound import lower_bound_s
 from lightning_hetero.solvers.placement.pipes import Pipe, Problem
-from lightning_hetero.solvers.placement.refine import Pipes
 from lightning_hetero.solvers.placement.search import best_found
 from lightning_hetero.solvers.placement.shares import share
 from lightning_hetero.solvers.placement.sync import sync_s
@@ -57,6 +56,7 @@ def place(
     depth: DepthRule = "per_link",
     sync_overlap: float = 0.0,
     budget: int | None = None,
+    sampled: bool = False,
 ) -> PipelinePlan:
     """Plans the training of a model on a cluster: groups, orders, borders, micro-batches, samples; devices may rest.
 
@@ -73,6 +73,7 @@ def place(
         depth: how many micro-batches are in flight: ``per_link``, or ``low_memory``.
         sync_overlap: part of the gradients' synchronisation hidden behind the last backward passes, 0 to 1.
         budget: most moves, and most candidates of a refinement, to judge; None: so that it ends within seconds.
+        sampled: where groupings are searched, judge seeds by a few of their groups: for hundreds of devices.
 
     Returns:
         A plan with ``lower_bound_s``; or infeasible, with which constraint cannot be met and what would help.
@@ -107,21 +108,20 @@ def place(
         )
     problem = _problem(model, cluster, samples, sizes, overlap, depth, sync_overlap)
     bound_s = lower_bound_s(problem, most)
-    pipes: Pipes = ()
+    pipes, judged = (), 0
     if bound_s < math.inf:
         if groupings == "exact" or (groupings == "auto" and n <= _FEW):
             effort = _REFINED if budget is None else as_count("budget", budget)
             _, pipes = best_of_all(problem, most, budget=effort)
         else:
-            _, pipes = best_found(
-                problem, most, budget=None if budget is None else as_count("budget", budget)
-            )
+            effort = None if budget is None else as_count("budget", budget)
+            _, pipes, judged = best_found(problem, most, budget=effort, sampled=sampled)
     if not pipes:
         return PipelinePlan(groups=(), status=Status.INFEASIBLE, lower_bound_s=bound_s, reason=_why(problem))
     shares, _ = share([problem.cost(pipe) for pipe in pipes], samples)
     groups = [_group(problem, pipe, n) for pipe, n in sorted(zip(pipes, shares, strict=True))]
     plan = evaluate_plan(model, cluster, groups, overlap=overlap, depth=depth, sync_overlap=sync_overlap)
-    return replace(plan, lower_bound_s=min(bound_s, plan.total_s))
+    return replace(plan, lower_bound_s=min(bound_s, plan.total_s), judged=judged)
 
 
 def sizes_to_try(micro_samples: Sequence[int] | None, samples: int) -> tuple[int, ...]:

@@ -7,6 +7,7 @@ random: every rank that plans must come to the same end.
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 import numpy as np
 
@@ -22,6 +23,7 @@ from lightning_hetero.solvers.placement.order import (
 )
 from lightning_hetero.solvers.placement.pipes import Pipe, Problem
 from lightning_hetero.solvers.placement.refine import Judge, Pipes, estimate_s, refine
+from lightning_hetero.solvers.placement.sampled import FIRST, in_full, sampled_s
 from lightning_hetero.solvers.placement.seeds import (
     Groups,
     as_groups,
@@ -30,15 +32,17 @@ from lightning_hetero.solvers.placement.seeds import (
     dealt,
     fastest,
     islands,
+    neighbours,
     subsets,
 )
 from lightning_hetero.solvers.placement.shares import share
 
-__all__ = ["best_found"]
+__all__ = ["Found", "best_found"]
 
 Ranks = tuple[int, ...]
 
-_ORDERS = 6  # tried for each group of the final plan
+_ORDERS, _FEW_ORDERS = 6, 2  # tried for each group of the final plan; and where seeds are sampled
+_ROUGH = 1e-2  # of splits while seeds are sampled, relatively
 _HOPELESS = 1.05  # seeds whose groups are slower at their very best are not planned
 _TESTS, _SPLITS = 600, 12  # of neighbours of an order, for all groups of the final plan together
 _CLOSE = 1.03  # a second seed is followed up if it is so near to the first
@@ -47,34 +51,71 @@ _HOPEFUL = -1e-3  # part of all samples that a move may cost at first sight
 _GOLDEN = (2654435769, 3266489917, 747796405)  # odd: k * g mod 2**32 visits everything, evenly
 
 
-def best_found(problem: Problem, most_groups: int, *, budget: int | None = None) -> tuple[float, Pipes]:
-    """Returns the modelled time [s] and the pipelines of the best grouping found; ``inf`` and none if nothing fits.
+class Found(NamedTuple):
+    """The best grouping found: its modelled time [s] and pipelines, and of how many groupings."""
+
+    time_s: float
+    pipes: Pipes
+    judged: int
+
+
+def best_found(
+    problem: Problem, most_groups: int, *, budget: int | None = None, sampled: bool = False
+) -> Found:
+    """Returns the best grouping found; ``inf`` and no pipelines if nothing fits.
 
     Args:
         problem: of any size.
         most_groups: more are not formed.
         budget: most moves, and most candidates of the refinement, to judge; None: by the size of the groups.
+        sampled: plan a few groups of each seed and the rest of the best seeds only, see `sampled`.
     """
-    return _Search(problem, most_groups, budget).run()
+    return _Search(problem, most_groups, budget, sampled).run()
+
+
+class _Places(NamedTuple):
+    """A pipeline on whichever set of equal devices: its order as places in the sorted ranks."""
+
+    time_s: float
+    order: Ranks
+    cuts: Ranks
+
+    @classmethod
+    def of(cls, ranks: Ranks, planned: Planned) -> _Places:
+        place = {rank: i for i, rank in enumerate(ranks)}
+        return cls(planned.time_s, tuple([place[rank] for rank in planned.pipe.ranks]), planned.pipe.cuts)
+
+    def on(self, ranks: Ranks) -> Planned:
+        return Planned(self.time_s, Pipe(tuple([ranks[i] for i in self.order]), self.cuts))
 
 
 class _Search:
-    def __init__(self, problem: Problem, most_groups: int, budget: int | None) -> None:
+    def __init__(self, problem: Problem, most_groups: int, budget: int | None, sampled: bool) -> None:
         self._problem, self._most, self._budget = problem, min(most_groups, problem.samples), budget
+        self._sampled, self._judged = sampled, 0
+        self._tolerance = _ROUGH if sampled else 1e-3
         self._size = np.array(problem.sizes, dtype=np.float64)
         self._plans: dict[Ranks, Planned | None] = {}
+        # By what makes sets of devices equal, and the size that was started from.
+        self._equal: dict[tuple[bytes, int | None], _Places | None] = {}
+        self._polish: dict[tuple[bytes, Ranks, Ranks, int, int], _Places] = {}
         self._sizes: dict[int, int] = {}  # of micro-batches, by number of stages: where to start from
         self._far_s = nearness(problem, first_size(problem, 4, problem.samples))
         self._orders = 1 if not problem.capped else 2 if len(set(problem.caps.tolist())) == 1 else 3
         self._replica_bytes = float(problem.state_bytes[-1] + problem.activation_bytes[-1])
         self._replica_bytes += problem.leader_state_bytes + problem.leader_activation_bytes
 
-    def run(self) -> tuple[float, Pipes]:
+    def run(self) -> Found:
         ranked = self._seeds()
+        if self._sampled:
+            ranked = in_full(
+                [groups for _, groups in ranked], self._problem.n_devices, self._sampled_s, self._whole_s
+            )
         if not ranked:
-            return math.inf, ()
+            return Found(math.inf, (), self._judged)
         best_s, best = math.inf, ()
-        starts = [groups for time_s, groups in ranked[:2] if time_s <= _CLOSE * ranked[0][0]]
+        followed = 1 if self._sampled else 2
+        starts = [groups for time_s, groups in ranked[:followed] if time_s <= _CLOSE * ranked[0][0]]
         for groups in starts:
             budget = self._budget
             if budget is None:  # a move changes about two groups; a split takes time by the number of its stages
@@ -84,7 +125,7 @@ class _Search:
             time_s, pipes = refine(self._problem, pipes, budget=budget // len(starts), exact=False)
             if key(time_s) < key(best_s):
                 best_s, best = time_s, pipes
-        return best_s, self._finished(best)
+        return Found(best_s, self._finished(best), self._judged)
 
     # ---- seeds ----
 
@@ -96,22 +137,24 @@ class _Search:
         found: dict[Groups, float] = {}
         numbers = counts(min(problem.n_devices, self._most))[::-1]
         memory = np.minimum(problem.caps, self._replica_bytes)
+        chain = neighbours(problem, everyone, self._far_s)
         for n in numbers:
-            self._try(found, clusters(problem, everyone, n, self._far_s))
+            self._try(found, clusters(problem, chain, n))
             if problem.capped:
-                self._try(found, clusters(problem, everyone, n, self._far_s, by=memory))
+                self._try(found, clusters(problem, chain, n, by=memory))
         promising = sorted(numbers, key=lambda n: (self._best_of(found, n), n))[:4]
         for n in promising:
             self._try(found, dealt(problem, [everyone], n))
             if 1 < len(parts) <= n:
                 self._try(found, dealt(problem, parts, n))
         for some in subsets(problem, parts):
+            chain = neighbours(problem, some, self._far_s)
             fewer = sorted(
                 {1, *(max(1, round(n * len(some) / len(everyone))) for n in promising[:2]), len(some)}
             )
             for n in fewer:
                 if n <= self._most:
-                    self._try(found, clusters(problem, some, n, self._far_s))
+                    self._try(found, clusters(problem, chain, n))
         if not any(time_s < math.inf for time_s in found.values()):
             roomiest = sorted(everyone, key=lambda r: (-problem.caps[r], r))
             for n in counts(min(problem.n_devices, problem.n_layers))[::-1]:
@@ -130,9 +173,15 @@ class _Search:
         found[groups] = math.inf
         if best_s < math.inf and self._ideal_s(groups) > _HOPELESS * best_s:
             return
+        self._judged += 1
+        found[groups] = self._sampled_s(groups, FIRST) if self._sampled else self._whole_s(groups)
+
+    def _whole_s(self, groups: Groups) -> float:
         pipes = self._pipes(groups)
-        if pipes:
-            found[groups] = key(estimate_s(self._problem, pipes))
+        return key(estimate_s(self._problem, pipes)) if pipes else math.inf
+
+    def _sampled_s(self, groups: Groups, count: int) -> float:
+        return key(sampled_s(self._problem, groups, self._plan, count))
 
     def _ideal_s(self, groups: Groups) -> float:
         """Returns the groups' mean time by speed, with layers of any size and free links: hardly ever too long."""
@@ -174,18 +223,24 @@ class _Search:
         return self._plans[ranks]
 
     def _planned(self, ranks: Ranks) -> Planned | None:
-        problem = self._problem
+        problem, size = self._problem, self._sizes.get(len(ranks))
         if float(problem.caps[list(ranks)].sum()) * (1.0 + 1e-9) < self._replica_bytes:
             return None
-        best: Planned | None = None
+        alike = (problem.equal.among(ranks), size)
         samples = problem.part(ranks)
-        for order in some_orders(problem, ranks, self._far_s, most=self._orders):
-            found = in_order(problem, order, samples, size=self._sizes.get(len(ranks)))
-            if found is not None and (best is None or key(found.time_s) < key(best.time_s)):
-                best = found
-        if best is not None:
-            self._sizes[len(ranks)] = problem.cost(best.pipe).size(samples)
-        return best
+        if alike not in self._equal:
+            best: Planned | None = None
+            for order in some_orders(problem, ranks, self._far_s, most=self._orders):
+                found = in_order(problem, order, samples, size=size, tolerance=self._tolerance)
+                if found is not None and (best is None or key(found.time_s) < key(best.time_s)):
+                    best = found
+            self._equal[alike] = best and _Places.of(ranks, best)
+        places = self._equal[alike]
+        if places is None:
+            return None
+        planned = places.on(ranks)
+        self._sizes[len(ranks)] = problem.cost(planned.pipe).size(samples)
+        return planned
 
     # ---- moves ----
 
@@ -214,6 +269,7 @@ class _Search:
             removed = self._pipes(tuple(sorted(gone)))
             if added is None or removed is None:
                 continue
+            self._judged += 1
             if judge.better(removed, added, lambda moved=moved: self._pipes(moved) or ()):
                 groups, idle = moved, 0
         return judge.pipes
@@ -286,18 +342,28 @@ class _Search:
         for pipe, samples in zip(pipes, shares, strict=True):
             if len(pipe.ranks) == 1:
                 continue
-            best = Planned(problem.cost(pipe).seconds(samples), pipe)
-            size = problem.cost(pipe).size(samples)
-            for order in [pipe.ranks, *some_orders(problem, pipe.ranks, self._far_s, most=_ORDERS)]:
-                found = in_order(problem, order, samples, size=size)
-                if found is not None and key(found.time_s) < key(best.time_s):
-                    best = found
-            best = improved(
-                problem, best, samples, tests=_TESTS // len(pipes), splits=-(-_SPLITS // len(pipes))
-            )
+            best = self._reordered(pipe, samples, len(pipes))
             if best.pipe != pipe:
                 self._offer(judge, pipe, best.pipe)
         return judge.pipes
+
+    def _reordered(self, pipe: Pipe, samples: int, pipes: int) -> Planned:
+        """Returns the pipeline or a better order of its devices, for so many samples."""
+        problem, ranks = self._problem, tuple(sorted(pipe.ranks))
+        time_s = problem.cost(pipe).seconds(samples)
+        given = _Places.of(ranks, Planned(time_s, pipe))
+        alike = (problem.equal.among(ranks), given.order, given.cuts, samples, pipes)
+        if alike not in self._polish:
+            best, size = Planned(time_s, pipe), problem.cost(pipe).size(samples)
+            most = _FEW_ORDERS if self._sampled else _ORDERS
+            for order in [pipe.ranks, *some_orders(problem, pipe.ranks, self._far_s, most=most)]:
+                found = in_order(problem, order, samples, size=size)
+                if found is not None and key(found.time_s) < key(best.time_s):
+                    best = found
+            if not self._sampled:
+                best = improved(problem, best, samples, tests=_TESTS // pipes, splits=-(-_SPLITS // pipes))
+            self._polish[alike] = _Places.of(ranks, best)
+        return self._polish[alike].on(ranks)
 
     def _finished(self, pipes: Pipes) -> Pipes:
         """Returns the pipelines split once more, more finely, where that is better."""

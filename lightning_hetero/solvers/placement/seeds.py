@@ -19,7 +19,7 @@ from lightning_hetero.solvers.chain.layers import Floats
 from lightning_hetero.solvers.placement.order import nearest_chain
 from lightning_hetero.solvers.placement.pipes import Problem
 
-__all__ = ["Groups", "as_groups", "clusters", "counts", "dealt", "fastest", "islands", "subsets"]
+__all__ = ["Groups", "as_groups", "clusters", "counts", "dealt", "fastest", "islands", "neighbours", "subsets"]
 
 Groups = tuple[tuple[int, ...], ...]
 """Ranks by group, each sorted, and the groups by their first rank."""
@@ -42,12 +42,13 @@ def as_groups(groups: Sequence[Sequence[int]]) -> Groups:
     return tuple(sorted(tuple(sorted(group)) for group in groups if len(group)))
 
 
-def clusters(
-    problem: Problem, ranks: Sequence[int], n: int, far_s: Floats, *, by: Floats | None = None
-) -> Groups:
-    """Cuts a chain of nearest neighbours into n pieces of about equal speed, or of what ``by`` says of each device."""
-    start = min(ranks, key=lambda r: (-problem.speeds[r], r))
-    chain = nearest_chain(problem, ranks, start, far_s)
+def neighbours(problem: Problem, ranks: Sequence[int], far_s: Floats) -> tuple[int, ...]:
+    """Returns the chain of nearest neighbours from the fastest device on."""
+    return nearest_chain(problem, ranks, min(ranks, key=lambda r: (-problem.speeds[r], r)), far_s)
+
+
+def clusters(problem: Problem, chain: Sequence[int], n: int, *, by: Floats | None = None) -> Groups:
+    """Cuts a chain of neighbours into n pieces of about equal speed, or of what ``by`` says of each device."""
     weights = (problem.speeds if by is None else by)[list(chain)]
     middles = np.cumsum(weights) - 0.5 * weights
     places = np.minimum((middles / float(weights.sum()) * n * (1.0 + 1e-12)).astype(np.int64), n - 1)

@@ -49,6 +49,16 @@ def test_replicas_that_rest_are_said() -> None:
     assert found.work_s[2] == 0.0 and found.shares[2] == 0.0
 
 
+def test_a_search_says_what_it_leaves_open() -> None:
+    many = pipeline(layered([{"count": 5}, {"name": "slow", "speed": 0.5, "count": 4}], {"bandwidth": 1e9}))
+    assert many.plan is not None and many.plan.judged > 0
+    gap = 100.0 * (1.0 - many.plan.lower_bound_s / many.plan.total_s)
+    (said,) = [reason for reason in many.reasons if "groupings of the devices were compared, not all" in reason]
+    assert said.startswith(str(many.plan.judged)) and f"takes up to {gap:.1f} % less" in said
+    few = pipeline(layered(SMALL, {"bandwidth": 1e4}))
+    assert few.ok and not any("were compared" in reason for reason in few.reasons)
+
+
 def test_without_layers_there_is_none() -> None:
     assert "what layers cost is not known" in pipeline(lines()).reasons[0]
 

@@ -24,7 +24,7 @@ from lightning_hetero.solvers.placement.order import (
 )
 from lightning_hetero.solvers.placement.pipes import Pipe, Problem
 from lightning_hetero.solvers.placement.refine import estimate_s, exact_s, refine
-from lightning_hetero.solvers.placement.seeds import clusters, counts, dealt, islands
+from lightning_hetero.solvers.placement.seeds import clusters, counts, dealt, islands, neighbours
 from lightning_hetero.solvers.placement.shares import level, share
 from lightning_hetero.solvers.placement.sync import sync_loads_s, sync_s
 from lightning_hetero.types import Cluster, Device, GroupPlan, Link
@@ -199,7 +199,7 @@ def test_nearest_neighbours_stay_in_their_island() -> None:
     far_s = nearness(problem, 2)
     assert nearest_chain(problem, range(9), 8, far_s) == (8, 5, 2, 6, 3, 0, 7, 4, 1)
     assert islands(problem, far_s) == [[0, 3, 6], [1, 4, 7], [2, 5, 8]]
-    assert clusters(problem, range(9), 3, far_s) == ((0, 3, 6), (1, 4, 7), (2, 5, 8))
+    assert clusters(problem, neighbours(problem, range(9), far_s), 3) == ((0, 3, 6), (1, 4, 7), (2, 5, 8))
     for order in some_orders(problem, range(9), far_s, most=7):
         assert sorted(order) == list(range(9))
 
@@ -244,7 +244,8 @@ def test_seeds_hold_each_device_once(devices: int, groups: int, seed: int) -> No
     parts = islands(problem, far_s)
     assert sorted(rank for part in parts for rank in part) == list(range(devices))
     assert len(parts) == (1 if devices <= 8 else -(-devices // 8))
-    made = [clusters(problem, range(devices), groups, far_s), dealt(problem, [range(devices)], groups)]
+    chain = neighbours(problem, range(devices), far_s)
+    made = [clusters(problem, chain, groups), dealt(problem, [range(devices)], groups)]
     if len(parts) <= groups:
         made.append(dealt(problem, parts, groups))
     for one in made:

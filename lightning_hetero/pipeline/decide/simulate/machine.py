@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from lightning_hetero.controller.messages import LinkTime, Move
 from lightning_hetero.pipeline.decide.plan_times import times_of, work_s
-from lightning_hetero.pipeline.decide.schedule import SchedulePolicy, makespan_s
+from lightning_hetero.pipeline.decide.schedule import PipelineTimes, SchedulePolicy, makespan_s
 from lightning_hetero.pipeline.decide.simulate.traces import Phase
 from lightning_hetero.solvers.placement.pipes import Pipe, Problem
 from lightning_hetero.solvers.placement.sync import sync_s
@@ -80,9 +80,12 @@ class Machine:
     def _run(self, plan: PipelinePlan, cluster: Cluster) -> Batch:
         links: list[LinkTime] = []
         seconds = traffic = 0.0
+        known: dict[tuple[PipelineTimes, tuple[int, ...]], float] = {}  # of equal devices many groups are equal
         for group in plan.groups:
-            times = times_of(self.model, cluster, group)
-            seconds = max(seconds, makespan_s(times, SchedulePolicy(depths=group.depths)))
+            alike = (times_of(self.model, cluster, group), group.depths)
+            if alike not in known:
+                known[alike] = makespan_s(alike[0], SchedulePolicy(depths=group.depths))
+            seconds = max(seconds, known[alike])
             for a, b, size_bytes, count in self._wires(group):
                 wire_s = (
                     cluster.links[a][b].latency_s * count + size_bytes / cluster.links[a][b].bandwidth_bytes_per_s
