@@ -327,13 +327,12 @@ def _pictured(results: Results, head: Sequence[str], rows: Sequence[Sequence[str
 
 def peers(results: Results) -> str:
     """Of docs/benchmarks.md: time to the same loss, by peer and devices."""
-    ends = ": that time to stock DDP's"
-    found: dict[str, dict[str, float]] = {}
-    for case in results.cases(ends):
-        cluster, _, peer = case.partition(", ")
-        found.setdefault(peer, {})[cluster] = results[case + ends]
-    clusters = list(dict.fromkeys(cluster for row in found.values() for cluster in row))
-    rows = [[peer, *(f"{row[c]:.2f}" if c in row else DASH for c in clusters)] for peer, row in found.items()]
+    found: dict[str, dict[str, str]] = {}
+    for row in results.raw["rows"]:
+        ratio = row["target_to_ddp"]
+        found.setdefault(row["peer"], {})[row["cluster"]] = "not reached" if ratio is None else f"{ratio:.2f}"
+    clusters = list(dict.fromkeys(row["cluster"] for row in results.raw["rows"]))
+    rows = [[peer, *(told.get(cluster, DASH) for cluster in clusters)] for peer, told in found.items()]
     return _pictured(results, ["time to the same validation loss, over stock DDP's", *clusters], rows)
 
 

@@ -12,10 +12,8 @@ from xml.etree import ElementTree
 
 import pytest
 
-from benchmarks.pictures import FOLDER, PICTURES, files
+from benchmarks.pictures import FOLDER, files
 from benchmarks.provenance import ROOT
-from benchmarks.results import Results
-from benchmarks.tables import BLOCKS
 
 MADE = files()
 DRAWN_WHILE_MEASURED = re.compile(r"(ablation|budget_\w+)\.svg")  # by their benchmarks: other drawings
@@ -91,29 +89,3 @@ def test_other_results_make_other_pictures_and_none_makes_none(tmp_path: Path) -
     others = files(tmp_path)
     counts = ("drop_in.svg",)  # whole numbers
     assert [name for name in MADE if others[name] == MADE[name] and name not in counts] == []
-
-
-INVENTED = {
-    "peers": {
-        "1:1:1/2:1/4, stock DDP: that time to stock DDP's": 1.0,
-        "1:1:1/2:1/4, ours: balanced: that time to stock DDP's": 0.5,
-        "spells, Accelerate, uneven batches: that time to stock DDP's": 1.25,
-    },
-    "items": {"padded: ours / DDP": 0.97, "padded: samples / DDP": 1.2, "packed: ours / DDP": 1.01},
-}
-
-
-@pytest.mark.parametrize("name", INVENTED)
-def test_benchmarks_that_may_have_no_results_yet_will_be_drawn(name: str, tmp_path: Path) -> None:
-    folder = tmp_path / "benchmarks" / name
-    folder.mkdir(parents=True)
-    rest = {"unit": "x", "goal": None, "holds": None}
-    figures = [{"name": figure, "value": value, **rest} for figure, value in INVENTED[name].items()]
-    report = {"title": name, "command": "", "figures": figures, "raw": {}}
-    (folder / "results.json").write_text(json.dumps(report))
-    assert PICTURES[name][0] == name
-    shown = {text for text, *_ in texts(ElementTree.fromstring(files(tmp_path)[f"{name}.svg"]))}
-    table = BLOCKS[name][1](Results(name, tmp_path))
-    for value in INVENTED[name].values():
-        assert f"{value:.2f}" in shown and f" {value:.2f} " in table
-    assert f"](pictures/{name}.svg)" in table
