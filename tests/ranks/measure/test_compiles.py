@@ -155,6 +155,6 @@ def test_a_decorated_method_is_found_and_a_plain_module_has_nothing_compiled() -
     assert compiled_parts(Net(), CUDA) == Compiled()
 
 
-def test_sizes_that_never_become_dynamic_by_torchs_settings(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch._dynamo.config, "automatic_dynamic_shapes", False)
-    assert compiled_parts(of_a_part(), CPU) == Compiled(any=True, per_size=True), PINNED
+def test_sizes_that_never_become_dynamic_by_torchs_settings() -> None:
+    with torch._dynamo.config.patch(automatic_dynamic_shapes=False):  # pytest's monkeypatch would hide it afterwards
+        assert compiled_parts(of_a_part(), CPU) == Compiled(any=True, per_size=True), PINNED

@@ -27,7 +27,7 @@ SAMPLES = BATCH * STEPS
 SAMPLE_S = (0.008, 0.013, 0.031)  # by rank, about
 APART_S = 0.008  # at least between two ends, so that real processes can keep the order
 ATTEMPTS = 5
-POLICIES = ("asp", "bsp", "ssp", "saps", "flexible")
+POLICIES = ("asp", "bsp", "flexible")
 
 
 @dataclass

@@ -31,7 +31,8 @@ class Asked(Toy):
     def hear(self, where: str, batch_idx: int) -> None:
         if (where, batch_idx, self.current_epoch) == (self.where, self.at, 0):
             ask_to_requeue()
-            self.saved += saved_in(self.trainer.default_root_dir)
+            if self.global_rank == 0:  # another rank may see what rank 0 has saved behind its own step
+                self.saved += saved_in(self.trainer.default_root_dir)
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         self.hear("training", batch_idx)
