@@ -18,12 +18,11 @@ import torch.distributed as dist
 
 __all__ = ["as_rank", "device_of_rank", "on_ranks"]
 
-_ALONE = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
 _TAIL = 1500  # characters of a failed program's output that say why
 
 
 def on_ranks(module: str, ranks: int, setting: dict[str, Any], *, timeout_s: float = 300.0) -> Any:
-    """Runs ``python -m module`` on so many ranks, several started by torchrun; returns what `as_rank` wrote there.
+    """Runs ``python -m module`` on so many ranks, started by torchrun; returns what `as_rank` wrote there.
 
     Args:
         module: calls `as_rank`.
@@ -36,19 +35,15 @@ def on_ranks(module: str, ranks: int, setting: dict[str, Any], *, timeout_s: flo
     """
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "result.json"
-        command = [sys.executable, "-m", module, str(path), json.dumps(setting)]
-        environment = {**os.environ, "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
-        if ranks == 1:  # torchrun takes longer to start than what it would start
-            environment |= _ALONE
-        else:
-            command[1:1] = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+        command += ["-m", module, str(path), json.dumps(setting)]
         try:
             done = subprocess.run(
                 command,
                 capture_output=True,
                 text=True,
                 timeout=timeout_s,
-                env=environment,
+                env={**os.environ, "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")},
             )
         except subprocess.TimeoutExpired:
             raise RuntimeError(f"{ranks} ranks of {module} did not end within {timeout_s:g} s") from None

@@ -127,11 +127,11 @@ class Outlier:
 def outliers_of(times: StageTimes) -> list[Outlier]:
     """Returns the slow ranks, the slowest first."""
     step_s = times.step_s
-    own = [(stage, stage.ratios) for stage in times.stages if stage.own]
+    own = [(stage, stage.ratios, times.part(stage) >= _MATTERS) for stage in times.stages if stage.own]
     found: list[Outlier] = []
     for rank in range(len(times.stages[0].seconds) if times.stages else 0):
         slow, others, taken_s, usual_s = list[str](), 0, 0.0, 0.0
-        for stage, ratios in own:
+        for stage, ratios, matters in own:
             seconds, ratio = stage.seconds[rank], ratios[rank]
             if math.isnan(ratio):
                 continue
@@ -139,7 +139,7 @@ def outliers_of(times: StageTimes) -> list[Outlier]:
             if ratio > HOT and seconds - base_s > _LITTLE * step_s:
                 slow.append(stage.kind)
                 taken_s, usual_s = taken_s + seconds, usual_s + base_s
-            elif times.part(stage) >= _MATTERS:
+            elif matters:
                 others += 1
         if slow:
             found.append(
