@@ -67,7 +67,10 @@ class RoundPolicy(ABC):
         """
         self._own = tuple(client.batch_size for client in clients)
         self._local_steps = local_steps
-        del lower, upper, total, least
+        self._open(clients, lower=lower, upper=upper, total=total, least=least)
+
+    def _open(self, clients: Sequence[Client], **sizes: Any) -> None:
+        """Called at the end of `start`, for policies that divide something; ``sizes``: see `client_bounds`."""
 
     @property
     def plan(self) -> RoundPlan:
@@ -186,18 +189,8 @@ class LbBsp(_BySpeed):
 
     resizes = True
 
-    def start(
-        self,
-        clients: Sequence[Client],
-        *,
-        local_steps: int,
-        lower: Bound = None,
-        upper: Bound = None,
-        total: int | None = None,
-        least: int = 1,
-    ) -> None:
-        super().start(clients, local_steps=local_steps)
-        bounds, wanted = client_bounds(clients, lower=lower, upper=upper, total=total, least=least)
+    def _open(self, clients: Sequence[Client], **sizes: Any) -> None:
+        bounds, wanted = client_bounds(clients, **sizes)
         self._divide(len(clients), wanted, bounds)
 
     @property
@@ -239,20 +232,10 @@ class AdaptiveSteps(_BySpeed):
         predictor, dead_band, balance: see `BalancePolicy`; what is divided are steps.
     """
 
-    def start(
-        self,
-        clients: Sequence[Client],
-        *,
-        local_steps: int,
-        lower: Bound = None,
-        upper: Bound = None,
-        total: int | None = None,
-        least: int = 1,
-    ) -> None:
-        super().start(clients, local_steps=local_steps)
-        del lower, upper, total, least
-        world_size = len(clients)
-        self._divide(world_size, local_steps * world_size, ShareBounds(lower=1, upper=4 * local_steps))
+    def _open(self, clients: Sequence[Client], **sizes: Any) -> None:
+        del sizes
+        steps = self._local_steps
+        self._divide(len(clients), steps * len(clients), ShareBounds(lower=1, upper=4 * steps))
 
     @property
     def plan(self) -> RoundPlan:
