@@ -178,7 +178,10 @@ class Estimates:
         return cost[0] * count + cost[1] * samples
 
     def _factor(self, *key: Any) -> _Factor:
-        return self._factors.setdefault(key, _Factor())
+        found = self._factors.get(key)
+        if found is None:  # `setdefault` would make a filter each time
+            found = self._factors[key] = _Factor()
+        return found
 
     def _value(self, *key: Any) -> float:
         found = self._factors.get(key)

@@ -10,7 +10,7 @@ from lightning_hetero.types import GroupPlan
 
 __all__ = ["Told", "telling_layers"]
 
-_WORK = 3  # numbers: samples, own work and the rest
+_WORK = 4  # numbers: samples, own work, waiting until the exchange begins; and the exchange of the batch before
 _WAYS, _WAY = 2, 4  # neighbours that a rank receives from, at most; numbers of each: source, messages, bytes, seconds
 
 
@@ -44,7 +44,7 @@ class Told:
         rank: int,
         world: int,
         layers: int,
-        work: tuple[float, float, float],
+        work: tuple[float, float, float, float],
         *,
         links: Sequence[LinkTime] = (),
         first_layer: int = 0,
@@ -54,7 +54,8 @@ class Told:
 
         Args:
             rank, world, layers: who tells, and see above.
-            work: samples, own work [s], the rest of the batch [s].
+            work: samples; own work [s]; waiting for others until this message was sent, which is when the sums of the
+                gradients have begun [s]; what followed in the batch before, until these and the message were there [s].
             links: on which it has received; of more than two neighbours the first two.
             first_layer, layer_s: of its layers, in order [s]; none if it is not its group's turn.
         """
@@ -71,9 +72,14 @@ class Told:
 
     @property
     def work(self) -> list[tuple[int, float, float]]:
-        """By rank: samples, own work [s], the rest [s]."""
+        """By rank: samples, own work [s], the rest of the batch [s].
+
+        The batch ends for all together. When the last one has sent its message the exchange alone is left: what it took
+        in the batch before, where it took who came last the least time.
+        """
         rows = [self.numbers[_WORK * r : _WORK * (r + 1)] for r in range(self.world)]
-        return [(round(samples), compute_s, wait_s) for samples, compute_s, wait_s in rows]
+        batch_s = max(row[1] + row[2] for row in rows) + min(row[3] for row in rows)
+        return [(round(samples), compute_s, batch_s - compute_s) for samples, compute_s, _, _ in rows]
 
     @property
     def links(self) -> list[LinkTime]:

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import contextvars
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -208,22 +208,41 @@ class StepLogs:
             Their sums, in float64.
 
         Raises:
-            MisconfigurationException: Lightning's, e.g. for one name logged with different arguments; on all ranks.
-            RuntimeError: not called within a hook of the module; or a metric was logged that other ranks do not have.
+            MisconfigurationException, RuntimeError: as `send`, and what it returns.
+        """
+        return self.send(beside)()
+
+    def send(self, beside: Sequence[float] = ()) -> Callable[[], list[float]]:
+        """Starts `publish`; the rest, which waits for all ranks and logs, is what it returns, called in the same hook.
+
+        Args:
+            beside: see there.
+
+        Returns:
+            To be called once, on all ranks. It raises MisconfigurationException, Lightning's, e.g. for one name logged
+            with different arguments, on all ranks; RuntimeError if a metric was logged that other ranks do not have.
+
+        Raises:
+            RuntimeError: not called within a hook of the module.
         """
         records, self._records = self._records, []
         trainer = self._module.trainer
         if compat.results_of(trainer) is None or getattr(trainer, "barebones", False):
-            return self._reduced(beside, dist.ReduceOp.SUM) if beside else []
+            return self._start_sum(beside) if beside else list
         fx = compat.running_hook(trainer)
         if fx is None:
-            raise RuntimeError("StepLogs.publish() is for the hook that logs, e.g. within the strategy's training_step")
-        table = self._tables.setdefault(fx, {})
-        sums, totals = self._exchanged(table, _summed(records), list(beside))
-        for key, total in totals.items():
-            if total.times > 0:
-                self._log(fx, key, total)
-        return sums
+            raise RuntimeError("StepLogs.send() is for the hook that logs, e.g. within the strategy's training_step")
+        table, mine, others = self._tables.setdefault(fx, {}), _summed(records), list(beside)
+        first = None if self._alone else self._start_exchange(table, mine, others)
+
+        def receive() -> list[float]:
+            sums, totals = (others, mine) if first is None else self._exchanged(table, mine, others, first)
+            for key, total in totals.items():
+                if total.times > 0:
+                    self._log(fx, key, total)
+            return sums
+
+        return receive
 
     def _log(self, fx: str, key: _Key, total: _Sums) -> None:
         options: dict[str, Any] = dict(zip(_SAME, key.options, strict=True))
@@ -254,42 +273,55 @@ class StepLogs:
 
     # ---- between ranks ---------------------------------------------------------------------------------------------
 
+    def _start_exchange(
+        self, table: Mapping[_Key, None], mine: Mapping[_Key, _Sums], beside: list[float]
+    ) -> Callable[[], list[float]]:
+        """Starts to sum: ranks whose keys are not all in the table; the other numbers; those of the table's keys."""
+        own = [mine.get(key) or _Sums() for key in table]
+        numbers = [x for s in own for x in (s.weighted, s.weight, s.plain, s.times)]
+        return self._start_sum([float(any(key not in table for key in mine)), *beside, *numbers])
+
     def _exchanged(
-        self, table: dict[_Key, None], mine: dict[_Key, _Sums], beside: list[float]
+        self,
+        table: dict[_Key, None],
+        mine: dict[_Key, _Sums],
+        beside: list[float],
+        message: Callable[[], list[float]],
     ) -> tuple[list[float], dict[_Key, _Sums]]:
         """Returns sums over all ranks: of the other numbers; and by key, in the order of the table.
 
         The table is extended where a rank needs it, and the message repeated.
         """
-        if self._alone:
-            return beside, mine
         while True:
-            own = [mine.get(key) or _Sums() for key in table]
-            unknown = [key for key in mine if key not in table]
-            numbers = [x for s in own for x in (s.weighted, s.weight, s.plain, s.times)]
-            found, *packed = self._reduced([float(bool(unknown)), *beside, *numbers], dist.ReduceOp.SUM)
+            found, *packed = message()
             if not found:
                 break
-            for keys in self._channel.all_gather_object(unknown):
+            for keys in self._channel.all_gather_object([key for key in mine if key not in table]):
                 table.update((key, None) for key in keys)
+            message = self._start_exchange(table, mine, beside)
+        own = [mine.get(key) or _Sums() for key in table]
         sums, packed = packed[: len(beside)], packed[len(beside) :]
         totals = {key: _Sums(*packed[4 * i : 4 * i + 4]) for i, key in enumerate(table)}
         ends = [i for i, key in enumerate(table) if key.reduction in ("min", "max")]
         if ends:
             keys = list(table)
-            extremes = self._reduced([own[i].extreme for i in ends], dist.ReduceOp.MAX)
+            extremes = self._start_sum([own[i].extreme for i in ends], dist.ReduceOp.MAX)()
             for i, extreme in zip(ends, extremes, strict=True):
                 totals[keys[i]].extreme = math.nan if math.isnan(totals[keys[i]].plain) else extreme
         return sums, totals
 
-    def _reduced(self, numbers: Sequence[float], op: Any) -> list[float]:
+    def _start_sum(self, numbers: Sequence[float], op: Any = dist.ReduceOp.SUM) -> Callable[[], list[float]]:
         if self._alone:
-            return list(numbers)
+            return lambda: list(numbers)
         packed = torch.tensor(numbers, dtype=torch.float64)
         work = dist.all_reduce(packed, op=op, group=self._channel.group, async_op=True)
         assert work is not None
-        self._wait(work)
-        return packed.tolist()
+
+        def wait() -> list[float]:
+            self._wait(work)
+            return packed.tolist()
+
+        return wait
 
     # ---- metrics ---------------------------------------------------------------------------------------------------
 

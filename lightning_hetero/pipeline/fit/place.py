@@ -55,6 +55,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Place"]
 
+_LEAST_BYTES = 128 * 2**10  # of gradients: take 1 ms at 1 Gbit/s, as does a message between ranks that are busy
+
 
 class Place:
     """Takes this rank's place in a plan; the constructor is collective.
@@ -204,7 +206,9 @@ class Place:
         device = self.settings.device
         self.whole = WholeState(self._module, self.ownership, group=self.channel.group, folder=self._folder)
         wait = partial(self.failures.wait, polled=device.type != "cpu")
-        self.sync = GradientSync(self._module, self.ownership, groups=self.owner_groups, wait=wait)
+        self.sync = GradientSync(
+            self._module, self.ownership, groups=self.owner_groups, least_bytes=_LEAST_BYTES, wait=wait
+        )
         self.own = [p for p in self._module.parameters() if not p.is_meta]
 
     def _follow(self, planned: PlanResult) -> None:
@@ -291,6 +295,11 @@ class Place:
             return [], []
         links, layer_s = self.runner.measured()
         return links if self._scenario is None or self.settings.emulate_links else [], layer_s
+
+    def time_layers(self, now: bool) -> None:
+        """Whether this rank's layers are timed one by one from here on."""
+        if isinstance(self.runner, StageRunner):
+            self.runner.time_layers(now)
 
     def finish_sums(self) -> None:
         """Ends the sums of gradients; over emulated links they take their time, behind the real ones."""

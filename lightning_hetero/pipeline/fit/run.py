@@ -68,12 +68,8 @@ class PipelineRun(EngineRun[PipelineBinder]):
             self.undo.callback(compat.replace_sigterm_broadcast(trainer, self._any_told))
 
     def _any_told(self, told: bool) -> bool:
-        """Whether rank 0 has received SIGTERM; a rank that has failed is noticed while this waits for it."""
-        flag = torch.tensor([told], dtype=torch.uint8)
-        work = dist.broadcast(flag, src=0, group=self.channel.group, async_op=True)
-        assert work is not None
-        self.failures.wait(work)
-        return bool(flag.item())
+        """Whether rank 0 has received SIGTERM, as it has told all with the batch before."""
+        return self.batches is not None and self.batches.sigterm
 
     def _store(self) -> dist.Store:
         """A store of our own, hosted by rank 0, where a failing rank leaves the cause."""

@@ -56,6 +56,7 @@ class TrainBatches:
 
     Attributes:
         part: this rank's part of the batch that runs, or ran last.
+        sigterm: whether rank 0 has said with a batch that it has received SIGTERM.
     """
 
     def __init__(
@@ -72,9 +73,11 @@ class TrainBatches:
         self._requeue = requeue
         self._keeps_gradients = is_overridden("optimizer_zero_grad", self._module)
         self.part: Part | None = None
+        self.sigterm = False
         self._last: tuple[Part, Told] | None = None  # of all ranks' last step
         self._pending: dict[nn.Parameter, Tensor] = {}
         self._skips = False  # whether some rank's gradients overflowed, for a gradient scaler
+        self._exchange_s = 0.0  # of the last batch: from the message to all ranks on
 
     @property
     def report(self) -> StepReport | None:
@@ -108,6 +111,7 @@ class TrainBatches:
         sizes, first = self._binder.micro_batches(part, place.group_index)
         batches = split_batch(batch, sizes, samples=part.samples, owner=self._module) if place.leads and sizes else []
         weights = self._weights(batches, sizes, part)
+        place.time_layers(place.group_index == telling_layers(step, place.planned.plan.groups))
         place.busy.begin(step)
         old = self._take_gradients()
         # An emulated device's sleep comes after the real backward pass: sums begun in that would be over before the
@@ -128,13 +132,21 @@ class TrainBatches:
                 place.runner.serve(step, sizes, numbers, before_last_backward=arm)
         place.busy.end()
         if not accumulates:
+            place.sync.launch()
+        sent_s, busy_s = time.perf_counter(), place.busy.busy_s
+        told = self._told(step, sum(sizes), busy_s, sent_s - started_s - busy_s)
+        receive = self._send(outputs, weights, told)  # beside the sums
+        if not accumulates:
             place.finish_sums()
             if self._scale is not None:
                 self._skips = place.sync.agree_nonfinite()
         self._put_aside(old)
-        busy_s = place.busy.busy_s
-        wait_s = time.perf_counter() - started_s - busy_s
-        loss = self._exchanged(outputs, weights, part, sum(sizes), busy_s, wait_s, step)
+        told, loss, paused_s = self._received(receive, told)
+        ended_s = time.perf_counter()
+        self._exchange_s, self._last = ended_s - sent_s, (part, told)
+        data = {"samples": part.samples, "compute_s": busy_s, "wait_s": ended_s - started_s - busy_s}
+        self._events.note("step", part.epoch, part.step, data)
+        self.replans.observe(step, part, told, paused_s)
         if not outputs:
             return {"loss": loss}
         joined = join_outputs(outputs, sizes)
@@ -166,33 +178,28 @@ class TrainBatches:
         scaler = getattr(self._precision, "scaler", None)
         return None if scaler is None else scaler.scale
 
-    def _exchanged(
-        self,
-        outputs: Sequence[Any],
-        weights: Sequence[float],
-        part: Part,
-        samples: int,
-        busy_s: float,
-        wait_s: float,
-        batch: int,
-    ) -> Tensor:
-        """Returns the loss of the global batch, the same on all ranks, and tells all what everybody's step took.
-
-        What the step has logged travels in the same message, and is logged here.
-        """
-        rank, world = self._place.channel.rank, self._place.channel.world_size
+    def _send(self, outputs: Sequence[Any], weights: Sequence[float], told: Told) -> Callable[[], list[float]]:
+        """Starts to sum over all ranks what each has to tell of the batch; what has been logged goes along."""
         pairs = zip(outputs, weights, strict=True) if outputs else ()
         own = sum(float(loss_of(output)) * weight for output, weight in pairs)
-        told = self._told(batch, samples, busy_s, wait_s)
-        number = self.replans.generation
-        stops = float(self._trainer.should_stop)
-        signal = 0.0 if self._requeue is None else self._requeue.take()
-        loss, numbers, paused_s, stops, signal, *sums = self._place.logs.publish(
-            [own * self._trainer.accumulate_grad_batches, number, self.replans.paused_s, stops, signal, *told.numbers]
+        numbers = (
+            own * self._trainer.accumulate_grad_batches,
+            self.replans.generation,
+            self.replans.paused_s,
+            self._trainer.should_stop,
+            0 if self._requeue is None else self._requeue.take(),
+            self._place.channel.rank == 0 and getattr(self._trainer, "received_sigterm", False),
         )
+        return self._place.logs.send([*map(float, numbers), *told.numbers])
+
+    def _received(self, receive: Callable[[], list[float]], told: Told) -> tuple[Told, Tensor, float]:
+        """Waits for the sums; returns what all have told, the loss of the global batch, the same on all ranks, and how
+        long the ranks stood still before it, in the mean [s]."""
+        rank, world, number = self._place.channel.rank, self._place.channel.world_size, self.replans.generation
+        loss, numbers, paused_s, stops, signal, sigterm, *sums = receive()
+        self.sigterm = self.sigterm or bool(sigterm)
         if self._requeue is not None:
             self._requeue.hear(signal)
-        told = replace(told, numbers=sums)
         if stops:  # `training_step` may have said so, which not all ranks run
             self._trainer.should_stop = True
         if numbers != number * world:
@@ -200,16 +207,13 @@ class TrainBatches:
                 f"rank {rank} trains under plan {number}, and the ranks together under {numbers / world:g} in the mean;"
                 " this is a bug of lightning_hetero"
             )
-        self._last = (part, told)
-        data = {"samples": part.samples, "compute_s": busy_s, "wait_s": wait_s}
-        self._events.note("step", part.epoch, part.step, data)
-        self.replans.observe(batch, part, told, paused_s / world)
-        return torch.tensor(loss, device=self._place.settings.device, dtype=torch.float32)
+        loss = torch.tensor(loss, device=self._place.settings.device, dtype=torch.float32)
+        return replace(told, numbers=sums), loss, paused_s / world
 
     def _told(self, batch: int, samples: int, busy_s: float, wait_s: float) -> Told:
-        """Returns what this rank tells the others of a batch."""
+        """Returns what this rank tells the others of a batch, in which it has waited for ``wait_s`` by now."""
         place = self._place
-        groups, work = place.planned.plan.groups, (float(samples), busy_s, wait_s)
+        groups, work = place.planned.plan.groups, (float(samples), busy_s, wait_s, self._exchange_s)
         rank, world = place.channel.rank, place.channel.world_size
         if not place.watched:
             return Told.by(rank, world, 0, work)
@@ -217,7 +221,6 @@ class TrainBatches:
         first = 0
         if place.group is not None:
             first = place.group.cuts[place.group.ranks.index(rank)]
-        turn = place.group_index == telling_layers(batch, groups)
         return Told.by(
             rank,
             world,
@@ -225,7 +228,7 @@ class TrainBatches:
             work,
             links=links,
             first_layer=first,
-            layer_s=layer_s if turn else (),
+            layer_s=layer_s,
         )
 
     # ---- gradients: computed within Lightning's training_step hook, wanted in its backward hook -----------------

@@ -266,3 +266,13 @@ def test_buckets_are_filled_in_order_per_dtype_and_what_is_late_is_last() -> Non
     buckets = fill_buckets([(a, False), (half, False), (b, False), (c, True)], bucket_bytes=32)
     assert [[id(p) for p in bucket.parameters] for bucket in buckets] == [[id(a), id(b)], [id(half)], [id(c)]]
     assert [bucket.late for bucket in buckets] == [False, False, True]
+
+
+def test_few_early_gradients_travel_with_the_late_ones() -> None:
+    a, b = (nn.Parameter(torch.zeros(4)) for _ in range(2))  # 16 bytes each
+    half = nn.Parameter(torch.zeros(4).half())
+    entries = [(a, False), (half, False), (b, True)]
+    for least_bytes, late in ((16, [False, False, True]), (17, [False, True])):
+        buckets = fill_buckets(entries, bucket_bytes=64, least_bytes=least_bytes)
+        assert [bucket.late for bucket in buckets] == late, "there is nothing late of half's dtype to travel with"
+    assert {id(p) for p in buckets[-1].parameters} == {id(a), id(b)}

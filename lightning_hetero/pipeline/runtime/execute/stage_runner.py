@@ -261,6 +261,10 @@ class StageRunner:
                 before_last_backward=before_last_backward,
             ).run()
 
+    def time_layers(self, now: bool) -> None:
+        """Whether the layers of the passes from here on are timed one by one, by a stage runner that can."""
+        self._local.stage.timed = now
+
     def measured(self) -> tuple[list[LinkTime], list[float]]:
         """Returns what was timed since it was last asked: messages to this rank, and its layers [s]; or nothing."""
         links = self._local.links

@@ -134,6 +134,9 @@ class Stage:
             updates its statistics twice.
         device: where the layers are; of autocast.
         clock: times the layers of passes with gradients.
+
+    Attributes:
+        timed: whether it does so now.
     """
 
     def __init__(
@@ -146,7 +149,7 @@ class Stage:
         device: torch.device,
         clock: LayerClock | None = None,
     ) -> None:
-        self._clock = clock
+        self._clock, self.timed = clock, True
         self._layers = dict(layers)
         self._end = max(self._layers) + 1
         self._last = last
@@ -172,7 +175,7 @@ class Stage:
             tensors = graph_input.take()
         value = joined(tensors)
         del tensors
-        route, clock = way.route, self._clock if way.grad_enabled else None
+        route, clock = way.route, self._clock if self.timed and way.grad_enabled else None
         with torch.set_grad_enabled(way.grad_enabled), self._autocast(way.autocast):
             first = next(iter(self._layers))
             previous, inputs = route.unpack(first, value)

@@ -15,7 +15,6 @@ from torch import Tensor, nn
 
 __all__ = ["Arrived", "Bucket", "Lane", "fill_buckets"]
 
-
 class Bucket:
     """Gradients that are summed together, of one dtype.
 
@@ -104,11 +103,25 @@ class Arrived:
             self._lane.launch()
 
 
-def fill_buckets(entries: Sequence[tuple[nn.Parameter, bool]], bucket_bytes: int) -> list[Bucket]:
-    """Fills buckets in the order of the parameters; one is open for each dtype."""
+def fill_buckets(
+    entries: Sequence[tuple[nn.Parameter, bool]], bucket_bytes: int, *, least_bytes: int = 0
+) -> list[Bucket]:
+    """Fills buckets in the order of the parameters, the late ones last; one is open for each dtype.
+
+    Args:
+        entries: parameters, and whether the gradient is late.
+        bucket_bytes: from which on a bucket is full.
+        least_bytes: early gradients of one dtype that are fewer in all travel with the late ones.
+    """
+    early_bytes: dict[torch.dtype, int] = {}
+    for parameter, late in entries:
+        if not late:
+            early_bytes[parameter.dtype] = early_bytes.get(parameter.dtype, 0) + parameter.nbytes
+    few = {p.dtype for p, late in entries if late and early_bytes.get(p.dtype, 0) < least_bytes}
     buckets: list[Bucket] = []
     fill: dict[tuple[bool, torch.dtype], tuple[Bucket, int]] = {}
-    for parameter, late in entries:
+    for parameter, comes_late in entries:
+        late = comes_late or parameter.dtype in few
         key = late, parameter.dtype
         bucket, size_bytes = fill.get(key, (None, 0))
         if bucket is None:
@@ -120,7 +133,7 @@ def fill_buckets(entries: Sequence[tuple[nn.Parameter, bool]], bucket_bytes: int
             fill[key] = bucket, size_bytes
         else:
             fill.pop(key, None)
-    return buckets
+    return sorted(buckets, key=lambda bucket: bucket.late)
 
 
 def _flat(parameter: nn.Parameter) -> Tensor:

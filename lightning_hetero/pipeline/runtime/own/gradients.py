@@ -49,6 +49,7 @@ class GradientSync:
         ownership: who holds what.
         groups: of processes; those that are needed here are made now, so the constructor is collective.
         bucket_bytes: of gradients per all-reduce, as DDP's ``bucket_cap_mb``.
+        least_bytes: of gradients that are reduced before the last backward pass has ended. Fewer travel with the rest.
         wait: waits for a collective, e.g. with a look at what became of the others, `FailureBoard.wait`.
 
     Raises:
@@ -62,12 +63,13 @@ class GradientSync:
         *,
         groups: OwnerGroups,
         bucket_bytes: int = 25 * _MIB,
+        least_bytes: int = 0,
         wait: Callable[[dist.Work], object] = dist.Work.wait,
     ) -> None:
         if bucket_bytes < 1:
             raise ValueError(f"bucket_bytes={bucket_bytes} must be at least 1, e.g. {25 * _MIB}")
         self._groups = groups
-        self._bucket_bytes = bucket_bytes
+        self._bucket_bytes, self._least_bytes = bucket_bytes, least_bytes
         self._wait = wait
         tensors = ownership.tensors(module)
         names = ownership.parameters
@@ -128,6 +130,20 @@ class GradientSync:
             lane.forget()
         self._lanes = None
 
+    def launch(self) -> None:
+        """Starts to reduce what has not been yet; all ranks call it, or none, before `finish`.
+
+        Raises:
+            TypeError: a sparse gradient.
+        """
+        self._lanes = self._layout() if self._lanes is None else self._lanes
+        try:
+            for lane in self._lanes:
+                lane.launch(all_of_them=True)
+        except BaseException:
+            self.disarm()
+            raise
+
     def finish(self) -> None:
         """Reduces what has not been yet, waits for all, and writes the sums into ``.grad``.
 
@@ -137,15 +153,12 @@ class GradientSync:
             TypeError: a sparse gradient.
             RuntimeError: a peer is lost, or what ``wait`` raises.
         """
-        lanes = self._layout() if self._lanes is None else self._lanes
+        self.launch()
         try:
-            for lane in lanes:
-                lane.launch(all_of_them=True)
-            for lane in lanes:
+            for lane in self._lanes or ():
                 for bucket in lane.buckets:
                     bucket.collect(self._wait)
         finally:
-            self._lanes = lanes
             self.disarm()
 
     def _layout(self) -> list[Lane]:
@@ -155,7 +168,11 @@ class GradientSync:
             self._layouts[trained] = [
                 Lane(
                     group,
-                    fill_buckets([e for e in self._synced[owners] if e[0].requires_grad], self._bucket_bytes),
+                    fill_buckets(
+                        [e for e in self._synced[owners] if e[0].requires_grad],
+                        self._bucket_bytes,
+                        least_bytes=self._least_bytes,
+                    ),
                 )
                 for owners in sorted(self._synced)
                 if (group := self._groups.get(owners)) is not None
