@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 from unittest import mock
 
 from benchmarks.faults.world import Process, World
-from lightning_hetero.stale.fit.elastic import admission, groups
-from lightning_hetero.stale.runtime.processes import groups as processes
+from lightning_hetero.glue.elastic import admission, groups
+from lightning_hetero.transport import groups as processes
 
 if TYPE_CHECKING:
     from benchmarks.faults.ranks import Rank

@@ -19,13 +19,13 @@ import torch
 import torch.distributed as dist
 
 from lightning_hetero.glue.checks import check_choice, check_counts
+from lightning_hetero.glue.elastic.ddp import ElasticDDPStrategy
 from lightning_hetero.glue.nodes import gather_nodes
 from lightning_hetero.predictors import Predictor, PredictorName
 from lightning_hetero.predictors import by_name as predictor_by_name
 from lightning_hetero.stale.decide.policy import Policy, PolicyName
 from lightning_hetero.stale.decide.policy import by_name as policy_by_name
-from lightning_hetero.stale.fit.elastic.ddp import ElasticDDPStrategy
-from lightning_hetero.stale.fit.elastic.meetings import Meetings
+from lightning_hetero.stale.fit.meetings import Meetings
 from lightning_hetero.stale.fit.refusals import (
     REFUSALS,
     refuse_controller,

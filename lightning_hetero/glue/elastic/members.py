@@ -30,7 +30,7 @@ class Members:
 
     @property
     def lowest(self) -> int:
-        """The rank that hosts the server and writes checkpoints."""
+        """The rank that writes checkpoints; it hosts the server, if the engine has one."""
         return self.alive[0]
 
     @property

@@ -4,11 +4,11 @@ A group of torch cannot lose a member: after a death its collectives fail for go
 that talk to the dead one; a rank that waits for a survivor waits until the group's timeout, unless this survivor
 leaves the group. Hence the order on every survivor:
 
-    collective fails -> leave_default_group() -> ask the server who is alive -> rebuild_default_group(...) -> repeat it
+    collective fails -> leave_default_group() -> ask who is alive -> rebuild_default_group(...) -> repeat it
 
 A rank may die on its way into the new group. Those who wait for it there find that out, all alike, and ask once more.
 
-The store through which the members find each other must live elsewhere than in a rank; the server's process hosts it.
+The store through which the members find each other must outlive every rank that may be lost.
 """
 
 from __future__ import annotations

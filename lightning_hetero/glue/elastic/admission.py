@@ -5,16 +5,16 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 from lightning.pytorch.callbacks import Checkpoint
 
 from lightning_hetero import lightning_compat as compat
-from lightning_hetero.stale.fit.elastic.groups import Groups
-from lightning_hetero.stale.fit.elastic.join import FIRST_GENERATION, Invitation, JoinRequests
-from lightning_hetero.stale.fit.members import Members
-from lightning_hetero.stale.fit.session import Session
+from lightning_hetero.glue.elastic.groups import Groups, Place
+from lightning_hetero.glue.elastic.join import FIRST_GENERATION, Invitation, JoinRequests
+from lightning_hetero.glue.elastic.members import Members
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
@@ -39,7 +39,7 @@ class Admission:
 
     Args:
         trainer: the running trainer.
-        session: where the server is, and how often the members have met.
+        place: where the members meet, and how often they have.
         members: who takes part.
         groups: rebuilt with whoever joins.
         requests: where newcomers ask.
@@ -49,14 +49,14 @@ class Admission:
     def __init__(
         self,
         trainer: Trainer,
-        session: Session,
+        place: Place,
         members: Members,
         groups: Groups,
         requests: JoinRequests,
         *,
         generation: int = FIRST_GENERATION,
     ) -> None:
-        self._trainer, self._session, self._members = trainer, session, members
+        self._trainer, self._place, self._members = trainer, place, members
         self._groups, self._requests = groups, requests
         self._generation = generation
         self._asking: list[int] = []
@@ -139,8 +139,8 @@ class Admission:
                 generation=self._generation,
                 members=alive,
                 nodes=tuple(members.nodes.items()),
-                meetings=self._session.meetings,
-                address=self._session.address,
+                meetings=self._place.meetings,
+                address=asdict(self._place.address),  # type: ignore[call-overload]
             )
             for rank in asking:
                 self._invitations.append(f"{self._checkpoint}.{rank}")

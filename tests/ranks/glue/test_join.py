@@ -18,18 +18,17 @@ import torch.distributed as dist
 from lightning.fabric.plugins.environments import LightningEnvironment, TorchElasticEnvironment
 from torch.utils.data import DataLoader
 
-from lightning_hetero.stale.fit.elastic import join
-from lightning_hetero.stale.fit.elastic.admission import Admission
-from lightning_hetero.stale.fit.elastic.join import Invitation, JoinRequests, Newcomer
-from lightning_hetero.stale.fit.members import Members
-from lightning_hetero.stale.runtime.processes.start import Address
+from lightning_hetero.glue.elastic import join
+from lightning_hetero.glue.elastic.admission import Admission
+from lightning_hetero.glue.elastic.join import Invitation, JoinRequests, Newcomer
+from lightning_hetero.glue.elastic.members import Members
 from tests.e2e.stale.scripts import free_port
 from tests.ranks.harness import RankEnvironment
 from tests.ranks.kit import Toy, quiet_trainer, regression
 
 pytestmark = pytest.mark.ranks
 
-ADDRESS = Address(directory="/dev/shm/x#y", host="127.0.0.1", port=7, token="00" * 16, near=(0, 1, 2))
+ADDRESS = {"directory": "/dev/shm/x#y", "host": "127.0.0.1", "port": 7, "token": "00" * 16, "near": [0, 1, 2]}
 INVITATION = Invitation(
     checkpoint="/a.ckpt", generation=8, members=(0, 2), nodes=((0, 0), (2, 1)), meetings=5, address=ADDRESS
 )
@@ -147,7 +146,7 @@ def test_the_store_that_anybody_may_read_has_nothing_secret(environment: Any, re
     invite(requests, 2)
     assert waiting.ended() == INVITATION
     written = [*noting.written, noting.get("lightning_hetero/run").decode()]
-    assert len(written) > 1 and not any(ADDRESS.token in value or "#" in value for value in written)
+    assert len(written) > 1 and not any(ADDRESS["token"] in value or "#" in value for value in written)
 
 
 def test_an_invitation_of_a_stranger_in_the_store_is_refused(
