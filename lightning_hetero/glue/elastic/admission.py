@@ -19,9 +19,10 @@ from lightning_hetero.glue.elastic.members import Members
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
 
-__all__ = ["Admission"]
+__all__ = ["COME_S", "Admission"]
 
-_COME_S = 20.0  # for somebody who has just answered to come to the new group
+COME_S = 20.0
+"""For somebody who has just answered to come to the new group [s]."""
 
 
 class _LastPoint(Checkpoint):
@@ -149,15 +150,25 @@ class Admission:
                 except OSError as error:  # e.g. a full disk, which is no reason for the members to end
                     members.warn_once(f"rank {rank} wanted to join and could not be invited: {error}")
         numbers = ", ".join(map(str, asking))
+        if why := self._come_together(alive, before):
+            members.warn_once(f"rank {numbers} wanted to join and did not come: {why}")
+        else:
+            members.warn_once(f"rank {numbers} has joined in epoch {self._trainer.current_epoch}")
+
+    def _come_together(self, alive: tuple[int, ...], before: tuple[int, ...]) -> str:
+        """Builds the process group with the newcomers, and waits until they are ready.
+
+        Returns:
+            Why the members go on without them; empty: they do not.
+        """
         try:
-            self._groups.rebuild(alive, self._generation, meeting_s=_COME_S)
+            self._groups.rebuild(alive, self._generation, meeting_s=COME_S)
             dist.barrier()
         except RuntimeError as error:  # also MemberMissingError: he did not come after all
             # The new group is left inside the except block: whoever still waits in it fails now.
             self._groups.rebuild_among_living(before, self._generation + 1)
-            members.warn_once(f"rank {numbers} wanted to join and did not come: {error}")
-        else:
-            members.warn_once(f"rank {numbers} has joined in epoch {self._trainer.current_epoch}")
+            return str(error)
+        return ""
 
     def _remove_checkpoint(self) -> None:
         for invitation in self._invitations:

@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
@@ -20,6 +21,7 @@ from lightning_hetero import lightning_compat as compat
 from lightning_hetero.glue.elastic.join import Invitation, Newcomer
 from lightning_hetero.glue.elastic.members import Members
 from lightning_hetero.glue.metrics import integer_mean_, is_mean
+from lightning_hetero.glue.nodes import gather_nodes
 from lightning_hetero.glue.run import EngineRun
 from lightning_hetero.glue.strategy import HeteroStrategy
 from lightning_hetero.lightning_compat.strategies import TolerantDDPStrategy
@@ -96,6 +98,23 @@ class ElasticDDPStrategy(HeteroStrategy[Run], TolerantDDPStrategy):
         """Evaluation is divided among the ranks that take part."""
         alive = self.members.alive
         return {"num_replicas": len(alive), "rank": alive.index(self.global_rank)}
+
+    def host_name(self) -> str:
+        """Returns the name under which other nodes reach this one; once `Members.nodes` is known."""
+        if self.num_nodes == 1 and len(set(self.members.nodes.values())) == 1:
+            return "127.0.0.1"
+        if not self.members.shares_node_with(0):  # which matters if rank 0 has died
+            return socket.gethostname()
+        assert self.cluster_environment is not None
+        return self.cluster_environment.main_address
+
+    def find_nodes(self) -> None:
+        """Notes on which node each member is; a collective of the members, but for a newcomer, who was told."""
+        members, invitation = self.members, self._invitation
+        if invitation is None:
+            members.nodes = dict(zip(members.alive, gather_nodes(self.node_rank), strict=True))
+        else:
+            members.nodes = {**dict(invitation.nodes), members.rank: self.node_rank}
 
     # ---- set-up -----------------------------------------------------------------------------------------------
 

@@ -278,7 +278,7 @@ class Newcomer:
                 time.sleep(_PAUSE_S)
         if not path:
             raise RuntimeError(
-                f"the run that rank {self._rank} wanted to join ended before another epoch began; start all ranks to"
+                f"the run that rank {self._rank} wanted to join ended before it was let in; start all ranks to"
                 " train on"
             )
         self.invitation = Invitation.read(path, self._asked)
