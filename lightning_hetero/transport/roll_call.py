@@ -14,6 +14,7 @@ What several ranks have to do together or not at all takes two meetings, one bef
 from __future__ import annotations
 
 import json
+import math
 import threading
 import time
 from abc import ABC, abstractmethod
@@ -227,18 +228,29 @@ class GuestRollCall(RollCall):
     Args:
         host, port: of the host's store.
         rank, ranks, liveness_s, met: see `RollCall`; ``ranks`` has this one.
+        patience_s: how long the host may let this rank wait while it waits for another; itself, as long again [s].
     """
 
     def __init__(
-        self, host: str, port: int, rank: int, ranks: dict[int, int], *, liveness_s: float, met: int = 0
+        self,
+        host: str,
+        port: int,
+        rank: int,
+        ranks: dict[int, int],
+        *,
+        liveness_s: float,
+        patience_s: float,
+        met: int = 0,
     ) -> None:
         super().__init__(rank, ranks, liveness_s=liveness_s, met=met)
+        self._patience_s = 2 * patience_s
         store = TCPStore(host, port, is_master=False, timeout=timedelta(seconds=max(10.0, liveness_s)))
         self._thread: _Caller | None = _Caller(store, rank, self._name(rank), self._beat_s)
 
     def _told(self, what: str, sound: bool, said: Any) -> dict[str, Any]:
         assert self._thread is not None
-        return self._thread.ask(self.meetings, json.dumps({"what": what, "sound": sound}), self._liveness_s)
+        text = json.dumps({"what": what, "sound": sound})
+        return self._thread.ask(self.meetings, text, self._liveness_s, self._patience_s)
 
     def fail(self, text: str) -> None:
         if self._thread is not None:
@@ -282,13 +294,13 @@ class _Caller(threading.Thread):
 
     # ---- the rank's own thread --------------------------------------------------------------------------------
 
-    def ask(self, number: int, text: str, liveness_s: float) -> dict[str, Any]:
+    def ask(self, number: int, text: str, liveness_s: float, patience_s: float) -> dict[str, Any]:
         """Comes to a meeting and returns what is told there."""
         with self._condition:
             self._errands.append((f"come/{number}/{self._rank}", text))
             self._told, self._looks_for = None, number
             self._condition.notify_all()
-            self._wait_for(lambda: self._told is not None, liveness_s)
+            self._wait_for(lambda: self._told is not None, liveness_s, patience_s)
             assert self._told is not None
             return self._told
 
@@ -308,8 +320,9 @@ class _Caller(threading.Thread):
             self._condition.notify_all()
         self.join(limit_s)
 
-    def _wait_for(self, happened: Callable[[], bool], limit_s: float) -> None:
+    def _wait_for(self, happened: Callable[[], bool], limit_s: float, patience_s: float = math.inf) -> None:
         heard, silent_s, last_s = self._heard, 0.0, time.monotonic()
+        waited_s = 0.0
         while not happened():
             if self._error is not None:
                 raise self._lost(str(self._error)) from self._error
@@ -317,8 +330,11 @@ class _Caller(threading.Thread):
             now_s = time.monotonic()
             passed_s, last_s = min(now_s - last_s, 2 * self._beat_s), now_s
             heard, silent_s = self._heard, 0.0 if self._heard != heard else silent_s + passed_s
+            waited_s += passed_s
             if silent_s > limit_s:
                 raise self._lost(f"no sign of life for {limit_s:g} s")
+            if waited_s > patience_s:
+                raise self._lost(f"it did not come to where the others met, for {patience_s:g} s")
 
     def _lost(self, why: str) -> Exception:
         if self._ended:

@@ -134,8 +134,11 @@ class Clients:
         return roll, _Address(settings.host, store.port)
 
     def _guest(self, address: _Address, ranks: dict[int, int], met: int) -> RollCall:
-        members, liveness_s = self._members, self._settings.liveness_s
-        return GuestRollCall(address.host, address.port, members.rank, ranks, liveness_s=liveness_s, met=met)
+        settings = self._settings
+        return GuestRollCall(
+            address.host, address.port, self._members.rank, ranks, liveness_s=settings.liveness_s,
+            patience_s=settings.patience.total_seconds(), met=met,
+        )  # fmt: skip
 
     # ---- where they meet --------------------------------------------------------------------------------------
 

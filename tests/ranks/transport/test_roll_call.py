@@ -25,7 +25,7 @@ class Crew:
 
     def __init__(self, ranks: int = 3, *, patience_s: float = 60.0, least: int = 1) -> None:
         self.store: TCPStore | None = host_store("127.0.0.1", timedelta(seconds=20))
-        self.port = self.store.port
+        self.port, self.patience_s = self.store.port, patience_s
         everybody = dict.fromkeys(range(ranks), 0)
         self.host = HostRollCall(
             self.store, 0, everybody, liveness_s=LIVENESS_S, patience_s=patience_s, least=least
@@ -33,7 +33,9 @@ class Crew:
         self.guests = {rank: self.guest(rank, everybody) for rank in range(1, ranks)}
 
     def guest(self, rank: int, ranks: dict[int, int], met: int = 0) -> GuestRollCall:
-        return GuestRollCall("127.0.0.1", self.port, rank, ranks, liveness_s=LIVENESS_S, met=met)
+        return GuestRollCall(
+            "127.0.0.1", self.port, rank, ranks, liveness_s=LIVENESS_S, patience_s=self.patience_s, met=met
+        )
 
     def all(self, ranks: Sequence[int]) -> dict[int, RollCall]:
         return {rank: self.host if rank == 0 else self.guests[rank] for rank in ranks}
@@ -162,6 +164,15 @@ def test_without_the_host_all_end(crew: Crew) -> None:
     crew.store = crew.host._store = None  # as its process, the store is gone
     for error in crew.meet([1, 2]).values():
         assert isinstance(error, ServerLostError) and "rank 0, without which the others cannot go on" in str(error)
+
+
+def test_a_host_that_lives_and_does_not_come_is_not_waited_for_ever() -> None:
+    crew = Crew(patience_s=0.2)
+    try:
+        (error,) = crew.meet([1]).values()
+        assert isinstance(error, ServerLostError) and "it did not come to where the others met, for 0.4 s" in str(error)
+    finally:
+        crew.close()
 
 
 def test_a_host_that_is_silent_is_not_waited_for_ever(crew: Crew, monkeypatch: pytest.MonkeyPatch) -> None:
