@@ -9,11 +9,13 @@ import signal
 import sys
 import time
 from collections.abc import Iterator
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 from unittest.mock import create_autospec
 
 import pytest
+import torch
 import torch.distributed as dist
 from lightning.fabric.utilities.distributed import DistributedSamplerWrapper
 from lightning.pytorch import Trainer
@@ -227,6 +229,26 @@ def test_all_meet_once_more_without_a_rank_that_dies_on_its_way(again: int, monk
         alive = it.rebuild_among_living((0, 2, 3, 4), 7)
     assert [str(one.message) for one in said] == ["at meeting 8", "at meeting 9"][:again]
     assert tried == [((0, 2, 3, 4), 7), ((0, 3, 4), 8), ((0, 3), 9)][: again + 1] and alive == tried[-1][0]
+
+
+def one_that_fails_alone(rank: int, world: int) -> float:
+    """Rank 1 was seen, and did not come: rank 0 has a group behind it that could not be made, rank 1 has not."""
+    store = dist.FileStore("store", world)
+    common: Any = {"store": store, "members": [0, 1], "rank": rank, "backend": "gloo"}
+    if rank:
+        leave_default_group()
+        dist.PrefixStore("generation/1", store).set("here/1", "1")
+    else:
+        with pytest.raises(RuntimeError):
+            rebuild_default_group(**common, generation=1, timeout=timedelta(seconds=0.5))
+    rebuild_default_group(**common, generation=2, timeout=timedelta(seconds=10))
+    side, total = dist.new_group(backend="gloo"), torch.tensor([float(rank + 1)])
+    dist.all_reduce(total, group=side)
+    return total.item()
+
+
+def test_a_group_that_some_could_not_make_does_not_spoil_the_next() -> None:
+    assert run_ranks(2, one_that_fails_alone) == [3.0, 3.0]
 
 
 def hooks_after_two_groups(rank: int, world: int) -> bool:
