@@ -95,8 +95,8 @@ class RollCall(ABC):
         """
         self.meetings += 1
         told = self._told(what, sound, said)
-        if "ended" in told:
-            raise RemoteFailureError(told["ended"])
+        if ended := told.get("ended"):
+            raise RemoteFailureError(ended)
         for rank, why in told["lost"]:
             if rank == self.rank:
                 raise LeftBehindError(_left_behind(rank, why))

@@ -159,10 +159,13 @@ class Clients:
     def _meet(self, what: str, *, sound: bool = True) -> Roll:
         roll = self._roll.meet(what, sound=sound)
         for rank, why in roll.lost:
-            left = len(roll.present)
-            text = f"rank {rank} is left out ({why}): the others go on without it and its weight, {left} clients"
             if self._members.is_lowest:
-                warnings.warn(text, RuntimeWarning, stacklevel=2)
+                warnings.warn(
+                    f"rank {rank} is left out ({why}): the others go on without it and its weight,"
+                    f" {len(roll.present)} clients",
+                    RuntimeWarning,
+                    stacklevel=2,
+                )
             self._lost(rank, why)
         return roll
 
@@ -230,7 +233,9 @@ class Clients:
                 return value  # type: ignore[possibly-undefined]
             undo()
             self._broken = True
-        raise error or RuntimeError(f"{what} has failed on another rank, though no rank is lost; its error is there")
+        if error is not None:
+            raise error
+        raise RuntimeError(f"{what} has failed on another rank, though no rank is lost; its error is there")
 
     # ---- begin and end, joining ----------------------------------------------------------------------------------
 
