@@ -68,6 +68,7 @@ class RollCall(ABC):
     def __init__(self, rank: int, ranks: dict[int, int], *, liveness_s: float, met: int) -> None:
         self.rank, self.meetings = rank, met
         self._ranks = dict(ranks)
+        self._over = False  # the run has ended for this rank
         self._liveness_s = liveness_s
         self._beat_s = min(1.0, liveness_s / _BEATS)
 
@@ -94,6 +95,7 @@ class RollCall(ABC):
             ServerLostError: the host has died, or is silent.
         """
         self.meetings += 1
+        self._over = True  # unless this is answered
         told = self._told(what, sound, said)
         if ended := told.get("ended"):
             raise RemoteFailureError(ended)
@@ -101,9 +103,15 @@ class RollCall(ABC):
             if rank == self.rank:
                 raise LeftBehindError(_left_behind(rank, why))
             self._ranks.pop(rank, None)
+        self._over = False
         return Roll(
             tuple(told["present"]), told["sound"], tuple((rank, why) for rank, why in told["lost"]), told["said"]
         )
+
+    def fail(self, text: str) -> None:
+        """This rank has failed: tells the others, as far as they can be reached; not what it was told itself."""
+        if not self._over:
+            self._fail(text)
 
     def _name(self, rank: int) -> str:
         """Of a process: who comes again is another one."""
@@ -114,8 +122,8 @@ class RollCall(ABC):
         """Returns what the host has decided."""
 
     @abstractmethod
-    def fail(self, text: str) -> None:
-        """This rank has failed: tells the others, as far as they can be reached."""
+    def _fail(self, text: str) -> None:
+        """Tells the others."""
 
     @abstractmethod
     def close(self) -> None:
@@ -139,7 +147,6 @@ class HostRollCall(RollCall):
         self._store: Store | None = store
         self._patience_s, self._least = patience_s, least
         self._heard: dict[str, bytes] = {}
-        self._failed = False
 
     def _told(self, what: str, sound: bool, said: Any) -> dict[str, Any]:
         store, number = self._store, self.meetings
@@ -170,7 +177,6 @@ class HostRollCall(RollCall):
         # All who are here have read the meeting before, and who is not is told that he is out.
         for key in (*(f"come/{number}/{rank}" for rank in come if rank != self.rank), f"met/{number - 1}"):
             store.delete_key(key)
-        self._failed = "ended" in told
         return told
 
     def _missing(self, store: Store, number: int, come: dict[int, dict[str, Any]]) -> Iterator[tuple[int, str]]:
@@ -207,8 +213,7 @@ class HostRollCall(RollCall):
         self._heard[key] = heard
         return True
 
-    def fail(self, text: str) -> None:
-        self._failed = True
+    def _fail(self, text: str) -> None:
         if self._store is not None:
             self._store.set("failed", text)
 
@@ -252,7 +257,7 @@ class GuestRollCall(RollCall):
         text = json.dumps({"what": what, "sound": sound})
         return self._thread.ask(self.meetings, text, self._liveness_s, self._patience_s)
 
-    def fail(self, text: str) -> None:
+    def _fail(self, text: str) -> None:
         if self._thread is not None:
             self._thread.fail(text)
 

@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from lightning_hetero import lightning_compat as compat
 from lightning_hetero.federated.decide.policy import AdaptiveSteps
@@ -31,10 +30,10 @@ from lightning_hetero.federated.decide.rounds import (
     digest_of,
     disagreement,
     of_all,
-    spread,
 )
 from lightning_hetero.federated.fit.clients import Clients, ClientSettings
 from lightning_hetero.federated.fit.common import CommonState
+from lightning_hetero.federated.fit.division import Division
 from lightning_hetero.federated.fit.loaders import OwnBinder
 from lightning_hetero.federated.fit.meetings import meeting_points
 from lightning_hetero.federated.fit.refusals import check_clients
@@ -95,9 +94,6 @@ class FederatedRun(EngineRun[OwnBinder]):
             self.clients = Clients(
                 trainer, members, self.channel, elastic, invitation, changed=self._clients_changed, lost=self._lost
             )
-        self._known: dict[int, Client] = {}  # what each rank trains on
-        self._new: set[int] = set()  # ranks of which that is still to be told
-        self._policy_of: tuple[int, ...] = ()  # ranks that the policy divides among
         self._places = {rank: (0, 0) for rank in range(trainer.world_size)}  # in their data, where all met last
         self._slots: int | None = None  # of an epoch
         self._why = ""  # others are there than before
@@ -113,7 +109,8 @@ class FederatedRun(EngineRun[OwnBinder]):
                 " term to your losses there"
             )
         self._weight_of = shared.weight_in(self.module)
-        self._planned = False  # the policy knows what it divides
+        self._division = Division(trainer, settings, self.binder, members)
+        self._mine = Client(0, 0, 0)  # what this rank trains on
         self._course: Course | None = None
         self._slot = 0
         self._began: int | None = None  # slot of the round's begin, of a checkpoint
@@ -152,10 +149,7 @@ class FederatedRun(EngineRun[OwnBinder]):
 
     @property
     def shares(self) -> tuple[int, ...]:
-        return self._sizes() if self._planned else ()
-
-    def _sizes(self) -> tuple[int, ...]:
-        return spread(self.plan.sizes, self._policy_of, self.trainer.world_size)
+        return self._division.sizes if self._division.ranks else ()
 
     def step_report(self) -> StepReport | None:
         return self._report
@@ -171,8 +165,8 @@ class FederatedRun(EngineRun[OwnBinder]):
         """One line on the rounds; ``None`` before the first."""
         if not self._rows:
             return None
-        sizes = "/".join(map(str, self._sizes()))
-        steps = "/".join(map(str, spread(self.plan.steps, self._policy_of, self.trainer.world_size)))
+        sizes = "/".join(map(str, self._division.sizes))
+        steps = "/".join(map(str, self._division.steps))
         return f"hetero_federated: {self.rounds} rounds; batches {sizes}, local steps {steps} at the end"
 
     def state_dict(self) -> dict[str, Any]:
@@ -211,7 +205,7 @@ class FederatedRun(EngineRun[OwnBinder]):
 
     def started(self, mine: Client) -> int:
         """Opens the policy for what the ranks train on; returns the slots of an epoch."""
-        self._known[self.members.rank] = mine
+        self._mine = mine
         if self.members.joining:
             assert self.clients is not None
             check_clients([mine], automatic=True, rests=False)
@@ -223,34 +217,13 @@ class FederatedRun(EngineRun[OwnBinder]):
         check_clients(self.binder.clients, automatic=self._automatic, rests=rests)
         if not (self.members.joining and self._slots):
             self._slots = max(batches)
-        self._open_policy()
+        self._division.open()
         return self._slots
 
     def _exchange(self) -> None:
         """All tell what they train on."""
-        mine = tuple(self._known[self.members.rank])
-        gathered = self._gathered("what each rank trains on", mine)
-        self._known |= {rank: Client(*one) for rank, one in zip(self.present, gathered, strict=True)}
-        self._new.clear()
-        self.binder.regroup([self._known[rank] for rank in self.present])
-
-    def _open_policy(self) -> None:
-        settings, present = self._settings, self.present
-
-        def of_those(given: Any) -> Any:
-            """Bounds that the user has given per rank."""
-            listed = isinstance(given, Sequence) and len(given) == self.trainer.world_size
-            return [given[rank] for rank in present] if listed else given
-
-        self.policy.start(
-            self.binder.clients,
-            local_steps=settings.local_steps,
-            lower=of_those(settings.min_samples),
-            upper=of_those(settings.max_samples),
-            total=self.binder.asked_batch,
-            least=2 if any(isinstance(layer, _BatchNorm) for layer in self.module.modules()) else 1,
-        )
-        self._planned, self._policy_of = True, present
+        mine = tuple(self._mine)
+        self._division.heard([Client(*one) for one in self._gathered("what each rank trains on", mine)])
 
     # ---- ranks that are lost, or come again, see `Clients` ------------------------------------------------------
 
@@ -279,20 +252,13 @@ class FederatedRun(EngineRun[OwnBinder]):
         self._why = f"rank {rank} is left out: {why}"
 
     def _clients_changed(self, before: tuple[int, ...], now: tuple[int, ...]) -> None:
-        if came := set(now) - set(before):
-            self._new |= came
-            self._why = f"rank {', '.join(map(str, sorted(came)))} has come again"
-        self._new &= set(now)
-        if self._policy_of and not self._new:
-            self._settle()
+        if came := sorted(set(now) - set(before)):
+            self._why = f"rank {', '.join(map(str, came))} has come again"
+        if self._division.others(before, now):
+            self._divide_again()
 
-    def _settle(self) -> None:
-        """Divides among those who are there now."""
-        old, now, chosen = self._policy_of, self.present, self._chosen
-        self.binder.regroup([self._known[rank] for rank in now])
-        self.policy.keep([old.index(rank) if rank in old else None for rank in now])
-        self._open_policy()
-        self._chosen = frozenset(i for i, rank in enumerate(now) if rank in old and old.index(rank) in chosen)
+    def _divide_again(self) -> None:
+        self._chosen = self._division.again(self._chosen)
         if self._course is not None:
             self._course.rank = self.channel.rank
         self._note_plan(self._why)
@@ -302,12 +268,11 @@ class FederatedRun(EngineRun[OwnBinder]):
         clients = self.clients
         if clients is None or not clients.open or not self.members.missing:
             return
-        before = self.present
         clients.admission.look()
         clients.admission.admit()
-        if self._new or self.present != before:
+        if self._division.outdated:
             self._exchange()
-            self._settle()
+            self._divide_again()
             self._choose()
 
     def size(self) -> int:
@@ -546,7 +511,7 @@ class FederatedRun(EngineRun[OwnBinder]):
         assert self._course is not None
         predicted = dict(zip(self.present, self.policy.predict_s(), strict=False))
         predicted_s = [predicted.get(rank, math.nan) for rank in range(len(everyone))]
-        self._report = step_report(everyone, self._sizes(), predicted_s)
+        self._report = step_report(everyone, self._division.sizes, predicted_s)
         self._reports = [*self._reports[-63:], self._report]
         decision = self.policy.decide([(row.samples, row.steps, row.compute_s) for row in rows])
         self._measured = [0.0, 0.0, 0.0]
@@ -557,10 +522,9 @@ class FederatedRun(EngineRun[OwnBinder]):
             self._note_plan(decision.reason, predicted_s=decision.predicted_s)
 
     def _note_plan(self, reason: str, **more: float) -> None:
-        world_size = self.trainer.world_size
         data = {
-            "shares": list(self._sizes()),
-            "steps": list(spread(self.plan.steps, self._policy_of, world_size)),
+            "shares": list(self._division.sizes),
+            "steps": list(self._division.steps),
             **more,
             "reason": reason,
         }
