@@ -153,7 +153,7 @@ class HostRollCall(RollCall):
         assert store is not None
         come: dict[int, dict[str, Any]] = {self.rank: {"what": what, "sound": sound}}
         lost = dict(self._missing(store, number, come))
-        others = {rank: one["what"] for rank, one in come.items()}
+        others = {rank: one["what"] for rank, one in sorted(come.items())}
         told: dict[str, Any]
         if store.check(["failed"]):
             told = {"ended": store.get("failed").decode()}
@@ -173,6 +173,7 @@ class HostRollCall(RollCall):
             told = {"present": sorted(come), "sound": everything, "lost": sorted(lost.items()), "said": said}
         for rank, why in lost.items():
             store.set(f"out/{self._name(rank)}", why)
+            del self._ranks[rank]
         store.set(f"met/{number}", json.dumps(told))
         # All who are here have read the meeting before, and who is not is told that he is out.
         for key in (*(f"come/{number}/{rank}" for rank in come if rank != self.rank), f"met/{number - 1}"):

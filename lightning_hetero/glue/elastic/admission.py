@@ -111,7 +111,7 @@ class Admission:
             self._remove_checkpoint()
             members.warn_once(
                 f"rank {numbers} wants to join, and the checkpoint that it would resume from cannot be saved: {failed};"
-                " this is tried again at the end of the next epoch"
+                " this is tried again when ranks are next let in"
             )
 
     def _asking_of(self, ranks: Sequence[int]) -> list[int]:
