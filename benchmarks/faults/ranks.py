@@ -24,12 +24,13 @@ from torch import nn
 from benchmarks.faults.played import ProcessGroup
 from benchmarks.faults.wires import MemoryLink
 from benchmarks.faults.world import Process, World
-from lightning_hetero.stale.fit.elastic.admission import Admission
-from lightning_hetero.stale.fit.elastic.groups import Groups
-from lightning_hetero.stale.fit.elastic.join import FIRST_GENERATION, Invitation
-from lightning_hetero.stale.fit.elastic.meetings import Meetings
-from lightning_hetero.stale.fit.members import Members
+from lightning_hetero.glue.elastic.admission import Admission
+from lightning_hetero.glue.elastic.groups import Groups
+from lightning_hetero.glue.elastic.join import FIRST_GENERATION, Invitation
+from lightning_hetero.glue.elastic.members import Members
+from lightning_hetero.stale.fit.meetings import Meetings
 from lightning_hetero.stale.fit.session import Session
+from lightning_hetero.stale.runtime.processes.start import Address
 from lightning_hetero.stale.runtime.work.chunk import Chunk
 from lightning_hetero.stale.runtime.work.worker import Worker
 from lightning_hetero.transport.base import Reply, Say
@@ -118,8 +119,8 @@ class _Session(Session):
         self._process = forked
 
     @property
-    def address(self) -> Any:
-        return SimpleNamespace(host="memory", port=0)
+    def address(self) -> Address:
+        return Address(directory="", host="memory", port=0, token="", near=())
 
 
 class Rank:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,14 +18,15 @@ from torch import Tensor
 from lightning_hetero import lightning_compat as compat
 from lightning_hetero.federated.decide.bounds import check_bounds
 from lightning_hetero.federated.decide.policy import RoundPolicy, RoundPolicyName, by_name
+from lightning_hetero.federated.fit.clients import Clients, ClientSettings
 from lightning_hetero.federated.fit.refusals import REFUSALS
 from lightning_hetero.federated.fit.run import FederatedRun
 from lightning_hetero.federated.fit.settings import FederatedSettings, OptimizerStates, WeightBy
 from lightning_hetero.federated.runtime.server import ServerName, ServerOptimizer, server_by_name
 from lightning_hetero.glue.checks import check_choice, check_counts
-from lightning_hetero.glue.metrics import integer_mean_, is_mean
+from lightning_hetero.glue.elastic.ddp import ElasticDDPStrategy
+from lightning_hetero.glue.metrics import is_mean
 from lightning_hetero.glue.setup import CHECKPOINT_KEY
-from lightning_hetero.glue.strategy import HeteroStrategy
 from lightning_hetero.predictors import Predictor, PredictorName
 
 if TYPE_CHECKING:
@@ -33,7 +35,7 @@ if TYPE_CHECKING:
 __all__ = ["FederatedStrategy"]
 
 
-class FederatedStrategy(HeteroStrategy[FederatedRun]):
+class FederatedStrategy(ElasticDDPStrategy[FederatedRun]):
     """Local steps on each rank's own data, whose results are averaged by the samples they have used (after LB-BSP).
 
     The train loader of each rank is its own and stays with it: nothing is divided, nothing is sent but parameters. In a
@@ -59,6 +61,9 @@ class FederatedStrategy(HeteroStrategy[FederatedRun]):
         server: makes a step of the average: ``"fedavgm"``, ``"fedadam"``, a `ServerOptimizer`; ``None``: takes it.
         proximal: strength of FedProx's pull towards the last average, mu; 0: none.
         participation: part of the ranks that take part in a round, drawn anew for each.
+        min_clients: ranks that must be left for the run to go on without one that is lost, which may come again;
+            ``None``: a lost rank ends the run, as under DDP.
+        liveness_s: with ``min_clients``, silence after which a rank is left out where the others meet.
         **ddp: arguments shared by all engines, and `DDPStrategy`'s own; see `HeteroStrategy`. ``global_batch_size`` is
             the sum of the batches of a local step, where the policy re-sizes them. Those of `DistributedDataParallel`,
             which is not used here, are refused or named in a warning.
@@ -88,10 +93,12 @@ class FederatedStrategy(HeteroStrategy[FederatedRun]):
         server: ServerName | ServerOptimizer | None = None,
         proximal: float = 0.0,
         participation: float = 1.0,
+        min_clients: int | None = None,
+        liveness_s: float = 30.0,
         **ddp: Any,
     ) -> None:
         super().__init__(accelerator=accelerator, **ddp)
-        check_counts(local_steps=local_steps)
+        check_counts(local_steps=local_steps, min_clients=min_clients)
         check_bounds(min_samples, max_samples)
         check_choice("weight_by", weight_by, ("used", "owned"))
         check_choice("optimizer_state", optimizer_state, ("average", "keep", "reset"))
@@ -99,6 +106,8 @@ class FederatedStrategy(HeteroStrategy[FederatedRun]):
             raise ValueError(f"proximal={proximal!r} must be a finite number >= 0 (FedProx's mu)")
         if isinstance(participation, bool) or not (isinstance(participation, int | float) and 0 < participation <= 1):
             raise ValueError(f"participation={participation!r} must be in (0, 1] (part of the ranks)")
+        if isinstance(liveness_s, bool) or not (isinstance(liveness_s, int | float) and 0 < liveness_s < float("inf")):
+            raise ValueError(f"liveness_s={liveness_s!r} must be > 0 (seconds)")
         options: dict[str, Any] = {"predictor": (predictor, "kalman"), "dead_band": (dead_band, 0.02)}
         given = {name: value for name, (value, default) in options.items() if value != default}
         if isinstance(policy, RoundPolicy):
@@ -119,6 +128,8 @@ class FederatedStrategy(HeteroStrategy[FederatedRun]):
             server=server_by_name(server),
             proximal=float(proximal),
             participation=float(participation),
+            min_clients=min_clients,
+            liveness_s=float(liveness_s),
         )
         self._own_states: list[list[dict[str, Any]]] = []  # of a checkpoint, by rank and optimizer
 
@@ -132,7 +143,47 @@ class FederatedStrategy(HeteroStrategy[FederatedRun]):
             ddp_arguments=self.ddp_arguments,
             timeout=self.timeout,
             device=self.root_device,
+            members=self.members,
+            elastic=self._client_settings(),
+            invitation=self._invitation,
         )
+
+    def _client_settings(self) -> ClientSettings | None:
+        settings = self.settings
+        if settings.min_clients is None:
+            return None
+        if settings.min_clients > self.world_size:
+            raise ValueError(
+                f"min_clients={settings.min_clients} must be at most the number of ranks, {self.world_size}"
+            )
+        self.find_nodes()
+        assert self.cluster_environment is not None
+        return ClientSettings(
+            least=settings.min_clients,
+            liveness_s=settings.liveness_s,
+            patience=self.timeout or timedelta(minutes=30),
+            backend=self.process_group_backend or "gloo",
+            host=self.host_name(),
+            environment=self.cluster_environment,
+        )
+
+    @property
+    def _meetings(self) -> Clients | None:
+        clients = None if self._run is None else self._run.clients
+        return clients if clients is not None and clients.open else None
+
+    def _can_be_joined(self) -> bool:
+        return self.settings.min_clients is not None
+
+    def on_train_start(self) -> None:
+        super().on_train_start()
+        if self._run is not None:
+            self._run.start()
+
+    def on_train_end(self) -> None:
+        super().on_train_end()
+        if self._run is not None:
+            self._run.finish()
 
     def setup(self, trainer: Trainer) -> None:
         if self._run is not None:
@@ -144,6 +195,8 @@ class FederatedStrategy(HeteroStrategy[FederatedRun]):
         assert self.model is not None
         if self._run is None:
             super().configure_ddp()
+            return
+        if self.members.joining:
             return
         for tensor in [*self.model.parameters(), *self.model.buffers()]:
             dist.broadcast(tensor.data, 0)
@@ -189,17 +242,11 @@ class FederatedStrategy(HeteroStrategy[FederatedRun]):
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
         """Means of integers are exact. Values logged for a training batch stay this rank's: nothing is sent then."""
         run = self._run
-        if not (isinstance(tensor, Tensor) and is_mean(reduce_op) and dist.is_initialized()):
-            with self.waiting_for_peers():
-                return super().reduce(tensor, group, reduce_op)
-        if run is not None and tensor.is_floating_point() and compat.batch_results_open(run.trainer):
+        a_mean = isinstance(tensor, Tensor) and is_mean(reduce_op) and tensor.is_floating_point()
+        if run is not None and a_mean and compat.batch_results_open(run.trainer):
             return tensor
         with self.waiting_for_peers():
-            if tensor.is_floating_point():
-                return super().reduce(tensor, group, reduce_op)
-            world = dist.group.WORLD if group is None else group
-            assert world is not None
-            return integer_mean_(tensor, world)
+            return super().reduce(tensor, group, reduce_op)
 
     # ---- checkpoints ------------------------------------------------------------------------------------------
 
@@ -215,7 +262,7 @@ class FederatedStrategy(HeteroStrategy[FederatedRun]):
         keeps = run is not None and not run.failed and self.settings.optimizer_state == "keep"
         if run is None or not keeps or states is None or CHECKPOINT_KEY not in checkpoint:
             return checkpoint
-        everyone = run.channel.all_gather_object(states)
+        everyone = run.by_rank("states of the optimizers", states)
         return {**checkpoint, CHECKPOINT_KEY: {**checkpoint[CHECKPOINT_KEY], "optimizers": everyone}}
 
     def take_state(self, checkpoint: dict[str, Any]) -> None:
@@ -224,6 +271,7 @@ class FederatedStrategy(HeteroStrategy[FederatedRun]):
 
     def load_optimizer_state_dict(self, checkpoint: Any) -> None:
         mine, self._own_states = self._own_states, []
-        if len(mine) == self.world_size and self.settings.optimizer_state == "keep":
+        kept = len(mine) == self.world_size and mine[self.global_rank] is not None
+        if kept and self.settings.optimizer_state == "keep":
             checkpoint = {**checkpoint, "optimizer_states": mine[self.global_rank]}
         super().load_optimizer_state_dict(checkpoint)

@@ -9,7 +9,6 @@
 
 from __future__ import annotations
 
-import socket
 from collections.abc import Callable
 from contextlib import contextmanager, nullcontext
 from functools import partial
@@ -19,13 +18,12 @@ import torch
 import torch.distributed as dist
 
 from lightning_hetero.glue.checks import check_choice, check_counts
-from lightning_hetero.glue.nodes import gather_nodes
+from lightning_hetero.glue.elastic.ddp import ElasticDDPStrategy
 from lightning_hetero.predictors import Predictor, PredictorName
 from lightning_hetero.predictors import by_name as predictor_by_name
 from lightning_hetero.stale.decide.policy import Policy, PolicyName
 from lightning_hetero.stale.decide.policy import by_name as policy_by_name
-from lightning_hetero.stale.fit.elastic.ddp import ElasticDDPStrategy
-from lightning_hetero.stale.fit.elastic.meetings import Meetings
+from lightning_hetero.stale.fit.meetings import Meetings
 from lightning_hetero.stale.fit.refusals import (
     REFUSALS,
     refuse_controller,
@@ -129,12 +127,8 @@ class BoundedStalenessStrategy(ElasticDDPStrategy[StaleRun]):
     # ---- set-up and teardown ----------------------------------------------------------------------------------
 
     def begin(self, trainer: Trainer) -> StaleRun:
-        members, invitation = self.members, self._invitation
-        if invitation is None:
-            members.nodes = dict(zip(members.alive, gather_nodes(self.node_rank), strict=True))
-        else:
-            members.nodes = {**dict(invitation.nodes), members.rank: self.node_rank}
-        return StaleRun(trainer, self._settings(), members, invitation)
+        self.find_nodes()
+        return StaleRun(trainer, self._settings(), self.members, self._invitation)
 
     def _settings(self) -> StaleSettings:
         """Returns what a fit takes from the arguments, and where this rank runs."""
@@ -161,20 +155,11 @@ class BoundedStalenessStrategy(ElasticDDPStrategy[StaleRun]):
             codec=self._codec,
             agreed=agreed,
             shares_memory=self.transport != "pairs",
-            host=self._host_name(),
+            host=self.host_name(),
             environment=self.cluster_environment,
             backend=self.process_group_backend or "gloo",
             timeout=self.timeout,
         )
-
-    def _host_name(self) -> str:
-        """Returns the name under which other nodes reach this one."""
-        if self.num_nodes == 1 and len(set(self.members.nodes.values())) == 1:
-            return "127.0.0.1"
-        if not self.members.shares_node_with(0):  # which matters if rank 0 has died
-            return socket.gethostname()
-        assert self.cluster_environment is not None
-        return self.cluster_environment.main_address
 
     def setup(self, trainer: Trainer) -> None:
         if self._run is not None:

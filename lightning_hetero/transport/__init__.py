@@ -1,6 +1,8 @@
 """Messages between processes (layer T).
 
 ``side_channel``   small collectives of the ranks among themselves
+``groups``         the default process group again, among those that are left, or with who has come
+``store``          a store hosted by this process
 
 Worker and server of parameters:
 

@@ -34,15 +34,19 @@ class SideChannel:
         self.rank = dist.get_rank(group)
         self.world_size = dist.get_world_size(group)
 
+    def leave(self) -> None:
+        """Lets go of a group that is broken: as long as this rank holds it, others wait for it there."""
+        vars(self).pop("group", None)
+
     def close(self, *, destroy: bool = True) -> None:
         """Destroys the group (not while an exchange may be under way with peers that are gone); lets go of it anyway.
 
         What a Trainer keeps after a fit (its loaders) may still hold this channel. Collected as garbage in a forked
         DataLoader worker, the group's destructor would wait for threads that were not forked.
         """
-        if destroy and dist.is_initialized():
+        if destroy and dist.is_initialized() and "group" in vars(self):
             dist.destroy_process_group(self.group)
-        del self.group
+        self.leave()
 
     def all_gather_row(self, row: Sequence[float]) -> Callable[[], list[list[float]]]:
         """Starts gathering ``row`` (float64, the same length everywhere); call the result to wait for all rows."""

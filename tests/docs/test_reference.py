@@ -187,7 +187,7 @@ def controlled_metrics() -> dict[str, float]:
 def federated_metrics() -> dict[str, float]:
     """What the federated engine logs of a round of two ranks."""
     row = ClientRow(**dict.fromkeys(ClientRow._fields, 1.0))
-    return federated_report.engine_metrics(1, [row, row])
+    return federated_report.engine_metrics(1, [row, row], 2)
 
 
 @pytest.mark.parametrize("engine", [e for e in ENGINES if e.strategy is not AutoStrategy], ids=str)

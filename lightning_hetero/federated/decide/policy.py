@@ -72,6 +72,13 @@ class RoundPolicy(ABC):
     def _open(self, clients: Sequence[Client], **sizes: Any) -> None:
         """Called at the end of `start`, for policies that divide something; ``sizes``: see `client_bounds`."""
 
+    def keep(self, ranks: Sequence[int | None]) -> None:
+        """Before another `start` within a run, because ranks were lost or have come: goes on with what was learned.
+
+        Args:
+            ranks: for each rank from now on, its place before; None: it was not there.
+        """
+
     @property
     def plan(self) -> RoundPlan:
         """Of the next round."""
@@ -146,6 +153,14 @@ class _BySpeed(RoundPolicy):
         fits = len(resumed) == world_size and all(a <= n <= b for a, n, b in zip(low, resumed, up, strict=True))
         if not fits or sum(resumed) != total:
             self._resumed = None
+
+    def keep(self, ranks: Sequence[int | None]) -> None:
+        """Of those that are left the speeds are known. With somebody new all begin equal, as in the first round."""
+        self._resumed = None
+        state, nobody = self.balance.state_dict(), self.balance.prototype.fresh().state_dict()
+        known, whole = state["predictors"], None not in ranks
+        predictors = [known[i] if i is not None and whole else nobody for i in ranks]
+        self.balance.load_state_dict({**state, "predictors": predictors, "most_samples": (), "guard": {}})
 
     @property
     def divided(self) -> tuple[int, ...]:

@@ -18,7 +18,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-__all__ = ["Client", "ClientRow", "Course", "RoundPlan", "chosen_ranks", "digest_of", "disagreement"]
+__all__ = [
+    "Client", "ClientRow", "Course", "RoundPlan", "chosen_ranks", "digest_of", "disagreement", "of_all", "spread",
+]
 
 
 class Client(NamedTuple):
@@ -85,9 +87,15 @@ def digest_of(*values: object) -> float:
     return float(zlib.crc32(repr(values).encode()))
 
 
-def disagreement(rows: Sequence[ClientRow]) -> str | None:
-    """Returns what to tell of ranks that are at different places or hold different things; None: they agree."""
-    places = {rank: (int(row.epoch), int(row.slot)) for rank, row in enumerate(rows)}
+def disagreement(rows: Sequence[ClientRow], ranks: Sequence[int] | None = None) -> str | None:
+    """Returns what to tell of ranks that are at different places or hold different things; None: they agree.
+
+    Args:
+        rows: of the ranks that are there.
+        ranks: which these are; None: all.
+    """
+    ranks = range(len(rows)) if ranks is None else ranks
+    places = {rank: (int(row.epoch), int(row.slot)) for rank, row in zip(ranks, rows, strict=True)}
     if len(set(places.values())) > 1:
         return (
             f"the ranks are not at the same (epoch, batch): {places}. They do not run the same program, or a hook has"
@@ -95,11 +103,30 @@ def disagreement(rows: Sequence[ClientRow]) -> str | None:
         )
     if len({row.digest for row in rows}) > 1:
         return (
-            f"the ranks disagree at (epoch, batch) {places[0]}: on the plan of the round, on which parameters there"
-            " are, or on the names that were logged. Start all with the same program, arguments and versions, and log"
-            " the same names on all ranks"
+            f"the ranks disagree at (epoch, batch) {places[ranks[0]]}: on the plan of the round, on which parameters"
+            " there are, or on the names that were logged. Start all with the same program, arguments and versions, and"
+            " log the same names on all ranks"
         )
     return None
+
+
+def of_all(rows: Sequence[ClientRow], present: Sequence[int], world_size: int) -> list[ClientRow]:
+    """Returns a row for each rank that there was at first: of zeros for one that is not there.
+
+    Args:
+        rows: of those that are.
+        present: their ranks.
+        world_size: ranks at first.
+    """
+    absent = ClientRow(*(0.0 for _ in ClientRow._fields))._replace(epoch=rows[0].epoch, slot=rows[0].slot)
+    known = dict(zip(present, rows, strict=True))
+    return [known.get(rank, absent) for rank in range(world_size)]
+
+
+def spread(values: Sequence[int], present: Sequence[int], world_size: int) -> tuple[int, ...]:
+    """Returns a number for each rank that there was at first: 0 for one that is not there."""
+    known = dict(zip(present, values, strict=True))
+    return tuple(known.get(rank, 0) for rank in range(world_size))
 
 
 def chosen_ranks(world_size: int, part: float, generator: np.random.Generator) -> frozenset[int]:
@@ -120,27 +147,31 @@ class Course:
     """Which slots of an epoch this rank trains in, and where rounds end; the same rounds on all ranks.
 
     Args:
-        rank: this rank.
+        rank: this rank's place among those that are there.
         clients: what all ranks train on.
         again: whether a rank whose data are through begins them again; else it rests until the epoch ends.
         accumulate: slots of a local step.
+        slots: of an epoch; None: as many as the rank with most batches has.
 
     Attributes:
+        rank: as given; another one when ranks are lost or come.
         slots: of an epoch.
         began: slot in which the round began.
     """
 
-    def __init__(self, rank: int, clients: Sequence[Client], *, again: bool, accumulate: int = 1) -> None:
-        self.slots = max(client.batches for client in clients)
+    def __init__(
+        self, rank: int, clients: Sequence[Client], *, again: bool, accumulate: int = 1, slots: int | None = None
+    ) -> None:
+        self.slots = max(client.batches for client in clients) if slots is None else slots
         self.began = 0
-        self._rank = rank
+        self.rank = rank
         self._accumulate = accumulate
         self._windows = math.inf if again else -(-clients[rank].batches // accumulate)
 
     def trains(self, slot: int, plan: RoundPlan, chosen: Collection[int]) -> bool:
         """Tells whether this rank trains in ``slot``, or rests."""
         step = (slot - self.began) // self._accumulate
-        takes_part = self._rank in chosen and step < plan.steps[self._rank]
+        takes_part = self.rank in chosen and step < plan.steps[self.rank]
         return takes_part and slot // self._accumulate < self._windows
 
     def ends_round(self, slot: int, plan: RoundPlan, last: int) -> bool:

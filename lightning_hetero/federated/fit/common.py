@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,8 +18,10 @@ from lightning_hetero.federated.runtime.states import (
     Kept,
     average_states_,
     complete,
+    copied_states,
     forget_states,
     kept_states,
+    restore_states,
 )
 from lightning_hetero.transport.side_channel import SideChannel
 
@@ -40,7 +42,6 @@ class CommonState:
 
     def __init__(self, trainer: Trainer, settings: FederatedSettings, channel: SideChannel) -> None:
         self._trainer, self._settings, self._channel = trainer, settings, channel
-        self._world = dist.group.WORLD
         self._trainable: set[int] = set()  # parameters that were trained when the ranks met, by id
         self._before: dict[int, Tensor] = {}  # the last average, by id of the parameter
         if settings.server is not None:
@@ -80,16 +81,12 @@ class CommonState:
         total = sum(row.weight for row in rows)
         if not total > 0:
             return
-        group, part = self._world, rows[self._channel.rank].weight / total
+        # Over the side channel where a rank may be lost in it: on gloo that is an error, and soon.
+        group = self._channel.group if self._settings.min_clients is not None else dist.group.WORLD
+        part = rows[self._channel.rank].weight / total
         assert group is not None
         average_(tensors, part, group)
-        server, trained = self._settings.server, self._parameters()
-        if server is not None:
-            server.step([self._before.get(id(p), p.detach()) for p in trained], [p.detach() for p in trained])
-        kind = self._settings.optimizer_state
-        if kind == "reset":
-            forget_states(self._optimizers)
-        elif kind == "average":
+        if self._settings.optimizer_state == "average":
             if len({row.states for row in rows}) > 1:
                 everyone = self._channel.all_gather_object([tuple(kept) for kept in kept_states(self._optimizers)])
                 complete(self._optimizers, sorted({Kept(*kept) for states in everyone for kept in states}))
@@ -98,6 +95,30 @@ class CommonState:
                 lambda states: average_(states, part, group),
                 lambda numbers: dist.all_reduce(numbers, op=dist.ReduceOp.MAX, group=self._channel.group),
             )
+
+    def take(self, rows: Sequence[ClientRow]) -> None:
+        """All ranks hold the average of these rows: the server's step from it, alike on all."""
+        if not sum(row.weight for row in rows) > 0:
+            return
+        server, trained = self._settings.server, self._parameters()
+        if server is not None:
+            server.step([self._before.get(id(p), p.detach()) for p in trained], [p.detach() for p in trained])
+        if self._settings.optimizer_state == "reset":
+            forget_states(self._optimizers)
+
+    def copied(self) -> Callable[[], None]:
+        """Copies what an average changes; returns what brings it back."""
+        tensors, optimizers = self.tensors(), self._optimizers
+        copies = [tensor.detach().clone() for tensor in tensors]
+        states = copied_states(optimizers) if self._settings.optimizer_state == "average" else None
+
+        def bring_back() -> None:
+            for tensor, copy in zip(tensors, copies, strict=True):
+                tensor.detach().copy_(copy)
+            if states is not None:
+                restore_states(optimizers, states)
+
+        return bring_back
 
     def remember(self) -> None:
         """Takes what there is now for the last average."""

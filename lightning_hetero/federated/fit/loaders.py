@@ -25,8 +25,8 @@ __all__ = ["OwnBinder", "Rounds"]
 class Rounds(Protocol):
     """What the run makes of a rank's loader."""
 
-    def started(self, clients: list[Client]) -> int:
-        """Takes what all ranks train on; returns the batches of an epoch."""
+    def started(self, mine: Client) -> int:
+        """Takes what this rank trains on; returns the batches of an epoch. A collective."""
         ...
 
     def size(self) -> int:
@@ -62,7 +62,7 @@ class OwnBinder(LoaderBinder[BoundLoader]):
 
     Attributes:
         place: of this rank in its data, behind the last batch that it trained on.
-        clients: what all ranks train on; empty before it is known.
+        clients: what the ranks that are there train on; empty before it is known.
         asked_batch: samples of all ranks per local step, if the user has said so.
     """
 
@@ -117,7 +117,7 @@ class OwnBinder(LoaderBinder[BoundLoader]):
         if self._bound:  # reloaded: perhaps other data
             self.place = Place(self.place.passes + 1)
         self._epoch = epoch
-        rank, seed = self._channel.rank, int(os.environ.get("PL_GLOBAL_SEED", 0))
+        rank, seed = self._trainer.global_rank, int(os.environ.get("PL_GLOBAL_SEED", 0))
         order = OwnOrder(loader, spec, seed=seed * 1_000_003 + rank)
         mine = Client(order.samples, min(order.batch_size, max(1, order.samples)), order.batches)
         if self._resizes and order.by_batch:
@@ -125,13 +125,21 @@ class OwnBinder(LoaderBinder[BoundLoader]):
                 "the train loader has a batch sampler of its own, which decides the sizes of batches, and the policy"
                 " would re-size them: use policy='fedavg' or 'adaptive_steps', or give the loader a batch_size"
             )
-        self.clients = [Client(*one) for one in self._channel.all_gather_object(tuple(mine))]
-        length = self._rounds.started(self.clients)
+        length = self._rounds.started(mine)
         self._sampler = OwnBatches(order, size=self._rounds.size if self._resizes else None)
-        bound = BoundLoader(spec=spec, full=sum(client.batch_size for client in self.clients), order=None)
+        bound = BoundLoader(spec=spec, full=self._full(), order=None)
         bound.loader = own_loader(loader, self._sampler, batches=self._batches, length=length)
         self._bound = [bound]
         return bound.loader
+
+    def regroup(self, clients: list[Client]) -> None:
+        """Other clients are there."""
+        self.clients = clients
+        for bound in self._bound:
+            bound.full = self._full()
+
+    def _full(self) -> int:
+        return sum(client.batch_size for client in self.clients)
 
     def _batches(self, iterator: object, own: Callable[[], Iterator[Any]]) -> Iterator[Any]:
         sampler, rounds = self._sampler, self._rounds
@@ -161,7 +169,7 @@ class OwnBinder(LoaderBinder[BoundLoader]):
         """Returns what any engine needs to go on, as plain types."""
         primary = self.primary
         return {
-            "world_size": self._channel.world_size,
+            "world_size": self._trainer.world_size,
             "global_batch_size": self.global_batch_size,
             "batch_size": None if primary is None else primary.spec.batch_size,
             "orders": [],
@@ -171,5 +179,5 @@ class OwnBinder(LoaderBinder[BoundLoader]):
     def resume(self, state: Mapping[str, Any]) -> None:
         super().resume(state)
         places = state.get("clients", ())
-        if len(places) == self._channel.world_size:
-            self.place = Place(*(int(n) for n in places[self._channel.rank]))
+        if len(places) == self._trainer.world_size:
+            self.place = Place(*(int(n) for n in places[self._trainer.global_rank]))

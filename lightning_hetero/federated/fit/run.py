@@ -6,9 +6,10 @@
 
 from __future__ import annotations
 
+import math
 import os
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -16,7 +17,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from lightning_hetero import lightning_compat as compat
 from lightning_hetero.federated.decide.policy import AdaptiveSteps
@@ -29,13 +29,18 @@ from lightning_hetero.federated.decide.rounds import (
     chosen_ranks,
     digest_of,
     disagreement,
+    of_all,
 )
+from lightning_hetero.federated.fit.clients import Clients, ClientSettings
 from lightning_hetero.federated.fit.common import CommonState
+from lightning_hetero.federated.fit.division import Division
 from lightning_hetero.federated.fit.loaders import OwnBinder
 from lightning_hetero.federated.fit.meetings import meeting_points
 from lightning_hetero.federated.fit.refusals import check_clients
 from lightning_hetero.federated.fit.settings import FederatedSettings
 from lightning_hetero.federated.runtime.own import Place
+from lightning_hetero.glue.elastic.join import Invitation
+from lightning_hetero.glue.elastic.members import Members
 from lightning_hetero.glue.loaders import SharedSettings
 from lightning_hetero.glue.run import EngineRun
 from lightning_hetero.measure.compiles import CompileWatch
@@ -57,8 +62,12 @@ class FederatedRun(EngineRun[OwnBinder]):
         ddp_arguments: likewise, of `DistributedDataParallel`.
         timeout: of collectives.
         device: of this rank.
+        members: who takes part.
+        elastic: how the fit goes on without ranks that are lost; None: it does not.
+        invitation: into a run of others.
 
     Attributes:
+        clients: where ranks may be lost; None where they may not.
         samples: of the batch that runs, or ran last; 0: it counts nothing; None: none has run.
         rounds: averages at the end of a round so far.
     """
@@ -72,9 +81,22 @@ class FederatedRun(EngineRun[OwnBinder]):
         ddp_arguments: Mapping[str, Any],
         timeout: timedelta | None,
         device: torch.device,
+        members: Members,
+        elastic: ClientSettings | None = None,
+        invitation: Invitation | None = None,
     ) -> None:
         settings.check(shared)
-        super().__init__(trainer, timeout=timeout, settings=settings.agreed(shared, ddp_arguments))
+        agreed = settings.agreed(shared, ddp_arguments) if invitation is None else None
+        super().__init__(trainer, timeout=timeout if elastic is None else elastic.timeout, settings=agreed)
+        self.members = members
+        self.clients: Clients | None = None
+        if elastic is not None:
+            self.clients = Clients(
+                trainer, members, self.channel, elastic, invitation, changed=self._clients_changed, lost=self._lost
+            )
+        self._places = {rank: (0, 0) for rank in range(trainer.world_size)}  # in their data, where all met last
+        self._slots: int | None = None  # of an epoch
+        self._why = ""  # others are there than before
         self.policy = settings.policy
         self.samples: int | None = None
         self.rounds = 0
@@ -87,7 +109,8 @@ class FederatedRun(EngineRun[OwnBinder]):
                 " term to your losses there"
             )
         self._weight_of = shared.weight_in(self.module)
-        self._planned = False  # the policy knows what it divides
+        self._division = Division(trainer, settings, self.binder, members)
+        self._mine = Client(0, 0, 0)  # what this rank trains on
         self._course: Course | None = None
         self._slot = 0
         self._began: int | None = None  # slot of the round's begin, of a checkpoint
@@ -103,6 +126,7 @@ class FederatedRun(EngineRun[OwnBinder]):
         self.undo.callback(self._compiles.close)
         self._wait_s = 0.0
         self._stop = False
+        self._joined = False  # just now, with the round that begins
         self._common = CommonState(trainer, settings, self.channel)
         self._rows: list[ClientRow] = []
         self._report: StepReport | None = None
@@ -125,7 +149,7 @@ class FederatedRun(EngineRun[OwnBinder]):
 
     @property
     def shares(self) -> tuple[int, ...]:
-        return self.plan.sizes if self._planned else ()
+        return self._division.sizes if self._division.ranks else ()
 
     def step_report(self) -> StepReport | None:
         return self._report
@@ -135,14 +159,14 @@ class FederatedRun(EngineRun[OwnBinder]):
         return reports
 
     def engine_metrics(self) -> dict[str, float]:
-        return engine_metrics(self.rounds, self._rows) if self._rows else {}
+        return engine_metrics(self.rounds, self._rows, len(self.present)) if self._rows else {}
 
     def summary(self) -> str | None:
         """One line on the rounds; ``None`` before the first."""
         if not self._rows:
             return None
-        sizes = "/".join(map(str, self.plan.sizes))
-        steps = "/".join(map(str, self.plan.steps))
+        sizes = "/".join(map(str, self._division.sizes))
+        steps = "/".join(map(str, self._division.steps))
         return f"hetero_federated: {self.rounds} rounds; batches {sizes}, local steps {steps} at the end"
 
     def state_dict(self) -> dict[str, Any]:
@@ -150,10 +174,10 @@ class FederatedRun(EngineRun[OwnBinder]):
         state = self.binder.state_dict()
         if self._course is None:
             return state
-        places = [[int(row.passes), int(row.taken)] for row in self._rows] or [[0, 0]] * self.channel.world_size
         return {
             **state,
-            "clients": places,
+            "clients": [list(self._places[rank]) for rank in range(self.trainer.world_size)],
+            "slots": self._slots,
             "rounds": self.rounds,
             "began": self._course.began,
             "policy_class": type(self.policy).__name__,
@@ -168,29 +192,88 @@ class FederatedRun(EngineRun[OwnBinder]):
         self.rounds = int(state.get("rounds", 0))
         self._began = state.get("began")
         self._rows = []
+        places = state.get("clients", ())
+        if len(places) == self.trainer.world_size:
+            self._places = {rank: (int(passes), int(taken)) for rank, (passes, taken) in enumerate(places)}
+        if self.members.joining:
+            self._slots = state.get("slots")
         if state.get("policy_class") == type(self.policy).__name__ and state.get("policy"):
             self.policy.load_state_dict(state["policy"])
         self._common.load_state_dict(state)
 
     # ---- an epoch, see `Rounds` -------------------------------------------------------------------------------
 
-    def started(self, clients: list[Client]) -> int:
+    def started(self, mine: Client) -> int:
         """Opens the policy for what the ranks train on; returns the slots of an epoch."""
-        settings = self._settings
-        batches = {client.batches for client in clients}
+        self._mine = mine
+        if self.members.joining:
+            assert self.clients is not None
+            check_clients([mine], automatic=True, rests=False)
+            self.clients.gather("somebody comes")
+        self._exchange()
+        batches = {client.batches for client in self.binder.clients}
         rests = not self.policy.again and len(batches) > 1
-        rests = rests or isinstance(self.policy, AdaptiveSteps) or settings.participation < 1.0
-        check_clients(clients, automatic=self._automatic, rests=rests)
-        self.policy.start(
-            clients,
-            local_steps=settings.local_steps,
-            lower=settings.min_samples,
-            upper=settings.max_samples,
-            total=self.binder.asked_batch,
-            least=2 if any(isinstance(layer, _BatchNorm) for layer in self.module.modules()) else 1,
-        )
-        self._planned = True
-        return max(batches)
+        rests = rests or isinstance(self.policy, AdaptiveSteps) or self._settings.participation < 1.0
+        check_clients(self.binder.clients, automatic=self._automatic, rests=rests)
+        if not (self.members.joining and self._slots):
+            self._slots = max(batches)
+        self._division.open()
+        return self._slots
+
+    def _exchange(self) -> None:
+        """All tell what they train on."""
+        mine = tuple(self._mine)
+        self._division.heard([Client(*one) for one in self._gathered("what each rank trains on", mine)])
+
+    # ---- ranks that are lost, or come again, see `Clients` ------------------------------------------------------
+
+    @property
+    def present(self) -> tuple[int, ...]:
+        """The ranks that are there."""
+        return self.members.alive
+
+    def gather(self, what: str) -> None:
+        """Meets all who live, where ranks may be lost."""
+        if self.clients is not None and self.clients.open:
+            self.clients.gather(what)
+
+    def _gathered(self, what: str, value: object) -> list[Any]:
+        """Returns what each of those who are there says."""
+        if self.clients is None:
+            return self.channel.all_gather_object(value)
+        return self.clients.together(what, lambda: self.channel.all_gather_object(value))
+
+    def by_rank(self, what: str, value: object) -> list[Any]:
+        """Returns what each rank says that there was at first; None for one that is not there."""
+        said = dict(zip(self.present, self._gathered(what, value), strict=True))
+        return [said.get(rank) for rank in range(self.trainer.world_size)]
+
+    def _lost(self, rank: int, why: str) -> None:
+        self._why = f"rank {rank} is left out: {why}"
+
+    def _clients_changed(self, before: tuple[int, ...], now: tuple[int, ...]) -> None:
+        if came := sorted(set(now) - set(before)):
+            self._why = f"rank {', '.join(map(str, came))} has come again"
+        if self._division.others(before, now):
+            self._divide_again()
+
+    def _divide_again(self) -> None:
+        self._chosen = self._division.again(self._chosen)
+        if self._course is not None:
+            self._course.rank = self.channel.rank
+        self._note_plan(self._why)
+
+    def _let_in(self) -> None:
+        """Where a round begins: takes in who has come again."""
+        clients = self.clients
+        if clients is None or not clients.open or not self.members.missing:
+            return
+        clients.admission.look()
+        clients.admission.admit()
+        if self._division.outdated:
+            self._exchange()
+            self._divide_again()
+            self._choose()
 
     def size(self) -> int:
         return self.plan.sizes[self.channel.rank]
@@ -203,6 +286,7 @@ class FederatedRun(EngineRun[OwnBinder]):
             self.binder.clients,
             again=self.policy.again,
             accumulate=trainer.accumulate_grad_batches,
+            slots=self._slots,
         )
         course.began = min(slot, self._began or 0)
         self._course, self._began, self._trained = course, None, False
@@ -219,6 +303,9 @@ class FederatedRun(EngineRun[OwnBinder]):
     def begin_slot(self) -> bool:
         assert self._course is not None
         self._slot = compat.upcoming_batch(self.trainer)
+        if self._slot == self._course.began and not self._joined:
+            self._let_in()
+        self._joined = False
         trains = self._course.trains(self._slot, self.plan, self._chosen)
         if trains:
             self._watch.resume()
@@ -350,9 +437,9 @@ class FederatedRun(EngineRun[OwnBinder]):
             self._meet(over=False)
         if logged is None:
             return
-        names: list[tuple[str, ...]] = self.channel.all_gather_object(logged)
+        names: list[tuple[str, ...]] = self._gathered("names that are logged", logged)
         if len(set(names)) > 1:
-            by_rank = {rank: list(one) for rank, one in enumerate(names)}
+            by_rank = {rank: list(one) for rank, one in zip(self.present, names, strict=True)}
             raise RuntimeError(
                 f"the ranks have logged other names in this epoch, which could not be reduced over them: {by_rank}. Log"
                 " the same names on all ranks"
@@ -364,18 +451,36 @@ class FederatedRun(EngineRun[OwnBinder]):
             torch.accelerator.synchronize(self._device)
             self._measured[2] += time.perf_counter() - started_s
         began_s = time.perf_counter()
-        tensors = self._common.tensors()
-        rows = [ClientRow(*row) for row in self.channel.all_gather_row(self._row(tensors))()]
-        wait_s = time.perf_counter() - began_s
-        if said := disagreement(rows):
+        clients = self.clients
+        if clients is None:
+            rows, wait_s = self._average(began_s)
+        else:
+            back: list[Callable[[], None]] = []
+
+            def made() -> tuple[list[ClientRow], float]:
+                back[:] = [self._common.copied()]
+                return self._average(began_s)
+
+            rows, wait_s = clients.together("average", made, lambda: back[0]() if back else None)
+        if said := disagreement(rows, self.present):
             raise RuntimeError(said)
-        self._common.average(tensors, rows)
-        self._rows = rows
+        self._common.take(rows)
+        self._places |= {r: (int(row.passes), int(row.taken)) for r, row in zip(self.present, rows, strict=True)}
+        self._rows = everyone = of_all(rows, self.present, self.trainer.world_size)
         self._stop = any(row.sigterm for row in rows)
         self._open, self._weight, self._made, self._wait_s = False, 0.0, 0, wait_s
         if over:
-            self._next_round(rows)
+            self._next_round(rows, everyone)
         self._common.remember()
+
+    def _average(self, began_s: float) -> tuple[list[ClientRow], float]:
+        """Averages over those who are there, unless they disagree; returns their rows, and how long they came late."""
+        tensors = self._common.tensors()
+        rows = [ClientRow(*row) for row in self.channel.all_gather_row(self._row(tensors))()]
+        wait_s = time.perf_counter() - began_s
+        if disagreement(rows) is None:
+            self._common.average(tensors, rows)
+        return rows, wait_s
 
     def _row(self, tensors: Sequence[Tensor]) -> ClientRow:
         samples, batches, seconds = self._measured
@@ -402,24 +507,52 @@ class FederatedRun(EngineRun[OwnBinder]):
             return float(self.binder.clients[self.channel.rank].samples) if self._weight else 0.0
         return self._weight
 
-    def _next_round(self, rows: Sequence[ClientRow]) -> None:
+    def _next_round(self, rows: Sequence[ClientRow], everyone: Sequence[ClientRow]) -> None:
         assert self._course is not None
-        self._report = step_report(rows, self.plan, self.policy.predict_s())
+        predicted = dict(zip(self.present, self.policy.predict_s(), strict=False))
+        predicted_s = [predicted.get(rank, math.nan) for rank in range(len(everyone))]
+        self._report = step_report(everyone, self._division.sizes, predicted_s)
         self._reports = [*self._reports[-63:], self._report]
         decision = self.policy.decide([(row.samples, row.steps, row.compute_s) for row in rows])
         self._measured = [0.0, 0.0, 0.0]
         self.rounds += 1
         self._course.began = self._slot + 1
         self._choose()
-        epoch = compat.epoch_running(self.trainer)
         if decision is not None and decision.changed:
-            data = {
-                "shares": list(self.plan.sizes),
-                "steps": list(self.plan.steps),
-                "predicted_s": decision.predicted_s,
-                "reason": decision.reason,
-            }
-            self.events.note("decision", epoch, self._slot, data)
+            self._note_plan(decision.reason, predicted_s=decision.predicted_s)
+
+    def _note_plan(self, reason: str, **more: float) -> None:
+        data = {
+            "shares": list(self._division.sizes),
+            "steps": list(self._division.steps),
+            **more,
+            "reason": reason,
+        }
+        self.events.note("decision", compat.epoch_running(self.trainer), self._slot, data)
+
+    # ---- begin and end ----------------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Training begins."""
+        if self.clients is not None:
+            self._joined, self.members.joining = self.members.joining, False
+            self.clients.start()
+
+    def finish(self) -> None:
+        """Training is over, on all ranks."""
+        if self.clients is not None:
+            self.clients.finish()
+
+    def fail(self, error: BaseException) -> None:
+        """This rank failed: where others would go on without it, they are told why."""
+        super().fail(error)
+        if self.clients is not None:
+            self.clients.fail(f"rank {self.members.rank} failed: {type(error).__name__}: {error}")
+
+    def close(self) -> None:
+        if self.clients is not None:
+            self.clients.close()
+        super().close()
 
     def _any_told(self, told: bool) -> bool:
         """In the place of Lightning's broadcast before every batch: what was known when the ranks met."""

@@ -29,6 +29,8 @@ class FederatedSettings:
     server: ServerOptimizer | None
     proximal: float
     participation: float
+    min_clients: int | None
+    liveness_s: float
 
     def agreed(self, shared: SharedSettings, ddp_arguments: Mapping[str, Any]) -> dict[str, str]:
         """Returns what must be the same on all ranks, in words."""
@@ -41,6 +43,8 @@ class FederatedSettings:
             "server": "None" if self.server is None else self.server.settings(),
             "proximal": repr(self.proximal),
             "participation": repr(self.participation),
+            "min_clients": repr(self.min_clients),
+            "liveness_s": repr(self.liveness_s),
             "global_batch_size": str(shared.global_batch_size),
             "ddp": repr(sorted(ddp_arguments.items())),
             **self.policy.settings(),

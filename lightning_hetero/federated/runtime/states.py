@@ -9,7 +9,9 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-__all__ = ["Kept", "average_states_", "complete", "forget_states", "kept_states"]
+__all__ = [
+    "Kept", "average_states_", "complete", "copied_states", "forget_states", "kept_states", "restore_states",
+]
 
 
 class Kept(NamedTuple):
@@ -109,6 +111,24 @@ def average_states_(
             value.fill_(number)
         else:
             state[name] = type(value)(number)
+
+
+def copied_states(optimizers: Sequence[Optimizer]) -> list[dict[Any, dict[str, Any]]]:
+    """Returns a copy of what the optimizers keep, for `restore_states`."""
+    return [
+        {
+            parameter: {n: v.detach().clone() if isinstance(v, Tensor) else v for n, v in state.items()}
+            for parameter, state in optimizer.state.items()
+        }
+        for optimizer in optimizers
+    ]
+
+
+def restore_states(optimizers: Sequence[Optimizer], copies: Sequence[dict[Any, dict[str, Any]]]) -> None:
+    """Gives the optimizers what `copied_states` has found; the copies become theirs."""
+    for optimizer, states in zip(optimizers, copies, strict=True):
+        optimizer.state.clear()
+        optimizer.state.update(states)
 
 
 def forget_states(optimizers: Sequence[Optimizer]) -> None:

@@ -11,27 +11,27 @@ import torch.distributed as dist
 from lightning_hetero import lightning_compat as compat
 from lightning_hetero.callbacks.requeue import RequeueByOne
 from lightning_hetero.cluster.score import not_working
+from lightning_hetero.glue.elastic.admission import Admission
+from lightning_hetero.glue.elastic.groups import Groups
+from lightning_hetero.glue.elastic.join import FIRST_GENERATION, Invitation, JoinRequests
+from lightning_hetero.glue.elastic.members import Members
 from lightning_hetero.glue.run import EngineRun
 from lightning_hetero.stale.decide.policy import Bsp
 from lightning_hetero.stale.decide.report import summary as report
 from lightning_hetero.stale.decide.report.counts import Measures
-from lightning_hetero.stale.fit.elastic.admission import Admission
-from lightning_hetero.stale.fit.elastic.groups import Groups
-from lightning_hetero.stale.fit.elastic.join import FIRST_GENERATION, Invitation, JoinRequests
-from lightning_hetero.stale.fit.elastic.meetings import Meetings
 from lightning_hetero.stale.fit.loaders import GrantedBinder
-from lightning_hetero.stale.fit.members import Members
+from lightning_hetero.stale.fit.meetings import Meetings
 from lightning_hetero.stale.fit.optimizer_hooks import redirect_steps
 from lightning_hetero.stale.fit.session import Session
 from lightning_hetero.stale.fit.settings import StaleSettings
 from lightning_hetero.stale.fit.tick_loop import TickLoop
 from lightning_hetero.stale.fit.ticks import Ticks
-from lightning_hetero.stale.runtime.processes.fork import host_store
-from lightning_hetero.stale.runtime.processes.groups import group_members
 from lightning_hetero.stale.runtime.processes.start import Address
 from lightning_hetero.stale.runtime.work.loss_scale import AgreedScale
 from lightning_hetero.stale.runtime.work.single_samples import normalise_single_samples
 from lightning_hetero.stale.runtime.work.worker import Worker
+from lightning_hetero.transport.groups import group_members
+from lightning_hetero.transport.store import host_store
 from lightning_hetero.types import StepReport
 
 if TYPE_CHECKING:
@@ -79,7 +79,7 @@ class StaleRun(EngineRun[GrantedBinder]):
         self._shares: tuple[int, ...] = ()
         self._noted = 0  # updates that the last event of the server tells of
         self._settings, self._members, self._groups = settings, members, groups
-        self._invited_to: Address | None = None if invitation is None else invitation.address
+        self._invited_to = None if invitation is None else Address.of(invitation.address)
         self._stored: Mapping[str, Any] = {}
         self._callback_hooks = ExitStack()
         requeue = RequeueByOne(trainer, lambda: None if self.worker is None else members.is_lowest)

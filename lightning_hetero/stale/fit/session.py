@@ -9,15 +9,15 @@ A server that has other parameters than the optimizers is left, and the same is 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 from torch.nn import Parameter
 
+from lightning_hetero.glue.elastic.members import Members
 from lightning_hetero.stale.decide.policy import Policy
-from lightning_hetero.stale.fit.members import Members
 from lightning_hetero.stale.fit.settings import StaleSettings
 from lightning_hetero.stale.runtime.memory.layout import FlatLayout
 from lightning_hetero.stale.runtime.messages import Met
@@ -72,6 +72,11 @@ class Session:
         """Of the server; known from `connect` on."""
         assert self._address is not None
         return self._address
+
+    def alive(self) -> Collection[int]:
+        """Returns who lives now, as the server tells everybody."""
+        assert self.worker is not None
+        return self.worker.alive()
 
     # ---- from here to a worker --------------------------------------------------------------------------------
 

@@ -192,7 +192,7 @@ def test_several_ranks_come_again_and_one_too_late(tmp_path: Path) -> None:
         crew.left.screens
     )
     crew.left.finished(5 * TICKS, [0, 1])
-    assert "the run that rank 2 wanted to join ended before another epoch began" in crew.said("again late")
+    assert "the run that rank 2 wanted to join ended before it was let in" in crew.said("again late")
     assert "Error" not in crew.said("zero") + crew.said("again one")
 
 

@@ -116,6 +116,32 @@ def test_a_checkpoint_brings_the_round_that_runs_and_what_was_learned(policy: ty
     assert fewer.plan.sizes == (16,) * 4 and fewer.plan.steps == (STEPS,) * 4
 
 
+@pytest.mark.parametrize("policy", [LbBsp, ScaledLr, AdaptiveSteps])
+def test_with_fewer_ranks_speeds_are_known_and_with_new_ones_all_begin_equal(policy: type[RoundPolicy]) -> None:
+    left = [0, 1, 2, 3, 4, 6, 7]  # rank 5 is lost
+    speeds = tuple(SPEEDS[i] for i in left)
+    first = started(policy())
+    run(first, 4)
+    first.keep(left)
+    first.start(CLIENTS[:7], local_steps=STEPS)
+    fresh = policy()
+    fresh.start(CLIENTS[:7], local_steps=STEPS)
+    total = sum(fresh.plan.sizes) if policy is not AdaptiveSteps else sum(fresh.plan.steps)
+    assert sum(first.plan.sizes if policy is not AdaptiveSteps else first.plan.steps) == total
+    assert max(times(first, speeds)) < 0.6 * max(times(fresh, speeds))  # at once
+    first.keep([0, 1, 2, 3, 4, None, 5, 6])
+    started(first)
+    assert first.plan == started(policy()).plan
+    # as a rank that comes with what was saved before: all must plan alike
+    again = policy()
+    again.load_state_dict(json.loads(json.dumps(fresh.state_dict())))
+    started(again)
+    assert again.plan == first.plan
+    for each in (first, again):
+        run(each, 2)
+    assert again.plan == first.plan
+
+
 def test_names_and_settings_that_cannot_be_are_refused() -> None:
     with pytest.raises(ValueError, match="unknown policy 'fast': choose one of lb-bsp, fedavg"):
         by_name("fast")

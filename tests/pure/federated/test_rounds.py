@@ -18,6 +18,8 @@ from lightning_hetero.federated.decide.rounds import (
     chosen_ranks,
     digest_of,
     disagreement,
+    of_all,
+    spread,
 )
 
 
@@ -111,14 +113,31 @@ def test_ranks_at_other_places_or_with_other_parameters_are_told_apart() -> None
 
 def test_what_is_reported_is_the_mean_of_a_local_step() -> None:
     rows = [row(samples=40.0, steps=10.0, compute_s=2.0, made=10.0, wait_s=0.5, weight=30.0), row(weight=10.0)]
-    report = step_report(rows, plan_of(10, 10), (0.25, 0.5))
+    report = step_report(rows, (4, 4), (0.25, 0.5))
     first, second = report.records
     assert (first.samples, first.compute_s, first.wait_s) == (4, pytest.approx(0.2), pytest.approx(0.05))
     assert (second.samples, second.compute_s) == (4, 0.0) and report.predicted_s == (0.25, 0.5)
-    assert engine_metrics(3, rows) == {
+    assert engine_metrics(3, rows, 2) == {
         "rounds": 3.0,
+        "clients": 2.0,
         "local_steps/rank0": 10.0,
         "local_steps/rank1": 0.0,
         "weight/rank0": 0.75,
         "weight/rank1": 0.25,
     }
+
+
+def test_a_rank_that_is_not_there_has_a_row_of_zeros_and_its_own_column() -> None:
+    rows = [row(weight=10.0, slot=3.0, epoch=1.0), row(weight=30.0, slot=3.0, epoch=1.0)]
+    everyone = of_all(rows, (0, 2), 4)
+    assert [one.weight for one in everyone] == [10.0, 0.0, 30.0, 0.0] and {one.slot for one in everyone} == {3.0}
+    metrics = engine_metrics(5, everyone, 2)
+    assert metrics["clients"] == 2.0 and metrics["weight/rank1"] == 0.0 and metrics["weight/rank2"] == 0.75
+    assert spread((7, 9), (0, 2), 4) == (7, 0, 9, 0)
+    assert "{0: (1, 3), 2: (1, 4)}" in (disagreement([rows[0], rows[1]._replace(slot=4.0)], (0, 2)) or "")
+
+
+def test_an_epoch_stays_as_long_when_the_rank_with_most_data_is_lost() -> None:
+    course = Course(1, [Client(20, 4, 5), Client(40, 4, 10)], again=True, slots=10)
+    course.rank = 0
+    assert course.slots == 10 and course.trains(9, plan_of(10), frozenset({0}))

@@ -17,8 +17,8 @@ from lightning.pytorch.plugins.environments import (
 
 from lightning_hetero import LoadBalancedStrategy
 from lightning_hetero.cluster.nodes import tasks_per_node
+from lightning_hetero.glue.elastic.members import Members
 from lightning_hetero.glue.nodes import launch_of
-from lightning_hetero.stale.fit.members import Members
 
 COUNTS = (6, 1, 1)
 # (global rank, local rank, node)

@@ -211,7 +211,7 @@ def test_rounds_are_reported_to_callbacks() -> None:
         assert all(record.compute_s > 0 and record.samples == 4 for record in reports[0].records)
         used = [record.samples for record in reports[1].records]  # of the second round: up to the measured speeds
         assert sum(used) == 8 and metrics == {
-            "rounds": 2.0, "local_steps/rank0": 4.0, "local_steps/rank1": 4.0,
+            "rounds": 2.0, "clients": 2.0, "local_steps/rank0": 4.0, "local_steps/rank1": 4.0,
             "weight/rank0": used[0] / 8, "weight/rank1": used[1] / 8,
         }  # fmt: skip
         steps = [event for event in events if event.kind == "step"]

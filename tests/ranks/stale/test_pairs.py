@@ -14,9 +14,9 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from lightning_hetero.stale.runtime.processes.fork import host_store
 from lightning_hetero.transport.base import Arrived, Ask, Reply, Request, Say
 from lightning_hetero.transport.pairs.listener import PairLink, PairListener
+from lightning_hetero.transport.store import host_store
 from tests.e2e.stale.scripts import launch_externally, nothing_left
 from tests.ranks.exact_models import Gan, Groups
 from tests.ranks.harness import run_ranks

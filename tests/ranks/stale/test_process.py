@@ -21,7 +21,8 @@ import torch
 from torch.distributed import TCPStore
 
 from lightning_hetero.stale.runtime.processes import fork as process
-from lightning_hetero.stale.runtime.processes.fork import ServerProcess, fork_server, host_store
+from lightning_hetero.stale.runtime.processes.fork import ServerProcess, fork_server
+from lightning_hetero.transport.store import host_store
 from tests import warm
 
 ROOT = Path(__file__).resolve().parents[3]

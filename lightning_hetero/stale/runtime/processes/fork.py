@@ -21,20 +21,17 @@ import json
 import os
 import select
 import signal
-import socket
 import sys
 import threading
 import time
 import traceback
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from datetime import timedelta
 from typing import Any, NoReturn
 
 import torch
-from torch.distributed import TCPStore
 
-__all__ = ["ServerProcess", "fork_server", "host_store"]
+__all__ = ["ServerProcess", "fork_server"]
 
 Body = Callable[[Callable[[dict[str, Any]], None], Callable[[], bool]], None]
 
@@ -164,25 +161,6 @@ def fork_server(
         " Usually another thread of rank 0 held a lock at the moment of the fork: start threads (loggers, profilers,"
         " data services) after training has begun, set OMP_NUM_THREADS=1, or give an overloaded machine more time"
     )
-
-
-def host_store(host: str, timeout: timedelta, port: int = 0) -> TCPStore:
-    """Returns a store hosted by this process; ``.port`` tells where.
-
-    Args:
-        host: address under which peers reach this machine. On a loopback address nobody else can connect.
-        timeout: of the store's own operations.
-        port: 0: any that is free.
-
-    Raises:
-        OSError, RuntimeError: the port is taken.
-    """
-    options: dict[str, Any] = {"is_master": True, "timeout": timeout, "wait_for_workers": False}
-    if host in ("localhost", "127.0.0.1"):
-        listening = socket.create_server(("127.0.0.1", port))
-        port = listening.getsockname()[1]
-        return TCPStore("127.0.0.1", port, master_listen_fd=listening.detach(), **options)
-    return TCPStore(host, port, **options)
 
 
 # ---- the parent's side ----------------------------------------------------------------------------------------

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Literal
@@ -17,13 +17,14 @@ from lightning_hetero.predictors import Predictor
 from lightning_hetero.stale.decide.coordinator import Coordinator
 from lightning_hetero.stale.decide.policy import Policy
 from lightning_hetero.stale.runtime.memory.layout import FlatLayout
-from lightning_hetero.stale.runtime.processes.fork import ServerProcess, fork_server, host_store
+from lightning_hetero.stale.runtime.processes.fork import ServerProcess, fork_server
 from lightning_hetero.stale.runtime.serve.agreement import Limits
 from lightning_hetero.stale.runtime.serve.server import ParameterServer, serve
 from lightning_hetero.transport.base import Listener, WorkerLink
 from lightning_hetero.transport.merged import Several
 from lightning_hetero.transport.pairs.listener import PairLink, PairListener
 from lightning_hetero.transport.shared_memory.listener import SharedMemoryLink, SharedMemoryListener
+from lightning_hetero.transport.store import host_store
 
 __all__ = ["Address", "ServerSettings", "connect", "start_server"]
 
@@ -65,6 +66,11 @@ class Address:
     port: int
     token: str
     near: tuple[int, ...]
+
+    @classmethod
+    def of(cls, said: Mapping[str, Any]) -> Address:
+        """Returns what `dataclasses.asdict` has made plain, also by way of JSON."""
+        return cls(**{**said, "near": tuple(said["near"])})
 
 
 def start_server(

@@ -8,23 +8,25 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import torch.distributed as dist
 from lightning.pytorch import Callback
 
 from lightning_hetero import lightning_compat as compat
+from lightning_hetero.glue.elastic.admission import Admission
+from lightning_hetero.glue.elastic.groups import Groups
+from lightning_hetero.glue.elastic.members import Members
 from lightning_hetero.stale.decide.report import summary as report
 from lightning_hetero.stale.decide.report.counts import Counts
-from lightning_hetero.stale.fit.elastic.admission import Admission
-from lightning_hetero.stale.fit.elastic.groups import Groups
-from lightning_hetero.stale.fit.members import Members
 from lightning_hetero.stale.fit.session import Session
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
 
 __all__ = ["Meetings"]
+
+T = TypeVar("T")
 
 
 class _MeetingPoints(Callback):
@@ -130,6 +132,11 @@ class Meetings:
         if met.generation != self._generation:
             self._generation = met.generation
             self._regroup(met.alive)
+
+    def together(self, what: str, collective: Callable[[], T]) -> T:
+        """Meets, and returns what the collective gives among those who have come."""
+        self.meet(what)
+        return collective()
 
     def logged(self) -> str:
         """Names what is reduced when an epoch ends, for `meet`: ranks that log other values would mix them up."""

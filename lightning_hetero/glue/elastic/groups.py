@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Collection, Sequence
+from datetime import timedelta
+from typing import TYPE_CHECKING, Protocol
 
 import torch.distributed as dist
 from torch.utils.data import DataLoader
 
 from lightning_hetero import lightning_compat as compat
+from lightning_hetero.glue.elastic.members import Members
 from lightning_hetero.glue.run import gloo_group
-from lightning_hetero.stale.fit.members import Members
-from lightning_hetero.stale.fit.session import Session
-from lightning_hetero.stale.fit.settings import StaleSettings
-from lightning_hetero.stale.runtime.processes.groups import (
+from lightning_hetero.transport.groups import (
     MemberMissingError,
     rebuild_default_group,
     shrink_sampler,
@@ -23,7 +22,63 @@ from lightning_hetero.transport.side_channel import SideChannel
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
 
-__all__ = ["Groups"]
+__all__ = ["GroupSettings", "Groups", "Met", "Place"]
+
+
+class Met(Protocol):
+    """All live ranks have met."""
+
+    @property
+    def alive(self) -> tuple[int, ...]:
+        """Who, ascending."""
+        ...
+
+    @property
+    def notices(self) -> Sequence[str]:
+        """What is to be told to people."""
+        ...
+
+
+class Address(Protocol):
+    """Of the store in which new groups find together."""
+
+    @property
+    def host(self) -> str: ...
+
+    @property
+    def port(self) -> int: ...
+
+
+class Place(Protocol):
+    """Where the ranks of an engine meet: at its server, or in a store."""
+
+    @property
+    def meetings(self) -> int:
+        """How often they have met."""
+        ...
+
+    @property
+    def address(self) -> Address:
+        """Of the store there; a dataclass of plain values, with what else a newcomer must know of the engine."""
+        ...
+
+    def alive(self) -> Collection[int]:
+        """Who lives now, as everybody is told."""
+        ...
+
+    def meet(self, what: str) -> Met:
+        """Waits for all live ranks."""
+        ...
+
+
+class GroupSettings(Protocol):
+    """Backend and timeout of the default group."""
+
+    @property
+    def backend(self) -> str: ...
+
+    @property
+    def timeout(self) -> timedelta | None: ...
 
 
 class Groups:
@@ -31,16 +86,16 @@ class Groups:
 
     Args:
         trainer: validation is divided among the members of the group.
-        session: its server has the store in which they find each other.
+        place: has the store in which they find each other.
         members: who takes part; changed by `rebuild`.
         channel: goes on with the new members.
         settings: of the fit.
     """
 
     def __init__(
-        self, trainer: Trainer, session: Session, members: Members, channel: SideChannel, settings: StaleSettings
+        self, trainer: Trainer, place: Place, members: Members, channel: SideChannel, settings: GroupSettings
     ) -> None:
-        self._trainer, self._session, self._members = trainer, session, members
+        self._trainer, self._place, self._members = trainer, place, members
         self._channel, self._settings = channel, settings
 
     def rebuild_among_living(self, alive: tuple[int, ...], generation: int) -> tuple[int, ...]:
@@ -49,15 +104,14 @@ class Groups:
         Returns:
             Who is in the group.
         """
-        session = self._session
+        place = self._place
         while True:
-            assert session.worker is not None
             try:
-                self.rebuild(alive, generation, living=session.worker.alive)
+                self.rebuild(alive, generation, living=place.alive)
                 return alive
             except MemberMissingError:
-                met = session.meet("a rank did not come to the new process group")
-                alive, generation = met.alive, session.meetings
+                met = place.meet("a rank did not come to the new process group")
+                alive, generation = met.alive, place.meetings
                 for notice in met.notices:
                     self._members.warn_once(notice)
 
@@ -76,13 +130,13 @@ class Groups:
             alive: ranks, ascending.
             generation: not used before with this store.
             meeting_s: how long to wait for them [s].
-            store: where they meet; default the server's.
+            store: where they find each other; default the place's.
             living: tells who lives meanwhile.
         """
         members, settings = self._members, self._settings
         members.alive = alive
         if store is None:
-            address = self._session.address
+            address = self._place.address
             store = dist.TCPStore(address.host, address.port, is_master=False)
         rebuild_default_group(
             store=store,

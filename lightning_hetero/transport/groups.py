@@ -4,11 +4,11 @@ A group of torch cannot lose a member: after a death its collectives fail for go
 that talk to the dead one; a rank that waits for a survivor waits until the group's timeout, unless this survivor
 leaves the group. Hence the order on every survivor:
 
-    collective fails -> leave_default_group() -> ask the server who is alive -> rebuild_default_group(...) -> repeat it
+    collective fails -> leave_default_group() -> ask who is alive -> rebuild_default_group(...) -> repeat it
 
 A rank may die on its way into the new group. Those who wait for it there find that out, all alike, and ask once more.
 
-The store through which the members find each other must live elsewhere than in a rank; the server's process hosts it.
+The store through which the members find each other must outlive every rank that may be lost.
 """
 
 from __future__ import annotations
@@ -96,19 +96,32 @@ def rebuild_default_group(
     # Late or dead members are found out here, with names: the rendezvous itself could only run into its timeout.
     _meet(own, generation, members, rank, meeting_s, living)
     hook = sys.excepthook
-    dist.init_process_group(
-        backend,
-        store=own,
-        rank=list(members).index(rank),
-        world_size=len(members),
-        timeout=timeout,
-    )
-    # torch wraps the hook once per group, to say "[rank1]: " before each line of a traceback.
-    sys.excepthook = hook
+    try:
+        dist.init_process_group(
+            backend,
+            store=own,
+            rank=list(members).index(rank),
+            world_size=len(members),
+            timeout=timeout,
+        )
+    except RuntimeError:
+        _forget_names()
+        raise
+    finally:
+        # torch wraps the hook once per group, to say "[rank1]: " before each line of a traceback.
+        sys.excepthook = hook
     global _built
     group = dist.group.WORLD
     assert group is not None
     _built = weakref.ref(group), tuple(members)
+
+
+def _forget_names() -> None:
+    """torch numbers groups, also one that could not be made: then members of the next ones would name them differently,
+    and wait for each other until the timeout. The numbers begin anew where a default group is destroyed."""
+    if not dist.is_initialized():
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    dist.destroy_process_group()
 
 
 def group_members() -> tuple[int, ...] | None:

@@ -1,13 +1,15 @@
 """`ElasticDDPStrategy`: DDP among ranks of which one may die, or come again, while the others train on (layer L).
 
-    launch        a rank that is killed does not end the others while a server has its work       [lightning_compat]
-    set up        others are training already: this rank joins them when an epoch ends            [join]
+    launch        a rank that is killed does not end the others while they can do without it      [lightning_compat]
+    set up        others are training already: this rank joins them, and they say when            [join]
     collectives   first all live ranks meet, which leaves the dead out of the group               [meetings]
 """
 
 from __future__ import annotations
 
-from typing import Any, TypeVar
+import socket
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -16,18 +18,42 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 
 from lightning_hetero import lightning_compat as compat
+from lightning_hetero.glue.elastic.join import Invitation, Newcomer
+from lightning_hetero.glue.elastic.members import Members
 from lightning_hetero.glue.metrics import integer_mean_, is_mean
+from lightning_hetero.glue.nodes import gather_nodes
 from lightning_hetero.glue.run import EngineRun
 from lightning_hetero.glue.strategy import HeteroStrategy
 from lightning_hetero.lightning_compat.strategies import TolerantDDPStrategy
-from lightning_hetero.stale.fit.elastic.join import Invitation, Newcomer
-from lightning_hetero.stale.fit.elastic.meetings import Meetings
-from lightning_hetero.stale.fit.members import Members
-from lightning_hetero.stale.runtime.processes.groups import group_members, rebuild_default_group
+from lightning_hetero.transport.groups import group_members, rebuild_default_group
 
-__all__ = ["ElasticDDPStrategy"]
+if TYPE_CHECKING:
+    from lightning.pytorch import Trainer
+
+__all__ = ["ElasticDDPStrategy", "Meetings"]
 
 Run = TypeVar("Run", bound=EngineRun[Any])
+T = TypeVar("T")
+
+
+class Meetings(Protocol):
+    """Where the ranks of a run meet before they reduce anything over ranks."""
+
+    @property
+    def trainer(self) -> Trainer: ...
+
+    def logged(self) -> str:
+        """Names what is reduced now, for `together`: ranks that log other values would mix them up."""
+        ...
+
+    def together(self, what: str, collective: Callable[[], T]) -> T:
+        """Meets all live ranks, the dead left out, and returns what the collective gives among them.
+
+        Args:
+            what: the purpose, the same on all ranks.
+            collective: leaves its arguments as they are: it may be made a second time.
+        """
+        ...
 
 
 class ElasticDDPStrategy(HeteroStrategy[Run], TolerantDDPStrategy):
@@ -45,8 +71,12 @@ class ElasticDDPStrategy(HeteroStrategy[Run], TolerantDDPStrategy):
         return None
 
     def _in_step(self) -> bool:
-        """Whether this rank is training on a batch."""
+        """Whether this rank is training on a batch, in which the others may have no part."""
         return False
+
+    def _can_be_joined(self) -> bool:
+        """Whether the others let a rank in that comes late, or again."""
+        return True
 
     # ---- who takes part ---------------------------------------------------------------------------------------
 
@@ -69,6 +99,23 @@ class ElasticDDPStrategy(HeteroStrategy[Run], TolerantDDPStrategy):
         alive = self.members.alive
         return {"num_replicas": len(alive), "rank": alive.index(self.global_rank)}
 
+    def host_name(self) -> str:
+        """Returns the name under which other nodes reach this one; once `Members.nodes` is known."""
+        if self.num_nodes == 1 and len(set(self.members.nodes.values())) == 1:
+            return "127.0.0.1"
+        if not self.members.shares_node_with(0):  # which matters if rank 0 has died
+            return socket.gethostname()
+        assert self.cluster_environment is not None
+        return self.cluster_environment.main_address
+
+    def find_nodes(self) -> None:
+        """Notes on which node each member is; a collective of the members, but for a newcomer, who was told."""
+        members, invitation = self.members, self._invitation
+        if invitation is None:
+            members.nodes = dict(zip(members.alive, gather_nodes(self.node_rank), strict=True))
+        else:
+            members.nodes = {**dict(invitation.nodes), members.rank: self.node_rank}
+
     # ---- set-up -----------------------------------------------------------------------------------------------
 
     def goes_on_without_a_rank(self) -> bool:
@@ -83,7 +130,7 @@ class ElasticDDPStrategy(HeteroStrategy[Run], TolerantDDPStrategy):
         fits_with_others = (
             trainer is not None and trainer.state.fn == TrainerFn.FITTING and self.world_size > 1
         )
-        if fits_with_others and not dist.is_initialized():
+        if fits_with_others and self._can_be_joined() and not dist.is_initialized():
             newcomer = Newcomer.find(self.cluster_environment, self.global_rank)
         if newcomer is None:
             super().setup_distributed()
@@ -96,7 +143,7 @@ class ElasticDDPStrategy(HeteroStrategy[Run], TolerantDDPStrategy):
         reset_seed()
         self.members.alive = invitation.members
         rebuild_default_group(
-            store=dist.TCPStore(invitation.address.host, invitation.address.port, is_master=False),
+            store=dist.TCPStore(invitation.address["host"], invitation.address["port"], is_master=False),
             generation=invitation.generation,
             members=invitation.members,
             rank=self.global_rank,
@@ -115,40 +162,47 @@ class ElasticDDPStrategy(HeteroStrategy[Run], TolerantDDPStrategy):
             return tensor
         if not isinstance(tensor, Tensor) or self._alone:
             return tensor
-        logged = "" if meetings is None else meetings.logged()
-        self._meet(f"reduce {reduce_op} {tuple(tensor.shape)}{logged}")
-        if is_mean(reduce_op) and not tensor.is_floating_point() and dist.is_initialized():
+        logged, base = "" if meetings is None else meetings.logged(), super().reduce
+        exact = is_mean(reduce_op) and not tensor.is_floating_point() and dist.is_initialized()
+
+        def reduced() -> Any:
+            if not exact:
+                return base(tensor if meetings is None else tensor.clone(), group, reduce_op)
             world = dist.group.WORLD if group is None else group
             assert world is not None
-            return integer_mean_(tensor, world)
-        return super().reduce(tensor, group, reduce_op)
+            return integer_mean_(tensor if meetings is None else tensor.clone(), world)
+
+        return self._together(f"reduce {reduce_op} {tuple(tensor.shape)}{logged}", reduced)
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
         """Callbacks decide together, also within a batch: all ranks ask at the same one."""
         if self._alone:
             return decision
-        self._meet("decision")
-        value = torch.tensor(int(decision), device=self.root_device)
-        value = super().reduce(value, reduce_op="sum")
-        return bool(value == dist.get_world_size()) if all else bool(value)
+        base = super().reduce
+
+        def decided() -> bool:
+            value = base(torch.tensor(int(decision), device=self.root_device), reduce_op="sum")
+            return bool(value == dist.get_world_size()) if all else bool(value)
+
+        return self._together("decision", decided)
 
     def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
         if self._alone:
             return tensor.unsqueeze(0)
-        self._meet(f"all_gather {tuple(tensor.shape)}")
-        return super().all_gather(tensor, group, sync_grads)
+        base = super().all_gather
+        return self._together(f"all_gather {tuple(tensor.shape)}", lambda: base(tensor, group, sync_grads))
 
     def broadcast(self, obj: Any, src: int = 0) -> Any:
         if self._alone:
             return obj
-        self._meet(f"broadcast {src}")
-        return super().broadcast(obj, src)
+        base = super().broadcast
+        return self._together(f"broadcast {src}", lambda: base(obj, src))
 
     def barrier(self, *args: Any, **kwargs: Any) -> None:
         if self._alone:
             return
-        self._meet("barrier")
-        super().barrier(*args, **kwargs)
+        base = super().barrier
+        self._together("barrier", lambda: base(*args, **kwargs))
 
     @property
     def _alone(self) -> bool:
@@ -158,14 +212,15 @@ class ElasticDDPStrategy(HeteroStrategy[Run], TolerantDDPStrategy):
         meetings = self._meetings
         return meetings is not None and meetings.trainer.interrupted
 
-    def _meet(self, what: str) -> None:
+    def _together(self, what: str, collective: Callable[[], T]) -> T:
         meetings = self._meetings
         if meetings is None:
-            return
+            return collective()
         if self._in_step():
             raise RuntimeError(
                 f"a collective ({what}) inside training_step: ranks train different numbers of batches here, so they"
                 " do not meet within one. Move it to on_train_epoch_end or validation, or use"
                 " strategy='hetero_balanced'"
             )
-        meetings.meet(what)
+        with self.waiting_for_peers():
+            return meetings.together(what, collective)

@@ -28,7 +28,7 @@ import os
 import secrets
 import stat
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from datetime import timedelta
@@ -39,8 +39,7 @@ from lightning.fabric.plugins import ClusterEnvironment
 from lightning.fabric.plugins.environments import TorchElasticEnvironment
 
 from lightning_hetero.lightning_compat.launchers import launched_by_us
-from lightning_hetero.stale.runtime.processes.fork import host_store
-from lightning_hetero.stale.runtime.processes.start import Address
+from lightning_hetero.transport.store import host_store
 
 __all__ = ["FIRST_GENERATION", "Invitation", "JoinRequests", "Newcomer"]
 
@@ -65,7 +64,7 @@ class Invitation:
         generation, members: of the process group that is built with it.
         nodes: (rank, node) of those whose node is known.
         meetings: how many meetings the members have had.
-        address: of the server, which may be another one than when the newcomer came.
+        address: ``host`` and ``port`` of the store where the members meet now, and what else the engine's place has.
     """
 
     checkpoint: str
@@ -73,7 +72,7 @@ class Invitation:
     members: tuple[int, ...]
     nodes: tuple[tuple[int, int], ...]
     meetings: int
-    address: Address
+    address: Mapping[str, Any]
 
     def write(self, path: str, asked: str) -> None:
         """Puts it into a new file that only this user can read.
@@ -115,14 +114,13 @@ class Invitation:
 
     @classmethod
     def _of(
-        cls, *, checkpoint: str, members: list[int], nodes: list[Any], address: dict[str, Any], **said: Any
+        cls, *, checkpoint: str, members: list[int], nodes: list[Any], **said: Any
     ) -> Invitation:
         if not os.path.isabs(checkpoint):
             raise PermissionError(f"the invitation is not believed: {checkpoint!r} is no file on this machine")
         return cls(
-            checkpoint=checkpoint, members=tuple(members), nodes=tuple((rank, node) for rank, node in nodes),
-            address=Address(**{**address, "near": tuple(address["near"])}), **said,
-        )  # fmt: skip
+            checkpoint=checkpoint, members=tuple(members), nodes=tuple((rank, node) for rank, node in nodes), **said
+        )
 
 
 def _open_seen(path: str) -> int:
@@ -280,7 +278,7 @@ class Newcomer:
                 time.sleep(_PAUSE_S)
         if not path:
             raise RuntimeError(
-                f"the run that rank {self._rank} wanted to join ended before another epoch began; start all ranks to"
+                f"the run that rank {self._rank} wanted to join ended before it was let in; start all ranks to"
                 " train on"
             )
         self.invitation = Invitation.read(path, self._asked)

@@ -9,31 +9,32 @@ import signal
 import sys
 import time
 from collections.abc import Iterator
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 from unittest.mock import create_autospec
 
 import pytest
+import torch
 import torch.distributed as dist
 from lightning.fabric.utilities.distributed import DistributedSamplerWrapper
 from lightning.pytorch import Trainer
 from lightning.pytorch.overrides.distributed import UnrepeatedDistributedSamplerWrapper
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, RandomSampler, SequentialSampler
 
+from lightning_hetero.glue.elastic.groups import Groups
+from lightning_hetero.glue.elastic.members import Members
 from lightning_hetero.stale.decide.report.counts import Counts
-from lightning_hetero.stale.fit.elastic.groups import Groups
-from lightning_hetero.stale.fit.members import Members
 from lightning_hetero.stale.fit.session import Session
 from lightning_hetero.stale.fit.settings import StaleSettings
 from lightning_hetero.stale.runtime.messages import Met
-from lightning_hetero.stale.runtime.processes import groups
-from lightning_hetero.stale.runtime.processes.groups import (
+from lightning_hetero.transport import groups
+from lightning_hetero.transport.groups import (
     MemberMissingError,
     leave_default_group,
     rebuild_default_group,
     shrink_sampler,
 )
-from lightning_hetero.stale.runtime.work.worker import Worker
 from lightning_hetero.transport.side_channel import SideChannel
 from tests import warm
 from tests.ranks.harness import run_ranks
@@ -58,8 +59,9 @@ from datetime import timedelta
 from pathlib import Path
 import torch, torch.distributed as dist
 from torchmetrics import MeanMetric
-from lightning_hetero.stale.runtime.processes.fork import fork_server, host_store
-from lightning_hetero.stale.runtime.processes.groups import leave_default_group, rebuild_default_group
+from lightning_hetero.stale.runtime.processes.fork import fork_server
+from lightning_hetero.transport.store import host_store
+from lightning_hetero.transport.groups import leave_default_group, rebuild_default_group
 
 TIMEOUT = timedelta(seconds=100)
 os.setsid()  # all of it is killed at once, should it hang
@@ -205,7 +207,6 @@ def test_a_member_that_had_come_before_it_died_counts_as_come_for_all() -> None:
 def test_all_meet_once_more_without_a_rank_that_dies_on_its_way(again: int, monkeypatch: pytest.MonkeyPatch) -> None:
     members = Members(0, 5)
     session = create_autospec(Session, instance=True, meetings=7)
-    session.worker = create_autospec(Worker, instance=True)
     left = [(0, 3, 4), (0, 3)]
 
     def meet(what: str) -> Met:
@@ -218,7 +219,7 @@ def test_all_meet_once_more_without_a_rank_that_dies_on_its_way(again: int, monk
     tried: list[tuple[tuple[int, ...], int]] = []
 
     def rebuild(alive: tuple[int, ...], generation: int, *, living: Any) -> None:
-        assert living == session.worker.alive
+        assert living == session.alive
         tried.append((alive, generation))
         if len(tried) <= again:
             raise MemberMissingError(generation, [alive[1]], 1.0)
@@ -228,6 +229,26 @@ def test_all_meet_once_more_without_a_rank_that_dies_on_its_way(again: int, monk
         alive = it.rebuild_among_living((0, 2, 3, 4), 7)
     assert [str(one.message) for one in said] == ["at meeting 8", "at meeting 9"][:again]
     assert tried == [((0, 2, 3, 4), 7), ((0, 3, 4), 8), ((0, 3), 9)][: again + 1] and alive == tried[-1][0]
+
+
+def one_that_fails_alone(rank: int, world: int) -> float:
+    """Rank 1 was seen, and did not come: rank 0 has a group behind it that could not be made, rank 1 has not."""
+    store = dist.FileStore("store", world)
+    common: Any = {"store": store, "members": [0, 1], "rank": rank, "backend": "gloo"}
+    if rank:
+        leave_default_group()
+        dist.PrefixStore("generation/1", store).set("here/1", "1")
+    else:
+        with pytest.raises(RuntimeError):
+            rebuild_default_group(**common, generation=1, timeout=timedelta(seconds=0.5))
+    rebuild_default_group(**common, generation=2, timeout=timedelta(seconds=10))
+    side, total = dist.new_group(backend="gloo"), torch.tensor([float(rank + 1)])
+    dist.all_reduce(total, group=side)
+    return total.item()
+
+
+def test_a_group_that_some_could_not_make_does_not_spoil_the_next() -> None:
+    assert run_ranks(2, one_that_fails_alone) == [3.0, 3.0]
 
 
 def hooks_after_two_groups(rank: int, world: int) -> bool:

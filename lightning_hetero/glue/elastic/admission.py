@@ -5,23 +5,24 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 from lightning.pytorch.callbacks import Checkpoint
 
 from lightning_hetero import lightning_compat as compat
-from lightning_hetero.stale.fit.elastic.groups import Groups
-from lightning_hetero.stale.fit.elastic.join import FIRST_GENERATION, Invitation, JoinRequests
-from lightning_hetero.stale.fit.members import Members
-from lightning_hetero.stale.fit.session import Session
+from lightning_hetero.glue.elastic.groups import Groups, Place
+from lightning_hetero.glue.elastic.join import FIRST_GENERATION, Invitation, JoinRequests
+from lightning_hetero.glue.elastic.members import Members
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
 
-__all__ = ["Admission"]
+__all__ = ["COME_S", "Admission"]
 
-_COME_S = 20.0  # for somebody who has just answered to come to the new group
+COME_S = 20.0
+"""For somebody who has just answered to come to the new group [s]."""
 
 
 class _LastPoint(Checkpoint):
@@ -39,7 +40,7 @@ class Admission:
 
     Args:
         trainer: the running trainer.
-        session: where the server is, and how often the members have met.
+        place: where the members meet, and how often they have.
         members: who takes part.
         groups: rebuilt with whoever joins.
         requests: where newcomers ask.
@@ -49,14 +50,14 @@ class Admission:
     def __init__(
         self,
         trainer: Trainer,
-        session: Session,
+        place: Place,
         members: Members,
         groups: Groups,
         requests: JoinRequests,
         *,
         generation: int = FIRST_GENERATION,
     ) -> None:
-        self._trainer, self._session, self._members = trainer, session, members
+        self._trainer, self._place, self._members = trainer, place, members
         self._groups, self._requests = groups, requests
         self._generation = generation
         self._asking: list[int] = []
@@ -110,7 +111,7 @@ class Admission:
             self._remove_checkpoint()
             members.warn_once(
                 f"rank {numbers} wants to join, and the checkpoint that it would resume from cannot be saved: {failed};"
-                " this is tried again at the end of the next epoch"
+                " this is tried again when ranks are next let in"
             )
 
     def _asking_of(self, ranks: Sequence[int]) -> list[int]:
@@ -139,8 +140,8 @@ class Admission:
                 generation=self._generation,
                 members=alive,
                 nodes=tuple(members.nodes.items()),
-                meetings=self._session.meetings,
-                address=self._session.address,
+                meetings=self._place.meetings,
+                address=asdict(self._place.address),  # type: ignore[call-overload]
             )
             for rank in asking:
                 self._invitations.append(f"{self._checkpoint}.{rank}")
@@ -149,15 +150,25 @@ class Admission:
                 except OSError as error:  # e.g. a full disk, which is no reason for the members to end
                     members.warn_once(f"rank {rank} wanted to join and could not be invited: {error}")
         numbers = ", ".join(map(str, asking))
+        if why := self._come_together(alive, before):
+            members.warn_once(f"rank {numbers} wanted to join and did not come: {why}")
+        else:
+            members.warn_once(f"rank {numbers} has joined in epoch {self._trainer.current_epoch}")
+
+    def _come_together(self, alive: tuple[int, ...], before: tuple[int, ...]) -> str:
+        """Builds the process group with the newcomers, and waits until they are ready.
+
+        Returns:
+            Why the members go on without them; empty: they do not.
+        """
         try:
-            self._groups.rebuild(alive, self._generation, meeting_s=_COME_S)
+            self._groups.rebuild(alive, self._generation, meeting_s=COME_S)
             dist.barrier()
         except RuntimeError as error:  # also MemberMissingError: he did not come after all
             # The new group is left inside the except block: whoever still waits in it fails now.
             self._groups.rebuild_among_living(before, self._generation + 1)
-            members.warn_once(f"rank {numbers} wanted to join and did not come: {error}")
-        else:
-            members.warn_once(f"rank {numbers} has joined in epoch {self._trainer.current_epoch}")
+            return str(error)
+        return ""
 
     def _remove_checkpoint(self) -> None:
         for invitation in self._invitations:

@@ -19,6 +19,7 @@ class Members:
         alive: those that take part, ascending: all, but for those that died and have not come again.
         joining: this rank is on its way into a run of others, and nobody waits for it yet.
         nodes: node of each rank that took part when the fit began.
+        hosted: a store of this process's, if groups that live on were made through it.
     """
 
     def __init__(self, rank: int, world_size: int) -> None:
@@ -26,11 +27,12 @@ class Members:
         self.alive = tuple(range(world_size))
         self.joining = False
         self.nodes: Mapping[int, int] = {}
+        self.hosted: object | None = None
         self._warned: set[str] = set()
 
     @property
     def lowest(self) -> int:
-        """The rank that hosts the server and writes checkpoints."""
+        """The rank that writes checkpoints; it hosts the server, if the engine has one."""
         return self.alive[0]
 
     @property

@@ -1,0 +1,8 @@
+"""Ranks that are lost, and ranks that join a running fit, whatever the engine (layer L).
+
+``ddp``        the strategy: DDP whose collectives are among those that are left
+``members``    who takes part
+``groups``     process groups without the lost, or with who has come; `Place`, where the ranks of an engine meet
+``join``       a rank that comes late, or again: how it and the members find each other
+``admission``  the members' side of it
+"""

@@ -1,1 +1,0 @@
-"""Ranks that die, and ranks that join a running fit (layer L)."""
