@@ -128,6 +128,7 @@ class EngineRun(Reporting, ABC, Generic[Binder]):
             check_same_settings(self.channel.all_gather_object({**common, **settings}))
         if self.fitting:
             self.undo.callback(compat.keep_train_sampler(trainer))
+            self.undo.callback(compat.note_sigterm(trainer))
 
     @abstractmethod
     def state_dict(self) -> dict[str, Any]:

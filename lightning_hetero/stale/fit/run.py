@@ -7,6 +7,7 @@ from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lightning_hetero import lightning_compat as compat
 from lightning_hetero.callbacks.requeue import RequeueByOne
@@ -274,8 +275,10 @@ class StaleRun(EngineRun[GrantedBinder]):
         self._groups.rebuild(members.alive, 0, store=store)
 
     def fail(self, error: BaseException) -> None:
-        """This rank failed: tells the others why."""
+        """This rank failed: tells the others why. If it was only told to go (SIGTERM), they go on without it."""
         super().fail(error)
+        if isinstance(error, SIGTERMException) and not self._members.is_lowest:
+            return  # its connection ends
         if self.worker is not None:
             self.worker.abort(f"rank {self._members.rank} failed: {type(error).__name__}: {error}", error)
 
