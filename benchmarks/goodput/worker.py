@@ -20,8 +20,8 @@ from lightning_hetero import BoundedStalenessStrategy, Scenario, ThrottleCallbac
 
 __all__ = ["BATCH", "CHECKPOINTS", "EPOCH_STEPS", "RANKS", "STEP_S", "newest_checkpoint", "train"]
 
-RANKS, BATCH, EPOCH_STEPS = 4, 8, 25  # samples per rank and step
-STEP_S = 0.1  # of a rank with its batch
+RANKS, BATCH, EPOCH_STEPS = 4, 8, 10  # samples per rank and step
+STEP_S = 0.25  # of a rank with its batch
 CHECKPOINTS = "checkpoints"
 
 
