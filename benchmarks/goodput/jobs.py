@@ -8,6 +8,7 @@ import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
@@ -191,4 +192,4 @@ def _idle_s(folder: Path, began_s: float, ended_s: float) -> float:
         float(line.split()[0]) for path in folder.glob("progress-*") for line in path.read_text().splitlines() if line
     ]
     times = [began_s, *sorted(at_s for at_s in times if at_s < ended_s), ended_s]
-    return sum(b - a for a, b in zip(times, times[1:], strict=False) if b - a > 1.0)
+    return sum(b - a for a, b in pairwise(times) if b - a > 1.0)

@@ -158,7 +158,7 @@ class _Pool:
             self._send_all(pickle.dumps(job))
             outcomes = self._collect(job.timeout_s)
             if late := set(range(len(self.controls))) - outcomes.keys():
-                self._show_children(late)
+                self._end_children(late)
             else:
                 self._send_all(b"release")
                 done = self._collect(LEAVE_S)
@@ -168,13 +168,16 @@ class _Pool:
             if not ready:
                 self.kill()
 
-    def _show_children(self, ranks: set[int]) -> None:
-        """Has the DataLoader workers of late ranks write where they stand, which is perhaps why."""
+    def _end_children(self, ranks: set[int]) -> None:
+        """Has the DataLoader workers of late ranks write where they stand, which is perhaps why, and ends them."""
         for rank in ranks:
-            with contextlib.suppress(psutil.Error, OSError):  # it is dead
-                for child in psutil.Process(self.processes[rank].pid).children(recursive=True):
-                    os.kill(child.pid, SHOW_STACK)
-            self.processes[rank].join(SHOW_S)
+            with contextlib.suppress(psutil.Error):  # it is dead
+                children = psutil.Process(self.processes[rank].pid).children(recursive=True)
+                for child in children:
+                    child.send_signal(SHOW_STACK)
+                psutil.wait_procs(children, timeout=SHOW_S)
+                for child in children:
+                    child.kill()
 
     def _send_all(self, message: bytes) -> None:
         for control in self.controls:
