@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
+from datetime import timedelta
 from typing import TYPE_CHECKING
 
 import torch.distributed as dist
@@ -15,6 +16,7 @@ from lightning_hetero.stale.fit.session import Session
 from lightning_hetero.stale.fit.settings import StaleSettings
 from lightning_hetero.stale.runtime.processes.groups import (
     MemberMissingError,
+    leave_default_group,
     rebuild_default_group,
     shrink_sampler,
 )
@@ -24,6 +26,8 @@ if TYPE_CHECKING:
     from lightning.pytorch import Trainer
 
 __all__ = ["Groups"]
+
+_SIGNS_TO_COME = 6  # of life, one per `liveness_s`: in this time a rank comes from a meeting to its collective
 
 
 class Groups:
@@ -42,6 +46,21 @@ class Groups:
     ) -> None:
         self._trainer, self._session, self._members = trainer, session, members
         self._channel, self._settings = channel, settings
+
+    def all_come(self) -> bool:
+        """Whether all members come here from a meeting; if not, the group is left, and all have to meet once more.
+
+        So nobody waits in a collective for a rank that has died, or fallen silent, since the meeting before it.
+        """
+        if len(self._members.alive) < 2:
+            return True
+        group = None if dist.get_backend() == dist.Backend.GLOO else self._channel.group
+        try:
+            dist.monitored_barrier(group, timedelta(seconds=_SIGNS_TO_COME * self._settings.server.liveness_s))
+        except RuntimeError:
+            leave_default_group()  # here: whoever waits for this rank fails now
+            return False
+        return True
 
     def rebuild_among_living(self, alive: tuple[int, ...], generation: int) -> tuple[int, ...]:
         """As `rebuild`; but without a rank that dies on its way there, or stays away: then all meet once more.

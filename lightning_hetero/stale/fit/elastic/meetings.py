@@ -20,6 +20,7 @@ from lightning_hetero.stale.fit.elastic.admission import Admission
 from lightning_hetero.stale.fit.elastic.groups import Groups
 from lightning_hetero.stale.fit.members import Members
 from lightning_hetero.stale.fit.session import Session
+from lightning_hetero.stale.runtime.messages import Met
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
@@ -118,6 +119,18 @@ class Meetings:
         worker = self._session.worker
         if worker is None:
             return
+        met = self._meet(what)
+        if met.generation != self._generation:
+            self._generation = met.generation
+            self._regroup(met.alive)
+        while not self._groups.all_come():
+            met = self._meet("a rank was lost between a meeting and its collective")
+            self._generation = met.generation
+            self._regroup(met.alive, anew=True)
+        if pull:
+            worker.pull()
+
+    def _meet(self, what: str) -> Met:
         met = self._session.meet(what)
         self.counts = met.counts
         for notice in met.notices:
@@ -125,11 +138,7 @@ class Meetings:
         if not self._advised and (advice := report.advice(met.counts)) is not None:
             self._advised = True
             self._members.warn_once(advice)
-        if pull:
-            worker.pull()
-        if met.generation != self._generation:
-            self._generation = met.generation
-            self._regroup(met.alive)
+        return met
 
     def logged(self) -> str:
         """Names what is reduced when an epoch ends, for `meet`: ranks that log other values would mix them up."""
@@ -142,9 +151,9 @@ class Meetings:
             for tensor in compat.averaged_weights(self.trainer):
                 dist.broadcast(tensor.data, 0)  # the lowest of those left
 
-    def _regroup(self, alive: tuple[int, ...]) -> None:
+    def _regroup(self, alive: tuple[int, ...], *, anew: bool = False) -> None:
         members = self._members
-        if alive == members.alive:
+        if alive == members.alive and not anew:
             return
         before = members.alive
         alive = self._groups.rebuild_among_living(alive, self._session.meetings)
