@@ -52,6 +52,8 @@ class ProcessGroup:
         Raises:
             RuntimeError: a member has left or died, or one does not come in time.
         """
+        if self._broken:
+            raise RuntimeError(f"a collective has failed: {self._broken}")
         here = self._round
         self._came[index] = process, value, all_come
         if len(self._came) == self.size:

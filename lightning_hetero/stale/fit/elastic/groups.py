@@ -55,8 +55,10 @@ class Groups:
         if len(self._members.alive) < 2:
             return True
         group = None if dist.get_backend() == dist.Backend.GLOO else self._channel.group
+        wait_s = _SIGNS_TO_COME * self._settings.server.liveness_s
         try:
-            dist.monitored_barrier(group, timedelta(seconds=_SIGNS_TO_COME * self._settings.server.liveness_s))
+            # All report to the lowest, which gives up first: so that either all pass, or nobody does.
+            dist.monitored_barrier(group, timedelta(seconds=wait_s * (1 if self._members.is_lowest else 2)))
         except RuntimeError:
             leave_default_group()  # here: whoever waits for this rank fails now
             return False
