@@ -1,10 +1,10 @@
 """``python -m benchmarks.goodput [--quick] [--seeds N]``: useful samples while workers are killed and come again.
 
-Four emulated devices of equal speed train for the same time under the same outages: a machine goes (SIGKILL of its rank),
-and some seconds later a process can be started on it again. Stock DDP is started again as a whole, as soon as all machines
-are there, from its newest checkpoint, as torchrun does with a fixed number of nodes. Under the stale engine the others
-go on, and the new process joins them. *Useful* samples count once in the model that is there in the end; *goodput* is
-how many there are over those of the same system in the same turn without an outage.
+Four emulated devices of equal speed train for the same time under the same outages: a machine goes (SIGKILL of its
+rank), and some seconds later a process can be started on it again. Stock DDP is started again as a whole, as soon as
+all machines are there, from its newest checkpoint, as torchrun does with a fixed number of nodes. Under the stale
+engine the others go on, and the new process joins them. *Useful* samples count once in the model that is there in the
+end; *goodput* is how many there are over those of the same system in the same turn without an outage.
 """
 
 from __future__ import annotations
@@ -116,9 +116,9 @@ def main() -> None:
     raw = measure(args.seeds, BETWEEN_S)
     notes = (
         f"{RANKS} ranks, {STEP_S * 1e3:g} ms per step, {BATCH} samples per rank and step, {EPOCH_S:g} s per epoch;"
-        f" {args.seeds} turns with seeds of their own, all cases in each. A job has {WINDOW_S:g} s from the start of its"
-        f" processes on, its first start included. Outages are a Poisson process, *every* is the mean time between two"
-        f" in the whole job; the machine is there again after {REPAIR_S:g} s, and a process needs {START_S:g} s to"
+        f" {args.seeds} turns with seeds of their own, all cases in each. A job has {WINDOW_S:g} s from the start of"
+        f" its processes on, its first start included. Outages are a Poisson process, *every* is the mean time between"
+        f" two in the whole job; the machine is there again after {REPAIR_S:g} s, and a process needs {START_S:g} s to"
         " start (emulated: a sleep, before everything that Lightning and the engine do at a start). Rank 0's machine"
         " stays but in the case that says so: there the others go on, and it cannot come again. A newcomer joins when"
         " an epoch ends. Checkpoints are of a model of 1,153 parameters, so they cost next to nothing; the stale"

@@ -2,8 +2,8 @@
 
 A process group that is garbage is destroyed by whoever collects it first. In a forked child torch's destructor waits
 without end for threads that were not forked, or ends the process: "DataLoader worker exited unexpectedly". Torch and
-Lightning leave such garbage behind, of stock DDP, too. A child that never looks at what it has inherited does neither of
-the two, and shares more of its parent's memory.
+Lightning leave such garbage behind, of stock DDP, too. A child that never looks at what it has inherited does neither
+of the two, and shares more of its parent's memory.
 """
 
 from __future__ import annotations
