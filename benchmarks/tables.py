@@ -266,6 +266,7 @@ MAIN = {
     "drop_in": ("balanced, 1 rank(s): passed of 663", "{:.0f} of 663 tests pass under `hetero_balanced`"),
     "faults": ("schedules that failed", "{:.0f} schedules failed"),
     "federated": ("steady: lb-bsp, time to target", "`lb-bsp` needs {:.2f} of fedavg's time to 90 %"),
+    "goodput": ("every 20 s: stale / the better DDP", "{:.2f} times the useful samples of DDP from checkpoints"),
     "joint": ("real: base: less time than stock DDP", "{:.0f} % less time than stock DDP"),
     "late_weights": ("today: mean over all samples: final loss to DDP's at the edge, all cases",
                      "final loss {:.2f} of DDP's at the edge of stability, by the server's own rule"),

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 from unittest import mock
@@ -37,26 +38,32 @@ class ProcessGroup:
     def __init__(self, world: World, size: int) -> None:
         self.size = size
         self._world = world
-        self._came: dict[int, tuple[Process, Any]] = {}
+        self._came: dict[int, tuple[Process, Any, Callable[[], None]]] = {}
         self._round = 0
         self._value: Any = None
         self._broken = ""
 
-    def collective(self, index: int, process: Process, value: Any = None) -> Any:
-        """Waits for all members; returns the value of the first.
+    def collective(
+        self, index: int, process: Process, value: Any = None, *, timeout_s: float = GROUP_TIMEOUT_S,
+        all_come: Callable[[], None] = lambda: None,
+    ) -> Any:  # fmt: skip
+        """Waits for all members; returns the value of the first. ``all_come`` is called when they have come.
 
         Raises:
             RuntimeError: a member has left or died, or one does not come in time.
         """
+        if self._broken:
+            raise RuntimeError(f"a collective has failed: {self._broken}")
         here = self._round
-        self._came[index] = process, value
+        self._came[index] = process, value, all_come
         if len(self._came) == self.size:
             came, self._came, self._round = self._came, {}, here + 1
             self._value = came[0][1]
-            for other, _ in came.values():
+            for other, _, tell in came.values():
+                tell()
                 other.wake()
             return self._value
-        until_s = self._world.now_s + GROUP_TIMEOUT_S
+        until_s = self._world.now_s + timeout_s
         while self._round == here:
             if self._broken:
                 raise RuntimeError(f"a collective has failed: {self._broken}")
@@ -68,7 +75,7 @@ class ProcessGroup:
     def leave(self, why: str) -> None:
         """A member destroys its group, or dies: whoever waits in it, or will, fails."""
         self._broken = self._broken or why
-        for process, _ in self._came.values():
+        for process, *_ in self._came.values():
             process.wake()
 
 
@@ -95,6 +102,12 @@ def played(world: World, store: Store, current: Callable[[], Rank]) -> Iterator[
         here.collective(rank, own.process)
         own.risky = False
 
+    def monitored_barrier(_: Any, timeout: timedelta) -> None:
+        own = current()
+        in_group(own).collective(
+            own.index, own.process, timeout_s=timeout.total_seconds(), all_come=own.comes_to_collective
+        )
+
     def in_group(own: Rank) -> ProcessGroup:
         if own.group is None:
             raise RuntimeError("there is no default process group")
@@ -115,6 +128,7 @@ def played(world: World, store: Store, current: Callable[[], Rank]) -> Iterator[
         is_initialized=lambda: current().group is not None,
         destroy_process_group=lambda: current().leave_group("has left the group"),
         init_process_group=init_process_group,
+        monitored_barrier=monitored_barrier,
         barrier=lambda: in_group(current()).collective(current().index, current().process),
     )
     time = SimpleNamespace(monotonic=world.clock, sleep=lambda seconds: current().process.sleep(seconds))

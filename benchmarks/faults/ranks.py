@@ -12,8 +12,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +20,7 @@ import torch
 from lightning.pytorch.callbacks import Checkpoint
 from torch import nn
 
+from benchmarks.faults.cases import LIVENESS_S
 from benchmarks.faults.played import ProcessGroup
 from benchmarks.faults.wires import MemoryLink
 from benchmarks.faults.world import Process, World
@@ -134,8 +134,8 @@ class Rank:
     Attributes:
         outcome: how it ended; "": it has not.
         told: what it was told to show to people.
-        risky: it is where its death ends the run: between asking for a meeting and the end of the collective that this
-            is for, on its way into a new process group, or before there is a server (rank 0: which somebody knows).
+        risky: it is where its death ends the run: in a collective for which all have come from a meeting, on its way
+            into a new process group, or before there is a server (rank 0: which somebody knows).
         error_next: an error in the user's code comes with the next chunk.
         slow_until_s: it computes slowly until then [s].
         stopped_s: for how long it was stopped [s].
@@ -206,7 +206,9 @@ class Rank:
         forked = simulation.server_process(self.process) if first else None
         self.session = session = _Session(self.trainer, None, members, meetings=met, forked=forked)
         channel: Any = SimpleNamespace(rebind=lambda group: None)
-        settings: Any = SimpleNamespace(backend="gloo", timeout=None)
+        settings: Any = SimpleNamespace(
+            backend="gloo", timeout=None, server=SimpleNamespace(liveness_s=LIVENESS_S)
+        )
         groups = Groups(self.trainer, session, members, channel, settings)
         generation = FIRST_GENERATION if invitation is None else invitation.generation
         self.admission = Admission(
@@ -225,7 +227,6 @@ class Rank:
         assert session is not None
         if invitation is None:
             self._collective()  # where the server is
-            self.risky = False
         simulation.point(self.number, "connect")
         model = simulation.new_model()
         optimizer = simulation.optimizer(model)
@@ -251,10 +252,10 @@ class Rank:
             self._reduce("reduce mean of the epoch")
         self._callbacks("on_train_end")
         # as `StaleRun.finish`
-        self.meetings.meet("training ends")
+        self._meet("training ends")
         if self.members.is_lowest:
             session.fetch_state()
-        self.meetings.meet("state is saved")
+        self._meet("state is saved")
         self.admission.end()
         session.leave()
 
@@ -337,11 +338,13 @@ class Rank:
 
     # ---- together ---------------------------------------------------------------------------------------------
 
-    @contextmanager
-    def _at_risk(self) -> Iterator[None]:
-        """From asking for a meeting to the end of its collective: the one moment in which a death ends all."""
+    def comes_to_collective(self) -> None:
+        """All have come from a meeting: until the end of its collective a death ends all, and not before."""
         self.risky = True
-        yield
+
+    def _meet(self, what: str, *, pull: bool = False) -> None:
+        """A meeting without a collective."""
+        self.meetings.meet(what, pull=pull)
         self.risky = False
 
     def _collective(self, value: Any = None) -> Any:
@@ -349,21 +352,22 @@ class Rank:
         if self.group is None:
             raise RuntimeError("there is no process group")
         self.process.sleep(0.0005)
-        return self.group.collective(self.index, self.process, value)
+        found = self.group.collective(self.index, self.process, value)
+        self.risky = False
+        return found
 
     def _reduce(self, what: str, value: Any = None) -> Any:
         """As the strategy's collectives do."""
-        with self._at_risk():
-            self.meetings.meet(what)
-            return self._collective(value)
+        self.meetings.meet(what)
+        return self._collective(value)
 
     def _broadcast(self, value: Any, src: int = 0) -> Any:
         return self._reduce("broadcast 0", value)
 
     def _validate(self) -> None:
-        self.meetings.meet("validation starts", pull=True)
+        self._meet("validation starts", pull=True)
         self.process.sleep(0.02)
-        self.meetings.meet("validation ends")
+        self._meet("validation ends")
         self._reduce("reduce mean of the validation")
 
     def write_checkpoint(self, path: str) -> None:

@@ -172,7 +172,10 @@ class Simulation:
                 process.sleep(0.02)
             self._kill_server()
 
-        return SimpleNamespace(stop=stop, release=lambda: None)
+        def alive() -> bool:
+            return self.wires.server is not None and self.wires.server.alive
+
+        return SimpleNamespace(stop=stop, release=lambda: None, alive=alive)
 
     def _kill_server(self) -> None:
         assert self.wires.server is not None
@@ -246,9 +249,7 @@ class Simulation:
         connection = self.wires.connections.get(rank.number)
         if connection is None or connection.process is not rank.process:
             return
-        if rank.number == 0:
-            self._excuses.append("rank 0 lost its server, and ends it")
-        elif rank.risky:
+        if rank.risky:
             self._excuses.append(f"rank {rank.number} was cut off where that ends the run")
         rank.was_cut = True
         self.wires.end(connection, "the network failed", lose=self.draw.random() < 0.5)

@@ -310,6 +310,7 @@ class MemoryLink(WorkerLink):
             self.left_behind = True
             raise LeftBehindError(self._connection.left)
         if not self._connection.open:
+            self.cut = True
             raise ServerLostError(f"the connection to the server is lost: {self._connection.why}")
 
     def sign_of_life(self) -> None:

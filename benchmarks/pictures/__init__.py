@@ -28,6 +28,7 @@ PICTURES: dict[str, tuple[str, Callable[[Results], Picture], Paper]] = {
     "compiled": ("compiled", others.compiled, BOTH),
     "drop_in": ("drop_in", others.drop_in, BOTH),
     "federated": ("federated", engines.federated, BOTH),
+    "goodput": ("goodput", others.goodput, BOTH),
     "items": ("items", others.items, BOTH),
     "joint": ("joint", others.joint, BOTH),
     "monitor": ("monitor", others.monitor, BOTH),

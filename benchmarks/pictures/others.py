@@ -12,7 +12,7 @@ from benchmarks.results import Results
 from lightning_hetero.report.page.charts import Bar as Stacked
 from lightning_hetero.report.page.charts import bars
 
-__all__ = ["compiled", "drop_in", "items", "joint", "monitor", "narx", "peers", "planner", "planning_real",
+__all__ = ["compiled", "drop_in", "goodput", "items", "joint", "monitor", "narx", "peers", "planner", "planning_real",
            "replanning", "transport"]  # fmt: skip
 
 
@@ -236,6 +236,25 @@ def items(results: Results) -> Picture:
         panels=[(kind, _at_one(rows, "stock DDP")) for kind, rows in found.items()],
         source="Two emulated devices whose time is in proportion to a batch's characters."
         " benchmarks/items/results.json",
+    )
+
+
+def goodput(results: Results) -> Picture:
+    """Useful samples per second, by how often a machine goes."""
+    what, found = "useful samples per second", dict[str, list[Bar]]()
+    for case in results.cases(f": {what}"):
+        when, _, system = case.partition(": ")
+        value = results[f"{case}: {what}"]
+        goal = f"{when}: {system}: goodput"
+        missed = goal in results and results.missed(goal)
+        bar = Bar("r0" if system == "stale" else "r5", value, f"{system}: {value:.0f}", missed)
+        found.setdefault(when, []).append(bar)
+    rows = [Group(name=f"outages: {when}", bars=bars) for when, bars in found.items()]
+    return Picture(
+        title="Useful samples per second while machines go and come again",
+        panels=[("", groups(rows, label=what))],
+        source="Four emulated devices; a useful sample counts once in the final model. Missed goals in red."
+        " benchmarks/goodput/results.json",
     )
 
 

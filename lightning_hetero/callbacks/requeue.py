@@ -134,3 +134,8 @@ class RequeueTogether(_Requeue):
         """Takes in that sum, in the same batch on all ranks."""
         if total:
             self._owe(int(total))
+
+    def finish(self, total: float) -> None:
+        """As `hear`, behind the last batch: answered at once."""
+        self.hear(total)
+        self._save()

@@ -20,6 +20,7 @@ from torch import nn
 from lightning_hetero import lightning_compat as compat
 from lightning_hetero._version import __version__
 from lightning_hetero.callbacks.reporting import Reporting
+from lightning_hetero.data.forks import spare_inherited
 from lightning_hetero.glue.checks import check_same_settings
 from lightning_hetero.glue.loaders import LoaderBinder
 from lightning_hetero.transport.side_channel import SideChannel
@@ -116,6 +117,7 @@ class EngineRun(Reporting, ABC, Generic[Binder]):
         self._failed = False
         self.events = EventLog()
         self.undo = ExitStack()
+        spare_inherited()
         if dist.get_world_size() > 1:
             own_memory(self.module)
         self.channel = SideChannel(gloo_group(timeout))
@@ -128,6 +130,7 @@ class EngineRun(Reporting, ABC, Generic[Binder]):
             check_same_settings(self.channel.all_gather_object({**common, **settings}))
         if self.fitting:
             self.undo.callback(compat.keep_train_sampler(trainer))
+            self.undo.callback(compat.note_sigterm(trainer))
 
     @abstractmethod
     def state_dict(self) -> dict[str, Any]:

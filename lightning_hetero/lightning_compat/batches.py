@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -23,11 +24,14 @@ __all__ = [
     "call_training_step",
     "collect_clipping",
     "defer_requeue",
+    "note_sigterm",
     "replace_sigterm_broadcast",
     "run_again",
     "stop_sigterm_broadcast",
     "trainer_callbacks",
 ]
+
+_LOG = logging.getLogger(__name__)
 
 
 def trainer_callbacks(trainer: Trainer) -> list[Callback]:
@@ -64,6 +68,32 @@ def replace_sigterm_broadcast(trainer: Trainer, any_told: Callable[[bool], bool]
 
     def undo() -> None:
         vars(loop).pop("_broadcast_sigterm_tensor", None)
+
+    return undo
+
+
+def note_sigterm(trainer: Trainer) -> Callable[[], None]:
+    """Has Lightning's handler of SIGTERM note the signal and pass it to the launcher, and no more; returns undo.
+
+    From 2.6 on its own waits, in the middle of whatever this rank does, for a broadcast of all ranks on the default
+    group. A rank that gets the signal alone, or elsewhere than the others, waits for the group's timeout. What is noted
+    ends the fit at the end of the batch. To be called before the Trainer sets its handlers.
+    """
+    connector: Any = trainer._signal_connector
+
+    def handler(number: int, frame: Any) -> None:
+        del frame
+        rank_prefix = f"[rank {trainer.global_rank}] " if trainer.world_size > 1 else ""
+        _LOG.info("%sReceived SIGTERM: %s", rank_prefix, number)
+        launcher: Any = trainer.strategy.launcher
+        if launcher is not None and not connector.received_sigterm:
+            launcher.kill(number)
+        connector.received_sigterm = True
+
+    vars(connector)["_sigterm_notifier_fn"] = handler  # an instance attribute over a method
+
+    def undo() -> None:
+        vars(connector).pop("_sigterm_notifier_fn", None)
 
     return undo
 

@@ -316,6 +316,11 @@ class HeteroPipelineStrategy(WholeCheckpointsDDP):
         self._run.scenario, self._run.scenario_step = scenario, scenario_steps(every_s)
         return True
 
+    def on_train_end(self) -> None:
+        super().on_train_end()
+        if self._run is not None:
+            self._run.finish()
+
     # ---- one step ---------------------------------------------------------------------------------------------
 
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:

@@ -267,11 +267,13 @@ class WorkerLink(ABC):
         rank: this worker.
         gradient: uint8, the slot this worker writes; anything may be written between `open_slot` and `close_slot`.
         left_behind: the connection has ended with a `LeftBehindError`: the server serves the others.
+        cut: the connection has ended, and this side has not closed it.
     """
 
     rank: int
     gradient: Tensor
     left_behind = False
+    cut = False
 
     @abstractmethod
     def open_slot(self) -> None:

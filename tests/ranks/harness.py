@@ -28,9 +28,10 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any, TypeVar
 
+import psutil
 from lightning.fabric.plugins.environments.cluster_environment import ClusterEnvironment
 
-from tests.ranks.rank_process import Job, Outcome, serve
+from tests.ranks.rank_process import SHOW_STACK, Job, Outcome, serve
 
 __all__ = [
     "RankEnvironment",
@@ -47,6 +48,7 @@ T = TypeVar("T")
 ROOT = Path(__file__).resolve().parents[2]
 START_S = 180.0  # one cold import of torch and Lightning on a busy machine
 AFTERMATH_S = 2.0  # how long the other ranks may go on after the first one failed; then they are killed
+SHOW_S = 0.3  # for stacks to be written
 LEAVE_S = 10.0  # how long leaving the group may take
 
 
@@ -155,7 +157,9 @@ class _Pool:
         try:
             self._send_all(pickle.dumps(job))
             outcomes = self._collect(job.timeout_s)
-            if len(outcomes) == len(self.controls):
+            if late := set(range(len(self.controls))) - outcomes.keys():
+                self._end_children(late)
+            else:
                 self._send_all(b"release")
                 done = self._collect(LEAVE_S)
                 ready = len(done) == len(self.controls) and _first_failed(done) is None
@@ -163,6 +167,17 @@ class _Pool:
         finally:  # also after Ctrl-C: half a conversation cannot be taken up again
             if not ready:
                 self.kill()
+
+    def _end_children(self, ranks: set[int]) -> None:
+        """Has the DataLoader workers of late ranks write where they stand, which is perhaps why, and ends them."""
+        for rank in ranks:
+            with contextlib.suppress(psutil.Error):  # it is dead
+                children = psutil.Process(self.processes[rank].pid).children(recursive=True)
+                for child in children:
+                    child.send_signal(SHOW_STACK)
+                psutil.wait_procs(children, timeout=SHOW_S)
+                for child in children:
+                    child.kill()
 
     def _send_all(self, message: bytes) -> None:
         for control in self.controls:
@@ -213,9 +228,7 @@ def _first_failed(outcomes: dict[int, Outcome]) -> int | None:
 _POOLS: dict[int, _Pool] = {}
 
 
-def run_ranks(
-    world_size: int, fn: Callable[..., T], *args: Any, timeout_s: float = 60.0, forks: bool = False
-) -> list[T]:
+def run_ranks(world_size: int, fn: Callable[..., T], *args: Any, timeout_s: float = 60.0) -> list[T]:
     """Calls ``fn(rank, world_size, *args)`` on every rank of a fresh gloo default group.
 
     Ranks run with one thread, the same seed, a common empty working folder which is deleted afterwards, and
@@ -225,15 +238,12 @@ def run_ranks(
         world_size: number of ranks, at least 1.
         fn: importable by name (module level, no lambda); arguments and results are pickled, tensors by value.
         timeout_s: after it, ranks still running are killed.
-        forks: the ranks fork DataLoader workers. CPython may hang in a fork while another thread holds a lock, and
-            objects of torch collected in the child may, or crash it, with stock DDP too; so a job that ran out of time
-            or lost a DataLoader worker is tried once more. A deadlock of ours would repeat itself.
 
     Returns:
         The results, by rank.
 
     Raises:
-        RankTimeoutError: a rank did not finish; shows where it stood.
+        RankTimeoutError: a rank did not finish; shows where it stood, and its DataLoader workers.
         RuntimeError: a rank died.
         BaseException: what the first rank to fail raised, its traceback as ``__cause__``.
     """
@@ -241,18 +251,10 @@ def run_ranks(
         raise ValueError(f"world_size={world_size} must be at least 1")
     if "<locals>" in fn.__qualname__ or "<lambda>" in fn.__qualname__:
         raise TypeError(f"{fn.__qualname__} cannot be imported by name in a rank: define it at module level")
-    timeout_s = min(timeout_s, 45.0) if forks else timeout_s  # twice within one test's time
-    for last in (not forks, True):
-        pool = _POOLS.get(world_size)
-        if pool is None or not pool.alive():
-            pool = _POOLS[world_size] = _Pool(world_size)
-        try:
-            return pool.run(fn, args, timeout_s)
-        except (RankTimeoutError, RuntimeError) as error:
-            lost_worker = str(error).startswith("DataLoader worker") and "exited unexpectedly" in str(error)
-            if last or not (lost_worker or isinstance(error, RankTimeoutError)):
-                raise
-    raise AssertionError("unreachable")
+    pool = _POOLS.get(world_size)
+    if pool is None or not pool.alive():
+        pool = _POOLS[world_size] = _Pool(world_size)
+    return pool.run(fn, args, timeout_s)
 
 
 def process_context() -> Any:

@@ -8,6 +8,7 @@ import math
 import os
 import pickle
 import random
+import signal
 import sys
 import tempfile
 import threading
@@ -28,6 +29,9 @@ from lightning.fabric.utilities.rank_zero import rank_zero_only
 # What launchers set; inherited from outside, it would tell Lightning a rank that is not ours.
 _LAUNCHER_PREFIXES = ("SLURM_", "TORCHELASTIC_", "OMPI_", "PMI_", "LSB_", "PL_", "MASTER_")
 _LAUNCHER_NAMES = ("RANK", "LOCAL_RANK", "NODE_RANK", "GROUP_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
+
+SHOW_STACK = signal.SIGRTMIN + 5
+"""A process that gets this signal writes the stacks of its threads beside its rank's."""
 
 
 @dataclass
@@ -120,6 +124,7 @@ def _joined_group(rank: int, world_size: int, job: Job) -> Iterator[None]:
     rank_zero_only.rank = rank  # pyright: ignore[reportFunctionMemberAccess]
     with Path(job.folder, f"stack-{rank}").open("w") as stack:
         faulthandler.dump_traceback_later(0.9 * job.timeout_s, file=stack)
+        faulthandler.register(SHOW_STACK, file=stack)  # forked DataLoader workers have it, too
         try:
             meeting = Path(job.folder, "store").as_uri()
             timeout = timedelta(seconds=job.timeout_s)
@@ -130,6 +135,7 @@ def _joined_group(rank: int, world_size: int, job: Job) -> Iterator[None]:
             yield
         finally:
             faulthandler.cancel_dump_traceback_later()
+            faulthandler.unregister(SHOW_STACK)
 
 
 @contextlib.contextmanager

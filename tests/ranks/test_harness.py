@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import threading
 from typing import Any
@@ -52,6 +53,18 @@ def die_on(rank: int, world_size: int, culprit: int) -> None:
 def hang_on(rank: int, world_size: int, culprit: int) -> None:
     if rank == culprit:
         threading.Event().wait()
+
+
+def stand_still(event: Any) -> None:
+    event.wait()
+
+
+def hang_in_child(rank: int, world_size: int) -> None:
+    """As in a DataLoader worker."""
+    context = multiprocessing.get_context("fork")
+    child = context.Process(target=stand_still, args=(context.Event(),), daemon=True)
+    child.start()
+    child.join()
 
 
 def return_lambda(rank: int, world_size: int) -> Any:
@@ -149,6 +162,11 @@ def test_a_hang_is_killed_and_shows_where() -> None:
         run_ranks(2, hang_on, 1, timeout_s=1.0)
     assert "in hang_on" in str(caught.value)
     assert set(run_ranks(2, pid)).isdisjoint(before)
+
+
+def test_a_hang_shows_where_children_stand() -> None:
+    with pytest.raises(RankTimeoutError, match="in stand_still"):
+        run_ranks(1, hang_in_child, timeout_s=2.0)
 
 
 def test_a_result_that_cannot_be_pickled_is_an_error() -> None:

@@ -14,6 +14,7 @@ from lightning_hetero.glue.elastic.members import Members
 from lightning_hetero.glue.run import gloo_group
 from lightning_hetero.transport.groups import (
     MemberMissingError,
+    leave_default_group,
     rebuild_default_group,
     shrink_sampler,
 )
@@ -97,6 +98,25 @@ class Groups:
     ) -> None:
         self._trainer, self._place, self._members = trainer, place, members
         self._channel, self._settings = channel, settings
+
+    def all_come(self, wait_s: float) -> bool:
+        """Whether all members come here from a meeting; if not, the group is left, and all have to meet once more.
+
+        So nobody waits in a collective for a rank that has died, or fallen silent, since the meeting before it.
+
+        Args:
+            wait_s: for a member that lives and does not come [s]; half of the time until everybody has given up.
+        """
+        if len(self._members.alive) < 2:
+            return True
+        group = None if dist.get_backend() == dist.Backend.GLOO else self._channel.group
+        try:
+            # All report to the lowest, which gives up first: so that either all pass, or nobody does.
+            dist.monitored_barrier(group, timedelta(seconds=wait_s * (1 if self._members.is_lowest else 2)))
+        except RuntimeError:
+            leave_default_group()  # here: whoever waits for this rank fails now
+            return False
+        return True
 
     def rebuild_among_living(self, alive: tuple[int, ...], generation: int) -> tuple[int, ...]:
         """As `rebuild`; but without a rank that dies on its way there, or stays away: then all meet once more.

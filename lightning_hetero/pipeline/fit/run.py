@@ -210,6 +210,16 @@ class PipelineRun(EngineRun[PipelineBinder]):
         """Whether this rank has told the others that it stops."""
         return self.failures.reported
 
+    def finish(self) -> None:
+        """Training is over: a signal that asks for a requeue, and came behind the last batch's exchange, is heard."""
+        if self._requeue is None:
+            return
+        asked = torch.tensor([self._requeue.take()], dtype=torch.float64)
+        work = dist.all_reduce(asked, group=self.channel.group, async_op=True)
+        assert work is not None
+        self.failures.wait(work)
+        self._requeue.finish(asked.item())
+
     def fail(self, error: BaseException) -> None:
         """Tells all ranks why this one stops."""
         self.failures.report(error)

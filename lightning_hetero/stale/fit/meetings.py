@@ -20,6 +20,7 @@ from lightning_hetero.glue.elastic.members import Members
 from lightning_hetero.stale.decide.report import summary as report
 from lightning_hetero.stale.decide.report.counts import Counts
 from lightning_hetero.stale.fit.session import Session
+from lightning_hetero.stale.runtime.messages import Met
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
@@ -83,6 +84,7 @@ class Meetings:
         members: who takes part.
         groups: rebuilt without those that have died.
         admission: told when somebody is missing.
+        come_s: for a rank that lives to come from a meeting to the collective that it was for [s].
         leave_step: called when an epoch ends; a hook may have skipped the rest of it in the middle of a batch.
 
     Attributes:
@@ -98,12 +100,13 @@ class Meetings:
         groups: Groups,
         admission: Admission,
         *,
+        come_s: float,
         leave_step: Callable[[], None],
     ) -> None:
         self.trainer = trainer
         self.counts: Counts | None = None
         self._session, self._members = session, members
-        self._groups, self._admission = groups, admission
+        self._groups, self._admission, self._come_s = groups, admission, come_s
         self._generation = 0
         self._advised = False
         self._callbacks = compat.trainer_callbacks(trainer)
@@ -120,6 +123,18 @@ class Meetings:
         worker = self._session.worker
         if worker is None:
             return
+        met = self._meet(what)
+        if met.generation != self._generation:
+            self._generation = met.generation
+            self._regroup(met.alive)
+        while not self._groups.all_come(self._come_s):
+            met = self._meet("a rank was lost between a meeting and its collective")
+            self._generation = met.generation
+            self._regroup(met.alive, anew=True)
+        if pull:
+            worker.pull()
+
+    def _meet(self, what: str) -> Met:
         met = self._session.meet(what)
         self.counts = met.counts
         for notice in met.notices:
@@ -127,11 +142,7 @@ class Meetings:
         if not self._advised and (advice := report.advice(met.counts)) is not None:
             self._advised = True
             self._members.warn_once(advice)
-        if pull:
-            worker.pull()
-        if met.generation != self._generation:
-            self._generation = met.generation
-            self._regroup(met.alive)
+        return met
 
     def together(self, what: str, collective: Callable[[], T]) -> T:
         """Meets, and returns what the collective gives among those who have come."""
@@ -149,9 +160,9 @@ class Meetings:
             for tensor in compat.averaged_weights(self.trainer):
                 dist.broadcast(tensor.data, 0)  # the lowest of those left
 
-    def _regroup(self, alive: tuple[int, ...]) -> None:
+    def _regroup(self, alive: tuple[int, ...], *, anew: bool = False) -> None:
         members = self._members
-        if alive == members.alive:
+        if alive == members.alive and not anew:
             return
         before = members.alive
         alive = self._groups.rebuild_among_living(alive, self._session.meetings)

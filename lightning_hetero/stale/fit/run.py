@@ -7,6 +7,7 @@ from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lightning_hetero import lightning_compat as compat
 from lightning_hetero.callbacks.requeue import RequeueByOne
@@ -39,6 +40,8 @@ if TYPE_CHECKING:
 
 __all__ = ["StaleRun"]
 
+_SIGNS_TO_COME = 6  # of life, one per `liveness_s`: in this time a rank comes from a meeting to its collective
+
 
 class StaleRun(EngineRun[GrantedBinder]):
     """One fit on one rank.
@@ -70,7 +73,13 @@ class StaleRun(EngineRun[GrantedBinder]):
         groups = Groups(trainer, session, members, channel, settings)
         self.admission = Admission(trainer, session, members, groups, requests, generation=generation)
         self.meetings = Meetings(
-            trainer, session, members, groups, self.admission, leave_step=self._leave_step
+            trainer,
+            session,
+            members,
+            groups,
+            self.admission,
+            come_s=_SIGNS_TO_COME * settings.server.liveness_s,
+            leave_step=self._leave_step,
         )
         self.admission.expect()
         self.binder = GrantedBinder(trainer, channel, members, settings)
@@ -274,8 +283,10 @@ class StaleRun(EngineRun[GrantedBinder]):
         self._groups.rebuild(members.alive, 0, store=store)
 
     def fail(self, error: BaseException) -> None:
-        """This rank failed: tells the others why."""
+        """This rank failed: tells the others why. If it was only told to go (SIGTERM), they go on without it."""
         super().fail(error)
+        if isinstance(error, SIGTERMException) and not self._members.is_lowest:
+            return  # its connection ends
         if self.worker is not None:
             self.worker.abort(f"rank {self._members.rank} failed: {type(error).__name__}: {error}", error)
 

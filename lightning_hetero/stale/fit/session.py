@@ -201,13 +201,13 @@ class Session:
     def close(self, *, patience_s: float = 5.0) -> None:
         """Ends this rank's part, without a word to anybody; idempotent."""
         worker, self.worker = self.worker, None
-        left_behind = False
+        cut_off = False
         if worker is not None:
             worker.detach()
             self._hang_up(worker)
-            left_behind = worker.link.left_behind
+            cut_off = worker.link.left_behind or worker.link.cut
         process, self._process = self._process, None
-        if process is not None and left_behind:
+        if process is not None and cut_off and process.alive():
             process.release()  # it serves the others
         elif process is not None:
             process.stop(patience_s)

@@ -195,7 +195,7 @@ class PairLink(WorkerLink):
                 )
             left = "" if late else self._left()
             lost = LeftBehindError(left) if left else ServerLostError(text)
-            self.left_behind = bool(left)
+            self.left_behind, self.cut = bool(left), isinstance(error, RuntimeError) and not late
             self.close()
             self._lost = lost
             if isinstance(error, RuntimeError | ValueError):

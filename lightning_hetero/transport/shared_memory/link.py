@@ -115,6 +115,7 @@ class SharedMemoryLink(WorkerLink):
                 f" {self._server_pid}) is stopped, overloaded or hangs"
             )
         except (EOFError, OSError):
+            self.cut = True
             error = lost(self._server_pid, doing)
         except BaseException:  # half a conversation cannot be taken up again
             self._end(ServerLostError("this link was interrupted in the middle of a call"))

@@ -173,7 +173,7 @@ def read_ahead(rank: int, world: int) -> dict[str, Fit]:
 
 @cache
 def read_ahead_runs() -> dict[str, list[Fit]]:
-    return by_name(run_ranks(2, read_ahead, timeout_s=55, forks=True))
+    return by_name(run_ranks(2, read_ahead, timeout_s=55))
 
 
 STEPS = 15  # 60 samples, 2 x 2 per step
@@ -244,7 +244,7 @@ def combined(rank: int, world: int) -> dict[str, Fit]:
 
 @cache
 def combined_runs() -> dict[str, list[Fit]]:
-    return by_name(run_ranks(2, combined, forks=True))
+    return by_name(run_ranks(2, combined))
 
 
 @pytest.mark.stock_ddp("data: several train loaders", "balanced")

@@ -82,7 +82,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory, expected: dict[int, Result])
     folders = {}
     for world in (4, 2):
         folders[world] = tmp_path_factory.mktemp(f"world{world}")
-        ranks = run_ranks(world, saving_job, str(folders[world]), forks=True)
+        ranks = run_ranks(world, saving_job, str(folders[world]))
         check([r[0] for r in ranks], expected[1], 0, "uninterrupted")
         check([r[1] for r in ranks], expected[2], 0, "uninterrupted, accumulated")
     return folders
@@ -118,7 +118,7 @@ def test_every_kind_of_checkpoint_resumes_at_the_next_sample(
     plan = [
         {**how, "ckpt": str(saved[before] / name), "batch_size": BATCH // before} for name, _, how in cases
     ]
-    ranks = run_ranks(now, resuming_job, plan, timeout_s=45.0, forks=True)
+    ranks = run_ranks(now, resuming_job, plan, timeout_s=45.0)
     for i, (name, done, how) in enumerate(cases):
         check([r[i] for r in ranks], expected[how.get("accumulate", 1)], done, f"{name} {before} -> {now}")
 

@@ -184,7 +184,7 @@ def fetching_ahead(rank: int, world: int, lists: bool) -> dict[str, Any]:
 
 @pytest.mark.parametrize("lists", [False, True])
 def test_hints_are_fetched_by_workers_and_all_else_here(lists: bool) -> None:
-    (said,) = run_ranks(1, fetching_ahead, lists, forks=True)
+    (said,) = run_ranks(1, fetching_ahead, lists)
     assert said == {
         "ahead": 2,
         "as hinted": [False, False],
@@ -214,7 +214,7 @@ def forgetting(rank: int, world: int) -> tuple[list[bool], int]:
 
 def test_what_others_were_granted_is_forgotten_after_a_while() -> None:
     """Else a slow rank would hold the samples of the whole epoch in memory."""
-    ((recent, held),) = run_ranks(1, forgetting, forks=True)
+    ((recent, held),) = run_ranks(1, forgetting)
     assert recent == [False, True]  # the last is here still, the first would be fetched again
     assert held == 3 * 20
 
@@ -235,7 +235,7 @@ def ending(rank: int, world: int, persistent: bool) -> list[int]:
 
 @pytest.mark.parametrize(("persistent", "expected"), [(False, [2, 0, 2, 0, 0]), (True, [2, 2, 2, 2, 0])])
 def test_workers_end_with_the_epoch_unless_persistent(persistent: bool, expected: list[int]) -> None:
-    assert run_ranks(1, ending, persistent, forks=True) == [expected]
+    assert run_ranks(1, ending, persistent) == [expected]
 
 
 # ---- the loader that Lightning gets -------------------------------------------------------------------------------

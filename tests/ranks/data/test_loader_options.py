@@ -104,7 +104,7 @@ def options(rank: int, world: int) -> dict[str, Fit]:
 
 @cache
 def option_runs() -> dict[str, list[Fit]]:
-    return by_name(run_ranks(2, options, forks=True))
+    return by_name(run_ranks(2, options))
 
 
 def expected_of(name: str) -> list[list[int]]:
@@ -212,7 +212,7 @@ def after_the_fit(rank: int, world: int, sampler: bool) -> tuple[int, int]:
 @pytest.mark.parametrize("sampler", [False, True])
 def test_no_process_group_is_left_for_the_garbage_collector(sampler: bool) -> None:
     """It may run in a forked DataLoader worker of the next fit, where a group's destructor hangs or crashes."""
-    assert run_ranks(2, after_the_fit, sampler, forks=True) == [(1, 0)] * 2
+    assert run_ranks(2, after_the_fit, sampler) == [(1, 0)] * 2
 
 
 # ---- a chosen global batch, accumulated where it does not fit ----------------------------------------------
@@ -270,7 +270,7 @@ def chosen(rank: int, world: int) -> dict[str, Fit]:
 
 @cache
 def chosen_runs() -> dict[str, list[Fit]]:
-    return by_name(run_ranks(2, chosen, forks=True))
+    return by_name(run_ranks(2, chosen))
 
 
 @pytest.mark.parametrize(

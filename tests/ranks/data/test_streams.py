@@ -127,7 +127,7 @@ def shared(rank: int, world: int) -> dict[str, Fit]:
 
 @cache
 def shared_runs() -> dict[str, list[Fit]]:
-    return by_name(run_ranks(2, shared, forks=True))
+    return by_name(run_ranks(2, shared))
 
 
 def expected_of(name: str) -> list[list[int]]:
@@ -197,7 +197,7 @@ def infinite(rank: int, world: int) -> dict[str, Any]:
 
 @cache
 def infinite_runs() -> dict[str, list[Fit]]:
-    return by_name(run_ranks(2, infinite, forks=True))
+    return by_name(run_ranks(2, infinite))
 
 
 @pytest.mark.parametrize(("name", "epochs", "steps"), [("steps", 1, 9), ("limited", 3, 4), ("workers", 3, 4),
@@ -235,7 +235,7 @@ def refusals(rank: int, world: int) -> dict[str, str]:
 
 
 def test_refusals_say_what_and_why() -> None:
-    zero, one = run_ranks(2, refusals, forks=True)
+    zero, one = run_ranks(2, refusals)
     assert zero == one
     expected = {
         "workers": ("ValueError", "differ between ranks in workers: {0: 0, 1: 1}"),

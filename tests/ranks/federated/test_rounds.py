@@ -177,7 +177,7 @@ def resized(rank: int, world: int, workers: int) -> Any:
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_batches_are_resized_from_round_to_round(workers: int) -> None:
-    (first, shares, total, mine, w1), (second, _, _, others, w2) = run_ranks(2, resized, workers, forks=bool(workers))
+    (first, shares, total, mine, w1), (second, _, _, others, w2) = run_ranks(2, resized, workers)
     assert len(first) == len(second) == 16 and total == 8 and sum(shares) == 8
     assert w1.distance(w2) == 0.0
     assert set(first) > {4} and set(second) > {4}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import warnings
 from pathlib import Path
@@ -276,6 +277,21 @@ def test_replace_sigterm_broadcast() -> None:
         loop._broadcast_sigterm_tensor()
     undo()
     assert asked == [False, True] and "_broadcast_sigterm_tensor" not in vars(loop)
+
+
+def test_note_sigterm() -> None:
+    """What is noted there ends a fit, in all versions; the handler that Lightning sets is looked up by this name."""
+    trainer: Any = quiet_trainer(devices=1)
+    connector = trainer._signal_connector
+    undo = compat.note_sigterm(trainer)
+    connector.register_signal_handlers()
+    try:
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert trainer.received_sigterm
+    finally:
+        connector.teardown()
+    undo()
+    assert connector._sigterm_notifier_fn.__func__ is type(connector)._sigterm_notifier_fn
 
 
 class Asked(Toy):

@@ -312,8 +312,8 @@ def averaging(rank: int, world: int, script: dict[int, Any]) -> tuple[Weights, W
 
 
 def test_averaged_weights_move_along_and_loaders_may_read_ahead() -> None:
-    kept = run_ranks(2, averaging, {}, forks=True)
-    for before, found in zip(kept, run_ranks(2, averaging, TWO_RANKS, forks=True), strict=True):
+    kept = run_ranks(2, averaging, {})
+    for before, found in zip(kept, run_ranks(2, averaging, TWO_RANKS), strict=True):
         assert [a.distance(b) <= EXACT for a, b in zip(found, before, strict=True)] == [True] * 3
 
 

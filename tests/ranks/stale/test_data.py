@@ -177,7 +177,7 @@ def workers(dataset: Any, **kwargs: Any) -> DataLoader:
 
 @cache
 def kind_runs() -> dict[str, list[Seen]]:
-    return by_name(run_ranks(3, kinds, forks=True))
+    return by_name(run_ranks(3, kinds))
 
 
 @pytest.mark.parametrize(
@@ -243,7 +243,7 @@ def ahead(rank: int, world: int) -> list[tuple[Seen, int, int]]:
 
 @cache
 def ahead_runs() -> list[list[tuple[Seen, int, int]]]:
-    return run_ranks(2, ahead, forks=True)
+    return run_ranks(2, ahead)
 
 
 @pytest.mark.parametrize("which", [0, 1, 2], ids=["plain", "persistent", "limited"])

@@ -299,6 +299,38 @@ def test_signs_of_life_are_given_until_the_link_is_closed() -> None:
     assert not any(thread.name == "pulse-3" for thread in threading.enumerate())
 
 
+def orphaned_server(told: list[list[Happened]], times_s: list[float]) -> tuple[ParameterServer, Board]:
+    """Has a server without its rank 0 serve; ``times_s`` are what its clock says when events come in."""
+    server, board = opened(3, 0, 1, 2, silence_s=60.0)
+    server.handle(Gone(0, "killed"), 1.0)
+    clock = iter(times_s)
+    now = [1.0]
+    board.coming = told
+
+    def events(timeout_s: float | None) -> list[Happened]:
+        assert timeout_s is not None and timeout_s <= 1.0, "it would not look whether anybody lives"
+        now[0] = next(clock, math.inf)
+        assert math.isfinite(now[0]), "it waits for ever"
+        return board.coming.pop(0) if board.coming else []
+
+    board.events = events  # type: ignore[method-assign]
+    serve(server, board, lambda: now[0], orphaned=lambda: True)
+    return server, board
+
+
+def test_without_its_rank_a_server_does_not_wait_for_ever_for_ranks_that_are_silent() -> None:
+    """Rank 0 was killed, the others are stopped; nobody is left who could say so at a meeting."""
+    _, board = orphaned_server([[Alive(1)], [Alive(2)]], [5.0, 6.0, *(6.0 + i for i in range(1, 62))])
+    assert board.dismissed.keys() == {1, 2}
+    assert "rank 0 is gone, and no rank gave a sign of life" in board.dismissed[1]
+
+
+def test_without_its_rank_a_server_that_was_stopped_itself_hears_first_who_lives() -> None:
+    told: list[list[Happened]] = [[Alive(1)], [], [], [Alive(1)], [Gone(1), Gone(2)]]
+    _, board = orphaned_server(told, [5.0, 5000.0, 5001.0, 5002.0, 5010.0])
+    assert board.dismissed == {}
+
+
 # ---- one that is late -----------------------------------------------------------------------------------------
 
 

@@ -141,6 +141,6 @@ def workers_job(rank: int, world: int) -> tuple[Weights, int]:
 def test_workers_that_live_when_the_server_is_forked_do_no_harm() -> None:
     module = Toy()
     oracle = single(module, regression(SAMPLES), BATCH, max_epochs=EPOCHS)
-    for result, step in run_ranks(2, workers_job, forks=True):
+    for result, step in run_ranks(2, workers_job):
         assert result.distance(weights(module)) <= EXACT
         assert step == oracle.global_step

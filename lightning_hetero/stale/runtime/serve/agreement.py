@@ -30,7 +30,8 @@ class Limits:
 
     Attributes:
         connect_s: for one that takes part from the start to connect, from the first connection on.
-        silence_s: at a meeting, for one that gives no sign of life, while others who have come do.
+        silence_s: at a meeting, for one that gives no sign of life, while others who have come do; anywhere, for all,
+            when whoever started the server is gone.
         meeting_s: at a meeting, for one that lives and does not come.
     """
 
@@ -78,6 +79,7 @@ class LiveWorkers:
         self._begun_s = math.inf
         self._heard_s: dict[int, float] = {}
         self._doubted: dict[_Wait, float] = {}  # since when [s]
+        self._doubted_all_s = math.inf
         self._notices: dict[int, list[str]] = {}
 
     @property
@@ -153,6 +155,19 @@ class LiveWorkers:
             return set()
         newest_s = max(self._heard_s[rank] for rank in come)
         return {rank for rank in here if newest_s - self._heard_s[rank] > self._limits.silence_s / 2}
+
+    def all_silent(self, now: float) -> bool:
+        """Whether nobody who is connected has given a sign of life for so long that it need not be waited for.
+
+        To be asked again and again: a server that was stopped itself first hears what came meanwhile.
+        """
+        limit_s = self._limits.silence_s
+        newest_s = max((self._heard_s[rank] for rank in self.connected), default=math.inf)
+        if now - newest_s < (1.0 - _DOUBT) * limit_s:
+            self._doubted_all_s = math.inf
+            return False
+        self._doubted_all_s = min(self._doubted_all_s, now)
+        return now >= self._doubted_all_s + _DOUBT * limit_s
 
     def left(self, rank: int) -> None:
         """A worker is done, or has failed and said so."""

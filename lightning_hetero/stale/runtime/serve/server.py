@@ -128,6 +128,18 @@ class ParameterServer:
         """Whether it has no worker, and need not wait for one."""
         return self._live_workers.deserted
 
+    def abandoned(self, now: float) -> bool:
+        """Whether all workers have been silent for too long; then they are told, for the case that they wake."""
+        if not self._live_workers.all_silent(now):
+            return False
+        for rank in sorted(self._live_workers.connected):
+            self.listener.dismiss(
+                rank,
+                f"rank {rank} was left behind: rank 0 is gone, and no rank gave a sign of life for so long that the run"
+                " has ended; start all ranks again, from the last checkpoint",
+            )
+        return True
+
     @property
     def finished(self) -> bool:
         return self._live_workers.finished
@@ -397,14 +409,16 @@ def serve(
 
     Args:
         clock: monotonic time [s].
-        orphaned: whether whoever started the server is gone; then it ends as soon as it has no worker.
+        orphaned: whether whoever started the server is gone; then it ends as soon as it has no worker, or all of them
+            have been silent for so long as a meeting waits for one.
         look_s: how often to ask that [s].
     """
     try:
         while not server.finished:
             wait_s: float | None = server.wake_s() - clock()
             if orphaned is not None:
-                if orphaned() and server.deserted:  # asked in any case: it is taken for a sign of life
+                alone = orphaned()  # asked in any case: it is taken for a sign of life
+                if alone and (server.deserted or server.abandoned(clock())):
                     return
                 wait_s = min(wait_s, look_s)
             events = listener.events(None if math.isinf(wait_s) else max(0.0, wait_s))

@@ -1,0 +1,1 @@
+"""Useful samples per second while workers are killed and come again: the stale engine against DDP and checkpoints."""

@@ -1,0 +1,71 @@
+"""SIGTERM to one rank alone: under Lightning 2.6 its handler waits in a broadcast of all ranks, here nobody does."""
+
+from __future__ import annotations
+
+import os
+import signal
+import warnings
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from lightning.pytorch import Callback
+from torch.utils.data import DataLoader
+
+from lightning_hetero import (
+    BoundedStalenessStrategy,
+    FederatedStrategy,
+    HeteroPipelineStrategy,
+    LoadBalancedStrategy,
+)
+from tests.ranks.harness import run_ranks
+from tests.ranks.kit import Toy, rank_trainer, regression
+
+ENGINES: dict[str, tuple[type[Any], dict[str, Any]]] = {
+    "balanced": (LoadBalancedStrategy, {}),
+    "stale": (BoundedStalenessStrategy, {"policy": "bsp"}),
+    "pipeline": (HeteroPipelineStrategy, {"backbone": "net"}),
+    "federated": (FederatedStrategy, {"local_steps": 2}),
+}
+BATCHES = 8
+
+
+class Told(Callback):
+    """This rank is told to go, in the middle of a batch."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank, self.seen = rank, 0
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        if trainer.global_rank == self.rank and batch_idx == 2 and trainer.current_epoch == 0:
+            os.kill(os.getpid(), signal.SIGTERM)
+            self.seen += 1
+
+
+def told_to_go(rank: int, world: int, engine: str, target: int) -> tuple[str, int, int]:
+    kind, options = ENGINES[engine]
+    strategy, told = kind(process_group_backend="gloo", monitor=False, **options), Told(target)
+    trainer = rank_trainer(rank, world, strategy, max_epochs=2, callbacks=[told])
+    ended = "finished"
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            trainer.fit(Toy(), DataLoader(regression(world * BATCHES), batch_size=1))
+    except BaseException as error:
+        ended = type(error).__name__
+        if dist.is_initialized():
+            dist.destroy_process_group()  # as the end of the process does
+    return ended, told.seen, trainer.global_step
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("target", [0, 1])
+def test_a_rank_that_is_told_to_go_keeps_nobody_waiting(engine: str, target: int) -> None:
+    ranks = run_ranks(2, told_to_go, engine, target, timeout_s=30.0)
+    ended, seen, steps = ranks[target]
+    assert (ended, seen) == ("SIGTERMException", 1) and 2 <= steps < 2 * BATCHES
+    other, _, steps = ranks[1 - target]
+    if (engine, target) == ("stale", 1):  # a rank that goes is no failure there
+        assert (other, steps) == ("finished", 2 * BATCHES)
+    else:
+        assert other != "finished" and steps < 2 * BATCHES
