@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
-import socket
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -94,21 +94,34 @@ def samples(folder: Path, per_epoch: int) -> Samples:
 
 
 def outlived(folder: Path, port: int, grace_s: float = 20.0) -> list[str]:
-    """Returns processes, ports, and shared memory that are left; kills and removes what it can."""
+    """Returns processes, ports, and shared memory that are left; kills what it can.
+
+    Args:
+        port: where ranks met that nobody of ours started.
+        grace_s: for what is on its way out.
+    """
     found = [f"process outlives the run: {name}" for name in left_in(folder, grace_s)]
     held = list(_noted(folder, "held-*.jsonl"))
+    begun_s = {int(pid): at_s for one in held for pid, at_s in one["pids"].items()}
+    found += [f"process outlives the run: {name}" for name in _still_there(begun_s, grace_s)]
     ports = {port, *(number for one in held for number in one["ports"])}
-    listening = {c.laddr.port for c in psutil.net_connections("tcp") if c.status == psutil.CONN_LISTEN}
-    found += [f"port is still listened on: {number}" for number in sorted(ports & listening) if _taken(number)]
+    listening = [c for c in psutil.net_connections("tcp") if c.status == psutil.CONN_LISTEN and c.laddr.port in ports]
+    # others of the machine may have got the number meanwhile
+    found += [f"port is still listened on: {c.laddr.port}" for c in listening if c.pid is None or c.pid in begun_s]
     files = {file for one in held for file in one["files"] if not file.endswith(" (deleted)")}
     found += [f"shared memory is left: {file}" for file in sorted(files) if Path(file).exists()]
     return found
 
 
-def _taken(port: int) -> bool:
-    """Whether nobody else can listen there: not so if it was another's port for a moment."""
-    try:
-        with socket.create_server(("", port)):
-            return False
-    except OSError:
-        return True
+def _still_there(begun_s: dict[int, float], grace_s: float) -> list[str]:
+    """Kills and returns those that live on in another folder."""
+    there = []
+    for pid, at_s in begun_s.items():
+        with suppress(psutil.Error):
+            if (process := psutil.Process(pid)).create_time() == at_s:
+                there.append(process)
+    _, alive = psutil.wait_procs(there, timeout=grace_s)
+    alive = [process for process in alive if process.is_running() and process.status() != psutil.STATUS_ZOMBIE]
+    for process in alive:
+        process.kill()
+    return [str(process.pid) for process in alive]

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import inspect
 import json
 import os
 import signal
@@ -123,13 +124,15 @@ class Watch(Callback):
         self.told += 1
         if self.told == 2:
             me = psutil.Process()
-            files, ports = set(), set()
+            files, ports, pids = set(), set(), {}
             for process in (me, *me.children(recursive=True)):
                 with_memory = Path(f"/proc/{process.pid}/maps").read_text().splitlines()
                 named = (line.split(None, 5)[5] for line in with_memory if line.count("/") and len(line.split(None, 5)) > 5)
                 files |= {name for name in named if "/lightning-hetero-" in name or name.startswith("/dev/shm/")}
+                pids[process.pid] = process.create_time()
                 ports |= {c.laddr.port for c in process.net_connections("tcp") if c.status == psutil.CONN_LISTEN}
-            note(f"held-{os.getpid()}.jsonl", rank=trainer.global_rank, files=sorted(files), ports=sorted(ports))
+            held = {"pids": pids, "files": sorted(files), "ports": sorted(ports)}
+            note(f"held-{os.getpid()}.jsonl", rank=trainer.global_rank, **held)
             Path(FOLDER / f"pid-{trainer.global_rank}").write_text(str(os.getpid()))
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
@@ -217,6 +220,8 @@ def hooked(*classes: type) -> None:
                 here(ASKED["place"])
                 return original(self, *args, **kwargs)
 
+            wrapper.__signature__ = inspect.signature(original)  # type: ignore[attr-defined]
+            del wrapper.__wrapped__  # through which Lightning would see that nothing was overridden
             setattr(cls, name, wrapper)
 
 
@@ -271,10 +276,13 @@ class Model(LightningModule):
         layers = [nn.Linear(columns, HIDDEN, bias=False), Straight(HIDDEN - 1), Straight(1)]
         self.net = nn.Sequential(*layers).double()
 
+    def forward(self, x: Tensor) -> Tensor:
+        return self.net(x)
+
     def loss(self, numbers: Tensor, epoch: int) -> Tensor:
         columns = ASKED["epochs"] * ASKED["samples"]
         x = nn.functional.one_hot((numbers + epoch * ASKED["samples"]) % max(1, columns), columns).double()
-        out = self.net(x)
+        out = self(x)
         counted = -out[:, 0].mean()
         learned = (out[:, 1] - torch.sin(numbers.double())).square().mean()
         if NOW["nan"]:
