@@ -10,16 +10,19 @@ from __future__ import annotations
 import re
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from benchmarks.fault_matrix.table import engine_table, failing_list, hook_table
 from benchmarks.late_weights.table import table_of as late_weights
 from benchmarks.provenance import ROOT
 from benchmarks.results import DASH, Results, measured
 
 __all__ = ["BLOCKS", "PAGES", "page_with"]
 
-PAGES = ("README.md", "docs/benchmarks.md", "docs/theory/stale.md", "docs/theory/federated.md")
+PAGES = ("README.md", "docs/benchmarks.md", "docs/theory/stale.md", "docs/theory/federated.md",
+         "docs/reference/faults.md")  # fmt: skip
 _BLOCK = re.compile(r"(<!-- (?P<name>[\w ]+): python -m benchmarks\.tables -->\n).*?(<!-- end -->)", re.S)
 
 
@@ -349,6 +352,7 @@ def ablation(results: Results) -> str:
     return _pictured(results, ["figure", "goal", "held", "values"], rows)
 
 
+_ENGINES = ("balanced", "stale", "pipeline", "federated")
 BLOCKS: dict[str, tuple[str, Callable[[Results], str]]] = {
     "gain": ("balanced", gain),
     "headline": ("balanced", headline),
@@ -366,6 +370,9 @@ BLOCKS: dict[str, tuple[str, Callable[[Results], str]]] = {
     "items": ("items", items),
     "ablation": ("ablation", ablation),
     "late weights": ("late_weights", late_weights),
+    **{f"faults {name}": ("fault_matrix", partial(engine_table, engine=name)) for name in _ENGINES},
+    "faults hooks": ("fault_matrix", hook_table),
+    "faults failing": ("fault_matrix", failing_list),
 }
 """What a page's mark names -> the benchmark, and the text that is made of its results."""
 

@@ -1,7 +1,8 @@
 """``python -m benchmarks.fault_matrix [--only WORDS] [--processes N]``: every cell of the fault matrix, once.
 
 The cells are tests: this runs ``pytest tests/faults --matrix`` and writes down what came of each. ``--only`` takes an
-expression as of ``pytest -k``: those cells are run anew, the others stay as they were found.
+expression as of ``pytest -k``: those cells are run anew, the others stay as they were found. ``--rows FILE`` runs
+nothing and takes what ``pytest tests/faults --matrix --matrix-rows=FILE`` has written.
 """
 
 from __future__ import annotations
@@ -11,7 +12,6 @@ import json
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,15 +22,15 @@ HERE = Path(__file__).parent
 _TRIED = ("lightning_hetero.balanced.strategy", "lightning_hetero.stale.strategy", "lightning_hetero.pipeline.strategy",
           "lightning_hetero.federated.strategy", "tests.faults.program")  # fmt: skip
 _PARTS = (launchers, namespaces, observe, runner)
-_NOTES = """A cell holds when what the table says has come of it, and no sample was lost or counted twice, no process, no
-port and no shared memory was left. Seconds are from the fault to the end of the last process, on a machine that did other
-work besides. Skipped: what the machine does not allow. Known: cells that do not hold, and why."""
+_NOTES = """A cell holds when what the table says has come of it, and no sample was lost or counted twice, no process,
+no port and no shared memory was left. Seconds are from the fault to the end of the last process, on a machine that did
+other work besides. Skipped: what the machine does not allow. Known: cells that do not hold, and why."""
 
 
-def rows_of(lines: Iterable[str]) -> Iterator[dict[str, Any]]:
+def rows_of(file: Path) -> list[dict[str, Any]]:
     """Returns what the tests wrote; of a cell that ran twice, the last."""
-    found = {row["cell"]: row for row in map(json.loads, lines)}
-    return iter(found.values())
+    lines = file.read_text().splitlines() if file.exists() else []
+    return list({row["cell"]: row for row in map(json.loads, lines)}.values())
 
 
 def figures(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -54,23 +54,25 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="", help="an expression as of pytest -k; others stay")
     parser.add_argument("--processes", type=int, default=2, help="cells at a time")
+    parser.add_argument("--rows", type=Path, metavar="FILE", help="run nothing: of runs of pytest")
     said = parser.parse_args()
     every = [cell.name for cell in (*cells.cells(), *cells.hook_cells())]
-    with tempfile.TemporaryDirectory() as folder:
-        rows = Path(folder) / "rows"
-        command = [sys.executable, "-m", "pytest", "-q", "--no-header", "--tb=line", "tests/faults/test_matrix.py",
-                   "--matrix", f"--matrix-rows={rows}", f"-n{said.processes}", "--dist=load"]  # fmt: skip
-        subprocess.run([*command, *(["-k", said.only] if said.only else [])], cwd=HERE.parents[1])
-        new = list(rows_of(rows.read_text().splitlines() if rows.exists() else []))
+    if said.rows is None:
+        with tempfile.TemporaryDirectory() as folder:
+            rows = Path(folder) / "rows"
+            command = [sys.executable, "-m", "pytest", "-q", "--no-header", "--tb=line", "tests/faults/test_matrix.py",
+                       "--matrix", f"--matrix-rows={rows}", f"-n{said.processes}", "--dist=load"]  # fmt: skip
+            subprocess.run([*command, *(["-k", said.only] if said.only else [])], cwd=HERE.parents[1])
+            new = rows_of(rows)
+    else:
+        new = rows_of(said.rows)
     if not new:
         sys.exit("no cell was run")
     results = HERE / "results.json"
-    old = json.loads(results.read_text())["raw"]["cells"] if said.only and results.exists() else []
+    old = json.loads(results.read_text())["raw"]["cells"] if (said.only or said.rows) and results.exists() else []
     merged = {row["cell"]: row for row in (*old, *new)}
     kept = [merged[name] for name in every if name in merged]
-    write_results(
-        HERE, title="Faults in real trainings", figures=figures(kept), raw={"cells": kept}, notes=_NOTES
-    )  # fmt: skip
+    write_results(HERE, title="Faults in real trainings", figures=figures(kept), raw={"cells": kept}, notes=_NOTES)
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ every screen. *refused*: the same, before anything was trained.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 __all__ = ["ENGINES", "FAULTS", "LAUNCHERS", "QUICK", "Cell", "Expected", "Fault", "cells", "expected", "hook_cells"]
@@ -18,7 +18,7 @@ LAUNCHERS = ("script", "spawn", "fork", "torchrun", "SLURM")
 OURS = ("script", "spawn", "fork")  # rank 0 is the user's process, or its child, and ends the others
 RANKS = 3
 
-SOON_S = 30.0  # nobody waits for a timeout; starting an interpreter on a busy machine takes seconds
+SOON_S = 60.0  # nobody waits for a timeout, which is 120 s; ending three processes on a busy machine takes seconds
 SHORT_S, LIVENESS_S, TIMEOUT_S = 1.5, 0.5, 15.0
 SILENCE_S = 12 * LIVENESS_S  # so long a meeting of the stale engine waits for a silent rank
 
@@ -77,7 +77,7 @@ def _within_a_process() -> Iterator[Fault]:
     two = ("script", "SLURM")
     step = {"place": "Model.training_step"}
     yield Fault("a thread holds the GIL for 2 s", {"kind": "hold the GIL", "hold_s": 2}, launchers=two)
-    long = {"kind": "hold the GIL", "hold_s": SILENCE_S + 9.0, "timeout_s": 60.0}
+    long = {"kind": "hold the GIL", "hold_s": SILENCE_S + 9.0}
     yield Fault("a thread holds the GIL for 15 s", long, launchers=two)
     yield Fault("ten times slower, all at once", {"kind": "slow"}, launchers=two)
     yield Fault("NaN on one rank", {"kind": "nan", **step}, launchers=two)
@@ -171,7 +171,7 @@ DATA_HOOKS = (
 BEFORE = ("Model.configure_callbacks", "Data.prepare_data")  # before the ranks have met
 AFTER = ("on_train_end", "on_fit_end", "teardown")  # the training is over, and saved
 _OFTEN = ("batch", "step", "backward", "forward", "zero_grad", "clipping", "__getitem__", "collate", "__len__")
-# called in each batch: the sixth call is in the middle of the training
+# called in each batch: the third call is in the middle of the training
 
 
 def places() -> list[str]:
@@ -185,7 +185,7 @@ def hook_cells() -> Iterator[Cell]:
         for place in places():
             often = any(word in place for word in _OFTEN) and "validation" not in place
             often = often and place not in ("Model.lr_scheduler_step", "Numbers.__len__")
-            asked = {"kind": "exception", "place": place, "call": 6 if often else 1, "save_every": 5}
+            asked = {"kind": "exception", "place": place, "call": 3 if often else 1, "save_every": 5}
             hit = (0,) if place == "Data.prepare_data" else (1,)  # which is called on one rank of a node
             yield Cell(engine, "SLURM", Fault(f"exception in {place}", {**asked, "timeout_s": TIMEOUT_S}, hit), ranks=2)
 
@@ -204,7 +204,8 @@ QUICK = (
     "stale, script: SIGUSR1 to a worker",
     "balanced, torchrun: exception in a step",
     "pipeline, SLURM: segmentation fault",
-    "federated, spawn: stopped for 1.5 s",
+    "federated, SLURM: SIGUSR1 to all ranks: requeue",
+    "stale, script: stopped for ever",
 )
 """What the suite runs each time; the rest needs ``--matrix``."""
 
@@ -279,6 +280,13 @@ def _disk(cell: Cell) -> Expected:
 
 
 def _cut(cell: Cell) -> Expected:
+    """Of the last rank, which is alone on its node."""
+    if cell.engine == "pipeline":
+        known = (
+            "the rank that is cut off asks the run's store on rank 0, in a call of torch's without a timeout; others"
+            " end in time"
+        )
+        return Expected("ended", (2,), SOON_S + 2 * TIMEOUT_S, cause=rf"{LOST}|[Tt]imed? ?out", known=known)
     if cell.engine == "stale":
         return Expected("survived", (2,), SOON_S + SILENCE_S)
     return Expected("ended", (2,), SOON_S + 2 * TIMEOUT_S, cause=rf"{LOST}|[Tt]imed? ?out")

@@ -39,7 +39,8 @@ def why_not(needs: str) -> str:
 def small_disks(folder: Path, size_bytes: int = 4 << 20) -> Iterator[list[str]]:
     """Puts file systems of their own at ``folder``/saved and /dev/shm; yields the namespaces to enter."""
     (folder / "saved").mkdir()
-    mounts = [f"mount -t tmpfs -o size={size_bytes} tmpfs {shlex.quote(str(at))}" for at in (folder / "saved", "/dev/shm")]
+    places = (folder / "saved", "/dev/shm")
+    mounts = [f"mount -t tmpfs -o size={size_bytes} tmpfs {shlex.quote(str(at))}" for at in places]
     with _held(["unshare", "-m", "sh", "-c", " && ".join(["mount --make-rprivate /", *mounts]) + _WAIT]) as pid:
         yield [f"/proc/{pid}/ns/mnt"]
 

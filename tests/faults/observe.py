@@ -14,7 +14,7 @@ import psutil
 
 from tests.e2e.programs import left_in
 
-__all__ = ["Samples", "lines", "outlived", "reports", "samples"]
+__all__ = ["Samples", "lines", "not_requeued", "outlived", "reports", "samples"]
 
 
 def lines(path: Path) -> list[dict[str, Any]]:
@@ -88,6 +88,16 @@ def samples(folder: Path, per_epoch: int) -> Samples:
         issued |= set().union(*given)
         last[int(path.stem.split("-")[2])] = given[-1] if given else set()
     return Samples(counted, issued, last)
+
+
+def not_requeued(folder: Path) -> list[str]:
+    """Returns what SLURM's request has not brought about: one checkpoint, and one answer."""
+    asked = folder / "requeued"
+    answers = asked.read_text().splitlines() if asked.exists() else []
+    saved = sorted(path.name for path in folder.glob("hpc_ckpt_*.ckpt"))
+    if answers == ["requeue 4711"] and saved == ["hpc_ckpt_1.ckpt"]:
+        return []
+    return [f"SLURM was answered {answers}, and what was saved is {saved}"]
 
 
 # ---- what outlives a run --------------------------------------------------------------------------------------------

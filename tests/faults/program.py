@@ -1,12 +1,13 @@
 """The user's program of the fault matrix: a small training, and one fault where and when it is told.
 
 ``python program.py '{"engine": "stale", "start": "popen", "kind": "kill", "ranks_hit": [1]}'``; see `ASKED`. In its
-folder it leaves what `tests.faults.observe` reads: which samples were given to which rank (``issued``), which counted in
-which step of the optimizer (``applied``), what a process holds (``held``), when the fault happened, who came to the end.
+folder it leaves what `tests.faults.observe` reads: which samples were given to which rank (``issued``), which counted
+in which step of the optimizer (``applied``), what a process holds (``held``), when the fault happened (``happened``),
+who came to the end (``ended``).
 
 That a sample counted, and how often, is read from the gradient itself: the first layer gets one-hot numbers of epoch
-and sample, and the first of its outputs goes to the loss unchanged. So the gradient of that row is -1/B in the column of
-every sample of a global batch of B, -2/B if it counted twice, and 0 elsewhere, whatever the engine does meanwhile.
+and sample, and the first of its outputs goes to the loss unchanged. So the gradient of that row is -1/B in the column
+of every sample of a global batch of B, -2/B if it counted twice, and 0 elsewhere, whatever the engine does meanwhile.
 """
 
 from __future__ import annotations
@@ -49,12 +50,12 @@ ASKED: dict[str, Any] = {
     "batch": 4,
     "epochs": 2,
     "step_s": 0.01,  # a device's work
-    "timeout_s": 60.0,
+    "timeout_s": 120.0,
     "liveness_s": 0.5,
     "save_every": 0,  # steps; 0: no checkpoints
     "kind": "",  # of fault; "": none
     "place": "Model.on_train_batch_start",
-    "call": 6,  # which call of the place on a rank that is hit
+    "call": 3,  # which call of the place on a rank that is hit
     "ranks_hit": [1],
     "hold_s": 0.0,  # how long, for what lasts
     "options": {},  # further arguments of the strategy
@@ -107,9 +108,8 @@ class Ledger(torch.optim.SGD):
                 ids = row.nonzero().flatten()
                 shares = row[ids]
                 one = shares.abs().min() if len(ids) else 1.0
-                note(
-                    f"applied-{os.getpid()}.jsonl", ids=ids.tolist(), times=(shares.abs() / one).round(decimals=3).tolist()
-                )
+                times = (shares.abs() / one).round(decimals=3)
+                note(f"applied-{os.getpid()}.jsonl", ids=ids.tolist(), times=times.tolist())
         super().step()
         return loss
 
@@ -126,8 +126,8 @@ class Watch(Callback):
             me = psutil.Process()
             files, ports, pids = set(), set(), {}
             for process in (me, *me.children(recursive=True)):
-                with_memory = Path(f"/proc/{process.pid}/maps").read_text().splitlines()
-                named = (line.split(None, 5)[5] for line in with_memory if line.count("/") and len(line.split(None, 5)) > 5)
+                maps = [line.split(None, 5) for line in Path(f"/proc/{process.pid}/maps").read_text().splitlines()]
+                named = {line[5] for line in maps if len(line) > 5}
                 files |= {name for name in named if "/lightning-hetero-" in name or name.startswith("/dev/shm/")}
                 pids[process.pid] = process.create_time()
                 ports |= {c.laddr.port for c in process.net_connections("tcp") if c.status == psutil.CONN_LISTEN}
@@ -326,7 +326,8 @@ def strategy() -> Any:
         case "stale":
             return BoundedStalenessStrategy(liveness_s=ASKED["liveness_s"], **how)
         case "pipeline":
-            return HeteroPipelineStrategy(**{"backbone": "net", "plan": {"groups": GROUPS[: ASKED["ranks"] - 1]}, **how})
+            plan = {"groups": GROUPS[: ASKED["ranks"] - 1]}
+            return HeteroPipelineStrategy(**{"backbone": "net", "plan": plan, **how})
         case "federated":
             return FederatedStrategy(**{"local_steps": 3, "policy": "fedavg", **how})
     raise AssertionError(ASKED["engine"])
@@ -350,13 +351,11 @@ def enter_namespaces() -> None:
     os.chdir(FOLDER)
 
 
-def main() -> None:
-    enter_namespaces()
-    hooked(Model, Data, Numbers, Hooks)
+def train(devices: int, **more: Any) -> Trainer:
+    """Trains as `ASKED` says; ``more`` is for the Trainer."""
     trainer = Trainer(
         accelerator="cpu",
-        devices=ASKED["devices"] or ASKED["ranks"],
-        num_nodes=ASKED["nodes"],
+        devices=devices,
         strategy=strategy(),
         max_epochs=ASKED["epochs"],
         callbacks=callbacks(),
@@ -366,9 +365,14 @@ def main() -> None:
         enable_checkpointing=bool(ASKED["save_every"]),
         enable_model_summary=False,
         default_root_dir=FOLDER,
+        **more,
     )
     trainer.fit(Model(), Data())
+    return trainer
 
+
+hooked(Model, Data, Numbers, Hooks)  # in a process that was spawned, too
 
 if __name__ == "__main__":
-    main()
+    enter_namespaces()
+    train(ASKED["devices"] or ASKED["ranks"], num_nodes=ASKED["nodes"])
