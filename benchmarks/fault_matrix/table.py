@@ -66,7 +66,7 @@ def _said(row: Row) -> str:
     if row["outcome"] == "survived":
         left = row["finished"]
         return "survived" if len(left) in (0, 3) else f"survived by {' and '.join(map(str, left))}"
-    return f"ended, {row['seconds']:.0f} s"
+    return "refused" if row["outcome"] == "refused" else f"ended, {row['seconds']:.0f} s"
 
 
 def _escaped(text: str) -> str:

@@ -152,6 +152,8 @@ def _what(cell: Cell, wanted: Expected, outcome: Outcome, happened: bool, hung: 
         return "hangs"
     if cell.asked.get("kind") and not happened:
         return "did not happen"
+    if not cell.asked.get("kind") and all(outcome.codes):
+        return "refused"
     if 0 in outcome.codes and (outcome.finished or cell.asked.get("samples") == 0):
         return "ended" if any(outcome.codes) and wanted.outcome == "ended" else "survived"
     return "ended"

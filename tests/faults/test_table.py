@@ -19,7 +19,7 @@ EVERY = {cell.name: cell for cell in (*cells(), *hook_cells())}
 def test_every_cell_has_a_name_of_its_own_and_says_what_must_come_of_it() -> None:
     assert len(EVERY) == len([*cells(), *hook_cells()])
     outcomes = Counter(expected(cell).outcome for cell in EVERY.values())
-    assert outcomes.keys() == {"survived", "ended"}
+    assert outcomes.keys() == {"survived", "ended", "refused"}
     assert set(QUICK) <= EVERY.keys()
 
 
