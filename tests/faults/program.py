@@ -21,6 +21,7 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Iterable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -122,18 +123,19 @@ class Watch(Callback):
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
         self.told += 1
+        if self.told == 1:
+            (FOLDER / f"pid-{trainer.global_rank}").write_text(str(os.getpid()))
         if self.told == 2:
             me = psutil.Process()
-            files, ports, pids = set(), set(), {}
+            files, ports, begun_s = set(), set(), {}
             for process in (me, *me.children(recursive=True)):
                 maps = [line.split(None, 5) for line in Path(f"/proc/{process.pid}/maps").read_text().splitlines()]
                 named = {line[5] for line in maps if len(line) > 5}
                 files |= {name for name in named if "/lightning-hetero-" in name or name.startswith("/dev/shm/")}
-                pids[process.pid] = process.create_time()
+                begun_s[process.pid] = process.create_time()
                 ports |= {c.laddr.port for c in process.net_connections("tcp") if c.status == psutil.CONN_LISTEN}
-            held = {"pids": pids, "files": sorted(files), "ports": sorted(ports)}
+            held = {"pids": begun_s, "files": sorted(files), "ports": sorted(ports)}
             note(f"held-{os.getpid()}.jsonl", rank=trainer.global_rank, **held)
-            Path(FOLDER / f"pid-{trainer.global_rank}").write_text(str(os.getpid()))
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         own = [p.detach().flatten().tolist() for p in pl_module.parameters() if not p.is_meta]
@@ -166,9 +168,7 @@ def happen(kind: str) -> None:
     if kind == "kill":
         os.kill(me, signal.SIGKILL)
     elif kind == "kill together":  # the first of them kills all
-        others = [r for r in ASKED["ranks_hit"] if r != my_rank()]
-        pids = [int((FOLDER / f"pid-{r}").read_text()) for r in others]
-        for pid in (*pids, me):
+        for pid in pids(ASKED["ranks_hit"]):
             os.kill(pid, signal.SIGKILL)
     elif kind == "kill the server":
         (server,) = [c for c in psutil.Process().children() if os.getsid(c.pid) == c.pid]
@@ -176,10 +176,8 @@ def happen(kind: str) -> None:
     elif kind in ("SIGTERM", "SIGUSR1"):
         os.kill(me, getattr(signal, kind))
     elif kind in ("SIGTERM to all", "SIGUSR1 to all"):
-        for file in FOLDER.glob("pid-*"):
-            if int(file.read_text()) != me:
-                os.kill(int(file.read_text()), getattr(signal, kind.split()[0]))
-        os.kill(me, getattr(signal, kind.split()[0]))
+        for pid in pids(range(ASKED["ranks"])):
+            os.kill(pid, getattr(signal, kind.split()[0]))
     elif kind == "stop":
         os.kill(me, signal.SIGSTOP)
     elif kind == "segfault":
@@ -195,6 +193,14 @@ def happen(kind: str) -> None:
         fill(Path("/dev/shm"))
     elif kind != "cut":  # the observer cuts the network
         raise AssertionError(f"no such fault: {kind}")
+
+
+def pids(ranks: Iterable[int]) -> list[int]:
+    """Returns the processes of these ranks, this one last; waits for those that have not begun to train."""
+    files = [FOLDER / f"pid-{rank}" for rank in ranks]
+    while not all(file.exists() and file.stat().st_size for file in files):
+        time.sleep(0.01)
+    return sorted((int(file.read_text()) for file in files), key=lambda pid: pid == os.getpid())
 
 
 def fill(folder: Path) -> None:
