@@ -257,8 +257,9 @@ def _terminated(cell: Cell) -> Expected:
 def _stopped(cell: Cell) -> Expected:
     long_s = SOON_S + TIMEOUT_S + (cell.fault.wake_s or 0.0)
     if cell.engine == "stale":
-        if cell.launcher == "torchrun":
-            return Expected("ended", (1,), long_s, cause="was left behind")
+        if cell.launcher == "torchrun":  # the others come to the end; it ends when the one left behind has
+            known = "" if cell.fault.wake_s else "torchrun itself waits for a stopped process; the others have ended"
+            return Expected("ended", (1,), long_s, cause="was left behind", alone=True, known=known)
         return Expected("survived", (1,), long_s)
     if cell.launcher == "torchrun":
         long_s += 30.0  # which it leaves to ranks that it has told to end
