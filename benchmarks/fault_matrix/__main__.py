@@ -24,7 +24,8 @@ _TRIED = ("lightning_hetero.balanced.strategy", "lightning_hetero.stale.strategy
 _PARTS = (launchers, namespaces, observe, runner)
 _NOTES = """A cell holds when what the table says has come of it, and no sample was lost or counted twice, no process,
 no port and no shared memory was left. Seconds are from the fault to the end of the last process, on a machine that did
-other work besides. Skipped: what the machine does not allow. Known: cells that do not hold, and why."""
+other work besides. Skipped: what the machine does not allow. Known: cells that do not hold, and why. Cells are also run
+anew one by one, after something was mended, so not all are of one run, and the code is that of the last."""
 
 
 def rows_of(file: Path) -> list[dict[str, Any]]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import signal
+import textwrap
 from collections.abc import Sequence
 from typing import Any
 
@@ -47,7 +49,14 @@ def failing_list(results: Results) -> str:
         if row["outcome"] == "skipped":
             reasons[row["why"]] = reasons.get(row["why"], 0) + 1
     skipped = [f"Skipped, {count} cells: {why}." for why, count in reasons.items()]
-    return "\n\n".join([said, *(skipped or ["No cell was skipped."])])
+    aborted = [row["engine"] for row in rows if -signal.SIGABRT in row.get("codes", ())]
+    ends = [
+        f"Ended by SIGABRT (exit code -6), when a process that had said the cause ended: {aborted.count(engine)} cells"
+        f" of the {engine} engine; a thread still waits in torch then."
+        for engine in dict.fromkeys(aborted)
+    ]
+    paragraphs = [textwrap.fill(text, 120) for text in (*(skipped or ["No cell was skipped."]), *ends)]
+    return "\n\n".join([said, *paragraphs])
 
 
 def _rows(results: Results) -> list[Row]:

@@ -150,10 +150,10 @@ def _only_the_stopped(started: list[Started], codes: list[int | None], hit: tupl
 def _what(cell: Cell, wanted: Expected, outcome: Outcome, happened: bool, hung: list[str]) -> str:
     if hung:
         return "hangs"
+    if not happened and all(outcome.codes):
+        return "refused"
     if cell.asked.get("kind") and not happened:
         return "did not happen"
-    if not cell.asked.get("kind") and all(outcome.codes):
-        return "refused"
     if 0 in outcome.codes and (outcome.finished or cell.asked.get("samples") == 0):
         return "ended" if any(outcome.codes) and wanted.outcome == "ended" else "survived"
     return "ended"
