@@ -267,6 +267,7 @@ MAIN = {
     "checksum": ("check_parameters_every=100: step, p50", "{:.0f} us per step, every 100 steps"),
     "compiled": ("MLP, dynamic=None, quantum='auto': graphs", "{:.0f} graphs while shares change"),
     "drop_in": ("balanced, 1 rank(s): passed of 663", "{:.0f} of 663 tests pass under `hetero_balanced`"),
+    "fault_matrix": ("cells that hold", "{:.0f} runs end as they should"),
     "faults": ("schedules that failed", "{:.0f} schedules failed"),
     "federated": ("steady: lb-bsp, time to target", "`lb-bsp` needs {:.2f} of fedavg's time to 90 %"),
     "joint": ("real: base: less time than stock DDP", "{:.0f} % less time than stock DDP"),

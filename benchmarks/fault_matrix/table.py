@@ -42,8 +42,11 @@ def failing_list(results: Results) -> str:
     """Returns the cells that do not hold, each with what was seen and why; and what was skipped."""
     rows = _rows(results)
     fails = [row for row in rows if row.get("violations")]
-    lines = [[row["cell"], _escaped("; ".join(row["violations"])), row["known"] or "not known"] for row in fails]
-    said = _table(["cell", "seen", "why"], lines) if lines else "Every cell that ran holds."
+    lines = [
+        [row["cell"], f"{row['seconds']:.0f} s", _escaped("; ".join(row["violations"])), row["known"] or "not known"]
+        for row in fails
+    ]
+    said = _table(["cell", "from fault to end", "seen", "why"], lines) if lines else "Every cell that ran holds."
     reasons: dict[str, int] = {}
     for row in rows:
         if row["outcome"] == "skipped":

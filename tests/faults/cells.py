@@ -22,7 +22,7 @@ SOON_S = 60.0  # nobody waits for a timeout, which is 120 s; ending three proces
 SHORT_S, LIVENESS_S, TIMEOUT_S = 1.5, 0.5, 15.0
 SILENCE_S = 12 * LIVENESS_S  # so long a meeting of the stale engine waits for a silent rank
 
-LOST = r"lost contact with another rank|is gone without a word|store is gone"
+LOST = r"lost contact with another rank|is gone without a word|store is gone|Connection closed by peer"  # gloo's words
 KILLED = r"[Ss]ignal \d|terminated with (?:code -|signal SIG)|\(SIG[A-Z]+\)"  # Lightning, multiprocessing, torchrun
 
 

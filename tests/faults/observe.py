@@ -110,7 +110,7 @@ def outlived(folder: Path, port: int, grace_s: float = 20.0) -> list[str]:
         port: where ranks met that nobody of ours started.
         grace_s: for what is on its way out.
     """
-    found = [f"process outlives the run: {name}" for name in left_in(folder, grace_s)]
+    found = [f"process outlives the run: {name.split()[0]}" for name in left_in(folder, grace_s)]
     held = list(_noted(folder, "held-*.jsonl"))
     begun_s = {int(pid): at_s for one in held for pid, at_s in one["pids"].items()}
     found += [f"process outlives the run: {name}" for name in _still_there(begun_s, grace_s)]
