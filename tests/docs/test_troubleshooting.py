@@ -57,6 +57,7 @@ def test_every_message_in_troubleshooting_is_one_of_ours() -> None:
         "glue/nodes.py",
         "stale/decide/report/summary.py",
         "federated/decide/rounds.py",
+        "lightning_compat/launchers.py",
         "pipeline/runtime/step/layer_calls/chain.py",
         *REASONS,
     ):
