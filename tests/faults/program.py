@@ -22,6 +22,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterable
+from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -129,11 +130,12 @@ class Watch(Callback):
             me = psutil.Process()
             files, ports, begun_s = set(), set(), {}
             for process in (me, *me.children(recursive=True)):
-                maps = [line.split(None, 5) for line in Path(f"/proc/{process.pid}/maps").read_text().splitlines()]
-                named = {line[5] for line in maps if len(line) > 5}
-                files |= {name for name in named if "/lightning-hetero-" in name or name.startswith("/dev/shm/")}
-                begun_s[process.pid] = process.create_time()
-                ports |= {c.laddr.port for c in process.net_connections("tcp") if c.status == psutil.CONN_LISTEN}
+                with suppress(OSError, psutil.Error):  # it has ended meanwhile
+                    maps = [line.split(None, 5) for line in Path(f"/proc/{process.pid}/maps").read_text().splitlines()]
+                    named = {line[5] for line in maps if len(line) > 5}
+                    files |= {name for name in named if "/lightning-hetero-" in name or name.startswith("/dev/shm/")}
+                    begun_s[process.pid] = process.create_time()
+                    ports |= {c.laddr.port for c in process.net_connections("tcp") if c.status == psutil.CONN_LISTEN}
             held = {"pids": begun_s, "files": sorted(files), "ports": sorted(ports)}
             note(f"held-{os.getpid()}.jsonl", rank=trainer.global_rank, **held)
 
