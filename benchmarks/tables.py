@@ -10,16 +10,19 @@ from __future__ import annotations
 import re
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from benchmarks.fault_matrix.table import engine_table, failing_list, hook_table
 from benchmarks.late_weights.table import table_of as late_weights
 from benchmarks.provenance import ROOT
 from benchmarks.results import DASH, Results, measured
 
 __all__ = ["BLOCKS", "PAGES", "page_with"]
 
-PAGES = ("README.md", "docs/benchmarks.md", "docs/theory/stale.md", "docs/theory/federated.md")
+PAGES = ("README.md", "docs/benchmarks.md", "docs/theory/stale.md", "docs/theory/federated.md",
+         "docs/reference/faults.md")  # fmt: skip
 _BLOCK = re.compile(r"(<!-- (?P<name>[\w ]+): python -m benchmarks\.tables -->\n).*?(<!-- end -->)", re.S)
 
 
@@ -264,6 +267,7 @@ MAIN = {
     "checksum": ("check_parameters_every=100: step, p50", "{:.0f} us per step, every 100 steps"),
     "compiled": ("MLP, dynamic=None, quantum='auto': graphs", "{:.0f} graphs while shares change"),
     "drop_in": ("balanced, 1 rank(s): passed of 663", "{:.0f} of 663 tests pass under `hetero_balanced`"),
+    "fault_matrix": ("cells that hold", "{:.0f} runs end as they should"),
     "faults": ("schedules that failed", "{:.0f} schedules failed"),
     "federated": ("steady: lb-bsp, time to target", "`lb-bsp` needs {:.2f} of fedavg's time to 90 %"),
     "goodput": ("every 20 s: stale / the better DDP", "{:.2f} times the useful samples of DDP from checkpoints"),
@@ -350,6 +354,7 @@ def ablation(results: Results) -> str:
     return _pictured(results, ["figure", "goal", "held", "values"], rows)
 
 
+_ENGINES = ("balanced", "stale", "pipeline", "federated")
 BLOCKS: dict[str, tuple[str, Callable[[Results], str]]] = {
     "gain": ("balanced", gain),
     "headline": ("balanced", headline),
@@ -367,6 +372,9 @@ BLOCKS: dict[str, tuple[str, Callable[[Results], str]]] = {
     "items": ("items", items),
     "ablation": ("ablation", ablation),
     "late weights": ("late_weights", late_weights),
+    **{f"faults {name}": ("fault_matrix", partial(engine_table, engine=name)) for name in _ENGINES},
+    "faults hooks": ("fault_matrix", hook_table),
+    "faults failing": ("fault_matrix", failing_list),
 }
 """What a page's mark names -> the benchmark, and the text that is made of its results."""
 

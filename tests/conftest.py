@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, settings
 
 from tests import guards
 
-TIERS = ("pure", "ranks", "e2e", "gpu")
+TIERS = ("pure", "ranks", "e2e", "faults", "gpu")
 HERE = Path(__file__).resolve().parent
 
 # Same examples in every run, and no deadlines: a busy machine must not fail a test.
@@ -29,6 +29,11 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
 def _tier(path: Path) -> str | None:
     parts = path.relative_to(HERE).parts if path.is_relative_to(HERE) else ()
     return parts[0] if parts and parts[0] in TIERS else None
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--matrix", action="store_true", help="tests/faults: all cells of the fault matrix (half an hour)")
+    parser.addoption("--matrix-rows", metavar="FILE", help="append what came of each cell to this file")
 
 
 @pytest.hookimpl(wrapper=True)

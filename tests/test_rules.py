@@ -79,6 +79,7 @@ STALL_S = 60.0  # at least so long: only a kill ends it, as a test may take two 
 SLEEPS = {
     "e2e/stale::SCRIPT.Model.training_step": "a device's work: deaths and joins fall into its middle",
     "e2e/stale::SCRIPT.happen": "a stopped process needs somebody who wakes it",
+    "faults::Model.training_step": "a device's work: faults fall into its middle",
     "ranks/lightning_compat::PARENT_DIES": "outlives the time after which it would be ended",
     "ranks/lightning_compat::play": "ranks die in turns, the next within the time that the first one leaves",
     "ranks/measure::MeetingPeer.loss": "a device's work: the one place where real time is measured",

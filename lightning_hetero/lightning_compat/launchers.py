@@ -17,6 +17,7 @@ The private names of Lightning used here are pinned by ``tests/ranks/lightning_c
 
 from __future__ import annotations
 
+import atexit
 import logging
 import os
 import signal
@@ -25,6 +26,7 @@ import sys
 import threading
 import time
 import traceback
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from multiprocessing.connection import Connection, Pipe, wait
@@ -50,7 +52,13 @@ if TYPE_CHECKING:
     from lightning.pytorch import Trainer
     from lightning.pytorch.strategies import ParallelStrategy
 
-__all__ = ["GRACE_S", "TolerantProcessLauncher", "TolerantScriptLauncher", "launched_by_us"]
+__all__ = [
+    "GRACE_S",
+    "TolerantProcessLauncher",
+    "TolerantScriptLauncher",
+    "end_stopped_children",
+    "launched_by_us",
+]
 
 _LOG = logging.getLogger(__name__)
 
@@ -156,6 +164,25 @@ class TolerantScriptLauncher(_SubprocessScriptLauncher):
                 proc.kill()
         if procs:  # still ours to watch
             os.kill(os.getpid(), signal.SIGKILL)
+
+
+def end_stopped_children(launcher: _SubprocessScriptLauncher) -> None:
+    """Has children of this launcher that are stopped when this process ends killed: nobody else will wake or end them.
+
+    Children that run end by themselves, whatever this process ended with.
+    """
+    owner, known = os.getpid(), weakref.ref(launcher)
+
+    def end() -> None:
+        if os.getpid() != owner or (launcher := known()) is None:
+            return
+        for rank, proc in enumerate(launcher.procs, 1):
+            if proc.poll() is None and _state(proc.pid) == b"T":
+                print(f"local rank {rank} is stopped, and local rank 0 ends: it is killed", file=sys.stderr, flush=True)
+                with suppress(OSError):
+                    proc.kill()
+
+    atexit.register(end)
 
 
 class TolerantProcessLauncher(_MultiProcessingLauncher):

@@ -14,7 +14,11 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
 
-from lightning_hetero.lightning_compat.launchers import TolerantProcessLauncher, TolerantScriptLauncher
+from lightning_hetero.lightning_compat.launchers import (
+    TolerantProcessLauncher,
+    TolerantScriptLauncher,
+    end_stopped_children,
+)
 
 __all__ = ["CheckedSettingsStrategy", "TolerantDDPStrategy", "follow", "hand_over", "syncs_batch_norm"]
 
@@ -90,6 +94,7 @@ class CheckedSettingsStrategy(DDPStrategy):
             assert self.cluster_environment is not None
             checked: Any = _Checked(self.cluster_environment, self.check_settings)
             self._launcher.cluster_environment = checked
+            end_stopped_children(self._launcher)
 
 
 class TolerantDDPStrategy(DDPStrategy):

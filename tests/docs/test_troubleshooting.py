@@ -58,6 +58,7 @@ def test_every_message_in_troubleshooting_is_one_of_ours() -> None:
         "stale/decide/report/summary.py",
         "federated/decide/rounds.py",
         "transport/roll_call.py",
+        "lightning_compat/launchers.py",
         "pipeline/runtime/step/layer_calls/chain.py",
         *REASONS,
     ):

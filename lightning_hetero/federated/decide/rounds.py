@@ -65,6 +65,7 @@ class ClientRow(NamedTuple):
         digest: of what all ranks must have alike.
         states: digest of what its optimizers hold, which may differ.
         sigterm: whether it was told to stop.
+        requeue: number of the signal by which SLURM has asked rank 0 for the job to be requeued; 0: it has not.
     """
 
     epoch: float
@@ -80,6 +81,7 @@ class ClientRow(NamedTuple):
     digest: float
     states: float
     sigterm: float
+    requeue: float
 
 
 def digest_of(*values: object) -> float:

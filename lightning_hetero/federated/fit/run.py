@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from lightning_hetero import lightning_compat as compat
+from lightning_hetero.callbacks.requeue import RequeueTogether
 from lightning_hetero.federated.decide.policy import AdaptiveSteps
 from lightning_hetero.federated.decide.report import engine_metrics, step_report
 from lightning_hetero.federated.decide.rounds import (
@@ -132,6 +133,8 @@ class FederatedRun(EngineRun[OwnBinder]):
         self._report: StepReport | None = None
         self._reports: list[StepReport] = []
         self.undo.callback(compat.replace_sigterm_broadcast(trainer, self._any_told))
+        self._requeue = RequeueTogether(trainer, self.channel.rank)
+        self.undo.callback(self._requeue.close)
         self.undo.callback(compat.skip_empty_batches(trainer))
         callbacks, point = compat.trainer_callbacks(trainer), meeting_points(self)
         callbacks.insert(0, point)
@@ -468,6 +471,7 @@ class FederatedRun(EngineRun[OwnBinder]):
         self._places |= {r: (int(row.passes), int(row.taken)) for r, row in zip(self.present, rows, strict=True)}
         self._rows = everyone = of_all(rows, self.present, self.trainer.world_size)
         self._stop = any(row.sigterm for row in rows)
+        self._requeue.hear(sum(row.requeue for row in rows))
         self._open, self._weight, self._made, self._wait_s = False, 0.0, 0, wait_s
         if over:
             self._next_round(rows, everyone)
@@ -499,6 +503,7 @@ class FederatedRun(EngineRun[OwnBinder]):
             digest=digest_of(self.plan, [(tuple(t.shape), str(t.dtype)) for t in tensors]),
             states=self._common.states_digest(),
             sigterm=float(bool(getattr(self.trainer, "received_sigterm", False))),
+            requeue=self._requeue.take(),
         )
 
     def _counts(self) -> float:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import math
 import os
 import shutil
 import tempfile
@@ -24,7 +25,16 @@ from torch import Tensor
 
 from lightning_hetero.transport.seqlock import ParameterArea, Slot
 
-__all__ = ["STATE", "make_directory", "map_parameters", "map_slot", "places", "remove_directory", "replace_file"]
+__all__ = [
+    "STATE",
+    "make_directory",
+    "map_parameters",
+    "map_slot",
+    "places",
+    "remove_abandoned",
+    "remove_directory",
+    "replace_file",
+]
 
 STATE = "state"
 _PREFIX = f"lightning-hetero-{os.getuid()}-"
@@ -143,6 +153,21 @@ def _remove_stale_in(place: Path) -> None:
                     remove_directory(folder)
 
 
+def remove_abandoned(folder: Path, within_s: float = 0.2) -> None:
+    """Removes a folder whose server was killed, which could not do so itself. One whose server lives is left alone.
+
+    Args:
+        folder: of a server that has been heard of.
+        within_s: a process that ends lets go of its files one after another.
+    """
+    deadline_s = time.monotonic() + within_s
+    with contextlib.suppress(OSError):
+        while not (gone := _abandoned(folder, young_s=-math.inf)) and time.monotonic() < deadline_s:
+            time.sleep(0.01)
+        if gone:
+            remove_directory(folder)
+
+
 def remove_directory(folder: Path) -> None:
     """Removes a folder with its files, and the one elsewhere that its state links to."""
     with contextlib.suppress(OSError):
@@ -152,7 +177,7 @@ def remove_directory(folder: Path) -> None:
     shutil.rmtree(folder, ignore_errors=True)
 
 
-def _abandoned(folder: Path) -> bool:
+def _abandoned(folder: Path, young_s: float = 1.0) -> bool:
     try:
         lock = os.open(folder / "lock", os.O_RDWR)
     except FileNotFoundError:
@@ -160,7 +185,7 @@ def _abandoned(folder: Path) -> bool:
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         # A folder this young may have been opened between the making of its lock file and the lock.
-        return time.time() - folder.lstat().st_mtime > 1.0
+        return time.time() - folder.lstat().st_mtime > young_s
     except BlockingIOError:
         return False
     finally:

@@ -20,7 +20,7 @@ from lightning_hetero.transport.base import (
     ServerLostError,
     WorkerLink,
 )
-from lightning_hetero.transport.shared_memory.directory import map_parameters, map_slot
+from lightning_hetero.transport.shared_memory.directory import map_parameters, map_slot, remove_abandoned
 from lightning_hetero.transport.sockets import (
     Hello,
     lost,
@@ -117,6 +117,7 @@ class SharedMemoryLink(WorkerLink):
         except (EOFError, OSError):
             self.cut = True
             error = lost(self._server_pid, doing)
+            remove_abandoned(self._state.parent)
         except BaseException:  # half a conversation cannot be taken up again
             self._end(ServerLostError("this link was interrupted in the middle of a call"))
             raise

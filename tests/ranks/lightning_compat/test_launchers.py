@@ -109,6 +109,23 @@ def test_a_death_in_the_middle_is_seen_at_once(own_death: None, monkeypatch: pyt
     assert len(asked) == 2 and own.tolerated == {1, 2}
 
 
+def test_a_child_that_is_stopped_does_not_stay_for_ever(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    """One that runs ends by itself, when it has saved what it has."""
+    at_exit: list[Any] = []
+    monkeypatch.setattr(launcher.atexit, "register", at_exit.append)
+    own = watched(WAIT, WAIT, tolerates=lambda: False)
+    launcher.end_stopped_children(own)
+    stopped, runs = own.procs
+    os.kill(stopped.pid, signal.SIGSTOP)
+    while launcher._state(stopped.pid) != b"T":
+        time.sleep(0.01)
+    at_exit[0]()
+    assert stopped.wait(20.0) == -signal.SIGKILL and runs.poll() is None
+    assert capsys.readouterr().err == "local rank 1 is stopped, and local rank 0 ends: it is killed\n"
+    runs.kill()
+    runs.wait()
+
+
 def test_a_rank_that_the_others_have_left_behind_ends_alone(own_death: None, capsys: Any, caplog: Any) -> None:
     caplog.set_level(logging.INFO)
     own = watched(f"sys.exit({launcher._LEFT_BEHIND})", "sys.exit(0)", tolerates=lambda: False)

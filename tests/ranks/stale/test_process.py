@@ -140,6 +140,15 @@ def test_one_that_does_not_listen_is_ended() -> None:
     assert stopped.stop(0.05) == -signal.SIGKILL
 
 
+def test_what_a_killed_one_held_is_removed_by_its_rank() -> None:
+    """Killed by the system, e.g. for its memory: nobody else knows of its shared memory."""
+    cleaned: list[bool] = []
+    server = fork_server(until_let_go, keep=[], clean_up=lambda: cleaned.append(True))
+    os.kill(server.pid, signal.SIGKILL)
+    server._ends_within(30.0)
+    assert server.stop(30.0) == -signal.SIGKILL and cleaned == [True]
+
+
 def test_one_that_hangs_ends_when_its_rank_is_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As in an optimizer's step that waits for a collective: nobody asks whether the rank is there."""
     monkeypatch.setattr(process, "_LOOK_S", 0.01)

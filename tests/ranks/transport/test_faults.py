@@ -161,6 +161,7 @@ def test_every_link_learns_of_the_servers_death(kind: str, short_path: Path, loo
             link.call(Request(kind=Ask.CLAIM))
         assert time.monotonic() - started < 2.0
         link.close()
+    assert list(short_path.glob("lightning-hetero-*")) == []  # it could not remove them itself
     if kind == "shared_memory":
         with pytest.raises(ServerLostError, match="ended"):
             SharedMemoryLink(address, 0)

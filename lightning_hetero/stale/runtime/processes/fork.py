@@ -94,6 +94,7 @@ class ServerProcess:
         if not self._ends_within(timeout_s):
             self._signal(signal.SIGKILL)
             self._ends_within(float("inf"))
+        if (self.exit_code() or 0) < 0:  # by whose hand ever: it could not do it itself
             self._clean_up()
         return self.exit_code()
 

@@ -1,0 +1,90 @@
+"""The tables of docs/reference/faults.md, from the results."""
+
+from __future__ import annotations
+
+import signal
+import textwrap
+from collections.abc import Sequence
+from typing import Any
+
+from benchmarks.results import DASH, Results
+
+__all__ = ["engine_table", "failing_list", "hook_table"]
+
+Row = dict[str, Any]
+LAUNCHERS = ("script", "spawn", "fork", "torchrun", "SLURM")
+_HOOK = "exception in "
+
+
+def engine_table(results: Results, engine: str) -> str:
+    """Returns a row per fault and a column per launcher."""
+    mine = [row for row in _rows(results) if row["engine"] == engine and not _is_hook(row)]
+    cells = {(row["fault"], row["launcher"]): _said(row) for row in mine}
+    faults = list(dict.fromkeys(row["fault"] for row in mine))
+    return _table(["fault", *LAUNCHERS], [[f, *(cells.get((f, way), DASH) for way in LAUNCHERS)] for f in faults])
+
+
+def hook_table(results: Results) -> str:
+    """Returns a row per engine: how many places of a user's code were tried, and the worst end."""
+    lines = []
+    hooks = [row for row in _rows(results) if _is_hook(row)]
+    for engine in dict.fromkeys(row["engine"] for row in hooks):
+        mine = [row for row in hooks if row["engine"] == engine]
+        holds = [row for row in mine if not row["violations"]]
+        worst = max(holds, key=lambda row: row["seconds"])
+        place = worst["fault"].removeprefix(_HOOK)
+        slowest = f"{worst['seconds']:.0f} s (`{place}`)"
+        lines.append([engine, str(len(mine)), str(len(holds)), slowest])
+    return _table(["engine", "places tried", "of these ended as they should", "slowest"], lines)
+
+
+def failing_list(results: Results) -> str:
+    """Returns the cells that do not hold, each with what was seen and why; and what was skipped."""
+    rows = _rows(results)
+    fails = [row for row in rows if row.get("violations")]
+    lines = [
+        [row["cell"], f"{row['seconds']:.0f} s", _escaped("; ".join(row["violations"])), row["known"] or "not known"]
+        for row in fails
+    ]
+    said = _table(["cell", "from fault to end", "seen", "why"], lines) if lines else "Every cell that ran holds."
+    reasons: dict[str, int] = {}
+    for row in rows:
+        if row["outcome"] == "skipped":
+            reasons[row["why"]] = reasons.get(row["why"], 0) + 1
+    skipped = [f"Skipped, {count} cells: {why}." for why, count in reasons.items()]
+    aborted = [row["engine"] for row in rows if -signal.SIGABRT in row.get("codes", ())]
+    ends = [
+        f"Ended by SIGABRT (exit code -6), when a process that had said the cause ended: {aborted.count(engine)} cells"
+        f" of the {engine} engine; a thread still waits in torch then."
+        for engine in dict.fromkeys(aborted)
+    ]
+    paragraphs = [textwrap.fill(text, 120) for text in (*(skipped or ["No cell was skipped."]), *ends)]
+    return "\n\n".join([said, *paragraphs])
+
+
+def _rows(results: Results) -> list[Row]:
+    return results.raw["cells"]
+
+
+def _is_hook(row: Row) -> bool:
+    return row["fault"].startswith(_HOOK) and row["fault"] != "exception in a step"
+
+
+def _said(row: Row) -> str:
+    if row["outcome"] == "skipped":
+        return "skipped"
+    if row["violations"]:
+        return f"**fails**: {row['outcome']}, {row['seconds']:.0f} s"
+    if row["outcome"] == "survived":
+        left = row["finished"]
+        return "survived" if len(left) in (0, 3) else f"survived by {' and '.join(map(str, left))}"
+    return "refused" if row["outcome"] == "refused" else f"ended, {row['seconds']:.0f} s"
+
+
+def _escaped(text: str) -> str:
+    return text.replace("|", "\\|")
+
+
+def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    lines = ["| " + " | ".join(row) + " |" for row in (head, *rows)]
+    return "\n".join([lines[0], "|" + "---|" * len(head), *lines[1:]])

@@ -1,0 +1,137 @@
+"""What a run has left: who came to the end, which samples counted, and what is still there of it."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from tests.e2e.programs import left_in
+
+__all__ = ["Samples", "lines", "not_requeued", "outlived", "reports", "samples"]
+
+
+def lines(path: Path) -> list[dict[str, Any]]:
+    """Returns what a process noted there."""
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def _noted(folder: Path, pattern: str) -> Iterator[dict[str, Any]]:
+    for path in sorted(folder.glob(pattern)):
+        yield from lines(path)
+
+
+def reports(folder: Path) -> dict[int, dict[str, Any]]:
+    """Returns what the ranks that came to the end say, by rank."""
+    found = {int(path.stem.partition("-")[2]): path.read_text() for path in folder.glob("ended-*.json")}
+    return {rank: json.loads(text) for rank, text in found.items() if text}
+
+
+# ---- samples --------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Samples:
+    """Which samples counted; a sample is a column, number + epoch * samples.
+
+    Attributes:
+        counted: by process that made steps of an optimizer: how often each sample counted.
+        issued: all that some rank was given to compute.
+        last: by process: what it was given last.
+    """
+
+    counted: dict[int, Counter[int]]
+    issued: set[int]
+    last: dict[int, set[int]]
+
+    def twice(self) -> list[str]:
+        """Returns what counted more than once, in any process."""
+        return [
+            f"samples counted more than once in process {pid}: { {i: n for i, n in counts.items() if n != 1} }"
+            for pid, counts in self.counted.items()
+            if any(n != 1 for n in counts.values())
+        ]
+
+    def unknown(self) -> list[str]:
+        """Returns what counted although no rank had it."""
+        strange = {i for counts in self.counted.values() for i in counts} - self.issued
+        return [f"samples counted that no rank was given: {sorted(strange)}"] if strange else []
+
+    def lost(self, wanted: set[int], pids: Sequence[int], spared: set[int]) -> list[str]:
+        """Returns what did not count, by the books of these processes; ``spared`` may be missing."""
+        found = []
+        for pid in pids:
+            missing = wanted - self.counted.get(pid, Counter()).keys() - spared
+            if missing:
+                found.append(f"samples lost, by process {pid}: {sorted(missing)}")
+        return found
+
+
+def samples(folder: Path, per_epoch: int) -> Samples:
+    """Reads the books of all processes."""
+    counted: dict[int, Counter[int]] = {}
+    for path in sorted(folder.glob("applied-*.jsonl")):
+        counts = counted.setdefault(int(path.stem.partition("-")[2]), Counter())
+        for line in lines(path):
+            for column, times in zip(line["ids"], line["times"], strict=True):
+                counts[column] += times
+    issued: set[int] = set()
+    last: dict[int, set[int]] = {}
+    for path in sorted(folder.glob("issued-*.jsonl")):
+        given = [{i + per_epoch * line["epoch"] for i in line["ids"]} for line in lines(path)]
+        issued |= set().union(*given)
+        last[int(path.stem.split("-")[2])] = given[-1] if given else set()
+    return Samples(counted, issued, last)
+
+
+def not_requeued(folder: Path) -> list[str]:
+    """Returns what SLURM's request has not brought about: one checkpoint, and one answer."""
+    asked = folder / "requeued"
+    answers = asked.read_text().splitlines() if asked.exists() else []
+    saved = sorted(path.name for path in folder.glob("hpc_ckpt_*.ckpt"))
+    if answers == ["requeue 4711"] and saved == ["hpc_ckpt_1.ckpt"]:
+        return []
+    return [f"SLURM was answered {answers}, and what was saved is {saved}"]
+
+
+# ---- what outlives a run --------------------------------------------------------------------------------------------
+
+
+def outlived(folder: Path, port: int, grace_s: float = 20.0) -> list[str]:
+    """Returns processes, ports, and shared memory that are left; kills what it can.
+
+    Args:
+        port: where ranks met that nobody of ours started.
+        grace_s: for what is on its way out.
+    """
+    found = [f"process outlives the run: {name.split()[0]}" for name in left_in(folder, grace_s)]
+    held = list(_noted(folder, "held-*.jsonl"))
+    begun_s = {int(pid): at_s for one in held for pid, at_s in one["pids"].items()}
+    found += [f"process outlives the run: {name}" for name in _still_there(begun_s, grace_s)]
+    ports = {port, *(number for one in held for number in one["ports"])}
+    listening = [c for c in psutil.net_connections("tcp") if c.status == psutil.CONN_LISTEN and c.laddr.port in ports]
+    # others of the machine may have got the number meanwhile
+    found += [f"port is still listened on: {c.laddr.port}" for c in listening if c.pid is None or c.pid in begun_s]
+    files = {file for one in held for file in one["files"] if not file.endswith(" (deleted)")}
+    found += [f"shared memory is left: {file}" for file in sorted(files) if Path(file).exists()]
+    return found
+
+
+def _still_there(begun_s: dict[int, float], grace_s: float) -> list[str]:
+    """Kills and returns those that live on in another folder."""
+    there = []
+    for pid, at_s in begun_s.items():
+        with suppress(psutil.Error):
+            if (process := psutil.Process(pid)).create_time() == at_s:
+                there.append(process)
+    _, alive = psutil.wait_procs(there, timeout=grace_s)
+    alive = [process for process in alive if process.is_running() and process.status() != psutil.STATUS_ZOMBIE]
+    for process in alive:
+        process.kill()
+    return [str(process.pid) for process in alive]
