@@ -74,16 +74,11 @@ class LateLearner(Learner):
         self.rule = rule
         self._late: list[tuple[int, int, Vector]] = []
         self._fresh = 0
-        self._versions: dict[int, int] = {}
         self._last: Vector | None = None
         self.cosines: list[float] = []
 
-    def take(self, lease: int) -> None:
-        super().take(lease)
-        self._versions[lease] = self.steps
-
     def give(self, lease: int, images: Vector, labels: NDArray[np.int64], scale: float) -> None:
-        then, staleness = self._taken.pop(lease), self.steps - self._versions.pop(lease)
+        then, staleness = self._taken.pop(lease), self.steps - self._bases.pop(lease)
         loss, gradient = self.gradient(then, images, labels)
         total = np.float32(len(labels)) * gradient
         if staleness:
