@@ -13,13 +13,16 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks.comparators.table import table_of as comparators
+from benchmarks.completion.table import table_of as completion
 from benchmarks.late_weights.table import table_of as late_weights
 from benchmarks.provenance import ROOT
 from benchmarks.results import DASH, Results, measured
 
 __all__ = ["BLOCKS", "PAGES", "page_with"]
 
-PAGES = ("README.md", "docs/benchmarks.md", "docs/theory/stale.md", "docs/theory/federated.md")
+PAGES = ("README.md", "docs/benchmarks.md", "docs/theory/stale.md", "docs/theory/stale_policies.md",
+         "docs/theory/federated.md")  # fmt: skip
 _BLOCK = re.compile(r"(<!-- (?P<name>[\w ]+): python -m benchmarks\.tables -->\n).*?(<!-- end -->)", re.S)
 
 
@@ -262,6 +265,10 @@ MAIN = {
     "auto": ("1:1:1/2:1/4: auto / DDP", "time {:.2f} of stock DDP's on 1:1:1/2:1/4"),
     "balanced": (f"{FOUR}: speed-up over DDP", "steps {:.2f}x as fast as stock DDP's on 1:1:1/2:1/4"),
     "checksum": ("check_parameters_every=100: step, p50", "{:.0f} us per step, every 100 steps"),
+    "comparators": ("MLP, momentum, spells, flexible: time to target, to DDP's",
+                    "time to a target loss {:.2f} of DDP's under spells"),
+    "completion": ("complete: final loss to DDP's at the edge, all cases",
+                   "final loss {:.2f} of DDP's at the edge of stability, late contributions completing"),
     "compiled": ("MLP, dynamic=None, quantum='auto': graphs", "{:.0f} graphs while shares change"),
     "drop_in": ("balanced, 1 rank(s): passed of 663", "{:.0f} of 663 tests pass under `hetero_balanced`"),
     "faults": ("schedules that failed", "{:.0f} schedules failed"),
@@ -366,6 +373,8 @@ BLOCKS: dict[str, tuple[str, Callable[[Results], str]]] = {
     "items": ("items", items),
     "ablation": ("ablation", ablation),
     "late weights": ("late_weights", late_weights),
+    "completion": ("completion", completion),
+    "comparators": ("comparators", comparators),
 }
 """What a page's mark names -> the benchmark, and the text that is made of its results."""
 
