@@ -166,12 +166,15 @@ def main() -> None:
         for seed in seeds for case in cases for policy in CONTENDERS
     }  # fmt: skip
     rows = [
-        row_of(case.name, policy.name, model, *([runs[case.name, name, s] for s in seeds] for name in (policy.name, DDP)))
+        row_of(
+            case.name, policy.name, model,
+            *([runs[case.name, name, s] for s in seeds] for name in (policy.name, DDP)),
+        )
         for model in MODELS for case in cases for policy in CONTENDERS
     ]  # fmt: skip
     notes = (
-        f"Simulated time, real gradients; digits, a multilayer perceptron, {EPOCHS} epochs, batches of {BATCH}, a recipe"
-        f" tuned for synchronous training and left as it is; {len(seeds)} seeds that chose nothing, in pairs with DDP."
+        f"Simulated time, real gradients; digits, a multilayer perceptron, {EPOCHS} epochs, batches of {BATCH}, a"
+        f" recipe tuned for synchronous training and left as it is; {len(seeds)} seeds that chose nothing, in pairs with DDP."
         " *Target*: mean training loss of 0.02 over an epoch's worth of samples; medians of the ratios, *never* where"
         " half of the seeds or more do not reach it. Final losses are over all training samples, geometric means.\n\n"
     )

@@ -66,7 +66,8 @@ def picture_of(results: Results, model: str) -> Picture:
         for policy, (kind, dashed) in LINES.items():
             row = rows[case, policy]
             points = [(t, math.log10(y)) for t, y in zip(row["t_s"], row["losses"], strict=True) if t <= end_s]
-            series.append(Line(name=policy, kind=kind, dashed=dashed, x=[t for t, _ in points], y=[y for _, y in points]))
+            xs, ys = [t for t, _ in points], [y for _, y in points]
+            series.append(Line(name=policy, kind=kind, dashed=dashed, x=xs, y=ys))
         drawn = lines(series, label=case, x_name="emulated time [s]", y_name="log10 of the loss", from_zero=False)
         panels.append((f"{CLUSTERS[case]} ({case})", drawn))
     legend = [(kind, ("(dashed) " if dashed else "") + policy) for policy, (kind, dashed) in LINES.items()]

@@ -23,7 +23,9 @@ def given(learner: Learner, lease: int, samples: int, value: float) -> None:
     learner.give(lease, np.zeros((samples, 64), np.float32), np.zeros(samples, np.int64), 1.0)
 
 
-@pytest.mark.parametrize(("completes", "second"), [(True, 3.0 + 0.25 * (5.0 - 1.0)), (False, (48 * 3.0 + 16 * 5.0) / 64)])
+@pytest.mark.parametrize(
+    ("completes", "second"), [(True, 3.0 + 0.25 * (5.0 - 1.0)), (False, (48 * 3.0 + 16 * 5.0) / 64)]
+)
 def test_updates_by_hand(completes: bool, second: float) -> None:
     learner = Learner(EDGE, 0, completes=completes)
     learner.take(0)
@@ -49,7 +51,8 @@ def run_of(final: float, target_s: float | None) -> dict[str, Any]:
 
 
 def test_a_row_is_over_ddp_with_the_same_seed() -> None:
-    mine, ddp = [run_of(0.2, 3.0), run_of(0.4, None), run_of(0.1, 1.0)], [run_of(0.1, 6.0), run_of(0.1, 2.0), run_of(0.1, 4.0)]
+    mine = [run_of(0.2, 3.0), run_of(0.4, None), run_of(0.1, 1.0)]
+    ddp = [run_of(0.1, 6.0), run_of(0.1, 2.0), run_of(0.1, 4.0)]
     row = row_of("spells", "asp", "m", mine, ddp)
     assert row["pairs"] == pytest.approx([2.0, 4.0, 1.0]) and row["loss_to_ddp"] == pytest.approx(2.0)
     assert (row["target_to_ddp"], row["reached"]) == (0.5, 2)

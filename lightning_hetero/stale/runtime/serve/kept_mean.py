@@ -1,4 +1,4 @@
-"""The mean of an update, kept for what comes late to it (layer T); the rule is `lightning_hetero.stale.decide.completion`.
+"""The mean of an update, kept for what comes late to it (T); the rule: `lightning_hetero.stale.decide.completion`.
 
     mean m, weight W        of the contributions that were up to date
     late (g, w)             W += w;  c = w / W (g - m);  m += c;  the next update moves by c

@@ -164,7 +164,7 @@ class Updater:
         self.shards.run(work)
 
     def complete(self, pool: GradientSum, mean: KeptMean, slot: Tensor, *, weight: float, samples: int) -> None:
-        """Completes the mean of an earlier update by a slot, which may be written again then; a pool gets the change."""
+        """Completes the mean of an earlier update by a slot, which is free again then; a pool gets the change."""
         flags, part = self.layout.flags_of(slot)[0].tolist(), mean.count(weight)
         pool.samples += samples
         pool.add_buffers(slot, samples)
