@@ -174,8 +174,8 @@ def main() -> None:
     ]  # fmt: skip
     notes = (
         f"Simulated time, real gradients; digits, a multilayer perceptron, {EPOCHS} epochs, batches of {BATCH}, a"
-        f" recipe tuned for synchronous training and left as it is; {len(seeds)} seeds that chose nothing, in pairs with DDP."
-        " *Target*: mean training loss of 0.02 over an epoch's worth of samples; medians of the ratios, *never* where"
+        f" recipe tuned for synchronous training and left as it is; {len(seeds)} seeds that chose nothing, in pairs with"
+        " DDP. *Target*: mean training loss of 0.02 over an epoch's worth of samples; medians of the ratios, *never* where"
         " half of the seeds or more do not reach it. Final losses are over all training samples, geometric means.\n\n"
     )
     write_results(

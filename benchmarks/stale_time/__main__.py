@@ -1,9 +1,9 @@
 """``python -m benchmarks.stale_time [--quick]``: what keeps `flexible` from the bound with 4, 8 and 16 workers.
 
 Simulated time, no gradients. Every case runs as it is, without transfers, and without transfers and start-ups of
-chunks; what is then left is waiting and work done twice. The bound has a start-up per worker and update, and no transfers, see
-`lightning_hetero.stale.decide.simulate.speeds.SimulatedSpeeds.ideal_s`. Deterministic but for spells, whose seeds are
-given. Under a minute on a quiet core.
+chunks; what is then left is waiting and work done twice. The bound has a start-up per worker and update, and no
+transfers, see `lightning_hetero.stale.decide.simulate.speeds.SimulatedSpeeds.ideal_s`. Deterministic but for spells,
+whose seeds are given. Under a minute on a quiet core.
 """
 
 from __future__ import annotations
@@ -101,8 +101,8 @@ def main() -> None:
     ]
     notes = (
         "Simulated time. Parts of the bound: what the time falls by without transfers, then without start-ups of"
-        " chunks, and what is left above 1. A sample takes 1 ms, a pull 1 ms, the part of a push that backward does not hide"
-        " 0.2 ms, the start of a chunk 1 ms; one of them per worker and update is in the bound.\n\n"
+        " chunks, and what is left above 1. A sample takes 1 ms, a pull 1 ms, the part of a push that backward does not"
+        " hide 0.2 ms, the start of a chunk 1 ms; one of these per worker and update is in the bound.\n\n"
     )
     write_results(
         args.out, title="Where the stale engine's time goes beyond the bound", figures=figures, raw={"rows": rows},
