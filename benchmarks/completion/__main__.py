@@ -1,7 +1,7 @@
-"""``python -m benchmarks.completion [--quick]``: late contributions complete the mean they missed, or join the next.
+"""``python -m benchmarks.completion [--quick] [--seeds N ...]``: late contributions complete the mean they missed, or join the next.
 
 Both rules of `flexible` train on one simulated schedule per case and seed, so that they differ in nothing but the
-server's step. Twelve seeds that chose nothing; the recipe at the edge of stability, and four away from it. Losses are
+server's step. Seeds that chose nothing; the recipe at the edge of stability, and four away from it. Losses are
 final ones, over synchronous training's of the same seed. One process; what is done is kept in ``.cache/``.
 """
 
@@ -133,10 +133,11 @@ def figures_of(rows: list[Row]) -> list[Row]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="a case, one recipe and two seeds")
+    parser.add_argument("--seeds", type=int, nargs="+", default=SEEDS, help="which, two at least")
     parser.add_argument("--out", type=Path, default=HERE, help="folder for results.json, results.md")
     args = parser.parse_args()
     places = {"spells": (EDGE,)} if args.quick else PLACES
-    seeds = SEEDS[:2] if args.quick else SEEDS
+    seeds = SEEDS[:2] if args.quick else tuple(args.seeds)
     cases = {case.name: case for case in CASES}
     cache = Cache(args.out / ".cache" / "runs.jsonl")
     runs = {(name, seed): cache(cases[name], places[name], seed) for seed in seeds for name in places}
