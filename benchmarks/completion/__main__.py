@@ -1,4 +1,4 @@
-"""``python -m benchmarks.completion [--quick] [--seeds N ...]``: late contributions complete the mean they missed, or join the next.
+"""``python -m benchmarks.completion [--quick] [--seeds N ...]``: late contributions complete a mean, or join the next.
 
 Both rules of `flexible` train on one simulated schedule per case and seed, so that they differ in nothing but the
 server's step. Seeds that chose nothing; the recipe at the edge of stability, and four away from it. Losses are
