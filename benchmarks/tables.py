@@ -261,6 +261,16 @@ def federated(results: Results) -> str:
     return _table(head, rows)
 
 
+def stale_time(results: Results) -> str:
+    """Of docs/theory/stale.md: what keeps the default from the bound."""
+    rows = [[row["case"], f"{row['per_worker']:g}",
+             *(f"{row[key]:.2f}" for key in ("to_bound", "transfers", "start_ups", "rest"))]
+            for row in results.raw["rows"]]  # fmt: skip
+    head = ["workers", "samples each", "time to bound", "of it transfers", "start-ups of top-up chunks",
+            "waiting, work done twice"]  # fmt: skip
+    return _table(head, rows)
+
+
 MAIN = {
     "auto": ("1:1:1/2:1/4: auto / DDP", "time {:.2f} of stock DDP's on 1:1:1/2:1/4"),
     "balanced": (f"{FOUR}: speed-up over DDP", "steps {:.2f}x as fast as stock DDP's on 1:1:1/2:1/4"),
@@ -286,6 +296,7 @@ MAIN = {
     "replanning": ("healing, ours: step / ideal", "steps {:.2f} of the ideal after a wrong first plan"),
     "solvers": ("minimax, affine, n=64", "{:.0f} us per decision for 64 ranks"),
     "stale": ("real, digits CNN, spells: time to DDP", "time {:.2f} of stock DDP's with slow spells"),
+    "stale_time": ("8, spells: transfers", "transfers take {:.2f} of the bound, eight workers under spells"),
     "transport": ("25M, shared memory : all_reduce, median of paired ratios", "{:.2f} of an all_reduce's time"),
 }  # fmt: skip
 """Of the overview: a figure of each benchmark, and how it is said."""
@@ -374,6 +385,7 @@ BLOCKS: dict[str, tuple[str, Callable[[Results], str]]] = {
     "ablation": ("ablation", ablation),
     "late weights": ("late_weights", late_weights),
     "completion": ("completion", completion),
+    "stale time": ("stale_time", stale_time),
     "comparators": ("comparators", comparators),
 }
 """What a page's mark names -> the benchmark, and the text that is made of its results."""
