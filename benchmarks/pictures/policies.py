@@ -32,7 +32,7 @@ def _picture_of(results: Results, model: str) -> Picture:
             xs, ys = [t for t, _ in points], [y for _, y in points]
             series.append(Line(name=policy, kind=kind, dashed=dashed, x=xs, y=ys))
         drawn = lines(series, label=case, x_name="emulated time [s]", y_name="log10 of the loss", from_zero=False)
-        panels.append((f"{CLUSTERS[case]} ({case})", drawn))
+        panels.append((CLUSTERS[case] + (f" ({case})" if case != CLUSTERS[case] else ""), drawn))
     legend = [(kind, ("(dashed) " if dashed else "") + policy) for policy, (kind, dashed) in LINES.items()]
     seeds = len(rows[next(iter(rows))]["pairs"])
     return Picture(
