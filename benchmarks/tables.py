@@ -14,6 +14,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from benchmarks.comparators.table import table_of as comparators
+from benchmarks.completion.table import table_of as completion
 from benchmarks.fault_matrix.table import engine_table, failing_list, hook_table
 from benchmarks.late_weights.table import table_of as late_weights
 from benchmarks.provenance import ROOT
@@ -21,8 +23,8 @@ from benchmarks.results import DASH, Results, measured
 
 __all__ = ["BLOCKS", "PAGES", "page_with"]
 
-PAGES = ("README.md", "docs/benchmarks.md", "docs/theory/stale.md", "docs/theory/federated.md",
-         "docs/reference/faults.md")  # fmt: skip
+PAGES = ("README.md", "docs/benchmarks.md", "docs/theory/stale.md", "docs/theory/stale_policies.md",
+         "docs/theory/federated.md", "docs/reference/faults.md")  # fmt: skip
 _BLOCK = re.compile(r"(<!-- (?P<name>[\w ]+): python -m benchmarks\.tables -->\n).*?(<!-- end -->)", re.S)
 
 
@@ -261,10 +263,24 @@ def federated(results: Results) -> str:
     return _table(head, rows)
 
 
+def stale_time(results: Results) -> str:
+    """Of docs/theory/stale.md: what keeps the default from the bound."""
+    rows = [[row["case"], f"{row['per_worker']:g}",
+             *(f"{row[key]:.2f}" for key in ("to_bound", "transfers", "start_ups", "rest"))]
+            for row in results.raw["rows"]]  # fmt: skip
+    head = ["workers", "samples each", "time to bound", "of it transfers", "start-ups of top-up chunks",
+            "waiting, work done twice"]  # fmt: skip
+    return _table(head, rows)
+
+
 MAIN = {
     "auto": ("1:1:1/2:1/4: auto / DDP", "time {:.2f} of stock DDP's on 1:1:1/2:1/4"),
     "balanced": (f"{FOUR}: speed-up over DDP", "steps {:.2f}x as fast as stock DDP's on 1:1:1/2:1/4"),
     "checksum": ("check_parameters_every=100: step, p50", "{:.0f} us per step, every 100 steps"),
+    "comparators": ("MLP, momentum, spells, flexible: time to target, to DDP's",
+                    "time to a target loss {:.2f} of DDP's under spells"),
+    "completion": ("complete: final loss to DDP's at the edge, all cases",
+                   "final loss {:.2f} of DDP's at the edge of stability, late contributions completing"),
     "compiled": ("MLP, dynamic=None, quantum='auto': graphs", "{:.0f} graphs while shares change"),
     "drop_in": ("balanced, 1 rank(s): passed of 663", "{:.0f} of 663 tests pass under `hetero_balanced`"),
     "fault_matrix": ("cells that hold", "{:.0f} runs end as they should"),
@@ -284,6 +300,7 @@ MAIN = {
     "replanning": ("healing, ours: step / ideal", "steps {:.2f} of the ideal after a wrong first plan"),
     "solvers": ("minimax, affine, n=64", "{:.0f} us per decision for 64 ranks"),
     "stale": ("real, digits CNN, spells: time to DDP", "time {:.2f} of stock DDP's with slow spells"),
+    "stale_time": ("8, spells: transfers", "transfers take {:.2f} of the bound, eight workers under spells"),
     "transport": ("25M, shared memory : all_reduce, median of paired ratios", "{:.2f} of an all_reduce's time"),
 }  # fmt: skip
 """Of the overview: a figure of each benchmark, and how it is said."""
@@ -375,6 +392,9 @@ BLOCKS: dict[str, tuple[str, Callable[[Results], str]]] = {
     **{f"faults {name}": ("fault_matrix", partial(engine_table, engine=name)) for name in _ENGINES},
     "faults hooks": ("fault_matrix", hook_table),
     "faults failing": ("fault_matrix", failing_list),
+    "completion": ("completion", completion),
+    "stale time": ("stale_time", stale_time),
+    "comparators": ("comparators", comparators),
 }
 """What a page's mark names -> the benchmark, and the text that is made of its results."""
 

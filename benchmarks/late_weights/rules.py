@@ -72,22 +72,17 @@ class LateLearner(Learner):
     def __init__(self, recipe: Recipe, seed: int, rule: Rule) -> None:
         super().__init__(recipe, seed)
         self.rule = rule
-        self._late: list[tuple[int, int, Vector]] = []
+        self._parts: list[tuple[int, int, Vector]] = []
         self._fresh = 0
-        self._versions: dict[int, int] = {}
         self._last: Vector | None = None
         self.cosines: list[float] = []
 
-    def take(self, lease: int) -> None:
-        super().take(lease)
-        self._versions[lease] = self.steps
-
     def give(self, lease: int, images: Vector, labels: NDArray[np.int64], scale: float) -> None:
-        then, staleness = self._taken.pop(lease), self.steps - self._versions.pop(lease)
+        then, staleness = self._taken.pop(lease), self.steps - self._bases.pop(lease)
         loss, gradient = self.gradient(then, images, labels)
         total = np.float32(len(labels)) * gradient
         if staleness:
-            self._late.append((staleness, len(labels), total))
+            self._parts.append((staleness, len(labels), total))
         else:
             self.pool += total
             self._fresh += len(labels)
@@ -97,7 +92,7 @@ class LateLearner(Learner):
     def step(self, samples: int, worth: float, ends_tick: bool) -> None:
         self._look()
         rule = self.rule
-        late = [(s, self._counts(rule, s, total), n, total) for s, n, total in self._late]
+        late = [(s, self._counts(rule, s, total), n, total) for s, n, total in self._parts]
         counted = self._fresh + sum(weight * n for _, weight, n, _ in late)
         divisor = max(BATCH, counted) if rule.divide == "greater" else counted or 1.0
         fresh = self.pool / np.float32(divisor)
@@ -116,7 +111,7 @@ class LateLearner(Learner):
         if rule.into == "momentum" or self.recipe.adam:
             fresh = sum((part for _, part in parts), fresh)
         self.pool = fresh.astype(np.float32)
-        self._late.clear()
+        self._parts.clear()
         self._fresh = 0
         super().step(1, worth, ends_tick)
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from benchmarks.ablation.picture import PICTURE as ABLATION
 from benchmarks.ablation.picture import drawn
-from benchmarks.pictures import engines, others, steps
+from benchmarks.pictures import engines, others, policies, steps
 from benchmarks.pictures.sheet import BOTH, Paper, Picture, svg
 from benchmarks.provenance import ROOT
 from benchmarks.results import Results, measured
@@ -38,6 +38,8 @@ PICTURES: dict[str, tuple[str, Callable[[Results], Picture], Paper]] = {
     "planner": ("planner", others.planner, BOTH),
     "planning_real": ("planning_real", others.planning_real, BOTH),
     "replanning": ("replanning", others.replanning, BOTH),
+    "policies_adam": ("comparators", policies.adam, BOTH),
+    "policies_momentum": ("comparators", policies.momentum, BOTH),
     "stale": ("stale", engines.stale, BOTH),
     "transport": ("transport", others.transport, BOTH),
 }

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from lightning_hetero.stale.decide.completion import completed
 from lightning_hetero.stale.decide.effects import Accepted, Granted, Refused, Span, Updated
 
 __all__ = ["BATCH", "RECIPES", "TRAINING_SAMPLES", "Learner", "Recipe", "Training", "synchronous"]
@@ -149,10 +150,14 @@ class Learner:
         seed: of the initial weights.
         compensation: lambda of DC-ASGD: ``g + lambda g * g * (w_now - w_then)``.
         limit: most that it changes an entry by, in multiples of that entry.
+        completes: a late contribution completes the mean of the update that it missed, see
+            `lightning_hetero.stale.decide.completion`.
     """
 
-    def __init__(self, recipe: Recipe, seed: int, compensation: float = 0.0, limit: float = math.inf) -> None:
-        self.recipe, self.compensation, self.limit = recipe, compensation, limit
+    def __init__(
+        self, recipe: Recipe, seed: int, compensation: float = 0.0, limit: float = math.inf, completes: bool = False
+    ) -> None:
+        self.recipe, self.compensation, self.limit, self.completes = recipe, compensation, limit, completes
         self.weights = recipe.weights(np.random.default_rng([7, seed]))
         self.total = recipe.epochs * (TRAINING_SAMPLES // BATCH)
         self.tick = self.steps = 0
@@ -164,6 +169,10 @@ class Learner:
         self.tick_losses: list[float] = []
         self.target_tick: int | None = None
         self._taken: dict[int, Vector] = {}
+        self._bases: dict[int, int] = {}  # lease -> version
+        self._means: dict[int, tuple[Vector, int]] = {}  # version -> mean of what was computed with it, and of how many
+        self._changes = np.zeros_like(self.weights)  # of these means, since the last update
+        self._late = 0  # samples in them
 
     @property
     def running(self) -> bool:
@@ -172,18 +181,26 @@ class Learner:
 
     def take(self, lease: int) -> None:
         """A worker copies the parameters."""
-        self._taken[lease] = self.weights
+        self._taken[lease], self._bases[lease] = self.weights, self.steps
 
     def give(self, lease: int, images: Vector, labels: NDArray[np.int64], scale: float) -> None:
         """A worker's gradients over its samples go into the pool."""
-        then = self._taken.pop(lease)
+        then, base = self._taken.pop(lease), self._bases.pop(lease)
         loss, gradient = self.gradient(then, images, labels)
+        self.loss_sum += loss * len(labels)
+        self.samples += len(labels)
+        if base in self._means:
+            mean, count = self._means[base]
+            whole, part = completed(float(count), float(len(labels)))
+            change = np.float32(part) * (gradient - mean)
+            self._means[base] = mean + change, int(whole)
+            self._changes = self._changes + change
+            self._late += len(labels)
+            return
         if self.compensation:
             relative = self.compensation * gradient * (self.weights - then)
             gradient = gradient + gradient * np.clip(relative, -self.limit, self.limit)
         self.pool += np.float32(scale * len(labels)) * gradient
-        self.loss_sum += loss * len(labels)
-        self.samples += len(labels)
 
     def gradient(self, weights: Vector, images: Vector, labels: NDArray[np.int64]) -> tuple[float, Vector]:
         """Returns the mean loss over the images and its gradient."""
@@ -192,11 +209,18 @@ class Learner:
     def drop(self, lease: int) -> None:
         """A worker's contribution is refused."""
         self._taken.pop(lease, None)
+        self._bases.pop(lease, None)
 
     def step(self, samples: int, worth: float, ends_tick: bool) -> None:
         """One update with the mean of the pool, at ``worth`` times the scheduled learning rate."""
         lr = np.float32(worth * self.recipe.lr * 0.5 * (1 + math.cos(math.pi * self.tick / self.total)))
-        gradient = self.pool / np.float32(max(samples, 1))
+        fresh = samples - self._late
+        gradient = self.pool / np.float32(max(fresh, 1))
+        if self.completes:
+            known = {**self._means, **({self.steps: (gradient, fresh)} if fresh else {})}
+            self._means = {base: known[base] for base in known if base in self._bases.values()}
+            gradient = gradient + self._changes
+            self._changes, self._late = np.zeros_like(self.weights), 0
         self.steps += 1
         if self.recipe.adam:
             self.first = np.float32(0.9) * self.first + np.float32(0.1) * gradient

@@ -118,9 +118,9 @@ def run_one(job: Job) -> Result:
     else:
         policy = contender.policy()
         coordinator = Coordinator(policy, workers=range(workers))
-        correction = policy.compensation, policy.correction_limit
+        rules = policy.compensation, policy.correction_limit, policy.completes
         names = () if contender.synchronous else recipes
-        learners = [Learner(scaled(name, epochs), seed, *correction) for name in names]
+        learners = [Learner(scaled(name, epochs), seed, *rules) for name in names]
         training = Training(learners, seed)
         trace = simulate(
             coordinator,

@@ -308,6 +308,11 @@ def test_compensation_is_carried_for_the_server() -> None:
     assert Asp(compensation=0.5).compensation == by_name("drop", compensation=0.5).compensation == 0.5
 
 
+def test_only_flexible_completes_and_only_if_told() -> None:
+    assert [name for name in NAMES if by_name(name).completes] == []
+    assert Flexible(late="complete").completes and by_name("flexible", late="complete").completes
+
+
 @pytest.mark.parametrize(
     ("make", "error", "words"),
     [
@@ -319,6 +324,7 @@ def test_compensation_is_carried_for_the_server() -> None:
         (lambda: Flexible(grace=math.nan), ValueError, "grace=nan"),
         (lambda: Flexible(overlap=1), TypeError, "overlap=1"),  # type: ignore[arg-type]
         (lambda: Flexible(overlap=True, bound=0), ValueError, "use bound >= 1"),
+        (lambda: Flexible(late="wait"), ValueError, "late='wait'.*'join' or 'complete'"),  # type: ignore[arg-type]
         (lambda: Backup(spares=-1), ValueError, "spares=-1"),
         (lambda: Asp(damping="dc"), ValueError, "damping='dc'"),  # type: ignore[arg-type]
         (lambda: Asp(compensation=-1.0), ValueError, "compensation=-1.0"),

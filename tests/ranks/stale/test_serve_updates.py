@@ -35,6 +35,7 @@ from tests.ranks.stale.reference import (
     mse,
     plain,
     replay,
+    replay_completing,
     sgd,
     unequal,
 )
@@ -105,6 +106,33 @@ def test_the_policy_dc_asgd_keeps_its_limit_and_a_copy_per_rank_at_most(limit: f
     unlike = 1.0 if limit != 1.0 else math.inf
     assert differ(replay(setting, script, x, y, compensation=20.0, limit=unlike), setting.model) > 1e-6
     assert max(copies) == 3
+
+
+@pytest.mark.parametrize("shards", [1, 3])
+def test_late_contributions_complete_the_update_they_missed(shards: int) -> None:
+    x, y = data(5)
+    policy = Flexible(grace=0.0, late="complete")
+    setting = Setting(mlp(), sgd, policy, 3, shards=shards)
+    kept: list[int] = []
+
+    def counted(trainee: Trainee, grant: Reply, positions: list[int]) -> Reply:
+        kept.append(len(setting.server._batch._means))
+        return automatic(x, y, mse)(trainee, grant, positions)
+
+    script = Script(setting, counted, epochs, workers=3, work_s=unequal).run()
+    expected, late = replay_completing(setting, script, x, y)
+    assert late > 3, "the script was to make something late"
+    assert differ(expected, setting.model) <= 1e-12
+    assert differ(replay(setting, script, x, y), setting.model) > 1e-4
+    assert sum(u.samples for u in setting.coordinator.updates) == EPOCHS * SAMPLES
+    assert 1 <= max(kept) <= 2
+
+
+def test_nothing_late_nothing_kept() -> None:
+    x, y = data(5)
+    setting = Setting(mlp(), sgd, Flexible(grace=math.inf, bound=0, late="complete"), 3)
+    script = Script(setting, automatic(x, y, mse), epochs, workers=3, work_s=equal_speed).run()
+    assert differ(replay(setting, script, x, y), setting.model) <= 1e-12
 
 
 def test_asynchronous_policies_step_once_per_accumulation_window() -> None:

@@ -201,6 +201,8 @@ class Policy(ABC):
         grace: longest hold under ``"grace"``, as a fraction of the time of a step.
         compensation: lambda of delay compensation, for the server (DC-ASGD, Zheng et al. 2017); 0: none.
         correction_limit: most that compensation may change an entry of a gradient, in multiples of that entry.
+        completes: a late contribution completes the mean of the update that it missed, see `completion`; else it joins
+            the mean of the next one.
     """
 
     name: ClassVar[str]
@@ -209,6 +211,10 @@ class Policy(ABC):
     grace: float = 0.0
     compensation: float = 0.0
     correction_limit: float = math.inf
+
+    @property
+    def completes(self) -> bool:
+        return False
 
     @property
     def claims_every_sample(self) -> bool:

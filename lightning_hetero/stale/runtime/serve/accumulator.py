@@ -12,6 +12,8 @@ Memory is what limits all this, so contributions are not added one by one: they 
 stay as they are, and those that came together are added in one pass, block by block, each block in the cache until all
 are in it and it is divided. Every number meets the same operations in the same order as if they were not.
 
+Late contributions that complete the mean of an earlier update are in neither sum; what they change is added at the end.
+
 Buffers travel as changes since the worker's pull, so that those of late contributions do not turn back what happened
 meanwhile: floating ones move by the mean change, weighted by samples, of the contributions that changed them; others
 take the greatest value. For BatchNorm's running mean that is exactly the statistics of the global batch; its running
@@ -30,6 +32,7 @@ from torch import Tensor
 
 from lightning_hetero.stale.runtime.memory.codecs import pool_dtype
 from lightning_hetero.stale.runtime.memory.layout import FlatLayout
+from lightning_hetero.stale.runtime.serve.kept_mean import Changes, KeptMean
 
 __all__ = ["BLOCK", "GradientSum", "Spares", "runs"]
 
@@ -96,6 +99,8 @@ class GradientSum:
         overflow: a contribution overflowed; the update is skipped.
         numbers: hyper-parameters of the newest push of the present tick.
         ranks: who is in it.
+        changes: of the means of earlier updates by late contributions that complete them; not in units of anything.
+        mean: where the update's own mean is to be kept, if it is.
     """
 
     layout: FlatLayout
@@ -109,12 +114,15 @@ class GradientSum:
     overflow: bool = False
     numbers: list[float] | None = None
     ranks: set[int] = field(default_factory=set[int])
+    changes: Changes = field(init=False)
+    mean: KeptMean | None = None
     _unit: float = 0.0
     _waiting: list[_Waiting] = field(default_factory=list[_Waiting])
     _buffers: dict[int, tuple[Tensor, int]] = field(default_factory=dict[int, tuple[Tensor, int]])
 
     def __post_init__(self) -> None:
         self.sums = [None] * len(self.layout.parameters)
+        self.changes = [None] * len(self.layout.parameters)
 
     def count(self, weight: float, samples: int, scale: float) -> float:
         """Counts a contribution; returns the factor of its gradients in units of the first."""
@@ -258,6 +266,15 @@ class GradientSum:
         """Returns what `sum_up` turns a sum of the pool into its part of the gradient with."""
         divisor = self.weight if divide_by is None else divide_by
         return self._unit / divisor if divisor != 0.0 else 0.0
+
+    def change(self, index: int) -> None:
+        """Keeps a parameter's mean, which `sum_up` has divided, if it is to be kept, and adds the changes of others."""
+        total, change = self.sums[index], self.changes[index]
+        if self.mean is not None and total is not None:
+            self.mean.keep(index, total)
+        if change is not None:
+            self.sums[index] = change if total is None else total.add_(change)
+            self.changes[index] = None
 
     def give_to(self, index: int, parameter: Tensor) -> None:
         """Adds a parameter's sum to its ``.grad``; nothing if nobody had a gradient for it."""

@@ -22,6 +22,7 @@ from lightning_hetero.stale.decide.coordinator import Coordinator
 from lightning_hetero.stale.decide.effects import Accepted, Updated
 from lightning_hetero.stale.decide.report.counts import Counts
 from lightning_hetero.stale.runtime.serve.accumulator import GradientSum
+from lightning_hetero.stale.runtime.serve.kept_mean import KeptMean
 from lightning_hetero.stale.runtime.serve.update import Updater, bits
 from lightning_hetero.transport.base import Request
 from lightning_hetero.transport.flags import PushFlag, Word
@@ -66,6 +67,7 @@ class OpenBatch:
             None  # steps and zeroes of this tick, once one of its workers has pushed
         )
         self._then: dict[int, Tensor] = {}  # parameters of versions somebody still computes on
+        self._means: dict[int, KeptMean] = {}  # of the updates that these missed, if late contributions complete them
         self._unread: set[int] = set()  # workers whose slot waits to be added
         self._count_need()
 
@@ -96,6 +98,10 @@ class OpenBatch:
         if not pool.current:  # not for optimizers that accumulate: whether they step is this tick's to say
             pool.steps = pool.zeroes = pool.steps | (request.steps & request.zeroes)
         pool.ranks.add(accepted.rank)
+        finite = not request.flags & PushFlag.OVERFLOW
+        if finite and (mean := self._means.get(base)) is not None:
+            self._updater.complete(pool, mean, slot, weight=request.weight, samples=request.samples)
+            return
         self._add(
             pool, accepted.rank, request, slot, base, stale=accepted.staleness > 0, finite=True, scale=accepted.scale
         )
@@ -217,7 +223,13 @@ class OpenBatch:
         pool, self._pool = self._pool, self._new_pool()
         if self._flags is not None:
             pool.steps, pool.zeroes = self._flags
+        base = updated.version - 1
+        completes = self._coordinator.policy.completes and self._updater.divides_by_weight
+        if completes and pool.weight > 0.0 and base in self._coordinator.bases():
+            pool.mean = KeptMean(self._updater.layout, pool.weight)
         self._apply(pool, -1, worth=updated.worth, last=updated.ends_tick)
+        if pool.mean is not None and not pool.overflow:
+            self._means[base] = pool.mean
         if not updated.ends_tick:
             return None
         self._flags = None
@@ -232,8 +244,9 @@ class OpenBatch:
         return word
 
     def keep_only(self, bases: AbstractSet[int]) -> None:
-        """Drops copies of parameters that nobody computes on any more."""
+        """Drops copies of parameters, and means, of versions that nobody computes on any more."""
         self._then = {version: then for version, then in self._then.items() if version in bases}
+        self._means = {version: mean for version, mean in self._means.items() if version in bases}
 
     def _apply(self, pool: GradientSum, substep: int, *, worth: float = 1.0, last: bool = True) -> None:
         began_s = time.perf_counter()

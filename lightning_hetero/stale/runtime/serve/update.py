@@ -24,6 +24,7 @@ from lightning_hetero.stale.runtime.memory.entry import NONFINITE
 from lightning_hetero.stale.runtime.memory.hyper_parameters import CLIP_NORM, CLIP_VALUE, HyperParameters
 from lightning_hetero.stale.runtime.memory.layout import FlatLayout
 from lightning_hetero.stale.runtime.serve.accumulator import GradientSum, Spares, runs
+from lightning_hetero.stale.runtime.serve.kept_mean import KeptMean
 from lightning_hetero.stale.runtime.serve.thread_shards import ThreadShards, step
 
 __all__ = ["Updater", "bits"]
@@ -117,6 +118,11 @@ class Updater:
         rest = iter(own)
         self._shard_of.append([[self.shards.of(next(rest)) for _ in group] for group in groups])
 
+    @property
+    def divides_by_weight(self) -> bool:
+        """Whether an update is a mean of contributions, and not a sum of losses that are sums."""
+        return self._divide_by is None
+
     # ---- contributions ----------------------------------------------------------------------------------------
 
     def nonfinite(self, slot: Tensor) -> str | None:
@@ -154,6 +160,18 @@ class Updater:
                     pool.add_compensated(i, slot, factor, shift, strength, limit)
                 elif flags[i]:
                     pool.add(i, slot, factor)
+
+        self.shards.run(work)
+
+    def complete(self, pool: GradientSum, mean: KeptMean, slot: Tensor, *, weight: float, samples: int) -> None:
+        """Completes the mean of an earlier update by a slot, which is free again then; a pool gets the change."""
+        flags, part = self.layout.flags_of(slot)[0].tolist(), mean.count(weight)
+        pool.samples += samples
+        pool.add_buffers(slot, samples)
+
+        def work(shard: int) -> None:
+            for i in self._own[shard]:
+                mean.complete(i, slot if flags[i] else None, part, pool.changes)
 
         self.shards.run(work)
 
@@ -212,6 +230,7 @@ class Updater:
                 for part, factor in zip(parts, (whole, whole * worth), strict=True):
                     pool.sum_up(part, factor)
                     for i in part:
+                        pool.change(i)
                         pool.give_to(i, self.parameters[i])
 
         self.shards.run(work)

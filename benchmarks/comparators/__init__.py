@@ -1,0 +1,1 @@
+"""The stale engine's policies side by side: training loss against emulated time."""

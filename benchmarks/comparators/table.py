@@ -1,0 +1,48 @@
+"""The tables of docs/theory/stale_policies.md, from the results."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from benchmarks.results import DASH, Results
+
+__all__ = ["CLUSTERS", "rows_of", "table_of"]
+
+NAMES = {
+    "bsp (stock DDP)": "`bsp`: stock DDP",
+    "flexible": "`flexible`, the default",
+    "flexible late=complete": "`flexible`, `late=\"complete\"`",
+    "quorum": "`quorum`, grace 0.1",
+    "backup spares=1": "`backup`, 1 spare",
+    "buffered k=2, bound=4": "`buffered`, 2 of 4",
+    "ssp bound=8": "`ssp`, lead of 8",
+    "asp": "`asp`",
+    "dynsgd": "`dynsgd`",
+    "dc_asgd": "`dc_asgd`",
+}
+CLUSTERS = {"equal": "calm", "1:1:1:1/8": "one straggler", "spells": "spells"}
+
+
+def rows_of(results: Results, model: str) -> dict[tuple[str, str], dict[str, Any]]:
+    """Returns the rows of one model by cluster and policy."""
+    return {(row["case"], row["policy"]): row for row in results.raw["rows"] if row["model"] == model}
+
+
+def table_of(results: Results) -> str:
+    """Returns a table per optimizer: time to the target and final loss, over DDP's, cluster by cluster."""
+    parts: list[str] = []
+    for model in dict.fromkeys(row["model"] for row in results.raw["rows"]):
+        rows = rows_of(results, model)
+        cases = list(dict.fromkeys(case for case, _ in rows))
+        head = [model, *(f"{CLUSTERS[case]}: {what}" for case in cases for what in ("time", "final loss"))]
+        lined = [head, ["---"] * len(head)]
+        for policy in dict.fromkeys(policy for _, policy in rows):
+            cells = [NAMES[policy]]
+            for case in cases:
+                row = rows[case, policy]
+                time = row["target_to_ddp"]
+                cells.append(DASH if time is None else f"{time:.2f}")
+                cells.append(f"{row['loss_to_ddp']:.2f}" + (f" +- {row['error']:.2f}" if row["error"] else ""))
+            lined.append(cells)
+        parts.append("\n".join("| " + " | ".join(cells) + " |" for cells in lined))
+    return "\n\n".join(parts)

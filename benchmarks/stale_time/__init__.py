@@ -1,0 +1,1 @@
+"""Where the stale engine's time goes beyond the bound, part by part."""
