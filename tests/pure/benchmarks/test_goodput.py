@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -17,7 +18,7 @@ def test_outages_are_poisson_and_a_machine_that_is_away_does_not_go() -> None:
     assert len(found) == pytest.approx(3 * 60_000.0 / 32.0, rel=0.05)
     for rank in (1, 2, 3):
         own = [one for one in found if one.rank == rank]
-        assert all(a.back_s < b.at_s for a, b in zip(own, own[1:], strict=False))
+        assert all(a.back_s < b.at_s for a, b in pairwise(own))
         assert all(one.back_s - one.at_s == pytest.approx(2.0) for one in own)
     assert found == outages([1, 2, 3], 10.0, 2.0, 60_000.0, 4) != outages([1, 2, 3], 10.0, 2.0, 60_000.0, 5)
 
