@@ -31,7 +31,7 @@ __all__ = [
     "trainer_callbacks",
 ]
 
-_LOG = logging.getLogger(__name__)
+_LOG = logging.getLogger("lightning.pytorch")  # whose level and handlers Lightning has set
 
 
 def trainer_callbacks(trainer: Trainer) -> list[Callback]:
@@ -61,7 +61,10 @@ def replace_sigterm_broadcast(trainer: Trainer, any_told: Callable[[bool], bool]
     loop = trainer.fit_loop.epoch_loop
 
     def broadcast() -> None:
-        if any_told(bool(getattr(trainer, "received_sigterm", False))):
+        told = bool(getattr(trainer, "received_sigterm", False))
+        if any_told(told):
+            if not told:
+                _LOG.info("[rank %d] Another rank has received SIGTERM: this one ends, too", trainer.global_rank)
             raise SIGTERMException
 
     vars(loop)["_broadcast_sigterm_tensor"] = broadcast
@@ -83,8 +86,7 @@ def note_sigterm(trainer: Trainer) -> Callable[[], None]:
 
     def handler(number: int, frame: Any) -> None:
         del frame
-        rank_prefix = f"[rank {trainer.global_rank}] " if trainer.world_size > 1 else ""
-        _LOG.info("%sReceived SIGTERM: %s", rank_prefix, number)
+        _LOG.info("[rank %d] Received SIGTERM (%d): it ends when its batch has ended", trainer.global_rank, number)
         launcher: Any = trainer.strategy.launcher
         if launcher is not None and not connector.received_sigterm:
             launcher.kill(number)

@@ -44,6 +44,7 @@ from lightning.pytorch.strategies.launchers.multiprocessing import (
 )
 from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lightning_hetero.transport.base import LeftBehindError, RemoteFailureError
 
@@ -54,6 +55,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "GRACE_S",
+    "ProcessLauncher",
     "TolerantProcessLauncher",
     "TolerantScriptLauncher",
     "end_stopped_children",
@@ -185,7 +187,24 @@ def end_stopped_children(launcher: _SubprocessScriptLauncher) -> None:
     atexit.register(end)
 
 
-class TolerantProcessLauncher(_MultiProcessingLauncher):
+class ProcessLauncher(_MultiProcessingLauncher):
+    """Lightning's, whose local rank 0 fails when it is told to end (SIGTERM).
+
+    Lightning's own ends without a result and with exit code 0, and the process that launched it waits for the result.
+
+    Private: ``_wrapping_function``, which runs in each process.
+    """
+
+    def _wrapping_function(self, process_idx: int, *args: Any, **kwargs: Any) -> None:
+        try:
+            super()._wrapping_function(process_idx, *args, **kwargs)
+        except SIGTERMException as error:
+            if process_idx:
+                raise
+            raise RuntimeError("SIGTERM: training was told to end, and has ended before its time") from error
+
+
+class TolerantProcessLauncher(ProcessLauncher):
     """Starts every local rank as a process of ``multiprocessing`` and waits for them, like Lightning's.
 
     Args:

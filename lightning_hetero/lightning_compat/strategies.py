@@ -12,9 +12,11 @@ from typing import Any
 from lightning.fabric.plugins import ClusterEnvironment
 from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.strategies.launchers.multiprocessing import _MultiProcessingLauncher
 from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
 
 from lightning_hetero.lightning_compat.launchers import (
+    ProcessLauncher,
     TolerantProcessLauncher,
     TolerantScriptLauncher,
     end_stopped_children,
@@ -79,7 +81,7 @@ class CheckedSettingsStrategy(DDPStrategy):
     """DDP that checks ``devices`` and ``num_nodes`` by itself when processes are launched, not its environment.
 
     Private: ``_configure_launcher``, ``_launcher``: a launcher asks the environment it was made with, and replacing
-    that in the strategy would hide the user's from the Trainer.
+    that in the strategy would hide the user's from the Trainer; ``_start_method``: of a launcher that starts processes.
     """
 
     @abstractmethod
@@ -95,6 +97,9 @@ class CheckedSettingsStrategy(DDPStrategy):
             checked: Any = _Checked(self.cluster_environment, self.check_settings)
             self._launcher.cluster_environment = checked
             end_stopped_children(self._launcher)
+        elif isinstance(self._launcher, _MultiProcessingLauncher):
+            method: Any = self._start_method
+            self._launcher = ProcessLauncher(self, start_method=method)
 
 
 class TolerantDDPStrategy(DDPStrategy):
