@@ -97,7 +97,7 @@ class CheckedSettingsStrategy(DDPStrategy):
             checked: Any = _Checked(self.cluster_environment, self.check_settings)
             self._launcher.cluster_environment = checked
             end_stopped_children(self._launcher)
-        elif isinstance(self._launcher, _MultiProcessingLauncher):
+        elif type(self._launcher) is _MultiProcessingLauncher:  # not one of ours
             method: Any = self._start_method
             self._launcher = ProcessLauncher(self, start_method=method)
 
