@@ -206,16 +206,20 @@ class Rank:
         forked = simulation.server_process(self.process) if first else None
         self.session = session = _Session(self.trainer, None, members, meetings=met, forked=forked)
         channel: Any = SimpleNamespace(rebind=lambda group: None)
-        settings: Any = SimpleNamespace(
-            backend="gloo", timeout=None, server=SimpleNamespace(liveness_s=LIVENESS_S)
-        )
+        settings: Any = SimpleNamespace(backend="gloo", timeout=None)
         groups = Groups(self.trainer, session, members, channel, settings)
         generation = FIRST_GENERATION if invitation is None else invitation.generation
         self.admission = Admission(
             self.trainer, session, members, groups, simulation.lobby.of(self.process), generation=generation  # type: ignore[arg-type]
         )
         self.meetings = Meetings(
-            self.trainer, session, members, groups, self.admission, leave_step=lambda: None
+            self.trainer,
+            session,
+            members,
+            groups,
+            self.admission,
+            come_s=6 * LIVENESS_S,
+            leave_step=lambda: None,
         )
         if invitation is not None:
             groups.rebuild(invitation.members, invitation.generation)
