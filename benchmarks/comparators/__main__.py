@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks.kept import Kept
 from benchmarks.report import write_results
 from benchmarks.stale.cases import CASES, COSTS, Case, Contender, JitteredWork, contender
 from benchmarks.stale.learning import BATCH, RECIPES, TRAINING_SAMPLES, Learner, Training
@@ -84,25 +85,6 @@ def trained(case: Case, policy: Contender, seed: int, epochs: int) -> Run:
     }
 
 
-class Cache:
-    """What is known already of this code, a line per run."""
-
-    def __init__(self, path: Path) -> None:
-        self._path, self._known = path, dict[str, Run]()
-        path.parent.mkdir(parents=True, exist_ok=True)
-        if path.exists():
-            self._known = dict(json.loads(line) for line in path.read_text(encoding="utf-8").splitlines())
-
-    def __call__(self, case: Case, policy: Contender, seed: int, epochs: int) -> Run:
-        key = json.dumps([code_digest(), repr(case), policy.kind, policy.settings, seed, epochs])
-        if key not in self._known:
-            self._known[key] = trained(case, policy, seed, epochs)
-            with self._path.open("a", encoding="utf-8") as out:
-                out.write(json.dumps([key, self._known[key]]) + "\n")
-            print(case.name, policy.name, seed, flush=True)
-        return self._known[key]
-
-
 def row_of(case: str, policy: str, model: str, runs: Sequence[Run], ddp: Sequence[Run]) -> Row:
     """Returns a policy's curve and its ratios to DDP's on one cluster, for one model."""
     mine, theirs = ([run["curves"][model] for run in some] for some in (runs, ddp))
@@ -159,10 +141,15 @@ def main() -> None:
     args = parser.parse_args()
     seeds = SEEDS[:2] if args.quick else tuple(args.seeds)
     cases = [case for case in CASES if case.name in list(SCENARIOS)[-1 if args.quick else 0 :]]
-    cache = Cache(args.out / ".cache" / "runs.jsonl")
+    kept = Kept(args.out / ".cache" / "runs.jsonl")
     epochs = 2 if args.quick else EPOCHS
+
+    def run_of(case: Case, policy: Contender, seed: int) -> Run:
+        key = json.dumps([code_digest(), repr(case), policy.kind, policy.settings, seed, epochs])
+        return kept(key, lambda: trained(case, policy, seed, epochs), lambda _: f"{case.name} {policy.name} {seed}")
+
     runs = {
-        (case.name, policy.name, seed): cache(case, policy, seed, epochs)
+        (case.name, policy.name, seed): run_of(case, policy, seed)
         for seed in seeds for case in cases for policy in CONTENDERS
     }  # fmt: skip
     rows = [

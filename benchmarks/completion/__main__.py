@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from benchmarks.kept import Kept
 from benchmarks.report import write_results
 from benchmarks.stale.cases import CASES, COSTS, Case, JitteredWork
 from benchmarks.stale.learning import RECIPES, Learner, Training
@@ -63,25 +64,6 @@ def trained(case: Case, recipes: tuple[str, ...], seed: int) -> Row:
             for rule, some in learners.items()
         },
     }
-
-
-class Cache:
-    """What is known already of this code, a line per run."""
-
-    def __init__(self, path: Path) -> None:
-        self._path, self._known = path, dict[str, Row]()
-        path.parent.mkdir(parents=True, exist_ok=True)
-        if path.exists():
-            self._known = dict(json.loads(line) for line in path.read_text(encoding="utf-8").splitlines())
-
-    def __call__(self, case: Case, recipes: tuple[str, ...], seed: int) -> Row:
-        key = json.dumps([code_digest(), repr(case), recipes, seed])
-        if key not in self._known:
-            self._known[key] = trained(case, recipes, seed)
-            with self._path.open("a", encoding="utf-8") as out:
-                out.write(json.dumps([key, self._known[key]]) + "\n")
-            print(case.name, seed, self._known[key], flush=True)
-        return self._known[key]
 
 
 def rows_of(runs: dict[tuple[str, int], Row], seeds: tuple[int, ...]) -> list[Row]:
@@ -139,8 +121,13 @@ def main() -> None:
     places = {"spells": (EDGE,)} if args.quick else PLACES
     seeds = SEEDS[:2] if args.quick else tuple(args.seeds)
     cases = {case.name: case for case in CASES}
-    cache = Cache(args.out / ".cache" / "runs.jsonl")
-    runs = {(name, seed): cache(cases[name], places[name], seed) for seed in seeds for name in places}
+    kept = Kept(args.out / ".cache" / "runs.jsonl")
+
+    def run_of(case: Case, recipes: tuple[str, ...], seed: int) -> Row:
+        key = json.dumps([code_digest(), repr(case), recipes, seed])
+        return kept(key, lambda: trained(case, recipes, seed), lambda found: f"{case.name} {seed} {found}")
+
+    runs = {(name, seed): run_of(cases[name], places[name], seed) for seed in seeds for name in places}
     rows = rows_of(runs, seeds)
     notes = (
         f"Simulated time, real gradients; {len(seeds)} seeds that chose nothing, geometric means of pairs and their"

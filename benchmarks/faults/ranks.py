@@ -218,7 +218,7 @@ class Rank:
             members,
             groups,
             self.admission,
-            come_s=6 * LIVENESS_S,
+            liveness_s=LIVENESS_S,
             leave_step=lambda: None,
         )
         if invitation is not None:

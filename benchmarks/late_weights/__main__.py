@@ -11,12 +11,13 @@ with initial weights moved by 1e-4. One process; what is done is kept in ``.cach
 from __future__ import annotations
 
 import argparse
-import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from benchmarks.kept import Kept
 from benchmarks.late_weights.rules import RULES, TODAY, LateLearner, Rule
 from benchmarks.report import write_results
 from benchmarks.stale.cases import CASES, COSTS, Case, JitteredWork
@@ -72,24 +73,6 @@ def synchronous(recipe: str, seed: int) -> Losses:
     return {"loss": one.final_loss(), "moved": other.final_loss(), "cosine": float(np.mean(one.cosines))}
 
 
-class Cache:
-    """What is known already, by what it was computed for."""
-
-    def __init__(self, path: Path) -> None:
-        self._path, self._known = path, dict[str, Losses]()
-        path.parent.mkdir(exist_ok=True)
-        if path.exists():
-            self._known = dict(json.loads(line) for line in path.read_text(encoding="utf-8").splitlines())
-
-    def __call__(self, key: str, compute: Any) -> Losses:
-        if key not in self._known:
-            self._known[key] = compute()
-            with self._path.open("a", encoding="utf-8") as out:
-                out.write(json.dumps([key, self._known[key]]) + "\n")
-            print(key, {k: round(v, 4) for k, v in self._known[key].items()}, flush=True)
-        return self._known[key]
-
-
 def row(stage: str, recipe: str, case: str, rule: str, pairs: list[float]) -> dict[str, Any]:
     mean, error = geometric(pairs)
     return {
@@ -99,9 +82,13 @@ def row(stage: str, recipe: str, case: str, rule: str, pairs: list[float]) -> di
 
 
 def stage_of(
-    stage: str, recipes: tuple[str, ...], cases: list[Case], seeds: tuple[int, ...], rules: list[Rule], cache: Cache
+    stage: str, recipes: tuple[str, ...], cases: list[Case], seeds: tuple[int, ...], rules: list[Rule], kept: Kept
 ) -> list[dict[str, Any]]:
     """Trains everything and returns one row per recipe, case and rule."""
+
+    def cache(key: str, compute: Callable[[], Losses]) -> Losses:
+        return kept(key, compute, lambda found: f"{key} { {k: round(v, 4) for k, v in found.items()} }")
+
     rows: list[dict[str, Any]] = []
     for recipe in recipes:
         alone = [cache(f"{recipe}/{s}", lambda r=recipe, s=s: synchronous(r, s)) for s in seeds]
@@ -163,11 +150,11 @@ def main() -> None:
     args = parser.parse_args()
     cases = [case for case in CASES if case.name in NAMES[: 1 if args.quick else None]]
     seeds, more = (SEEDS[:2], MORE_SEEDS[:2]) if args.quick else (SEEDS, MORE_SEEDS)
-    cache = Cache(args.out / ".cache" / "losses.jsonl")
-    rows = stage_of(ALL, (EDGE,), cases, seeds, list(RULES), cache)
+    kept = Kept(args.out / ".cache" / "losses.jsonl")
+    rows = stage_of(ALL, (EDGE,), cases, seeds, list(RULES), kept)
     rules = best(rows)
-    rows += stage_of(AGAIN, (EDGE,), cases, more, rules, cache)
-    rows += stage_of(AGAIN, OTHERS, cases[:1], more, rules, cache)
+    rows += stage_of(AGAIN, (EDGE,), cases, more, rules, kept)
+    rows += stage_of(AGAIN, OTHERS, cases[:1], more, rules, kept)
     cosines = ", ".join(f"{r['recipe']} {r['cosine']:.3f}" for r in rows if "cosine" in r and r["stage"] == AGAIN)
     notes = (
         "Simulated time, real gradients; final losses over those of synchronous training with the same seed, geometric"

@@ -12,7 +12,6 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from lightning_hetero import lightning_compat as compat
@@ -175,16 +174,6 @@ class FederatedStrategy(ElasticDDPStrategy[FederatedRun]):
     def _can_be_joined(self) -> bool:
         return self.settings.min_clients is not None
 
-    def on_train_start(self) -> None:
-        super().on_train_start()
-        if self._run is not None:
-            self._run.start()
-
-    def on_train_end(self) -> None:
-        super().on_train_end()
-        if self._run is not None:
-            self._run.finish()
-
     def setup(self, trainer: Trainer) -> None:
         if self._run is not None:
             self.check_module(trainer.lightning_module)
@@ -196,10 +185,7 @@ class FederatedStrategy(ElasticDDPStrategy[FederatedRun]):
         if self._run is None:
             super().configure_ddp()
             return
-        if self.members.joining:
-            return
-        for tensor in [*self.model.parameters(), *self.model.buffers()]:
-            dist.broadcast(tensor.data, 0)
+        self.share_start(self.model)
 
     def idle_on_one_device(self) -> dict[str, Any]:
         settings = self.settings

@@ -15,7 +15,6 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
-import torch.distributed as dist
 
 from lightning_hetero.glue.checks import check_choice, check_counts
 from lightning_hetero.glue.elastic.ddp import ElasticDDPStrategy
@@ -175,23 +174,11 @@ class BoundedStalenessStrategy(ElasticDDPStrategy[StaleRun]):
     def configure_ddp(self) -> None:
         """No wrapper: gradients go to the server. Ranks start from rank 0's parameters and buffers, as under DDP."""
         assert self.model is not None
-        if self._run is None or self.members.joining:
-            return
-        for tensor in [*self.model.parameters(), *self.model.buffers()]:
-            dist.broadcast(tensor.data, 0)
+        if self._run is not None:
+            self.share_start(self.model)
 
     def idle_on_one_device(self) -> dict[str, Any]:
         return {"nonfinite": self._nonfinite} if self._nonfinite == "skip" else {}
-
-    def on_train_start(self) -> None:
-        super().on_train_start()
-        if self._run is not None:
-            self._run.start()
-
-    def on_train_end(self) -> None:
-        super().on_train_end()
-        if self._run is not None:
-            self._run.finish()
 
     # ---- one step ---------------------------------------------------------------------------------------------
 

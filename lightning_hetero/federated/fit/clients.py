@@ -224,13 +224,14 @@ class Clients:
         error: RuntimeError | None = None
         for _ in range(_TRIES + len(self._roll.ranks)):
             self.gather(what)
+            made, error = list[T](), None
             try:
-                value, error = collective(), None
+                made.append(collective())
             except RuntimeError as failed:
                 self._break()
                 error = failed
-            if self._meet(f"{what}: made", sound=error is None).sound:
-                return value  # type: ignore[possibly-undefined]
+            if self._meet(f"{what}: made", sound=bool(made)).sound:
+                return made[0]
             undo()
             self._broken = True
         if error is not None:

@@ -40,10 +40,10 @@ from lightning_hetero.federated.fit.meetings import meeting_points
 from lightning_hetero.federated.fit.refusals import check_clients
 from lightning_hetero.federated.fit.settings import FederatedSettings
 from lightning_hetero.federated.runtime.own import Place
+from lightning_hetero.glue.elastic.ddp import ElasticRun
 from lightning_hetero.glue.elastic.join import Invitation
 from lightning_hetero.glue.elastic.members import Members
 from lightning_hetero.glue.loaders import SharedSettings
-from lightning_hetero.glue.run import EngineRun
 from lightning_hetero.measure.compiles import CompileWatch
 from lightning_hetero.measure.step_clock import HostStopwatch
 from lightning_hetero.types import StepReport
@@ -54,7 +54,7 @@ if TYPE_CHECKING:
 __all__ = ["FederatedRun"]
 
 
-class FederatedRun(EngineRun[OwnBinder]):
+class FederatedRun(ElasticRun[OwnBinder]):
     """One fit on one rank: its own batches, its clock, and what it averages with the others.
 
     Args:

@@ -141,7 +141,7 @@ class Admission:
                 members=alive,
                 nodes=tuple(members.nodes.items()),
                 meetings=self._place.meetings,
-                address=asdict(self._place.address),  # type: ignore[call-overload]
+                address=asdict(self._place.address),
             )
             for rank in asking:
                 self._invitations.append(f"{self._checkpoint}.{rank}")

@@ -8,6 +8,7 @@
 from __future__ import annotations
 
 import socket
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
@@ -15,14 +16,14 @@ import torch
 import torch.distributed as dist
 from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch.trainer.states import TrainerFn
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_hetero import lightning_compat as compat
 from lightning_hetero.glue.elastic.join import Invitation, Newcomer
 from lightning_hetero.glue.elastic.members import Members
 from lightning_hetero.glue.metrics import integer_mean_, is_mean
 from lightning_hetero.glue.nodes import gather_nodes
-from lightning_hetero.glue.run import EngineRun
+from lightning_hetero.glue.run import Binder, EngineRun
 from lightning_hetero.glue.strategy import HeteroStrategy
 from lightning_hetero.lightning_compat.strategies import TolerantDDPStrategy
 from lightning_hetero.transport.groups import group_members, rebuild_default_group
@@ -30,9 +31,22 @@ from lightning_hetero.transport.groups import group_members, rebuild_default_gro
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
 
-__all__ = ["ElasticDDPStrategy", "Meetings"]
+__all__ = ["ElasticDDPStrategy", "ElasticRun", "Meetings"]
 
-Run = TypeVar("Run", bound=EngineRun[Any])
+
+class ElasticRun(EngineRun[Binder], ABC):
+    """A run that is told when its ranks begin to train together, and when they have ended."""
+
+    @abstractmethod
+    def start(self) -> None:
+        """Training begins."""
+
+    @abstractmethod
+    def finish(self) -> None:
+        """Training is over, on all ranks."""
+
+
+Run = TypeVar("Run", bound=ElasticRun[Any])
 T = TypeVar("T")
 
 
@@ -152,6 +166,23 @@ class ElasticDDPStrategy(HeteroStrategy[Run], TolerantDDPStrategy):
         )
         assert trainer is not None
         compat.resume_from(trainer, invitation.checkpoint)
+
+    def share_start(self, model: nn.Module) -> None:
+        """Gives all ranks rank 0's parameters and buffers, as DDP does; a newcomer has those of its checkpoint."""
+        if self.members.joining:
+            return
+        for tensor in [*model.parameters(), *model.buffers()]:
+            dist.broadcast(tensor.data, 0)
+
+    def on_train_start(self) -> None:
+        super().on_train_start()
+        if self._run is not None:
+            self._run.start()
+
+    def on_train_end(self) -> None:
+        super().on_train_end()
+        if self._run is not None:
+            self._run.finish()
 
     # ---- collectives ------------------------------------------------------------------------------------------
 

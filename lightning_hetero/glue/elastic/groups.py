@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from datetime import timedelta
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 import torch.distributed as dist
 from torch.utils.data import DataLoader
@@ -41,7 +41,9 @@ class Met(Protocol):
 
 
 class Address(Protocol):
-    """Of the store in which new groups find together."""
+    """Of the store in which new groups find together; a dataclass of plain values."""
+
+    __dataclass_fields__: ClassVar[dict[str, Any]]
 
     @property
     def host(self) -> str: ...

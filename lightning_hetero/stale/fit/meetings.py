@@ -29,6 +29,8 @@ __all__ = ["Meetings"]
 
 T = TypeVar("T")
 
+_SIGNS_TO_COME = 6  # of life, one per `liveness_s`: in this time a rank comes from a meeting to its collective
+
 
 class _MeetingPoints(Callback):
     """Before anything of Lightning or torchmetrics reduces over ranks, all live ranks meet at the server.
@@ -84,7 +86,7 @@ class Meetings:
         members: who takes part.
         groups: rebuilt without those that have died.
         admission: told when somebody is missing.
-        come_s: for a rank that lives to come from a meeting to the collective that it was for [s].
+        liveness_s: silence from which on a rank counts as silent [s].
         leave_step: called when an epoch ends; a hook may have skipped the rest of it in the middle of a batch.
 
     Attributes:
@@ -100,13 +102,14 @@ class Meetings:
         groups: Groups,
         admission: Admission,
         *,
-        come_s: float,
+        liveness_s: float,
         leave_step: Callable[[], None],
     ) -> None:
         self.trainer = trainer
         self.counts: Counts | None = None
         self._session, self._members = session, members
-        self._groups, self._admission, self._come_s = groups, admission, come_s
+        self._groups, self._admission = groups, admission
+        self._come_s = _SIGNS_TO_COME * liveness_s
         self._generation = 0
         self._advised = False
         self._callbacks = compat.trainer_callbacks(trainer)

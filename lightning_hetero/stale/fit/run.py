@@ -13,10 +13,10 @@ from lightning_hetero import lightning_compat as compat
 from lightning_hetero.callbacks.requeue import RequeueByOne
 from lightning_hetero.cluster.score import not_working
 from lightning_hetero.glue.elastic.admission import Admission
+from lightning_hetero.glue.elastic.ddp import ElasticRun
 from lightning_hetero.glue.elastic.groups import Groups
 from lightning_hetero.glue.elastic.join import FIRST_GENERATION, Invitation, JoinRequests
 from lightning_hetero.glue.elastic.members import Members
-from lightning_hetero.glue.run import EngineRun
 from lightning_hetero.stale.decide.policy import Bsp
 from lightning_hetero.stale.decide.report import summary as report
 from lightning_hetero.stale.decide.report.counts import Measures
@@ -40,10 +40,8 @@ if TYPE_CHECKING:
 
 __all__ = ["StaleRun"]
 
-_SIGNS_TO_COME = 6  # of life, one per `liveness_s`: in this time a rank comes from a meeting to its collective
 
-
-class StaleRun(EngineRun[GrantedBinder]):
+class StaleRun(ElasticRun[GrantedBinder]):
     """One fit on one rank.
 
     Args:
@@ -78,7 +76,7 @@ class StaleRun(EngineRun[GrantedBinder]):
             members,
             groups,
             self.admission,
-            come_s=_SIGNS_TO_COME * settings.server.liveness_s,
+            liveness_s=settings.server.liveness_s,
             leave_step=self._leave_step,
         )
         self.admission.expect()
