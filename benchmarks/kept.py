@@ -25,6 +25,9 @@ class Kept:
         if path.exists():
             self._known = dict(json.loads(line) for line in path.read_text(encoding="utf-8").splitlines())
 
+    def __contains__(self, key: str) -> bool:
+        return key in self._known
+
     def __call__(self, key: str, compute: Callable[[], Values], shown: Callable[[Values], str]) -> Values:
         """Returns what is known, or computes it, keeps it and prints what is shown of it."""
         if key not in self._known:

@@ -15,11 +15,12 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.comparators.table import table_of as comparators
-from benchmarks.completion.table import table_of as completion
+from benchmarks.completion.table import of_docs as completion
 from benchmarks.fault_matrix.table import engine_table, failing_list, hook_table
 from benchmarks.late_weights.table import table_of as late_weights
 from benchmarks.provenance import ROOT
 from benchmarks.results import DASH, Results, measured
+from benchmarks.stale.real import PARTS
 
 __all__ = ["BLOCKS", "PAGES", "page_with"]
 
@@ -273,15 +274,24 @@ def stale_time(results: Results) -> str:
     return _table(head, rows)
 
 
+def stale_parts(results: Results) -> str:
+    """Of docs/theory/stale.md: where the time of real processes goes, and of stock DDP's on equal devices."""
+    rows = [[row["task"], row["cluster"], {"ddp": "stock DDP", "flexible": "`flexible`"}[row["engine"]],
+             f"{row['to_bound']:.2f}", *(f"{row['parts'][part]:.2f}" for part in PARTS), f"{row['server_cpu']:.2f}"]
+            for row in results.raw["real"] if row["engine"] == "flexible" or row["cluster"] == "equal"]  # fmt: skip
+    return _table(["real processes", "devices", "engine", "time to bound", *PARTS, "server's processor time"], rows)
+
+
 MAIN = {
     "auto": ("1:1:1/2:1/4: auto / DDP", "time {:.2f} of stock DDP's on 1:1:1/2:1/4"),
     "balanced": (f"{FOUR}: speed-up over DDP", "steps {:.2f}x as fast as stock DDP's on 1:1:1/2:1/4"),
     "checksum": ("check_parameters_every=100: step, p50", "{:.0f} us per step, every 100 steps"),
     "comparators": ("MLP, momentum, spells, flexible: time to target, to DDP's",
                     "time to a target loss {:.2f} of DDP's under spells"),
-    "completion": ("complete: final loss to DDP's at the edge, all cases",
-                   "final loss {:.2f} of DDP's at the edge of stability, late contributions completing"),
+    "completion": ("default, at the edge: final loss to DDP's, all cases",
+                   "final loss {:.2f} of DDP's at the edge of stability, with devices of unequal speed"),
     "compiled": ("MLP, dynamic=None, quantum='auto': graphs", "{:.0f} graphs while shares change"),
+    "demo": ("hetero_stale: accuracy to DDP's, mean", "accuracy {:+.2f} points from DDP's under `hetero_stale`"),
     "drop_in": ("balanced, 1 rank(s): passed of 663", "{:.0f} of 663 tests pass under `hetero_balanced`"),
     "fault_matrix": ("cells that hold", "{:.0f} runs end as they should"),
     "faults": ("schedules that failed", "{:.0f} schedules failed"),
@@ -394,6 +404,7 @@ BLOCKS: dict[str, tuple[str, Callable[[Results], str]]] = {
     "faults failing": ("fault_matrix", failing_list),
     "completion": ("completion", completion),
     "stale time": ("stale_time", stale_time),
+    "stale parts": ("stale_time", stale_parts),
     "comparators": ("comparators", comparators),
 }
 """What a page's mark names -> the benchmark, and the text that is made of its results."""

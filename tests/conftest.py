@@ -33,6 +33,7 @@ def _tier(path: Path) -> str | None:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--matrix", action="store_true", help="tests/faults: all cells of the fault matrix (half an hour)")
+    parser.addoption("--long", action="store_true", help="also what is marked so: more launches of what others show")
     parser.addoption("--matrix-rows", metavar="FILE", help="append what came of each cell to this file")
 
 
@@ -48,8 +49,8 @@ def pytest_collection() -> Iterator[None]:
         gc.enable()
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Marks each test with its folder's tier; skips tests/gpu where there is no CUDA."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Marks each test with its folder's tier; skips tests/gpu where there is no CUDA, leaves out what is long."""
     no_cuda = pytest.mark.skip(reason="needs CUDA")
     for item in items:
         tier = _tier(item.path)
@@ -57,6 +58,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(tier)
         if tier == "gpu" and not torch.cuda.is_available():
             item.add_marker(no_cuda)
+    if not config.getoption("--long") and not any("::" in asked for asked in config.args):
+        left_out = [item for item in items if item.get_closest_marker("long") is not None]
+        items[:] = [item for item in items if item.get_closest_marker("long") is None]
+        config.hook.pytest_deselected(items=left_out)
 
 
 @pytest.fixture(autouse=True)

@@ -30,6 +30,7 @@ DDP = "bsp (stock DDP)"
 CONTENDERS = (
     contender("bsp", DDP),
     contender("flexible"),
+    contender("flexible", late="join"),
     contender("flexible", late="complete"),
     contender("quorum"),
     contender("backup", spares=1),
@@ -65,8 +66,7 @@ def curve_of(learner: Learner, ticks_s: Sequence[float]) -> Run:
 def trained(case: Case, policy: Contender, seed: int, epochs: int) -> Run:
     """Simulates a policy and trains on its schedule; returns a curve per recipe."""
     decides, workers, speeds = policy.policy(), range(len(case.speeds)), case.build(seed)
-    rules = decides.compensation, decides.correction_limit, decides.completes
-    learners = [Learner(RECIPES[model], seed, *rules) for model in MODELS]
+    learners = [Learner.under(decides, RECIPES[model], seed) for model in MODELS]
     training = Training(learners, seed)
     trace = simulate(
         Coordinator(decides, workers=workers),

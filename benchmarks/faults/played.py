@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from unittest import mock
 
 from benchmarks.faults.world import Process, World
-from lightning_hetero.glue.elastic import admission, groups
+from lightning_hetero.glue.elastic import admission, groups, start
 from lightning_hetero.transport import groups as processes
 
 if TYPE_CHECKING:
@@ -42,6 +42,7 @@ class ProcessGroup:
         self._round = 0
         self._value: Any = None
         self._broken = ""
+        self._stuck = False  # in a monitored barrier
 
     def collective(
         self, index: int, process: Process, value: Any = None, *, timeout_s: float = GROUP_TIMEOUT_S,
@@ -56,7 +57,7 @@ class ProcessGroup:
             raise RuntimeError(f"a collective has failed: {self._broken}")
         here = self._round
         self._came[index] = process, value, all_come
-        if len(self._came) == self.size:
+        if len(self._came) == self.size and not self._stuck:
             came, self._came, self._round = self._came, {}, here + 1
             self._value = came[0][1]
             for other, _, tell in came.values():
@@ -71,6 +72,14 @@ class ProcessGroup:
                 raise RuntimeError("a collective has timed out")
             process.wait(until_s)
         return self._value
+
+    def falls_silent(self, index: int) -> bool:
+        """A member falls silent; returns whether the others will take it for one that has come.
+
+        In a monitored barrier all report to the first member, who then lets all pass.
+        """
+        self._stuck |= index == 0 and index in self._came
+        return index != 0 and index in self._came
 
     def leave(self, why: str) -> None:
         """A member destroys its group, or dies: whoever waits in it, or will, fails."""
@@ -129,7 +138,6 @@ def played(world: World, store: Store, current: Callable[[], Rank]) -> Iterator[
         destroy_process_group=lambda: current().leave_group("has left the group"),
         init_process_group=init_process_group,
         monitored_barrier=monitored_barrier,
-        barrier=lambda: in_group(current()).collective(current().index, current().process),
     )
     time = SimpleNamespace(monotonic=world.clock, sleep=lambda seconds: current().process.sleep(seconds))
     lightning = SimpleNamespace(
@@ -148,5 +156,6 @@ def played(world: World, store: Store, current: Callable[[], Rank]) -> Iterator[
         mock.patch.object(groups, "compat", lightning),
         mock.patch.object(admission, "dist", distributed),
         mock.patch.object(admission, "compat", lightning),
+        mock.patch.object(start, "time", time),
     ):
         yield

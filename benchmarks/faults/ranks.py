@@ -25,6 +25,7 @@ from benchmarks.faults.played import ProcessGroup
 from benchmarks.faults.wires import MemoryLink
 from benchmarks.faults.world import Process, World
 from lightning_hetero.glue.elastic.admission import Admission
+from lightning_hetero.glue.elastic.coming import Coming
 from lightning_hetero.glue.elastic.groups import Groups
 from lightning_hetero.glue.elastic.join import FIRST_GENERATION, Invitation
 from lightning_hetero.glue.elastic.members import Members
@@ -35,6 +36,7 @@ from lightning_hetero.stale.runtime.work.chunk import Chunk
 from lightning_hetero.stale.runtime.work.worker import Worker
 from lightning_hetero.transport.base import Reply, Say
 from lightning_hetero.transport.flags import PushFlag
+from lightning_hetero.transport.groups import rebuild_default_group
 
 if TYPE_CHECKING:
     from benchmarks.faults.simulation import Simulation
@@ -43,6 +45,7 @@ __all__ = ["Lobby", "Rank", "model_of"]
 
 _SILENT_S = 30.0  # as in `Newcomer`: without any store
 _ANSWER_S = 3.0  # as in `JoinRequests`
+_TRIES = 3  # as in `Newcomer`
 _RESTART_S = 0.5  # until a process that is started asks to join
 
 
@@ -53,6 +56,7 @@ class Lobby:
         self._world = world
         self._asking: dict[int, Process] = {}
         self._invited: dict[int, Invitation | None] = {}
+        self._coming: dict[int, Process | None] = {}  # who has been invited last
         self.open = True
         self.asked_at_s = 0.0
 
@@ -82,18 +86,24 @@ class Lobby:
             return answer
 
         def invite(rank: int, invitation: Invitation, path: str) -> None:
-            asking = self._asking.pop(rank, None)
+            asking = self._coming[rank] = self._asking.pop(rank, None)
             self._invited[rank] = invitation
             if asking is not None:
                 asking.wake()
+
+        def silent(ranks: Sequence[int], *, for_s: float = _ANSWER_S) -> list[int]:
+            """At once: that others have given up too early must do no harm."""
+            coming = {rank: self._coming[rank] for rank in ranks}
+            return [r for r, p in coming.items() if p is None or not p.alive or self._world.now_s < p.frozen_until_s]
 
         def close(ranks: Sequence[int]) -> None:
             if process.alive:
                 self.open = False
 
         return SimpleNamespace(
-            announce=lambda: None, host=lambda: "", asking=asking, invite=invite, close=close
-        )
+            announce=lambda: None, host=lambda: "", asking=asking, invite=invite, silent=silent,
+            close=close,
+        )  # fmt: skip
 
 
 class _Members(Members):
@@ -141,6 +151,7 @@ class Rank:
         stopped_s: for how long it was stopped [s].
         was_cut: its connection to the server was cut.
         place: where it was last, see `Point`.
+        is_in: the others wait for it.
     """
 
     def __init__(self, simulation: Simulation, number: int, *, joins: bool = False) -> None:
@@ -150,6 +161,7 @@ class Rank:
         self.risky = not joins
         self.error_next = self.was_cut = False
         self.place = ""
+        self.is_in = not joins
         self.slow_until_s = -math.inf
         self.stopped_s = 0.0
         self.members = _Members(number, simulation.case.ranks, self.told)
@@ -169,28 +181,56 @@ class Rank:
     # ---- from beginning to end --------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        simulation = self.simulation
         try:
             invitation = None
             if self._joins:
                 self.process.sleep(_RESTART_S)
-                invitation = simulation.lobby.wait(self.number, self.process, simulation.anybody)
+                invitation = self._come()
                 if invitation is None:
                     self.outcome = "not let in"
                     return
             self._prepare(invitation)
             self._connect(invitation)
+            self.is_in = True
             self._train()
             self.outcome = "done"
         except Exception as error:
             self.outcome = f"{type(error).__name__}: {error}"
             session = self.session
-            if session is not None and session.worker is not None:
+            if session is not None and session.worker is not None and self.is_in:
                 session.worker.abort(f"rank {self.number} failed: {self.outcome}", error)
         finally:
             if self.session is not None and self.process.alive:
                 self.admission.end()
                 self.session.close()
+
+    def _come(self) -> Invitation | None:
+        """As `Newcomer.come` and `ElasticDDPStrategy.setup_distributed`."""
+        simulation, tries = self.simulation, 0
+        while (found := simulation.lobby.wait(self.number, self.process, simulation.anybody)) is not None:
+            simulation.point(self.number, "invited")
+            try:
+                coming = Coming(simulation.store.opened(), found.generation)
+                if coming.comes(self.number):
+                    self._join_group(found, coming)
+                    break
+            except RuntimeError:
+                tries += 1
+                if tries == _TRIES:
+                    raise
+        return found
+
+    def _join_group(self, invitation: Invitation, coming: Coming) -> None:
+        self.members.alive = invitation.members
+        rebuild_default_group(
+            store=self.simulation.store.opened(),  # type: ignore[arg-type]
+            generation=invitation.generation,
+            members=invitation.members,
+            rank=self.number,
+            backend="gloo",
+            timeout=None,
+            living=lambda: coming.living(invitation.members),
+        )
 
     def _prepare(self, invitation: Invitation | None) -> None:
         """As `StaleRun` and `ElasticDDPStrategy.setup_distributed` do."""
@@ -222,7 +262,6 @@ class Rank:
             leave_step=lambda: None,
         )
         if invitation is not None:
-            groups.rebuild(invitation.members, invitation.generation)
             self._first_epoch = simulation.checkpoints[invitation.checkpoint]
         self.admission.expect()
 
@@ -243,7 +282,8 @@ class Rank:
         worker.pull()
         if invitation is not None:
             self.members.joining = False
-            self._collective()
+            simulation.point(self.number, "ready")
+            self.admission.come_in()
 
     def _train(self) -> None:
         case, session = self.simulation.case, self.session

@@ -240,7 +240,7 @@ class Simulation:
         rank.process.freeze(seconds)
 
     def _silence(self, rank: Rank, seconds: float) -> None:
-        if rank.risky:
+        if (rank.group is not None and rank.group.falls_silent(rank.index)) or rank.risky:
             self._excuses.append(f"rank {rank.number} fell silent where that ends the run")
         rank.process.freeze(math.inf)
         self._running -= 1
@@ -344,8 +344,9 @@ class Simulation:
         silent = any(way == "silent" for _, way in ways)
         ended = 0
         for rank, way in ways:
-            alone = rank.was_cut or rank.stopped_s >= PATIENCE_S  # or left behind: nobody else ends with it
-            ended += way == "with a cause" and not alone
+            # Or left behind, or turned away as it did not come in time: nobody else ends with it.
+            alone = rank.was_cut or rank.stopped_s >= PATIENCE_S or (not rank.is_in and rank.stopped_s > 0.0)
+            ended += way == "with a cause" and rank.is_in and not alone
             if way == "hangs":
                 audit.violated(f"rank {rank.number} has no answer after {self.world.now_s:.0f} s, at {rank.place!r}")
             elif way == "with a cause" and not self._excuses and not alone:

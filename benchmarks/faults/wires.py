@@ -360,6 +360,20 @@ class Store:
         self._ask()[self.prefix + key] = value
         self._asked()
 
+    def get(self, key: str) -> bytes:
+        return self._ask()[self.prefix + key].encode()
+
+    def add(self, key: str, more: int) -> int:
+        kept = self._ask()
+        kept[self.prefix + key] = str(int(kept.get(self.prefix + key, "0")) + more)
+        return int(kept[self.prefix + key])
+
+    def compare_set(self, key: str, expected: str, wanted: str) -> bytes:
+        kept = self._ask()
+        if kept.get(self.prefix + key, "") == expected:
+            kept[self.prefix + key] = wanted
+        return self.get(key)
+
     def check(self, keys: Sequence[str]) -> bool:
         kept = self._ask()
         return all(self.prefix + key in kept for key in keys)

@@ -22,12 +22,13 @@ HEALED, ALLOWED, ALLOWED_S = 1.25, 1.5, 0.05
 AFTER = 10  # batches to heal in
 
 
-def healing_figures(raw: dict[str, list[list[float]]]) -> list[dict[str, Any]]:
-    """Medians of the steps from the eleventh after the start, and after the change, over the ideal."""
+def healing_figures(raw: dict[str, dict[str, list[list[float]]]]) -> list[dict[str, Any]]:
+    """Medians of the steps from the eleventh after the start, and after the change, over the ideal; and of what the
+    processor is needed for besides the sleeps."""
     figures: list[dict[str, Any]] = []
     for engine, runs in raw.items():
         for when, first, end in (("", AFTER, healing.TURN), (", reversed", healing.TURN + AFTER, healing.BATCHES)):
-            value = statistics.median(statistics.median(run[first:end]) for run in runs) / healing.IDEAL_S
+            value = statistics.median(statistics.median(run[first:end]) for run in runs["steps_s"]) / healing.IDEAL_S
             ours = engine == "ours"
             figures.append(
                 {
@@ -38,6 +39,10 @@ def healing_figures(raw: dict[str, list[list[float]]]) -> list[dict[str, Any]]:
                     "holds": value <= HEALED if ours else None,
                 }
             )
+    for engine, runs in raw.items():
+        used_ms = statistics.median(statistics.median(run[AFTER:]) for run in runs["used_s"]) * 1e3
+        name = f"healing, {engine}: processor per batch and rank"
+        figures.append({"name": name, "value": used_ms, "unit": "ms", "goal": None, "holds": None})
     return figures
 
 

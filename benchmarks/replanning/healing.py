@@ -50,7 +50,7 @@ class Sleepy(nn.Linear):
 
 
 class Model(LightningModule):
-    """A layer before the sixteen, a head behind them; notes how long its batches take."""
+    """A layer before the sixteen, a head behind them; notes how long its batches take, and the processor for them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -59,13 +59,16 @@ class Model(LightningModule):
         self.layers = nn.Sequential(*(Sleepy(WIDTH, WIDTH) for _ in range(LAYERS)))
         self.head = nn.Linear(WIDTH, 1)
         self.steps_s: list[float] = []
-        self._began_s = 0.0
+        self.used_s: list[float] = []
+        self._began_s = self._used_s = 0.0
 
     def on_train_batch_start(self, *args: Any) -> None:
         self._began_s = time.perf_counter()
 
     def on_train_batch_end(self, *args: Any) -> None:
         self.steps_s.append(time.perf_counter() - self._began_s)
+        used_s, self._used_s = self._used_s, time.process_time()
+        self.used_s.append(self._used_s - used_s)
         Sleepy.batch += 1
 
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
@@ -75,8 +78,9 @@ class Model(LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.01)
 
 
-def train(engine: str) -> list[float]:
-    """Runs one training; returns each batch's time on the slowest rank [s]."""
+def train(engine: str) -> tuple[list[float], list[float]]:
+    """Runs one training; returns each batch's time on the slowest rank, and the processor's for it on the average rank,
+    other work since the batch before included [s]."""
     Sleepy.batch, Sleepy.alike = 0, engine.endswith("mean speed")
     x = torch.randn(SAMPLES * BATCHES, FEATURES, generator=torch.Generator().manual_seed(1))
     module = Model()
@@ -85,17 +89,20 @@ def train(engine: str) -> list[float]:
         logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
     )  # fmt: skip
     trainer.fit(module, DataLoader(TensorDataset(x, x.sum(1, keepdim=True)), batch_size=SAMPLES // RANKS))
-    steps_s = torch.tensor(module.steps_s, dtype=torch.float64)
+    steps_s, used_s = (torch.tensor(spans, dtype=torch.float64) for spans in (module.steps_s, module.used_s))
     dist.all_reduce(steps_s, op=dist.ReduceOp.MAX)
-    return steps_s.tolist()
+    dist.all_reduce(used_s)
+    return steps_s.tolist(), (used_s / RANKS).tolist()
 
 
-def measure(repeats: int) -> dict[str, list[list[float]]]:
-    """Returns the steps [s] of all runs by engine."""
-    found: dict[str, list[list[float]]] = {engine: [] for engine in ENGINES}
+def measure(repeats: int) -> dict[str, dict[str, list[list[float]]]]:
+    """Returns of all runs, by engine, the steps and the processor's times [s]."""
+    found: dict[str, dict[str, list[list[float]]]] = {engine: {"steps_s": [], "used_s": []} for engine in ENGINES}
     for _ in range(repeats):
         for engine, runs in found.items():
-            runs.append(train(engine))
+            steps_s, used_s = train(engine)
+            runs["steps_s"].append(steps_s)
+            runs["used_s"].append(used_s)
     return found
 
 

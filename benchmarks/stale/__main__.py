@@ -131,8 +131,8 @@ def main() -> None:
         f" four processes on two cores, {len(SEEDS)} seeds, medians of ratios; compute is emulated by sleeping in"
         " proportion to samples, real forward and backward included; Lightning, data loading and transfers come on top,"
         " so ratios to the bound are not those of the simulation. Batches, p95 and longest, and what emulated work took"
-        " to what the scenario asks, are rank 0's. Slow spells follow the clock. `asp`, `drop`, `ssp`,"
-        " `saps` and `buffered` make smaller updates, `backup` trains on fewer samples.\n\n"
+        " to what the scenario asks, are rank 0's. Slow spells follow the clock. `asp`, `drop`, `ssp`, `saps` and"
+        " `buffered` make smaller updates, `backup` trains on fewer samples.\n\n"
     )
     figures = simulated_figures(simulated_rows) + real_figures(real_rows)
     raw = {"simulated": simulated_rows, "real": real_rows}

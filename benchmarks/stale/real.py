@@ -28,7 +28,8 @@ WORLD = 4
 PER_RANK = 16
 SPELL_STEP_S = 0.02
 ENGINES = ("ddp", "balanced", "flexible", "asp", "backup")
-EMULATION = 2  # of cached results: 1 had real work on top of the emulated
+EMULATION = 4  # of cached results: 1 had real work on top of the emulated, 2 and 3 did not tell where time goes
+PARTS = ("work", "pull", "write", "held", "answer", "meet", "rest")
 SURVIVORS = ("flexible", "asp", "backup")  # what a killed rank does not end
 
 
@@ -112,13 +113,16 @@ def bound_s(cluster: Cluster, task: Task, seed: int, steps: int) -> float:
     return step * SPELL_STEP_S
 
 
-def run_all(cache: Path, *, quick: bool, seeds: Iterable[int], say: Any = print) -> dict[str, dict[str, Any]]:
+def run_all(
+    cache: Path, *, quick: bool, seeds: Iterable[int], engines: Iterable[str] = ENGINES, say: Any = print
+) -> dict[str, dict[str, Any]]:
     """Trains what is not in the cache; returns all results by `key`.
 
     Args:
         cache: JSONL file, one line per run; may exist.
         quick: one task, one unequal cluster, one seed, short.
         seeds: of data order, weights and spells.
+        engines: which of them.
         say: told what is about to run.
     """
     results = {entry["key"]: entry["result"] for entry in _lines(cache)}
@@ -128,11 +132,11 @@ def run_all(cache: Path, *, quick: bool, seeds: Iterable[int], say: Any = print)
     for task in tasks:
         steps = 23 if quick else task.steps
         for cluster in clusters:
-            engines = SURVIVORS if cluster.killed else ENGINES
             runs = [
                 Run(task=task.name, cluster=cluster.name, engine=engine, seed=seed, steps=steps)
                 for seed in seeds
                 for engine in engines
+                if engine in SURVIVORS or not cluster.killed
             ]
             todo = [run for run in runs if key(run) not in results]
             for group in ([run] for run in todo) if cluster.killed else [todo] if todo else []:
@@ -193,6 +197,22 @@ def summarize(results: dict[str, dict[str, Any]], *, quick: bool, seeds: Iterabl
     return rows
 
 
+def parts_of(run: dict[str, Any], bound_s: float) -> dict[str, float]:
+    """Returns what rank 0's time is made of, in parts of the bound.
+
+    ``work``: emulated; the bound is 1, less or more if other ranks have done more or less than their part. ``pull``,
+    ``write``: of the parameters and gradients, through memory; ``held``: the server had its message and no work for it,
+    or made the update; ``answer``: the rest of the time from a message to its answer, which is the server's work for
+    this rank and those before it, and waiting for a core; ``meet``: for all ranks, where an epoch ends; ``rest``:
+    Lightning, loaders and all else that this process does.
+    """
+    calls = {name: run["parts_s"].get(name, 0.0) for name in ("pull", "write", "claim", "push", "meet")}
+    asked_s = calls.pop("claim") + calls.pop("push") - calls["write"]
+    parts = {"work": run["compute_s"], **calls, "held": run["held_s"], "answer": asked_s - run["held_s"]}
+    parts["rest"] = run["fit_s"] - sum(parts.values())
+    return {name: parts[name] / bound_s for name in PARTS}
+
+
 def _row(
     task: Task, cluster: Cluster, engine: str, own: dict[int, Any], found: dict[str, dict[int, Any]],
     bounds: dict[int, float],
@@ -221,4 +241,8 @@ def _row(
         "max_staleness": max(r["max_staleness"] for r in own.values()),
         "recomputed": statistics.median(r["recomputed"] for r in own.values()),
         "hold_s": statistics.median(r["hold_s"] for r in own.values()),
-    }
+        "parts": {name: statistics.median(parts[name] for parts in map(parts_of, own.values(), bounds.values()))
+                  for name in PARTS},
+        "server_cpu": statistics.median(own[s]["server_cpu_s"] / bounds[s] for s in own),
+        "messages": statistics.median(own[s]["messages"] for s in own),
+    }  # fmt: skip

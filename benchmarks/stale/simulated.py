@@ -47,6 +47,7 @@ Job = tuple[Case, Contender, int, tuple[str, ...], int]  # ..., seed, recipes, e
 CACHE = Path(__file__).parent / ".cache" / "simulated.jsonl"
 MLP = ("MLP, momentum", "MLP, Adam")
 MLP_ALL = tuple(name for name in RECIPES if name.startswith("MLP"))
+MLP_AND_CNN = tuple(name for name in RECIPES if name.startswith(("MLP", "CNN")))
 TICKS = TRAINING_SAMPLES // BATCH
 ENDS = tuple(range(BATCH, TRAINING_SAMPLES + 1, BATCH))
 
@@ -118,9 +119,8 @@ def run_one(job: Job) -> Result:
     else:
         policy = contender.policy()
         coordinator = Coordinator(policy, workers=range(workers))
-        rules = policy.compensation, policy.correction_limit, policy.completes
         names = () if contender.synchronous else recipes
-        learners = [Learner(scaled(name, epochs), seed, *rules) for name in names]
+        learners = [Learner.under(policy, scaled(name, epochs), seed) for name in names]
         training = Training(learners, seed)
         trace = simulate(
             coordinator,
@@ -337,7 +337,7 @@ def run(quick: bool = False, jobs: int = 1, progress: Callable[[str], None] = pr
         return rows_of(cases, contenders, FINAL_SEEDS[:2], MLP, 4, jobs, progress)
     rows: list[Result] = []
     for case in CASES:  # the CNN costs most of the time: four cases are enough
-        some = tuple(RECIPES) if case in TUNING_CASES or case.held_out else MLP_ALL
+        some = MLP_AND_CNN if case in TUNING_CASES or case.held_out else MLP_ALL
         rows += rows_of([case], CONTENDERS, FINAL_SEEDS, some, 30, jobs, progress)
     return rows
 

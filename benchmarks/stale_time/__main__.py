@@ -1,9 +1,9 @@
 """``python -m benchmarks.stale_time [--quick]``: what keeps `flexible` from the bound with 4, 8 and 16 workers.
 
-Simulated time, no gradients. Every case runs as it is, without transfers, and without transfers and start-ups of
+Simulated time, no gradients: every case runs as it is, without transfers, and without transfers and start-ups of
 chunks; what is then left is waiting and work done twice. The bound has a start-up per worker and update, and no
 transfers, see `lightning_hetero.stale.decide.simulate.speeds.SimulatedSpeeds.ideal_s`. Deterministic but for spells,
-whose seeds are given. Under a minute on a quiet core.
+whose seeds are given. Then the real half of `benchmarks.stale`, beside stock DDP: three runs per case, ten minutes.
 """
 
 from __future__ import annotations
@@ -13,7 +13,9 @@ import statistics
 from pathlib import Path
 from typing import Any
 
+from benchmarks.provenance import provenance
 from benchmarks.report import write_results
+from benchmarks.stale import real
 from benchmarks.stale.cases import COSTS, EIGHT, LAUNCH_S, Case
 from lightning_hetero.stale.decide.coordinator import Coordinator
 from lightning_hetero.stale.decide.policy import Flexible
@@ -21,7 +23,8 @@ from lightning_hetero.stale.decide.simulate.simulator import Costs, simulate
 
 HERE = Path(__file__).parent
 TICKS, EPOCHS = 22, 6
-SEEDS = (800, 801)
+SEEDS, REAL_SEEDS = (800, 801), (0, 1, 2)
+REAL_ENGINES = {"ddp": "stock DDP", "flexible": "ours"}
 CASES = (
     (Case(name="4 equal", speeds=(1.0,) * 4), 64),
     (Case(name="8 equal", speeds=(1.0,) * 8), 64),
@@ -81,6 +84,24 @@ def table(rows: list[Row]) -> str:
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
+def real_rows(cache: Path) -> list[Row]:
+    """Trains with real processes; returns what rank 0's time is made of, in parts of the bound, by engine."""
+    clusters = {cluster.name for cluster in real.CLUSTERS if not cluster.killed}
+    results = real.run_all(cache, quick=False, seeds=REAL_SEEDS, engines=REAL_ENGINES)
+    rows = real.summarize(results, quick=False, seeds=REAL_SEEDS)
+    return [row for row in rows if row["cluster"] in clusters]
+
+
+def real_table(rows: list[Row]) -> str:
+    """Returns the real rows as a Markdown table."""
+    lines = [["real processes", "devices", "engine", "time to bound", *real.PARTS, "server's processor time"]]
+    lines.append(["---"] * len(lines[0]))
+    for r in rows:
+        parts = [*(f"{r['parts'][name]:.3f}" for name in real.PARTS), f"{r['server_cpu']:.3f}"]
+        lines.append([r["task"], r["cluster"], REAL_ENGINES[r["engine"]], f"{r['to_bound']:.3f}", *parts])
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="two cases, one epoch")
@@ -99,14 +120,29 @@ def main() -> None:
             ("waiting, work done twice", "rest", None, None),
         )
     ]
+    cache = HERE / ".cache" / f"real-{provenance('stale')['digest']}.jsonl"  # of this code only
+    trained = [] if args.quick else real_rows(cache)
+    figures += [
+        {"name": f"real, {r['task']}, {r['cluster']}, {REAL_ENGINES[r['engine']]}: {words}", "value": value,
+         "unit": "x", "goal": None, "holds": None}
+        for r in trained
+        for words, value in (("time to bound", r["to_bound"]), ("answer", r["parts"]["answer"]),
+                             ("rest", r["parts"]["rest"]))
+    ]  # fmt: skip
     notes = (
         "Simulated time. Parts of the bound: what the time falls by without transfers, then without start-ups of"
         " chunks, and what is left above 1. A sample takes 1 ms, a pull 1 ms, the part of a push that backward does not"
-        " hide 0.2 ms, the start of a chunk 1 ms; one of these per worker and update is in the bound.\n\n"
+        " hide 0.2 ms, the start of a chunk 1 ms; one of these per worker and update is in the bound."
+        " Real processes: rank 0's time in parts of the bound, medians over three seeds. *work* is emulated (1, if each"
+        " rank does its part); *pull* and *write* are the transfers of parameters and gradients; *held*: the server had"
+        " the message and no work for it, or made the update; *answer*: the rest from a message to its answer, the"
+        " server's work for this rank and those before it, and waiting for one of two cores; *meet*: waiting for all"
+        " where an epoch ends; *rest*: Lightning, loaders and all else in that process, under stock DDP also its"
+        " all-reduce and the waiting in it. The server's processor time is for all four ranks.\n\n"
     )
     write_results(
-        args.out, title="Where the stale engine's time goes beyond the bound", figures=figures, raw={"rows": rows},
-        notes=notes + table(rows),
+        args.out, title="Where the stale engine's time goes beyond the bound", figures=figures,
+        raw={"rows": rows, "real": trained}, notes=f"{notes}{table(rows)}\n\n{real_table(trained)}",
     )  # fmt: skip
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 
-from lightning_hetero.callbacks.reporting import event_source, reporting_of
+from lightning_hetero.callbacks.reporting import EventSource, event_source, reporting_of
 from lightning_hetero.callbacks.samples import count_samples
 from lightning_hetero.record import EventWriter, trace_path
 from lightning_hetero.types import Event
@@ -44,6 +44,7 @@ class HeteroTrace(Callback):
         self.dirpath = None if dirpath is None else _local(dirpath)
         self.every_n_steps = every_n_steps
         self._writer: EventWriter | None = None  # opened in fit: the callback is pickled before
+        self._source: EventSource | None = None  # the same to the end, when the strategy measures no more
         self._rank = 0
         self._opened_s = 0.0
         self._batch_began_s = 0.0
@@ -54,6 +55,7 @@ class HeteroTrace(Callback):
             # log_dir broadcasts rank 0's, so every rank must ask.
             dirpath = os.path.join(_local(trainer.log_dir or trainer.default_root_dir), "hetero")
         self._close()
+        self._source = event_source(trainer)
         self._rank = trainer.global_rank
         self._opened_s = time.perf_counter()
         name = f"{platform.node()} {trainer.strategy.root_device}"
@@ -72,13 +74,13 @@ class HeteroTrace(Callback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        if self._writer is None or self._drain(trainer) or batch_idx % self.every_n_steps != 0:
+        if self._writer is None or self._drain() or batch_idx % self.every_n_steps != 0:
             return
         data = {"samples": count_samples(trainer, batch), "step_s": time.perf_counter() - self._batch_began_s}
         self._write("step", trainer.current_epoch, batch_idx, data)
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._drain(trainer)
+        self._drain()
         self._close()
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
@@ -87,7 +89,7 @@ class HeteroTrace(Callback):
         with contextlib.suppress(
             Exception
         ):  # the strategy may be what broke; its error must not hide the first one
-            self._drain(trainer)
+            self._drain()
         data = {"error": f"{type(exception).__name__}: {exception}"}
         self._write("fault", trainer.current_epoch, max(0, trainer.fit_loop.epoch_loop.batch_idx), data)
         self._close()
@@ -95,12 +97,11 @@ class HeteroTrace(Callback):
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         self._close()
 
-    def _drain(self, trainer: Trainer) -> bool:
+    def _drain(self) -> bool:
         """Writes what is new; False if nothing here measures."""
-        source = event_source(trainer)
-        if self._writer is None or source is None:
-            return source is not None
-        for event in source.step_events():
+        if self._writer is None or self._source is None:
+            return self._source is not None
+        for event in self._source.step_events():
             if event.kind != "step" or event.step % self.every_n_steps == 0:
                 self._write(event.kind, event.epoch, event.step, event.data, event.t_s)
         return True

@@ -19,7 +19,7 @@ from lightning_hetero.lightning_compat import trainer_callbacks
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule
 
-__all__ = ["Refusals"]
+__all__ = ["Refusals", "refuse_saving_in_step"]
 
 # Arguments of `DistributedDataParallel` where there is none. Others only tune it: without effect, with a warning.
 _HELD_ANYWAY = {"find_unused_parameters"}  # parameters that a loss does not use need no flag
@@ -30,6 +30,19 @@ _CHANGE_WHAT_IS_TRAINED = {
     "param_to_hook_all_reduce",
     "process_group",
 }
+
+
+def refuse_saving_in_step() -> None:
+    """For engines whose ranks, or whose parts of the model, do not meet within a batch.
+
+    Raises:
+        RuntimeError: always.
+    """
+    raise RuntimeError(
+        "a checkpoint inside training_step, where the ranks are at different places: what each holds then does not fit"
+        " together. If a signal handler of yours saves, let it set a flag, and call trainer.save_checkpoint in"
+        " on_train_batch_end"
+    )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -149,6 +149,7 @@ class HeteroStrategy(UnevenNodesStrategy, Reporting, Generic[Run]):
         self._one_device: OneDeviceFit | None = None  # while it fits on one device
         self._finished: dict[str, Any] = {}  # what the last fit would write into a checkpoint
         self._kept = Kept()
+        self._untold: list[Event] = []  # of the last fit
 
     def __repr__(self) -> str:  # what Fabric prints when it refuses a strategy of the Trainer
         batch, shares = self.global_batch_size, "/".join(map(str, self.shares))
@@ -250,6 +251,7 @@ class HeteroStrategy(UnevenNodesStrategy, Reporting, Generic[Run]):
         if run is not None:
             if run.fitting:
                 self._finished = {} if run.failed else run.state_dict()
+                self._untold = run.step_events()  # a trace asks once more: `on_fit_end` comes after this
             run.close()
         super().teardown()
 
@@ -382,7 +384,8 @@ class HeteroStrategy(UnevenNodesStrategy, Reporting, Generic[Run]):
         return None if self._run is None else self._run.take_reports()
 
     def step_events(self) -> list[Event]:
-        return [] if self._run is None else self._run.step_events()
+        untold, self._untold = self._untold, []
+        return untold if self._run is None else [*untold, *self._run.step_events()]
 
     def about(self) -> dict[str, Any]:
         return {"engine": self.engine}

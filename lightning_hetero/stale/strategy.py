@@ -18,6 +18,7 @@ import torch
 
 from lightning_hetero.glue.checks import check_choice, check_counts
 from lightning_hetero.glue.elastic.ddp import ElasticDDPStrategy
+from lightning_hetero.glue.refusals import refuse_saving_in_step
 from lightning_hetero.predictors import Predictor, PredictorName
 from lightning_hetero.predictors import by_name as predictor_by_name
 from lightning_hetero.stale.decide.policy import Policy, PolicyName
@@ -275,6 +276,8 @@ class BoundedStalenessStrategy(ElasticDDPStrategy[StaleRun]):
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         run = self._connected
+        if self._in_step() and not self._alone:
+            refuse_saving_in_step()
         if run is not None and self.is_global_zero:
             run.session.fetch_state()  # and the parameters of that very version
         return super().lightning_module_state_dict()

@@ -81,7 +81,8 @@ def rebuild_default_group(
         rank: this rank's permanent number; its new rank is its index among ``members``.
         backend, timeout: as in `torch.distributed.init_process_group`.
         meeting_s: how long to wait for the other members [s].
-        living: tells who lives, as everybody else is told, too: nobody waits for a member that has died.
+        living: tells who lives, as everybody else is told, too: nobody waits for a member that has died. A
+            `RuntimeError` of it ends the waiting.
 
     Raises:
         ValueError: ``members`` are not distinct, or ``rank`` is not among them.
@@ -184,6 +185,22 @@ def _meet(
 ) -> None:
     """Returns when all members have come; asks in turns, as a blocking wait would not say who is missing."""
     store.set(f"here/{rank}", "1")
+    try:
+        _wait_for(store, generation, members, rank, meeting_s, living)
+    except RuntimeError:
+        with suppress(RuntimeError, NotImplementedError):
+            store.delete_key(f"here/{rank}")  # or a member that was stopped would come and find nobody
+        raise
+
+
+def _wait_for(
+    store: dist.Store,
+    generation: int,
+    members: Sequence[int],
+    rank: int,
+    meeting_s: float,
+    living: Callable[[], Collection[int]] | None,
+) -> None:
     started, pause_s, ask_s = time.monotonic(), 0.001, _ASK_S
     missing = [m for m in members if m != rank]
     while True:
@@ -192,8 +209,6 @@ def _meet(
             return
         waited_s = time.monotonic() - started
         if waited_s > meeting_s:
-            with suppress(RuntimeError, NotImplementedError):
-                store.delete_key(f"here/{rank}")  # or a member that was stopped would come and find nobody
             raise MemberMissingError(generation, missing, waited_s)
         if living is not None and waited_s > ask_s:
             ask_s = waited_s + _ASK_S

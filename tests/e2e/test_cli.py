@@ -58,6 +58,7 @@ def test_one_run_leaves_one_directory_one_result_and_one_table(tmp_path: Path) -
     assert f"report: {tmp_path / directory / 'report.html'}" in done.stdout
 
 
+@pytest.mark.long
 def test_a_multirun_repeats_nothing_and_ends_with_one_comparison(tmp_path: Path) -> None:
     swept = "strategy=ddp,hetero_balanced,hetero_stale"
     done = train(
@@ -97,6 +98,7 @@ def test_a_metric_that_training_did_not_log_is_validated_at_the_end(tmp_path: Pa
     assert RANK_TABLE not in done.stdout and "val_acc" in done.stdout
 
 
+@pytest.mark.long
 def test_a_failing_rank_fails_the_command(tmp_path: Path) -> None:
     faults = {"1-exception": (1, "exception"), "1-kill": (1, "kill"), "0-exception": (0, "exception")}
     jobs = {name: partial(train, "debug=fast", FAULT % f, f"hydra.run.dir={name}") for name, f in faults.items()}
@@ -128,6 +130,7 @@ def test_an_unknown_option_fails_before_anything_starts(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.long
 def test_a_model_that_no_device_can_hold_reaches_the_perplexity_of_one_large_device(tmp_path: Path) -> None:
     common = ("experiment=pipeline_gpt", "data.max_train_windows=192", "emulation=none")
     alone = ("strategy=ddp", "trainer.devices=1", "data.batch_size=64")

@@ -42,6 +42,7 @@ def test_plain_script_both_ways_reach_the_same() -> None:
     assert accuracies[0] == pytest.approx(accuracies[1], abs=0.03)  # float32 and the order of summation
 
 
+@pytest.mark.long
 def test_a_lost_rank_ends_stock_ddp_and_not_the_parameter_server() -> None:
     jobs = {name: partial(start, "04_stale.py", *name) for name in ((), ("--hetero",))}
     stock, hetero = (future.result() for future in programs.two_at_a_time(jobs).values())
@@ -53,6 +54,7 @@ def test_a_lost_rank_ends_stock_ddp_and_not_the_parameter_server() -> None:
     assert hetero.stderr.count("go on without") == 1
 
 
+@pytest.mark.long
 def test_pipelines_of_small_devices_reach_the_perplexity_of_one_large_device() -> None:
     jobs = {name: partial(run, "05_pipeline.py", *name) for name in ((), ("--hetero",))}
     alone, hetero = (future.result() for future in programs.two_at_a_time(jobs).values())
@@ -64,6 +66,7 @@ def test_pipelines_of_small_devices_reach_the_perplexity_of_one_large_device() -
     assert float(found[1]) == pytest.approx(float(expected[1]), rel=1e-3)
 
 
+@pytest.mark.long
 def test_a_hydra_app_of_somebody_else() -> None:
     by_name = run("02_hydra_app/app.py", "trainer=ddp", "trainer.strategy=hetero_balanced", cold=True)
     assert "LoadBalancedStrategy: val_acc" in by_name

@@ -12,7 +12,7 @@ from torch import nn
 from tests import warm
 from tests.e2e.programs import environ, left_in, warm_torchrun
 
-pytestmark = pytest.mark.timeout(200)
+pytestmark = [pytest.mark.timeout(200), pytest.mark.long]
 
 # In the store that torchrun shares by default, gloo finds the addresses of the attempt before; stock DDP's, too.
 OWN_STORE = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}

@@ -204,9 +204,7 @@ def cells() -> Iterator[Cell]:
 QUICK = (
     "stale, SLURM: SIGKILL of two ranks at once",
     "stale, script: SIGUSR1 to a worker",
-    "balanced, torchrun: exception in a step",
     "balanced, fork: SIGTERM to all ranks",
-    "pipeline, SLURM: segmentation fault",
     "federated, SLURM: SIGUSR1 to all ranks: requeue",
 )
 """What the suite runs each time; the rest needs ``--matrix``."""
@@ -265,11 +263,11 @@ def _stopped(cell: Cell) -> Expected:
     if cell.engine == "stale":
         if cell.launcher == "torchrun":  # the others come to the end; it ends when the one left behind has
             known = "" if cell.fault.wake_s else "torchrun itself waits for a stopped process; the others have ended"
-            return Expected("ended", (1,), long_s, cause="was left behind", alone=True, known=known)
-        return Expected("survived", (1,), long_s)
+            return Expected("ended", cell.fault.hit, long_s, cause="was left behind", alone=True, known=known)
+        return Expected("survived", cell.fault.hit, long_s)
     if cell.launcher == "torchrun":
         long_s += 30.0  # which it leaves to ranks that it has told to end
-    return Expected("ended", (1,), long_s, cause=rf"{LOST}|[Tt]imed? ?out")
+    return Expected("ended", cell.fault.hit, long_s, cause=rf"{LOST}|[Tt]imed? ?out")
 
 
 def _gil(cell: Cell) -> Expected:

@@ -71,8 +71,9 @@ def serve(rank: int, world_size: int, control: Connection, lifeline: Connection)
             job: Job = pickle.loads(control.recv_bytes())
         except EOFError:
             return
-        outcome = _do(rank, world_size, job)
-        control.send_bytes(_pickled(outcome))
+        with _stack_in_time(rank, job):
+            outcome = _do(rank, world_size, job)
+            control.send_bytes(_pickled(outcome))
         if outcome.error is not None:
             _leave_group()  # now: the peers may be waiting for this rank
         control.recv_bytes()
@@ -113,6 +114,19 @@ def _pickled(outcome: Outcome) -> bytes:
 
 
 @contextlib.contextmanager
+def _stack_in_time(rank: int, job: Job) -> Iterator[None]:
+    """Writes where this rank stands shortly before its time is over: in the job, or in its answer."""
+    with Path(job.folder, f"stack-{rank}").open("w") as stack:
+        faulthandler.dump_traceback_later(0.9 * job.timeout_s, file=stack)
+        faulthandler.register(SHOW_STACK, file=stack)  # forked DataLoader workers have it, too
+        try:
+            yield
+        finally:
+            faulthandler.cancel_dump_traceback_later()
+            faulthandler.unregister(SHOW_STACK)
+
+
+@contextlib.contextmanager
 def _joined_group(rank: int, world_size: int, job: Job) -> Iterator[None]:
     work = Path(job.folder, "work")
     work.mkdir(exist_ok=True)
@@ -122,20 +136,12 @@ def _joined_group(rank: int, world_size: int, job: Job) -> Iterator[None]:
     torch.manual_seed(0)
     torch.set_default_dtype(torch.float32)
     rank_zero_only.rank = rank  # pyright: ignore[reportFunctionMemberAccess]
-    with Path(job.folder, f"stack-{rank}").open("w") as stack:
-        faulthandler.dump_traceback_later(0.9 * job.timeout_s, file=stack)
-        faulthandler.register(SHOW_STACK, file=stack)  # forked DataLoader workers have it, too
-        try:
-            meeting = Path(job.folder, "store").as_uri()
-            timeout = timedelta(seconds=job.timeout_s)
-            dist.init_process_group("gloo", meeting, timeout, world_size, rank)
-            # None may fail and leave before all have come: where joining fails torch counts a group that it never
-            # forgets, names the next one differently than the others do, and the next job waits in vain.
-            dist.barrier()
-            yield
-        finally:
-            faulthandler.cancel_dump_traceback_later()
-            faulthandler.unregister(SHOW_STACK)
+    meeting = Path(job.folder, "store").as_uri()
+    dist.init_process_group("gloo", meeting, timedelta(seconds=job.timeout_s), world_size, rank)
+    # None may fail and leave before all have come: where joining fails torch counts a group that it never
+    # forgets, names the next one differently than the others do, and the next job waits in vain.
+    dist.barrier()
+    yield
 
 
 @contextlib.contextmanager

@@ -191,11 +191,14 @@ class Clients:
                 self.admission.announce()
             self._changed(before, self._told)
 
-    def _rebuild(self, present: tuple[int, ...], generation: int, meeting_s: float) -> None:
+    def _rebuild(
+        self, present: tuple[int, ...], generation: int, meeting_s: float,
+        living: Callable[[], Collection[int]] | None = None,
+    ) -> None:  # fmt: skip
         """Makes groups of those who are there; whether it has worked for all is found when they meet again."""
         self._channel.leave()
         try:
-            self._groups.rebuild(present, generation, meeting_s=meeting_s)
+            self._groups.rebuild(present, generation, meeting_s=meeting_s, living=living)
             self._broken = False
         except RuntimeError:
             self._break()
@@ -252,7 +255,7 @@ class Clients:
         """Lets newcomers in; all members call it alike. Returns why not, if not."""
         for rank in asking:
             self._roll.expect(rank)
-        self._rebuild(alive, generation, COME_S)
+        self._rebuild(alive, generation, COME_S, self.admission.living(sorted(asking)))
         self.gather("somebody comes")
         missing = sorted(set(asking) - set(self._members.alive))
         return f"rank {', '.join(map(str, missing))} is lost again" if missing else ""

@@ -5,4 +5,6 @@
 ``groups``     process groups without the lost, or with who has come; `Place`, where the ranks of an engine meet
 ``join``       a rank that comes late, or again: how it and the members find each other
 ``admission``  the members' side of it
+``coming``     what both say to each other in the store where their new process group meets
+``start``      they wait for one another before they train together
 """

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from typing import TYPE_CHECKING
@@ -12,9 +12,12 @@ import torch.distributed as dist
 from lightning.pytorch.callbacks import Checkpoint
 
 from lightning_hetero import lightning_compat as compat
+from lightning_hetero.glue.elastic.coming import Coming
 from lightning_hetero.glue.elastic.groups import Groups, Place
 from lightning_hetero.glue.elastic.join import FIRST_GENERATION, Invitation, JoinRequests
 from lightning_hetero.glue.elastic.members import Members
+from lightning_hetero.glue.elastic.start import wait_as_member, wait_as_newcomer
+from lightning_hetero.transport.groups import leave_default_group
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
@@ -22,7 +25,7 @@ if TYPE_CHECKING:
 __all__ = ["COME_S", "Admission"]
 
 COME_S = 20.0
-"""For somebody who has just answered to come to the new group [s]."""
+"""For somebody who has just answered, and is heard of, to come to the new group [s]."""
 
 
 class _LastPoint(Checkpoint):
@@ -61,7 +64,7 @@ class Admission:
         self._groups, self._requests = groups, requests
         self._generation = generation
         self._asking: list[int] = []
-        self._checkpoint = ""
+        self._checkpoint, self._wrote = "", False
         self._invitations: list[str] = []
         self._callbacks = compat.trainer_callbacks(trainer)
         self._point: _LastPoint | None = None
@@ -96,7 +99,7 @@ class Admission:
     def _save(self) -> None:
         """Saves what the newcomers resume from; if that fails, they wait for the end of another epoch."""
         trainer, members, failed = self._trainer, self._members, ""
-        writer = members.lowest
+        writer, self._wrote = members.lowest, members.is_lowest
         try:
             compat.write_checkpoint(trainer, self._checkpoint)
         except Exception as error:
@@ -107,7 +110,7 @@ class Admission:
         if not failed and writer not in members.alive:
             failed = f"rank {writer}, which was to write it, has died"
         if failed:
-            numbers, self._asking = ", ".join(map(str, self._asking)), []
+            numbers, self._asking = _listed(self._asking), []
             self._remove_checkpoint()
             members.warn_once(
                 f"rank {numbers} wants to join, and the checkpoint that it would resume from cannot be saved: {failed};"
@@ -123,7 +126,7 @@ class Admission:
         if not asking:
             return
         # Once more: the checkpoint took its time, perhaps he has died.
-        said = (self._asking_of(asking), self._generation + 2)
+        said = (self._asking_of(asking), self._generation + 1)
         asking, self._generation = self._trainer.strategy.broadcast(said)
         try:
             if asking:
@@ -149,26 +152,87 @@ class Admission:
                     self._requests.invite(rank, invitation, self._invitations[-1])
                 except OSError as error:  # e.g. a full disk, which is no reason for the members to end
                     members.warn_once(f"rank {rank} wanted to join and could not be invited: {error}")
-        numbers = ", ".join(map(str, asking))
-        if why := self._come_together(alive, before):
-            members.warn_once(f"rank {numbers} wanted to join and did not come: {why}")
-        else:
-            members.warn_once(f"rank {numbers} has joined in epoch {self._trainer.current_epoch}")
+        why = self._come_together(alive, before)
+        if missed := _listed(rank for rank in asking if rank not in members.alive):
+            members.warn_once(f"rank {missed} wanted to join and did not come: {why}")
+        if come := _listed(rank for rank in asking if rank in members.alive):
+            members.warn_once(f"rank {come} has joined in epoch {self._trainer.current_epoch}")
 
     def _come_together(self, alive: tuple[int, ...], before: tuple[int, ...]) -> str:
         """Builds the process group with the newcomers, and waits until they are ready.
 
         Returns:
-            Why the members go on without them; empty: they do not.
+            Why the members go on without some of them; empty: they do not.
         """
+        asking = sorted(set(alive) - set(before))
+        coming = self._coming()
         try:
-            self._groups.rebuild(alive, self._generation, meeting_s=COME_S)
-            dist.barrier()
-        except RuntimeError as error:  # also MemberMissingError: he did not come after all
-            # The new group is left inside the except block: whoever still waits in it fails now.
-            self._groups.rebuild_among_living(before, self._generation + 1)
-            return str(error)
+            self._groups.rebuild(alive, self._generation, meeting_s=COME_S, living=self._living(coming, asking))
+            wait_as_member(
+                self._members.rank, asking, before, coming=coming, place=self._place, requests=self._requests
+            )
+        except RuntimeError as error:
+            return self._begin_without(asking, coming, error)
         return ""
+
+    def come_in(self) -> None:
+        """For a newcomer that is connected: returns when all begin together.
+
+        Raises:
+            RuntimeError: the others have begun without it.
+        """
+        members, coming = self._members, self._coming()
+        try:
+            wait_as_newcomer(members.rank, members.alive, coming=coming, place=self._place)
+        except RuntimeError as error:
+            come, why = coming.decided() or ([], str(error))
+            if members.rank not in come:
+                raise RuntimeError(
+                    f"the others train without rank {members.rank}, which wanted to join: {why}; start it again"
+                ) from error
+            self._begin_without((), coming, error)
+
+    def living(self, asking: Sequence[int]) -> Callable[[], Collection[int]]:
+        """Returns what tells who of the members, and of those invited, lives; the same on all members.
+
+        Raises:
+            RuntimeError: the place is gone.
+        """
+        return self._living(self._coming(), asking)
+
+    def _living(self, coming: Coming, asking: Sequence[int]) -> Callable[[], Collection[int]]:
+        watches = self._members.is_lowest  # now: a newcomer may be lower
+
+        def alive() -> Collection[int]:
+            if watches:
+                for rank in self._requests.silent(asking):
+                    coming.goes(rank)
+            return {*self._place.alive(), *coming.living(asking)}
+
+        return alive
+
+    def _coming(self) -> Coming:
+        address = self._place.address
+        return Coming(dist.TCPStore(address.host, address.port, is_master=False), self._generation)
+
+    def _begin_without(self, asking: Sequence[int], coming: Coming, error: RuntimeError) -> str:
+        """Inside an ``except`` block: all go on with those newcomers that have been ready in time.
+
+        Returns:
+            Why not with all.
+        """
+        leave_default_group()  # here: whoever waits for this rank there fails now
+        if asking:
+            coming.decide(asking, str(error))
+        _, why = coming.decided() or ([], str(error))
+        met = self._place.meet("not all newcomers have come")
+        for notice in met.notices:
+            self._members.warn_once(notice)
+        self._groups.rebuild_among_living(met.alive, self._place.meetings)
+        if self._members.is_lowest:
+            self.announce()
+        self.expect()
+        return why
 
     def _remove_checkpoint(self) -> None:
         for invitation in self._invitations:
@@ -176,7 +240,8 @@ class Admission:
                 os.unlink(invitation)
         self._invitations.clear()
         path, self._checkpoint = self._checkpoint, ""
-        if path and self._members.is_lowest:
+        wrote, self._wrote = self._wrote, False
+        if path and (wrote or self._members.is_lowest):  # or who did has died; or a newcomer is lower
             with suppress(OSError):
                 self._trainer.strategy.checkpoint_io.remove_checkpoint(path)
 
@@ -190,3 +255,7 @@ class Admission:
         """Takes the callback out again."""
         if self._point is not None:
             self._callbacks.remove(self._point)
+
+
+def _listed(ranks: Iterable[int]) -> str:
+    return ", ".join(map(str, ranks))

@@ -19,6 +19,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
 
 from lightning_hetero import lightning_compat as compat
+from lightning_hetero.glue.elastic.coming import Coming
 from lightning_hetero.glue.elastic.join import Invitation, Newcomer
 from lightning_hetero.glue.elastic.members import Members
 from lightning_hetero.glue.metrics import integer_mean_, is_mean
@@ -77,7 +78,8 @@ class ElasticDDPStrategy(HeteroStrategy[Run], TolerantDDPStrategy):
     def __init__(self, **ddp: Any) -> None:
         super().__init__(**ddp)
         self._members: Members | None = None  # from `setup_distributed` on, also after the fit
-        self._invitation: Invitation | None = None  # into a run of others
+        self._newcomer: Newcomer | None = None  # this rank, on its way into a run of others
+        self._invitation: Invitation | None = None  # into that run
 
     @property
     def _meetings(self) -> Meetings | None:
@@ -152,20 +154,23 @@ class ElasticDDPStrategy(HeteroStrategy[Run], TolerantDDPStrategy):
             self.members.alive = tuple(range(self.world_size)) if left is None else left
             self.members.joining, self._invitation = False, None
             return
-        self.members.joining = True
-        self._invitation = invitation = newcomer.wait()
+        self.members.joining, self._newcomer = True, newcomer
+        self._invitation = newcomer.come(self._join_group)
         reset_seed()
+        assert trainer is not None
+        compat.resume_from(trainer, self._invitation.checkpoint)
+
+    def _join_group(self, invitation: Invitation, store: dist.Store, coming: Coming) -> None:
         self.members.alive = invitation.members
         rebuild_default_group(
-            store=dist.TCPStore(invitation.address["host"], invitation.address["port"], is_master=False),
+            store=store,
             generation=invitation.generation,
             members=invitation.members,
             rank=self.global_rank,
             backend=self.choose_backend(),
             timeout=self.timeout,
+            living=lambda: coming.living(invitation.members),
         )
-        assert trainer is not None
-        compat.resume_from(trainer, invitation.checkpoint)
 
     def share_start(self, model: nn.Module) -> None:
         """Gives all ranks rank 0's parameters and buffers, as DDP does; a newcomer has those of its checkpoint."""
@@ -178,11 +183,21 @@ class ElasticDDPStrategy(HeteroStrategy[Run], TolerantDDPStrategy):
         super().on_train_start()
         if self._run is not None:
             self._run.start()
+        self._has_come()
 
     def on_train_end(self) -> None:
         super().on_train_end()
         if self._run is not None:
             self._run.finish()
+
+    def teardown(self) -> None:
+        self._has_come()  # or never will
+        super().teardown()
+
+    def _has_come(self) -> None:
+        newcomer, self._newcomer = self._newcomer, None
+        if newcomer is not None:
+            newcomer.trains()
 
     # ---- collectives ------------------------------------------------------------------------------------------
 

@@ -5,12 +5,16 @@
     asks for an invitation, waits                epoch ends: somebody is missing; does he ask?  -> a checkpoint
     <------------------------------------------- next epoch begins: where the invitation is
     reads it: a file of this user's alone
-    all: new process group with the newcomer
-    resumes from the checkpoint, connects -----> barrier; the epoch goes on, with him
+    says "come", and beats until it trains       wait for it, unless it has stopped to beat: they say "gone", if it
+                                                 has not said "come" yet, and go on without it
+    all: new process group with the newcomer     cannot be made: members go on without, newcomers ask again
+    resumes from the checkpoint, connects
+    says "ready" ------------------------------> decide: all are ready, or one has stopped to beat; without that one
+                                                 another group is made; the epoch goes on      [coming]
 
 The newcomer resumes as from any checkpoint of Lightning's, so its counters, schedulers and callbacks are those of the
-others. The members wait for it at that barrier, which is the only wait, and only when somebody has asked; whoever has
-died since does not answer when he is called, and is not invited.
+others. The members wait for it before that epoch and nowhere else, and only when somebody has asked; whoever has died
+since does not answer when he is called, and is not invited.
 
 Whoever reaches the port where the ranks met at first may read and write that store. So nothing in it is secret, and
 nothing is believed: the invitation, with the server's address and tokens and the checkpoint's name, is a file beside
@@ -27,8 +31,9 @@ import json
 import os
 import secrets
 import stat
+import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from datetime import timedelta
@@ -38,6 +43,7 @@ import torch.distributed as dist
 from lightning.fabric.plugins import ClusterEnvironment
 from lightning.fabric.plugins.environments import TorchElasticEnvironment
 
+from lightning_hetero.glue.elastic.coming import Beats, Coming
 from lightning_hetero.lightning_compat.launchers import launched_by_us
 from lightning_hetero.transport.store import host_store
 
@@ -46,13 +52,17 @@ __all__ = ["FIRST_GENERATION", "Invitation", "JoinRequests", "Newcomer"]
 FIRST_GENERATION = 1 << 40
 """Process groups built with newcomers are numbered from here, those after deaths by the meeting before."""
 
-_RUN, _ASKS, _CALLED, _INVITED = (f"lightning_hetero/{name}" for name in ("run", "asks", "called", "invited"))
+_RUN, _ASKS, _CALLED, _INVITED, _BEATS = (
+    f"lightning_hetero/{name}" for name in ("run", "asks", "called", "invited", "beats")
+)
 _LOOK_S = 2.0  # for a store that may not be there: then nothing runs yet
 _PAUSE_S = 0.05
+_BEAT_S = 0.25
 _ANSWER_S = 3.0  # for somebody who waits to answer a call: it looks every `_PAUSE_S`
 _READ_S = 2.0  # for somebody who waits to read that the run ends
 _SILENT_S = 30.0  # without any store: the run has ended
 _SEEN_S = 5.0  # for a file to be seen on another node
+_TRIES = 3  # of a newcomer, where no process group can be made with it
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -152,6 +162,7 @@ class JoinRequests:
         self._environment = environment
         self._announced = False
         self._store: dist.TCPStore | None = None
+        self._beats = Beats(self._beat_of)
 
     def announce(self) -> None:
         """Says that a run is under way to whoever comes to where the ranks met at first: in torch's own store."""
@@ -216,7 +227,24 @@ class JoinRequests:
         assert store is not None
         invitation.write(path, store.get(asks).decode() if store.check([asks]) else "")
         store.delete_key(asks)
+        store.delete_key(f"{_BEATS}/{rank}")
+        self._beats.forget(rank)
         store.set(f"{_INVITED}/{rank}", path)
+
+    def silent(self, ranks: Collection[int], *, for_s: float = _ANSWER_S) -> list[int]:
+        """Returns which of those invited have not been heard of for a time, at least since this is asked; or ask anew.
+
+        Raises:
+            RuntimeError: the store has gone.
+        """
+        assert self._store is not None
+        again = {rank for rank in ranks if self._store.check([f"{_ASKS}/{rank}"])}  # so it came to nothing before
+        return sorted(again | {*self._beats.silent(ranks, time.monotonic(), for_s=for_s)})
+
+    def _beat_of(self, rank: int) -> bytes:
+        assert self._store is not None
+        key = f"{_BEATS}/{rank}"
+        return self._store.get(key) if self._store.check([key]) else b""
 
     def close(self, ranks: Sequence[int]) -> None:
         """The run ends: takes the announcement away and sends home who still waits; idempotent."""
@@ -243,6 +271,7 @@ class Newcomer:
     def __init__(self, environment: ClusterEnvironment, rank: int) -> None:
         self._environment, self._rank = environment, rank
         self._asked = secrets.token_hex(16)
+        self._trains = threading.Event()
         self.invitation: Invitation | None = None
 
     @classmethod
@@ -256,6 +285,49 @@ class Newcomer:
             if _rendezvous(environment, _LOOK_S).check([_RUN]):
                 return cls(environment, rank)
         return None
+
+    def come(self, build: Callable[[Invitation, dist.Store, Coming], None]) -> Invitation:
+        """Asks to join until there is a process group with this rank.
+
+        Args:
+            build: makes the group, among ranks that find each other in the store; asked again, with another
+                invitation, if a `RuntimeError` says that it cannot be made.
+
+        Raises:
+            RuntimeError: see `wait`; or no group could be made, time and again.
+            PermissionError, OSError: see `wait`.
+        """
+        threading.Thread(target=self._beat, name="newcomer", daemon=True).start()
+        tries = 0
+        try:
+            while True:
+                invitation = self.wait()
+                try:
+                    store = dist.TCPStore(invitation.address["host"], invitation.address["port"], is_master=False)
+                    coming = Coming(store, invitation.generation)
+                    if coming.comes(self._rank):
+                        build(invitation, store, coming)
+                        return invitation
+                except RuntimeError:
+                    tries += 1
+                    if tries == _TRIES:
+                        raise
+        except BaseException:
+            self.trains()
+            raise
+
+    def trains(self) -> None:
+        """This rank trains with the others, or never will: it need not be heard of any more."""
+        self._trains.set()
+
+    def _beat(self) -> None:
+        store = None
+        while not self._trains.wait(_BEAT_S):
+            try:
+                store = store or _rendezvous(self._environment, _LOOK_S)
+                store.add(f"{_BEATS}/{self._rank}", 1)
+            except RuntimeError:  # it moves when the members have noticed a death
+                store = None
 
     def wait(self) -> Invitation:
         """Asks to join and waits for the end of an epoch.

@@ -17,6 +17,7 @@ from lightning.fabric.utilities.rank_zero import rank_zero_warn
 from lightning.pytorch.plugins.io import TorchCheckpointIO
 from lightning.pytorch.trainer.states import TrainerStatus
 
+from lightning_hetero.glue.refusals import refuse_saving_in_step
 from lightning_hetero.glue.run import gloo_group
 from lightning_hetero.glue.strategy import HeteroStrategy
 from lightning_hetero.pipeline.fit.averaged_weights import refuse_parts
@@ -115,6 +116,8 @@ class WholeCheckpointsDDP(HeteroStrategy[PipelineRun]):
     def lightning_module_state_dict(self) -> dict[str, Any]:
         if self._saves is None:
             return super().lightning_module_state_dict()
+        if self._run is not None and self._run.batches is not None and self._run.batches.in_step:
+            refuse_saving_in_step()
         whole = self._saves.whole()
         return {} if whole is None else whole.state_dict()
 

@@ -19,7 +19,7 @@ from lightning_hetero.glue.loaders import BoundLoader, PartBinder, SharedSetting
 from lightning_hetero.pipeline.decide.changeover import Position
 from lightning_hetero.pipeline.decide.plans import micro_sizes
 from lightning_hetero.solvers.scale import scale_shares
-from lightning_hetero.types import PipelinePlan
+from lightning_hetero.types import GroupPlan, PipelinePlan
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
@@ -59,6 +59,7 @@ class PipelineBinder(PartBinder[BoundLoader]):
         super().__init__(trainer, channel, strategy_name=strategy_name, shared=shared, stream=stream)
         self._stream_mode = stream
         self._plan: PipelinePlan | None = None
+        self._whole = False
         self._drawn_from: list[tuple[Position, PipelinePlan]] = []  # from which batch on which plan's shares
         self.lag = 0
 
@@ -85,15 +86,20 @@ class PipelineBinder(PartBinder[BoundLoader]):
             raise TypeError("a batch sampler decides the size of its batches: pass the loader, not its LoaderSpec")
         return self.orders.order(loader, spec, 0).global_batch_size
 
-    def settle(self, plan: PipelinePlan) -> None:
+    def settle(self, plan: PipelinePlan, *, whole: bool = False) -> None:
         """Takes the plan that the run begins with; the same on all ranks.
+
+        Args:
+            plan: with one group or more.
+            whole: what a plan leaves in one piece stays so, also where it is larger than planned: batches may be of a
+                class that cannot be cut.
 
         Raises:
             ValueError: a plan without groups.
         """
         if not plan.groups:
             raise ValueError(f"a plan without groups trains nothing: {plan.reason or 'it is empty'}")
-        self._plan = plan
+        self._plan, self._whole = plan, whole
         self._drawn_from = [((0, 0), plan)]
 
     def follow(self, plan: PipelinePlan) -> None:
@@ -177,6 +183,11 @@ class PipelineBinder(PartBinder[BoundLoader]):
         if group is None:
             return (), 0
         groups = self.plan.groups
-        sizes = [micro_sizes(g.micro_batches, part.shares[g.ranks[0]]) for g in groups]
+        sizes = [self._cut(g, part.shares[g.ranks[0]]) for g in groups]
         before = [s for g, s in zip(groups, sizes, strict=True) if g.ranks[0] < groups[group].ranks[0]]
         return sizes[group], sum(map(len, before))
+
+    def _cut(self, group: GroupPlan, samples: int) -> tuple[int, ...]:
+        if self._whole and len(group.micro_batches) == 1:
+            return (samples,) if samples else ()
+        return micro_sizes(group.micro_batches, samples)

@@ -103,7 +103,8 @@ class PipelineRun(EngineRun[PipelineBinder]):
             start: what decides on other plans while this fit trains; None: nobody.
             in_force: told of each plan that comes into force.
         """
-        self.binder.settle(planned.plan)
+        whole = isinstance(backbone, Undivided) and self.settings.planning.micro_batch_size is None
+        self.binder.settle(planned.plan, whole=whole)
         self.place = place = Place(
             self.trainer,
             planned,
@@ -131,7 +132,7 @@ class PipelineRun(EngineRun[PipelineBinder]):
             self.events,
             start=None if start is None or not self.fitting else partial(start, planned),
             state=self._decided,
-            whole=isinstance(backbone, Undivided) and self.settings.planning.micro_batch_size is None,
+            whole=whole,
             records=self.replans,
             in_force=took_place,
         )

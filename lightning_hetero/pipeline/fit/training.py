@@ -57,6 +57,7 @@ class TrainBatches:
     Attributes:
         part: this rank's part of the batch that runs, or ran last.
         sigterm: whether rank 0 has said with a batch that it has received SIGTERM.
+        in_step: a batch is on its way through the pipelines.
     """
 
     def __init__(
@@ -74,6 +75,7 @@ class TrainBatches:
         self._keeps_gradients = is_overridden("optimizer_zero_grad", self._module)
         self.part: Part | None = None
         self.sigterm = False
+        self.in_step = False
         self._last: tuple[Part, Told] | None = None  # of all ranks' last step
         self._pending: dict[nn.Parameter, Tensor] = {}
         self._skips = False  # whether some rank's gradients overflowed, for a gradient scaler
@@ -104,6 +106,13 @@ class TrainBatches:
             args, kwargs: further arguments of ``training_step``.
             accumulates: gradients stay on the ranks; a later batch synchronises them.
         """
+        self.in_step = True
+        try:
+            return self._train(batch, args, kwargs, accumulates=accumulates)
+        finally:
+            self.in_step = False
+
+    def _train(self, batch: Any, args: Sequence[Any], kwargs: Mapping[str, Any], *, accumulates: bool) -> Any:
         place, part = self._place, self.part
         assert part is not None
         started_s = time.perf_counter()

@@ -19,7 +19,7 @@ from lightning_hetero.glue.elastic.join import FIRST_GENERATION, Invitation, Joi
 from lightning_hetero.glue.elastic.members import Members
 from lightning_hetero.stale.decide.policy import Bsp
 from lightning_hetero.stale.decide.report import summary as report
-from lightning_hetero.stale.decide.report.counts import Measures
+from lightning_hetero.stale.decide.report.counts import Counts, Measures
 from lightning_hetero.stale.fit.loaders import GrantedBinder
 from lightning_hetero.stale.fit.meetings import Meetings
 from lightning_hetero.stale.fit.optimizer_hooks import redirect_steps
@@ -84,6 +84,7 @@ class StaleRun(ElasticRun[GrantedBinder]):
         self.loop: TickLoop | None = None
         self._since = report.Since()  # the last report
         self._shares: tuple[int, ...] = ()
+        self._is_in = invitation is None  # the others wait for this rank
         self._noted = 0  # updates that the last event of the server tells of
         self._settings, self._members, self._groups = settings, members, groups
         self._invited_to = None if invitation is None else Address.of(invitation.address)
@@ -116,7 +117,8 @@ class StaleRun(ElasticRun[GrantedBinder]):
             self._begin()
         if joins:
             members.joining = False
-            dist.barrier()  # the members wait for this: from here on all is as it is for them
+            self.admission.come_in()
+            self._is_in = True
 
     def _connect(self) -> None:
         session, binder, address = self.session, self.binder, self._invited_to
@@ -250,10 +252,14 @@ class StaleRun(ElasticRun[GrantedBinder]):
         measures = worker.brought or worker.measures()
         if any(measures.shares):
             self._shares = measures.shares
-        if self._members.is_lowest and measures.counts.updates != self._noted:
-            self._noted = measures.counts.updates
-            self.events.note("server", measures.epoch, measures.tick, measures.counts.as_dict())
+        self._note(measures.counts, measures.epoch, measures.tick)
         return measures
+
+    def _note(self, counts: Counts, epoch: int, tick: int) -> None:
+        """Has one rank tell what the server has counted, if there is anything new."""
+        if self._members.is_lowest and counts.updates != self._noted:
+            self._noted = counts.updates
+            self.events.note("server", epoch, tick, counts.as_dict())
 
     # ---- training ends ----------------------------------------------------------------------------------------
 
@@ -264,6 +270,9 @@ class StaleRun(ElasticRun[GrantedBinder]):
             return
         self.meetings.meet("training ends")
         session.bring_home()
+        if self.meetings.counts is not None and self._members.is_lowest:  # others' last updates came after its own
+            last = session.state["coordinator"]
+            self._note(self.meetings.counts, last["epoch"], last["tick"])
         self.meetings.meet("state is saved")
         self.admission.end()
         self._outlive_server()
@@ -281,9 +290,10 @@ class StaleRun(ElasticRun[GrantedBinder]):
         self._groups.rebuild(members.alive, 0, store=store)
 
     def fail(self, error: BaseException) -> None:
-        """This rank failed: tells the others why. If it was only told to go (SIGTERM), they go on without it."""
+        """This rank failed: tells the others why. They go on if it was only told to go (SIGTERM), or not yet one of
+        them."""
         super().fail(error)
-        if isinstance(error, SIGTERMException) and not self._members.is_lowest:
+        if not self._is_in or (isinstance(error, SIGTERMException) and not self._members.is_lowest):
             return  # its connection ends
         if self.worker is not None:
             self.worker.abort(f"rank {self._members.rank} failed: {type(error).__name__}: {error}", error)

@@ -128,7 +128,10 @@ def check_ended(folder: Path, ended: Ended) -> None:
     assert all(code != 0 for code in ended.code), ended.screens
 
 
-@pytest.mark.parametrize(("place", "rank"), [("step", 1), ("layer", 0), ("hook", 0), ("validation", 2)])
+@pytest.mark.parametrize(
+    ("place", "rank"),
+    [("step", 1), *(pytest.param(*p, marks=pytest.mark.long) for p in (("layer", 0), ("hook", 0), ("validation", 2)))],
+)
 def test_an_exception_is_on_every_screen(tmp_path: Path, place: str, rank: int) -> None:
     ended = launch(tmp_path, place=place, at=rank)
     check_ended(tmp_path, ended)
@@ -153,12 +156,14 @@ def launch_and_kill(folder: Path, place: str, rank: int) -> None:
             assert named or "lost contact with another rank" in screen or "store is gone" in screen, (r, screen)
 
 
-@pytest.mark.parametrize(("place", "rank"), [("layer", 0), ("step", 2)])
+@pytest.mark.parametrize(("place", "rank"), [("layer", 0), pytest.param("step", 2, marks=pytest.mark.long)])
 def test_a_killed_rank_ends_all(tmp_path: Path, place: str, rank: int) -> None:
     launch_and_kill(tmp_path, place, rank)
 
 
-@pytest.mark.parametrize(("place", "rank"), [("migration, sending", 0), ("migration", 2)])
+@pytest.mark.parametrize(
+    ("place", "rank"), [("migration, sending", 0), pytest.param("migration", 2, marks=pytest.mark.long)]
+)
 def test_a_rank_killed_while_layers_move_loses_nothing_that_was_saved(tmp_path: Path, place: str, rank: int) -> None:
     launch_and_kill(tmp_path, place, rank)
     saved = sorted(tmp_path.glob("saved/*.ckpt"), key=lambda path: int(path.stem.partition("=")[2]))

@@ -100,6 +100,7 @@ def test_nobody_waits_for_a_stopped_worker_and_it_comes_back(tmp_path: Path) -> 
     assert max(at for at, _ in ended.ranks[1]["batches"]) > woken
 
 
+@pytest.mark.long
 def test_a_rank_that_is_stopped_for_too_long_is_left_behind_and_told(tmp_path: Path) -> None:
     """The others come to the end of the training without it; it wakes after that."""
     ended = launch_externally(tmp_path, fault=["stop for long", 1], at=[1, 3], liveness_s=0.4)
@@ -109,6 +110,7 @@ def test_a_rank_that_is_stopped_for_too_long_is_left_behind_and_told(tmp_path: P
     assert "LeftBehindError: rank 1 was left behind: no sign of life for 4.8 s" in ended.said[1], ended.said[1]
 
 
+@pytest.mark.long
 def test_one_that_is_stopped_for_ever_does_not_keep_the_launcher_waiting(tmp_path: Path) -> None:
     ended = launch(tmp_path, start="fork", fault=["stop for ever", 1], at=[1, 3], liveness_s=0.4)
     assert ended.code == [0], ended.screens
@@ -151,6 +153,7 @@ def test_of_processes_started_together_the_traceback_of_the_cause_is_shown(tmp_p
     assert seconds_after(tmp_path, ended) < 15.0
 
 
+@pytest.mark.long
 def test_a_full_disk_ends_everybody(tmp_path: Path) -> None:
     ended = launch(tmp_path, start="fork", fault=["full disk", 0], save=True)
     assert ended.code[0] > 0 and not ended.ranks, ended.screens

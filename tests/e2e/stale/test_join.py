@@ -12,6 +12,7 @@ import psutil
 import pytest
 import torch.distributed as dist
 
+from lightning_hetero.glue.elastic.admission import COME_S
 from tests.e2e.stale.scripts import Ended, Process, collect, free_port, nothing_left, start_rank, write_script
 
 pytestmark = pytest.mark.timeout(200)
@@ -23,6 +24,7 @@ JOINING = """
 import os, signal, time
 
 import script
+from lightning_hetero.glue.elastic import join
 from script import ASKED, FOLDER
 
 
@@ -43,11 +45,19 @@ class Gated(script.Faults):
             pass_gate(f"end {trainer.current_epoch}")
 
     def on_load_checkpoint(self, trainer, module, checkpoint):
-        if (ASKED["fault"] or [""])[0] == "kill while loading":
+        end = {"kill while loading": signal.SIGKILL, "stop while loading": signal.SIGSTOP}
+        if (ASKED["fault"] or [""])[0] in end:
             (FOLDER / "loads").write_text(str(time.time()))
-            os.kill(os.getpid(), signal.SIGKILL)
+            os.kill(os.getpid(), end[ASKED["fault"][0]])
 
 
+def killed(*_):
+    (FOLDER / "invited").write_text(str(time.time()))
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+if (ASKED["fault"] or [""])[0] == "kill when invited":
+    join.Invitation.read = killed
 script.Faults = Gated
 pass_gate(ASKED.get("gate", ""))
 script.main()
@@ -160,25 +170,29 @@ def test_a_rank_comes_again_and_again(tmp_path: Path) -> None:
         assert text in crew.said("zero"), crew.said("zero")
 
 
-def test_several_ranks_come_again_and_one_too_late(tmp_path: Path) -> None:
+def test_several_ranks_come_again_one_in_vain_and_one_too_late(tmp_path: Path) -> None:
     crew = Crew(tmp_path, epochs=5, transport="pairs")
     crew.start("zero", 0, "end 0", "end 1", "end 4")
     crew.start("one", 1, fault=["kill", 1], at=[1, 0])
     crew.start("two", 2, fault=["kill", 2], at=[0, 0])
+    crew.start("again gone", 2, fault=["kill when invited", 2])
     crew.start("again two", 2, fault=["kill", 2], at=[3, 0])
     crew.start("again one", 1)
     crew.start("again late", 2)
 
     crew.ended("two")
     crew.at("end 0")
-    crew.go("again two")
+    crew.go("again gone")
     crew.asks(2)
     crew.go("end 0")
 
+    crew.ended("again gone")
     crew.ended("one")
     crew.at("end 1")
     crew.go("again one")
+    crew.go("again two")
     crew.asks(1)
+    crew.asks(2)
     crew.go("end 1")
 
     crew.ended("again two")
@@ -188,11 +202,46 @@ def test_several_ranks_come_again_and_one_too_late(tmp_path: Path) -> None:
     crew.go("end 4")
 
     codes = crew.end()
-    assert codes == {"zero": 0, "one": -9, "two": -9, "again two": -9, "again one": 0, "again late": 1}, (
-        crew.left.screens
-    )
+    killed = {"one": -9, "two": -9, "again gone": -9, "again two": -9}
+    assert codes == {"zero": 0, **killed, "again one": 0, "again late": 1}, crew.left.screens
     crew.left.finished(5 * TICKS, [0, 1])
+    # nobody waited as long for the one that had gone as for one that is heard of
+    gone_s = float((tmp_path / "invited").read_text())
+    assert min(at_s for at_s, _ in crew.left.ranks[0]["batches"] if at_s > gone_s) - gone_s < COME_S / 2
+    assert "rank 2 wanted to join and did not come" in crew.said("zero")
     assert "the run that rank 2 wanted to join ended before it was let in" in crew.said("again late")
+    assert "Error" not in crew.said("zero") + crew.said("again one")
+
+
+@pytest.mark.long
+def test_of_two_that_come_again_at_once_one_falls_silent_and_the_other_trains(tmp_path: Path) -> None:
+    crew = Crew(tmp_path, epochs=4, liveness_s=0.5)
+    crew.start("zero", 0, "end 0", "end 1")
+    crew.start("one", 1, fault=["kill", 1], at=[0, 1])
+    crew.start("two", 2, fault=["kill", 2], at=[0, 1])
+    crew.start("again one", 1)
+    crew.start("again two", 2, fault=["stop while loading", 2])
+
+    crew.ended("one")
+    crew.ended("two")
+    crew.at("end 0")
+    crew.go("again one")
+    crew.go("again two")
+    crew.go("end 0")
+    crew.at("end 1")
+    crew.asks(1)
+    crew.asks(2)
+    crew.go("end 1")
+    crew.ended("again one")
+    crew.processes["again two"].kill()
+
+    codes = crew.end()
+    assert codes == {"zero": 0, "one": -9, "two": -9, "again one": 0, "again two": -9}, crew.left.screens
+    crew.left.finished(4 * TICKS, [0, 1])
+    silent_s = float((tmp_path / "loads").read_text())
+    assert min(at_s for at_s, _ in crew.left.ranks[0]["batches"] if at_s > silent_s) - silent_s < 20.0
+    assert "rank 2 wanted to join and did not come: rank 2 died or fell silent" in crew.said("zero")
+    assert "rank 1 has joined in epoch 2" in crew.said("zero")
     assert "Error" not in crew.said("zero") + crew.said("again one")
 
 

@@ -16,7 +16,7 @@ import pytest
 from tests.e2e.programs import two_at_a_time, warm_torchrun
 from tests.e2e.stale.scripts import Ended, launch, launch_externally, nothing_left
 
-pytestmark = pytest.mark.timeout(400)
+pytestmark = [pytest.mark.timeout(400), pytest.mark.long]
 
 TORCHRUN = ("--standalone", "--nproc-per-node", "2")
 WAYS: dict[str, Callable[[Path], Ended]] = {

@@ -74,6 +74,7 @@ def test_killed_before_anybody_has_connected_everybody_ends(tmp_path: Path, tran
         assert "lost contact with another rank" in screen, screen
 
 
+@pytest.mark.long
 def test_rank_0_that_loses_its_server_ends_and_the_others_go_on(tmp_path: Path) -> None:
     ended = lose(tmp_path, "cut", epochs=20, step_s=0.05)
     assert ended.code[0] > 0 and ended.code[1:] == [0, 0], ended.screens

@@ -308,9 +308,12 @@ def test_compensation_is_carried_for_the_server() -> None:
     assert Asp(compensation=0.5).compensation == by_name("drop", compensation=0.5).compensation == 0.5
 
 
-def test_only_flexible_completes_and_only_if_told() -> None:
-    assert [name for name in NAMES if by_name(name).completes] == []
-    assert Flexible(late="complete").completes and by_name("flexible", late="complete").completes
+@pytest.mark.parametrize("linear", [False, True])
+def test_only_flexible_completes_by_itself_where_that_is_linear(linear: bool) -> None:
+    completing = {name for name in NAMES if by_name(name).completes(linear=linear)}
+    assert completing == ({"flexible"} if linear else set())
+    assert by_name("flexible", late="complete").completes(linear=linear)
+    assert not Flexible(late="join").completes(linear=linear)
 
 
 @pytest.mark.parametrize(
@@ -324,7 +327,7 @@ def test_only_flexible_completes_and_only_if_told() -> None:
         (lambda: Flexible(grace=math.nan), ValueError, "grace=nan"),
         (lambda: Flexible(overlap=1), TypeError, "overlap=1"),  # type: ignore[arg-type]
         (lambda: Flexible(overlap=True, bound=0), ValueError, "use bound >= 1"),
-        (lambda: Flexible(late="wait"), ValueError, "late='wait'.*'join' or 'complete'"),  # type: ignore[arg-type]
+        (lambda: Flexible(late="wait"), ValueError, "late='wait'.*'auto', 'join' or 'complete'"),  # type: ignore[arg-type]
         (lambda: Backup(spares=-1), ValueError, "spares=-1"),
         (lambda: Asp(damping="dc"), ValueError, "damping='dc'"),  # type: ignore[arg-type]
         (lambda: Asp(compensation=-1.0), ValueError, "compensation=-1.0"),

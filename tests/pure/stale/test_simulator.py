@@ -229,6 +229,17 @@ def test_a_workers_times_sum_to_the_makespan(policy: str) -> None:
     assert sum(w.samples for w in trace.workers.values()) == sum(trace.staleness.values())
 
 
+def test_parameters_are_fetched_only_if_there_are_newer_ones() -> None:
+    trace = scripted("flexible")
+    pulls, grants, held = 0, 0, dict[int, int]()
+    for event in trace.events:
+        if event.kind == "grant" and event.rank != 2:  # that one dies, perhaps on its way
+            grants, pulls = grants + 1, pulls + (held.get(event.rank) != event.data["base"])
+            held[event.rank] = event.data["base"]
+    fetched_s = sum(worker.pull_s for rank, worker in trace.workers.items() if rank != 2)
+    assert fetched_s == pytest.approx(pulls * UNIT_S) and pulls < grants
+
+
 def test_the_same_twice() -> None:
     one, two = scripted("flexible"), scripted("flexible")
     assert one.events == two.events

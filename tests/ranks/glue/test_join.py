@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader
 
 from lightning_hetero.glue.elastic import join
 from lightning_hetero.glue.elastic.admission import Admission
-from lightning_hetero.glue.elastic.join import Invitation, JoinRequests, Newcomer
+from lightning_hetero.glue.elastic.join import Coming, Invitation, JoinRequests, Newcomer
 from lightning_hetero.glue.elastic.members import Members
 from tests.e2e.stale.scripts import free_port
 from tests.ranks.harness import RankEnvironment
@@ -236,6 +236,127 @@ def test_an_invitation_that_nobody_has_read_is_not_for_the_next(environment: Any
     assert asked(requests, [2]) == [2]
     requests.close([2])
     assert "ended before it was let in" in str(waiting.ended())
+
+
+def test_whether_a_newcomer_comes_or_has_gone_is_said_once(environment: Any) -> None:
+    store = host(environment)
+    member, newcomer = Coming(store, 8), Coming(store, 8)
+    assert newcomer.comes(2)
+    member.goes(2)
+    assert newcomer.comes(2) and member.gone([1, 2]) == set()
+    member.goes(1)
+    assert not newcomer.comes(1) and newcomer.gone([1, 2]) == {1}
+    assert Coming(store, 9).comes(1), "another group"
+
+
+class Comes(threading.Thread):
+    """A newcomer that comes into a process group; keeps the invitation, or the error.
+
+    Args:
+        fails: how often no group can be made with it.
+    """
+
+    def __init__(self, newcomer: Newcomer, fails: int = 0) -> None:
+        super().__init__()
+        self.newcomer, self.fails, self.got = newcomer, fails, None
+        self.built: list[int] = []
+        self.start()
+
+    def run(self) -> None:
+        try:
+            self.got: Any = self.newcomer.come(self.build)
+        except RuntimeError as error:
+            self.got = error
+
+    def build(self, invitation: Invitation, store: dist.Store, coming: Coming) -> None:
+        self.built.append(invitation.generation)
+        if len(self.built) <= self.fails:
+            raise RuntimeError("a rank did not come")
+
+
+class Place:
+    """Where the members of a new group find each other."""
+
+    def __init__(self) -> None:
+        self.store = dist.TCPStore("127.0.0.1", free_port(), is_master=True, wait_for_workers=False)
+
+
+@pytest.fixture
+def place() -> Iterator[Place]:
+    place = Place()
+    yield place
+    del place.store
+    gc.collect()
+
+
+def invited(requests: JoinRequests, place: Place, *generations: int) -> None:
+    """Invites rank 2 as often as that."""
+    for generation in generations:
+        assert asked(requests, [2]) == [2]
+        invite(requests, 2, replace(INVITATION, generation=generation, address={**ADDRESS, "port": place.store.port}))
+
+
+def test_a_newcomer_is_heard_of_until_it_trains_or_dies(
+    environment: Any, requests: JoinRequests, place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(join, "_BEAT_S", 0.01)
+    comes = Comes(Newcomer(environment, 2))
+    invited(requests, place, 8)
+    comes.join(20.0)
+    assert comes.got.generation == 8
+    assert Coming(place.store, 8).gone([2]) == set()
+
+    def silent_within(seconds: float) -> bool:
+        deadline_s = time.monotonic() + seconds
+        while time.monotonic() < deadline_s:
+            if requests.silent([2], for_s=0.25):
+                return True
+            time.sleep(0.01)
+        return False
+
+    assert not silent_within(0.75)
+    comes.newcomer.trains()
+    assert silent_within(20.0)
+
+
+def test_who_asks_again_is_not_waited_for_where_it_was_invited_before(
+    environment: Any, requests: JoinRequests, place: Place
+) -> None:
+    """Its process has died, and was started again at once: it is heard of, but does not come."""
+    comes = Comes(Newcomer(environment, 2))
+    invited(requests, place, 8)
+    comes.join(20.0)
+    assert requests.silent([2], for_s=20.0) == []
+    again = Comes(Newcomer(environment, 2))
+    assert asked(requests, [2]) == [2] == requests.silent([2], for_s=20.0)
+    invited(requests, place, 10)
+    again.join(20.0)
+    assert again.got.generation == 10 and requests.silent([2], for_s=20.0) == []
+    comes.newcomer.trains()
+    again.newcomer.trains()
+
+
+def test_who_is_taken_for_gone_asks_again(environment: Any, requests: JoinRequests, place: Place) -> None:
+    Coming(place.store, 8).goes(2)
+    comes = Comes(Newcomer(environment, 2))
+    invited(requests, place, 8, 10)
+    comes.join(20.0)
+    comes.newcomer.trains()
+    assert comes.got.generation == 10 and comes.built == [10]
+
+
+@pytest.mark.parametrize("fails", [1, 3])
+def test_where_no_group_can_be_made_a_newcomer_asks_again_but_not_for_ever(
+    environment: Any, requests: JoinRequests, place: Place, fails: int
+) -> None:
+    comes = Comes(Newcomer(environment, 2), fails=fails)
+    invited(requests, place, *range(8, 8 + min(3, 1 + fails)))
+    comes.join(20.0)
+    if fails == 3:
+        assert "a rank did not come" in str(comes.got) and comes.built == [8, 9, 10]
+    else:
+        assert comes.got.generation == 9
+    comes.newcomer.trains()
 
 
 # ---- stores come and go ---------------------------------------------------------------------------------------

@@ -119,7 +119,7 @@ def test_evaluation_is_that_of_stock_ddp() -> None:
 @pytest.mark.stock_ddp("models: GPT-2, Llama, BERT, ViT of transformers, unmodified", "pipeline")
 @pytest.mark.stock_ddp("models: nn.TransformerEncoder with masks", "pipeline")
 @pytest.mark.stock_ddp("models: activation checkpointing", "pipeline")
-@pytest.mark.parametrize("stages", [2, 4])
+@pytest.mark.parametrize("stages", [2, pytest.param(4, marks=pytest.mark.long)])
 def test_transformers_train_as_in_one_process(stages: int) -> None:
     cases = [(name, 0.2 if stages == 2 else 0.0) for name in MODELS]
     ranks = run_ranks(stages, job, cases, timeout_s=110.0)

@@ -66,7 +66,9 @@ def oracle(name: str) -> tuple[Weights, dict[str, float]]:
 @pytest.mark.stock_ddp("optimization: parameter groups, schedulers", "pipeline")
 @pytest.mark.stock_ddp("models: parameters that not every loss uses", "pipeline")
 @pytest.mark.stock_ddp("models: losses that are means over tokens", "pipeline")
-@pytest.mark.parametrize("plan", NAMES)
+@pytest.mark.parametrize(
+    "plan", [pytest.param(plan, marks=pytest.mark.long) if plan == "1x4" else plan for plan in NAMES]
+)
 def test_the_weights_are_those_of_one_process(plan: str) -> None:
     ranks = run_ranks(WORLD[plan], job, plan, NAMES[plan], timeout_s=100.0)
     for name in NAMES[plan]:

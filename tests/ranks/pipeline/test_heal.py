@@ -19,7 +19,7 @@ from tests.ranks.kit import FEATURES, rank_trainer
 from tests.ranks.pipeline.kit import LAYERS, WIDTH, Deep, pipeline
 
 SAMPLES, TURN, BATCHES = 16, 11, 22
-SAMPLE_S = 4e-4  # of a layer, on the fast rank; more than the noise of a busy machine
+SAMPLE_S = 8e-4  # of a layer, on the fast rank; more than the noise of a busy machine
 LINK = Link(bandwidth_bytes_per_s=1e9, latency_s=1e-4)
 WRONG = Cluster(devices=(Device(name="slow", speed=0.2), Device(name="fast")), links=((LINK,) * 2,) * 2)
 

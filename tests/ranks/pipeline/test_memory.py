@@ -32,9 +32,18 @@ def storages(tensors: Iterable[Tensor]) -> int:
     return sum(found.values())
 
 
+def has_memory(tensor: Tensor) -> bool:
+    """Whether it is no wrapper of a trace, which an earlier test of this process may have left."""
+    try:
+        return bool(tensor.untyped_storage().data_ptr())
+    except RuntimeError:
+        return False
+
+
 def reachable() -> int:
     """Bytes of whatever Python can reach: also what an engine has put aside."""
     found = [o for o in gc.get_objects() if isinstance(o, Tensor) and not o.is_meta and o.layout is torch.strided]
+    found = [o for o in found if has_memory(o)]
     return storages(found + [t.grad for t in found if t.is_leaf and t.grad is not None])
 
 

@@ -88,6 +88,14 @@ class Once(Deep):
     backbone_calls = 2
 
 
+class Saves(Deep):
+    """As a signal handler of the user's own would, wherever the signal finds the program."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.trainer.save_checkpoint("never.ckpt")
+        return super().training_step(batch, batch_idx)
+
+
 class NoLoss(Deep):
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         self.loss(batch)
@@ -141,6 +149,7 @@ REFUSED: dict[str, tuple[Callable[[], Deep], dict[str, Any], dict[str, Any], str
     "never": (Never, {}, {}, "called the backbone 0 times, expected 1"),
     "twice": (Twice, {}, {}, "called the backbone at least 2 times, expected 1"),
     "once": (Once, {}, {}, "called the backbone 1 times, expected 2"),
+    "saves": (Saves, {}, {}, "a checkpoint inside training_step.*call trainer.save_checkpoint in on_train_batch_end"),
     "no loss": (NoLoss, {}, {}, "training_step returned NoneType; a pipeline needs a loss"),
     "many losses": (ManyLosses, {}, {}, r"must be a tensor with one element, got shape \(8, 1\)"),
     "loaders": (Deep, {}, {"loader": "two"}, "the train loader is a dict of loaders.*StackDataset"),

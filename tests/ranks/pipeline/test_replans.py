@@ -176,7 +176,7 @@ def validated(rank: int, world: int, first: Any, script: dict[int, Any]) -> list
     return [trained, metrics]
 
 
-@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.long)])
 def test_evaluations_follow_the_plan_in_force(world: int) -> None:
     module = Deep()
     trainer = quiet_trainer(devices=1, max_epochs=1, val_check_interval=5)
@@ -206,7 +206,7 @@ def kept_or_not(rank: int, world: int, first: Any, script: dict[int, Any]) -> li
     return found
 
 
-@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.long)])
 def test_dropout_and_buffers_are_those_of_a_run_that_keeps_its_plan(world: int) -> None:
     one_group = {1: LONGER, 4: TURNED, 12: ALONE, 15: CHAIN}  # statistics of a group are its own
     four = {1: plan(group([2, 1, 0, 3], [0, 1, 3, 5, 6], 16)), 9: plan(group([3], [0, 6], 16)), 12: CHAIN}

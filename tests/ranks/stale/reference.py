@@ -89,7 +89,16 @@ def equal_speed(rank: int, samples: int, now_s: float) -> float:
 def replay(
     setting: Setting, script: Script, x: Tensor, y: Tensor, *, compensation: float = 0.0, limit: float = math.inf,
 ) -> nn.Module:  # fmt: skip
-    """Recomputes a run from what the coordinator decided: each contribution at the parameters of its base."""
+    """Recomputes a run with SGD from what the coordinator decided: each contribution at the parameters of its base."""
+    if setting.coordinator.policy.completes(linear=True):
+        return replay_completing(setting, script, x, y)[0]
+    return replay_joining(setting, script, x, y, compensation=compensation, limit=limit)
+
+
+def replay_joining(
+    setting: Setting, script: Script, x: Tensor, y: Tensor, *, compensation: float = 0.0, limit: float = math.inf,
+) -> nn.Module:  # fmt: skip
+    """The same where late contributions join the mean of the update they come to."""
     model = copy.deepcopy(setting.initial)
     (optimizer,) = setting.make(model)
     positions = {lease: some for t in script.trainees for lease, _, some in t.log}

@@ -222,7 +222,7 @@ def troubled(seed: int, workers: int) -> dict[str, Any]:
 @pytest.mark.parametrize("slow_s", [3.0, 12.0, 18.0, 27.0])
 def test_a_late_step_counts_once_and_never_beyond_the_bound(slow_s: float) -> None:
     """A worker's first batch takes so long; the others fill in, and have their next steps without it."""
-    ledger = Ledger(Flexible(bound=1), 3)
+    ledger = Ledger(Flexible(bound=1, late="join"), 3)
     ledger.run(
         3, work_s=lambda rank, n, now_s: slow_s if rank == 2 and now_s < 1.0 else float(n), rest_s=lambda *_: 3.0
     )  # fmt: skip
@@ -231,8 +231,8 @@ def test_a_late_step_counts_once_and_never_beyond_the_bound(slow_s: float) -> No
 
 @pytest.mark.parametrize(
     "policy",
-    [Flexible(bound=0), Flexible(bound=1), Flexible(bound=2, grace=0.5), Bsp(), Asp(), Drop(bound=1), Buffered(k=2),
-     Quorum(quorum=1)],
+    [Flexible(bound=0, late="join"), Flexible(bound=1, late="join"), Flexible(bound=2, grace=0.5, late="join"), Bsp(),
+     Asp(), Drop(bound=1), Buffered(k=2), Quorum(quorum=1)],
     ids=str,
 )
 def test_every_step_counts_once_for_every_sample_and_within_the_bound(policy: Policy) -> None:

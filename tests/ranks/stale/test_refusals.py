@@ -43,6 +43,14 @@ class Gathers(Toy):
         return loss
 
 
+class Saves(Toy):
+    """As a signal handler of the user's own would, wherever the signal finds the program."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.trainer.save_checkpoint("never.ckpt")
+        return super().training_step(batch, batch_idx)
+
+
 def loader() -> DataLoader:
     return DataLoader(regression(48), batch_size=8)
 
@@ -93,6 +101,7 @@ REFUSED: dict[str, tuple[Any, Any, Any, dict[str, Any], str, tuple[str, ...]]] =
     "16-mixed, manual": (Manual, loader, scaled, {}, "TypeError", ("16-mixed", "manual", "bf16-mixed")),
     "stream": (Toy, stream, dict, {}, "TypeError", ("IterableDataset", "map-style", "hetero_balanced")),
     "two loaders": (Toy, two_loaders, dict, {}, "TypeError", ("several train loaders", "StackDataset")),
+    "save": (Saves, loader, dict, {}, "RuntimeError", ("a checkpoint inside training_step", "on_train_batch_end")),
     "collective": (
         Gathers, loader, dict, {}, "RuntimeError", ("all_gather", "inside training_step", "on_train_epoch_end")
     ),

@@ -36,6 +36,7 @@ from tests.ranks.stale.reference import (
     plain,
     replay,
     replay_completing,
+    replay_joining,
     sgd,
     unequal,
 )
@@ -123,9 +124,31 @@ def test_late_contributions_complete_the_update_they_missed(shards: int) -> None
     expected, late = replay_completing(setting, script, x, y)
     assert late > 3, "the script was to make something late"
     assert differ(expected, setting.model) <= 1e-12
-    assert differ(replay(setting, script, x, y), setting.model) > 1e-4
+    assert differ(replay_joining(setting, script, x, y), setting.model) > 1e-4
     assert sum(u.samples for u in setting.coordinator.updates) == EPOCHS * SAMPLES
     assert 1 <= max(kept) <= 2
+
+
+@pytest.mark.parametrize(
+    ("make", "completes"),
+    [
+        (sgd, True),
+        (lambda m: [torch.optim.SGD(m.parameters(), lr=0.1)], True),
+        (lambda m: [torch.optim.AdamW(m.parameters(), lr=0.01)], False),
+        (lambda m: [torch.optim.SGD(m[0].parameters(), lr=0.1), torch.optim.Adam(m[2].parameters())], False),
+    ],
+)
+def test_by_default_late_contributions_complete_where_steps_are_linear(make: Any, completes: bool) -> None:
+    x, y = data(5)
+    weights = []
+    for late in ("auto", "complete" if completes else "join"):
+        setting = Setting(mlp(), make, Flexible(grace=0.0, late=late), 3)
+        Script(setting, automatic(x, y, mse), epochs, workers=3, work_s=unequal).run()
+        weights.append(setting.model)
+    assert differ(*weights) == 0.0
+    other = Setting(mlp(), make, Flexible(grace=0.0, late="join" if completes else "complete"), 3)
+    Script(other, automatic(x, y, mse), epochs, workers=3, work_s=unequal).run()
+    assert differ(weights[0], other.model) > 1e-6
 
 
 def test_nothing_late_nothing_kept() -> None:

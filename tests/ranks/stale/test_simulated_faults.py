@@ -73,6 +73,12 @@ FOUND = {
     "rank 0, which had lost its server, ended it under the others": (
         Fault("cut", (0,), Point(0, "before CLAIM", 2)),
     ),
+    "of two that came again at once one fell silent, and all others waited with it": (
+        Fault("kill", (1, 2), Point(1, "behind PUSH", 1), 0.1), Fault("silence", (2,), Point(2, "ready", 1)),
+    ),
+    "of two that came again at once one fell silent while it loaded, and all others waited with it": (
+        Fault("kill", (1, 2), Point(1, "behind PUSH", 1), 0.1), Fault("silence", (1,), Point(1, "connect", 2)),
+    ),
 }  # fmt: skip
 
 

@@ -201,8 +201,6 @@ class Policy(ABC):
         grace: longest hold under ``"grace"``, as a fraction of the time of a step.
         compensation: lambda of delay compensation, for the server (DC-ASGD, Zheng et al. 2017); 0: none.
         correction_limit: most that compensation may change an entry of a gradient, in multiples of that entry.
-        completes: a late contribution completes the mean of the update that it missed, see `completion`; else it joins
-            the mean of the next one.
     """
 
     name: ClassVar[str]
@@ -212,8 +210,13 @@ class Policy(ABC):
     compensation: float = 0.0
     correction_limit: float = math.inf
 
-    @property
-    def completes(self) -> bool:
+    def completes(self, *, linear: bool) -> bool:
+        """Whether a late contribution completes the mean of the update that it missed, see `completion`; else it joins
+        the mean of the next one.
+
+        Args:
+            linear: whether what the optimizers do is linear in the gradients.
+        """
         return False
 
     @property

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from typing import ClassVar, Literal, TypeAlias
+from typing import ClassVar, Literal, TypeAlias, get_args
 
 from lightning_hetero.stale.decide.policy.base import Claim, Due, Grant, Hold, Holds, Pooled, part, whole
 
 __all__ = ["Flexible"]
 
-Late: TypeAlias = Literal["join", "complete"]
+Late: TypeAlias = Literal["auto", "join", "complete"]
 
 
 class Flexible(Pooled):
@@ -28,33 +28,33 @@ class Flexible(Pooled):
         overlap: work ahead on the next batch instead of being held. Hides the transfers, but such contributions are
             one version old: with momentum at a tuned learning rate that costs several times the final loss.
         late: what late contributions count. ``"join"``: they join the mean of the next update. ``"complete"``: they
-            complete the mean of the update that they missed, and the next one moves by the difference: for learning
-            rates at the edge of stability. The server keeps that mean, a copy of the gradients for each version that
-            somebody still computes on.
+            complete the mean of the update that they missed, and the next one moves by the difference. The server keeps
+            that mean, a copy of the gradients for each version that somebody still computes on. ``"auto"``: complete
+            where every optimizer is `torch.optim.SGD` itself, with momentum or not: its steps are linear in the
+            gradients, so that two parts come to what one whole would have; else join.
 
     Raises:
         TypeError: ``bound`` is not a whole number, or ``overlap`` not a bool.
-        ValueError: a number is out of range, or ``late`` is neither of the two.
+        ValueError: a number is out of range, or ``late`` is none of the three.
     """
 
     name = "flexible"
     holds: ClassVar[Holds] = "grace"
 
-    def __init__(self, *, bound: int = 2, grace: float = 0.1, overlap: bool = False, late: Late = "join") -> None:
+    def __init__(self, *, bound: int = 2, grace: float = 0.1, overlap: bool = False, late: Late = "auto") -> None:
         self.bound = whole("Flexible", "bound", bound, 0)
         self.grace = part("Flexible", "grace", grace, "a step")
         if type(overlap) is not bool:
             raise TypeError(f"Flexible(overlap={overlap!r}) must be True or False")
         if overlap and bound < 1:
             raise ValueError(f"Flexible(overlap=True, bound={bound}) would refuse all it works ahead: use bound >= 1")
-        if late not in ("join", "complete"):
-            raise ValueError(f"Flexible(late={late!r}) must be 'join' or 'complete'")
+        if late not in get_args(Late):
+            raise ValueError(f"Flexible(late={late!r}) must be 'auto', 'join' or 'complete'")
         self.overlap = overlap
         self.late: Late = late
 
-    @property
-    def completes(self) -> bool:
-        return self.late == "complete"
+    def completes(self, *, linear: bool) -> bool:
+        return self.late == "complete" or (self.late == "auto" and linear)
 
     @property
     def claims_bound(self) -> int | None:

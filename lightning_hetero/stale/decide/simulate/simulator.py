@@ -1,7 +1,8 @@
 """Discrete-event simulation of the stale engine: the same coordinator and policies as in the server (layer P).
 
-Workers behave as the real ones do. One goes through the epoch's ticks, claims work, fetches parameters (``pull_s``),
-computes (`ChunkTime`), hands its gradients over (``push_s``) and claims again with the same message:
+Workers behave as the real ones do. One goes through the epoch's ticks, claims work, fetches parameters if there are
+newer ones (``pull_s``), computes (`ChunkTime`), hands its gradients over (``push_s``) and claims again with the same
+message:
 
     claim -> grant -> pull -> launch -> compute -> push + claim -> ...
              (held: no answer yet)                 passed: on to the server's tick; after the last one, meet the others
@@ -62,6 +63,8 @@ class _SimulatedWorker:
     computed: int = 0  # samples of the lease already done
     granted_s: float = 0.0
     busy_s: float = 0.0  # of the chunk under way
+    pull_s: float = 0.0  # for it
+    holds: int = -1  # version of its parameters
     finished_s: float = 0.0
 
 
@@ -158,7 +161,7 @@ class _Simulation:
         assert granted is not None
         totals = self.totals[rank]
         totals.busy_s += worker.busy_s
-        totals.pull_s += self.costs.pull_s
+        totals.pull_s += worker.pull_s
         if granted.spans:
             totals.push_s += self.costs.push_s
             totals.chunks += 1
@@ -183,7 +186,7 @@ class _Simulation:
         worker = self.workers.setdefault(rank, _SimulatedWorker(alive=False))
         if worker.alive:
             raise ValueError(f"worker {rank} joins at {self.now_s} s, but it lives already")
-        worker.alive, worker.tick, worker.asked_s = True, self.coordinator.tick, None
+        worker.alive, worker.tick, worker.asked_s, worker.holds = True, self.coordinator.tick, None, -1
         worker.life += 1
         self.totals.setdefault(rank, WorkerTotals())
         self.note("joins", rank)
@@ -239,18 +242,20 @@ class _Simulation:
     def begin_chunk(self, granted: Granted) -> None:
         rank, worker = granted.rank, self.workers[granted.rank]
         worker.granted, worker.granted_s, worker.computed, worker.busy_s = granted, self.now_s, 0, 0.0
+        worker.pull_s = self.costs.pull_s if granted.base != worker.holds else 0.0  # another version only
+        worker.holds = granted.base
         spans = [list(span) for span in granted.spans]
         self.note("grant", rank, lease=granted.lease, base=granted.base, spans=spans, at=worker.tick)
         if self.hooks:
             self.hooks.granted(granted, self.now_s)
         if granted.micro > 0 and granted.spans:
-            self.compute_micro(rank, self.costs.pull_s)
+            self.compute_micro(rank, worker.pull_s)
             return
         # A dummy batch holds one sample that counts nothing.
-        busy_s = self.compute_s(rank, self.now_s + self.costs.pull_s, granted.samples or 1)
+        busy_s = self.compute_s(rank, self.now_s + worker.pull_s, granted.samples or 1)
         worker.computed = granted.samples
         push_s = self.costs.push_s if granted.spans else 0.0
-        self.at(self.now_s + self.costs.pull_s + busy_s + push_s, _MESSAGE, rank, "push")
+        self.at(self.now_s + worker.pull_s + busy_s + push_s, _MESSAGE, rank, "push")
 
     def compute_micro(self, rank: int, delay_s: float = 0.0) -> None:
         granted = self.workers[rank].granted

@@ -54,6 +54,7 @@ class OpenBatch:
     ) -> None:
         self._updater, self._coordinator, self._counts = updater, coordinator, counts
         self._compensation = compensation
+        self._completes = updater.divides_by_weight and coordinator.policy.completes(linear=updater.linear)
         self.begin()
 
     def begin(self) -> None:
@@ -224,8 +225,7 @@ class OpenBatch:
         if self._flags is not None:
             pool.steps, pool.zeroes = self._flags
         base = updated.version - 1
-        completes = self._coordinator.policy.completes and self._updater.divides_by_weight
-        if completes and pool.weight > 0.0 and base in self._coordinator.bases():
+        if self._completes and pool.weight > 0.0 and base in self._coordinator.bases():
             pool.mean = KeptMean(self._updater.layout, pool.weight)
         self._apply(pool, -1, worth=updated.worth, last=updated.ends_tick)
         if pool.mean is not None and not pool.overflow:

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim import LBFGS, Optimizer, SparseAdam
+from torch.optim import LBFGS, SGD, Optimizer, SparseAdam
 
 from lightning_hetero.stale.runtime.memory.entry import NONFINITE
 from lightning_hetero.stale.runtime.memory.hyper_parameters import CLIP_NORM, CLIP_VALUE, HyperParameters
@@ -122,6 +122,14 @@ class Updater:
     def divides_by_weight(self) -> bool:
         """Whether an update is a mean of contributions, and not a sum of losses that are sums."""
         return self._divide_by is None
+
+    @property
+    def linear(self) -> bool:
+        """Whether an update is linear in its gradients, but for clipping: two of them come to what their sum would.
+
+        What a subclass of `torch.optim.SGD` does is not known.
+        """
+        return all(type(optimizer) is SGD for optimizer in self.optimizers)
 
     # ---- contributions ----------------------------------------------------------------------------------------
 
