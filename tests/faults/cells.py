@@ -292,12 +292,6 @@ def _disk(cell: Cell) -> Expected:
 
 def _cut(cell: Cell) -> Expected:
     """Of the last rank, which is alone on its node."""
-    if cell.engine == "pipeline":
-        known = (
-            "the rank that is cut off asks the run's store on rank 0, in a call of torch's without a timeout; others"
-            " end in time"
-        )
-        return Expected("ended", (2,), SOON_S + 2 * TIMEOUT_S, cause=rf"{LOST}|[Tt]imed? ?out", known=known)
     if cell.engine == "stale":
         return Expected("survived", (2,), SOON_S + SILENCE_S)
     return Expected("ended", (2,), SOON_S + 2 * TIMEOUT_S, cause=rf"{LOST}|[Tt]imed? ?out")

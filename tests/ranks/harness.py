@@ -19,6 +19,8 @@ import contextlib
 import multiprocessing as mp
 import os
 import pickle
+import shutil
+import subprocess
 import sys
 import tempfile
 import time
@@ -49,6 +51,7 @@ ROOT = Path(__file__).resolve().parents[2]
 START_S = 180.0  # one cold import of torch and Lightning on a busy machine
 AFTERMATH_S = 2.0  # how long the other ranks may go on after the first one failed; then they are killed
 SHOW_S = 0.3  # for stacks to be written
+DEEPER_S = 60.0  # for gdb, which reads what torch's libraries call their functions
 LEAVE_S = 10.0  # how long leaving the group may take
 
 
@@ -159,6 +162,7 @@ class _Pool:
             outcomes = self._collect(job.timeout_s)
             if late := set(range(len(self.controls))) - outcomes.keys():
                 self._end_children(late)
+                self._look_deeper(late, job.folder)
             else:
                 self._send_all(b"release")
                 done = self._collect(LEAVE_S)
@@ -178,6 +182,19 @@ class _Pool:
                 psutil.wait_procs(children, timeout=SHOW_S)
                 for child in children:
                     child.kill()
+
+    def _look_deeper(self, ranks: set[int], folder: str) -> None:
+        """Where a rank hangs in its answer, nothing of Python's waits: gdb, if there is one, shows what does."""
+        for rank in ranks:
+            stack = Path(folder, f"stack-{rank}")
+            if "in _pickled" in stack.read_text() and (gdb := shutil.which("gdb")):
+                asks = ("set print frame-arguments none", "thread 1", "backtrace 25", "thread apply all backtrace 6")
+                command = [gdb, "-batch", "-p", str(self.processes[rank].pid)]
+                command += [word for ask in asks for word in ("-ex", ask)]
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    said = subprocess.run(command, capture_output=True, text=True, timeout=DEEPER_S).stdout
+                    with stack.open("a") as file:
+                        file.writelines(line for line in said.splitlines(True) if line.startswith(("#", "Thread")))
 
     def _send_all(self, message: bytes) -> None:
         for control in self.controls:

@@ -280,7 +280,7 @@ class Place:
             overlap=settings.planning.overlap,
             pace=self.busy,
             emulated_links=emulated if settings.emulate_links else None,
-            timeout_s=1800.0 if settings.timeout is None else settings.timeout.total_seconds(),
+            timeout_s=settings.timeout_s,
             device=settings.device,
             ways=self.ways.by_peer,
             time_layers=self.watched and self._scenario is None,
@@ -314,7 +314,7 @@ class Place:
     def close(self) -> None:
         """Makes the module whole again on every rank, on the CPU; after a failure, does only what needs no peer."""
         self.logs.close()
-        self.sync.disarm()
+        self.sync.close()
         self.averages.release()
         try:
             if not self.failures.reported:
@@ -334,6 +334,8 @@ class Place:
                 self.owner_groups.close()
                 self.ways.close()
                 dist.destroy_process_group(self._wire)
+                # A process group ends, with its threads, when nobody holds it; Trainer's loaders still hold this place.
+                del self._wire, self.averages, self.whole
 
 
 def _structure(plan: PipelinePlan) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:

@@ -52,7 +52,7 @@ class PipelineRun(EngineRun[PipelineBinder]):
     def __init__(self, trainer: Trainer, settings: PipelineSettings) -> None:
         super().__init__(trainer, timeout=settings.timeout, settings=settings.fingerprint())
         self.settings = settings
-        self.failures = FailureBoard(self._store(), self.channel.rank)
+        self.failures = FailureBoard(self._store(), self.channel.rank, answer_s=settings.timeout_s)
         self.binder = PipelineBinder(trainer, self.channel, shared=settings.shared, stream=settings.stream)
         self.scenario: Scenario | None = None
         self.scenario_step: Callable[[int], int] = int
@@ -234,8 +234,7 @@ class PipelineRun(EngineRun[PipelineBinder]):
             if self.place is not None:
                 self.place.close()
         finally:
-            if self.failed:
-                self.failures.leave(self.channel.world_size, hosts=self.channel.rank == 0)
+            self.failures.leave(self.channel.world_size, hosts=self.channel.rank == 0)
             super().close()
 
 

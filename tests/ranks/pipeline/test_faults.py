@@ -186,6 +186,37 @@ def test_a_killed_rank_is_named(tmp_path: Path) -> None:
     assert any(end.startswith("RuntimeError: rank 2 is gone") for end in ends.values()), ends
 
 
+class Silent:
+    """A store whose host is stopped: torch's calls wait for its answer without end."""
+
+    def __init__(self) -> None:
+        self.asked: list[str] = []
+        self.woken = threading.Event()
+
+    def __getattr__(self, name: str) -> Callable[..., None]:
+        def call(*_: Any) -> None:
+            self.asked.append(name)
+            self.woken.wait()
+
+        return call
+
+
+def test_a_store_whose_host_is_silent_holds_nobody() -> None:
+    store: Any = Silent()
+    board = FailureBoard(store, 1, patience_s=0.05, answer_s=0.1)
+    try:
+        with pytest.raises(RuntimeError, match=r"the run's store has not answered for 0.1 s: .*stopped, or this rank"):
+            board.check()
+        assert "store has not answered" in str(board.lost(0, "it sent nothing"))
+        board.report(RuntimeError("it sent nothing"))
+        assert board.reported
+        assert board.meet("saved", 2, 30.0) == ["", ""]
+        board.leave(2, hosts=False, patience_s=30.0)
+        assert store.asked == ["check"]  # nobody else, who would wait behind this one
+    finally:
+        store.woken.set()
+
+
 def test_bad_arguments() -> None:
     case = Case(models.plain)
     net = case.net()

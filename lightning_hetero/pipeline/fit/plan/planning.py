@@ -96,6 +96,11 @@ class PipelineSettings:
     timeout: timedelta | None
     main_address: str
 
+    @property
+    def timeout_s(self) -> float:
+        """How long this rank waits for what another one owes it; torch's own default if ``timeout`` is None."""
+        return 1800.0 if self.timeout is None else self.timeout.total_seconds()
+
     def fingerprint(self) -> dict[str, str]:
         """Returns what must be the same on all ranks, as words."""
         return {

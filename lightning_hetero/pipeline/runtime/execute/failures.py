@@ -10,8 +10,9 @@ import json
 import threading
 import time
 import traceback
+from collections.abc import Callable
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import distributed as dist
 
@@ -20,9 +21,11 @@ from lightning_hetero.transport.sockets import first_line
 
 __all__ = ["FailureBoard", "RemoteTraceback"]
 
+T = TypeVar("T")
 _COUNT, _FIRST, _MET = "failures/count", "failures/first", "failures/met-"
 _LEFT = "failures/left"
 _POLL_S = 0.05
+_LEAVE_S = 0.005  # how often who hosts the store looks whether all have left
 _CHECK_S = 1.0  # how often a wait looks for failures elsewhere
 _ASK_S = 2e-4  # how often a wait that asks does so
 
@@ -38,15 +41,18 @@ class FailureBoard:
         store: shared by all ranks of the run; a prefix of its own for every run (`dist.PrefixStore`).
         rank: this process.
         patience_s: how long a rank that lost a peer waits for somebody to say why.
+        answer_s: how long the store's host may be silent while nobody has failed.
 
     Attributes:
         reported: whether this rank has said that it fails.
     """
 
-    def __init__(self, store: dist.Store, rank: int, *, patience_s: float = 3.0) -> None:
+    def __init__(self, store: dist.Store, rank: int, *, patience_s: float = 3.0, answer_s: float = 1800.0) -> None:
         self._store: Any = store  # torch's stubs do not know that values may be bytes
         self._rank = rank
         self._patience_s = patience_s
+        self._answer_s = answer_s
+        self._silent_s = 0.0  # how long the host has not answered, for which it is not asked again
         self.reported = False
 
     def report(self, error: BaseException) -> None:
@@ -59,9 +65,13 @@ class FailureBoard:
             "cause": f"{type(error).__name__}: {error}",
             "trace": "".join(traceback.format_exception(error)),
         }
+
+        def tell(store: Any) -> None:
+            if store.add(_COUNT, 1) == 1:
+                store.set(_FIRST, json.dumps(report))
+
         try:
-            if self._store.add(_COUNT, 1) == 1:
-                self._store.set(_FIRST, json.dumps(report))
+            self._ask(tell, self._patience_s)
         except RuntimeError:  # the store's process is gone; so are the others' hopes
             pass
 
@@ -81,7 +91,7 @@ class FailureBoard:
             RuntimeError: as `check`; or the collective failed and nobody says why.
         """
         if polled:
-            self._ask(work)
+            self._poll(work)
             return
         while True:
             try:
@@ -119,7 +129,7 @@ class FailureBoard:
             self.check()
             raise errors[0]
 
-    def _ask(self, work: dist.Work) -> None:
+    def _poll(self, work: dist.Work) -> None:
         look_s = time.monotonic() + _CHECK_S
         while not work.is_completed():
             time.sleep(_ASK_S)
@@ -140,7 +150,7 @@ class FailureBoard:
             how: it was noticed, e.g. "its connection is closed".
         """
         deadline_s = time.monotonic() + self._patience_s
-        while (error := self._reported()) is None:
+        while (error := self._reported(self._patience_s)) is None:
             if time.monotonic() >= deadline_s:
                 return RuntimeError(
                     f"rank {peer} is gone without a word ({how}): killed, out of memory, or cut off from the network;"
@@ -157,12 +167,16 @@ class FailureBoard:
         """
         notes = [""] * world_size
         deadline_s = time.monotonic() + patience_s
+
+        def look(store: Any) -> None:
+            for rank in range(world_size):
+                if not notes[rank] and store.check([f"{_MET}{rank}"]):
+                    notes[rank] = store.get(f"{_MET}{rank}").decode()
+
         try:
-            self._store.set(f"{_MET}{self._rank}", note)
+            self._ask(lambda store: store.set(f"{_MET}{self._rank}", note), patience_s)
             while not all(notes):
-                for rank in range(world_size):
-                    if not notes[rank] and self._store.check([f"{_MET}{rank}"]):
-                        notes[rank] = self._store.get(f"{_MET}{rank}").decode()
+                self._ask(look, patience_s)
                 if time.monotonic() >= deadline_s:
                     break
                 if not all(notes):
@@ -172,9 +186,9 @@ class FailureBoard:
         return notes
 
     def leave(self, ranks: int, *, hosts: bool, patience_s: float = 5.0) -> None:
-        """Called last by every rank that fails; its process may end then. Never raises because of the store.
+        """Called last by every rank; its process may end then. Never raises because of the store, and lets go of it.
 
-        Who hosts the store waits for the others: the cause would go with it before they have read it.
+        Who hosts the store waits for the others: a cause would go with it before they have read it.
 
         Args:
             ranks: of the run.
@@ -183,20 +197,67 @@ class FailureBoard:
         """
         deadline_s = time.monotonic() + patience_s
         try:
-            left = self._store.add(_LEFT, 1)
+            left = self._ask(lambda store: store.add(_LEFT, 1), patience_s)
             while hosts and left < ranks and time.monotonic() < deadline_s:
-                time.sleep(_POLL_S)
-                left = self._store.add(_LEFT, 0)
+                time.sleep(_LEAVE_S)
+                left = self._ask(lambda store: store.add(_LEFT, 0), patience_s)
         except RuntimeError:
             pass
+        self._store = None
 
-    def _reported(self) -> RuntimeError | None:
+    def _reported(self, answer_s: float | None = None) -> RuntimeError | None:
+        def look(store: Any) -> bytes | None:
+            return store.get(_FIRST) if store.check([_FIRST]) else None
+
         try:
-            if not self._store.check([_FIRST]):
-                return None
-            report = json.loads(self._store.get(_FIRST))
+            told = self._ask(look, self._answer_s if answer_s is None else answer_s)
+        except _SilentError as error:
+            return error
         except RuntimeError as error:
             return RuntimeError(f"the run's store is gone, and with it the process that held it: {first_line(error)}")
+        if told is None:
+            return None
+        report = json.loads(told)
         failed = RuntimeError(f"rank {report['rank']} failed: {report['cause']}")
         failed.__cause__ = RemoteTraceback(f"rank {report['rank']}:\n{report['trace']}")
         return failed
+
+    def _ask(self, question: Callable[[Any], T], answer_s: float) -> T:
+        """Returns the store's answer.
+
+        Torch waits for its host without end, whatever the store's timeout, so a thread does; one that has waited in
+        vain stays there, and with it torch's lock: nobody asks again.
+
+        Raises:
+            RuntimeError: the host is gone, or silent for ``answer_s``.
+        """
+        answers: list[T] = []
+        errors: list[Exception] = []
+        store = self._store
+        if store is None:
+            raise RuntimeError("this rank has left")
+
+        def run() -> None:
+            try:
+                answers.append(question(store))
+            except Exception as error:
+                errors.append(error)
+
+        if not self._silent_s:
+            thread = threading.Thread(target=run, name="pipeline-failures", daemon=True)
+            thread.start()
+            thread.join(answer_s)
+            if not (answers or errors):
+                self._silent_s = answer_s
+        if self._silent_s:
+            raise _SilentError(
+                f"the run's store has not answered for {self._silent_s:g} s: the process that holds it is stopped, or this"
+                " rank is cut off from the network"
+            )
+        if errors:
+            raise errors[0]
+        return answers[0]
+
+
+class _SilentError(RuntimeError):
+    """The store's host does not answer."""

@@ -130,6 +130,11 @@ class GradientSync:
             lane.forget()
         self._lanes = None
 
+    def close(self) -> None:
+        """As `disarm`, for good: lets go of the groups."""
+        self.disarm()
+        self._layouts.clear()
+
     def launch(self) -> None:
         """Starts to reduce what has not been yet; all ranks call it, or none, before `finish`.
 

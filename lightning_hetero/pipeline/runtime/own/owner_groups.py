@@ -63,10 +63,11 @@ class OwnerGroups:
         return self._groups[ranks] if len(ranks) > 1 else None
 
     def close(self) -> None:
-        """Destroys the groups; not after a failure, when peers may be gone."""
+        """Destroys the groups, and lets go of ``world``; not after a failure, when peers may be gone."""
         for group in self._groups.values():
             _destroy(group)
         self._groups.clear()
+        vars(self).pop("world", None)
 
 
 def _destroy(group: Any) -> None:

@@ -177,6 +177,7 @@ class Links:
             self.abort()
             raise
         self._broken = True
+        self._let_go()
 
     def abort(self) -> None:
         """Ends the links at once, and with them all others that share the wire: neighbours that wait are told."""
@@ -197,6 +198,13 @@ class Links:
         deadline_s = time.monotonic() + _ABORT_S
         for worker in (*self._receivers.values(), *self._senders.values()):
             worker.join(max(0.0, deadline_s - time.monotonic()))
+        self._let_go()
+
+    def _let_go(self) -> None:
+        """The wire ends when nobody holds it any more; this object may live until garbage is collected."""
+        self._senders.clear()
+        self._receivers.clear()
+        vars(self).pop("_wire", None)
 
     def _look(self, peer: int, deadline_s: float, what: str) -> None:
         self._failures.check()
