@@ -137,7 +137,8 @@ class Admission:
     def _let_in(self, asking: list[int]) -> None:
         members, before = self._members, self._members.alive
         alive = tuple(sorted({*before, *asking}))
-        if members.is_lowest:
+        speaks = members.is_lowest  # now: a newcomer may be lower, and knows nothing of this
+        if speaks:
             invitation = Invitation(
                 checkpoint=self._checkpoint,
                 generation=self._generation,
@@ -154,9 +155,9 @@ class Admission:
                     members.warn_once(f"rank {rank} wanted to join and could not be invited: {error}")
         why = self._come_together(alive, before)
         if missed := _listed(rank for rank in asking if rank not in members.alive):
-            members.warn_once(f"rank {missed} wanted to join and did not come: {why}")
+            members.warn_once(f"rank {missed} wanted to join and did not come: {why}", speaks=speaks)
         if come := _listed(rank for rank in asking if rank in members.alive):
-            members.warn_once(f"rank {come} has joined in epoch {self._trainer.current_epoch}")
+            members.warn_once(f"rank {come} has joined in epoch {self._trainer.current_epoch}", speaks=speaks)
 
     def _come_together(self, alive: tuple[int, ...], before: tuple[int, ...]) -> str:
         """Builds the process group with the newcomers, and waits until they are ready.
@@ -191,6 +192,9 @@ class Admission:
                     f"the others train without rank {members.rank}, which wanted to join: {why}; start it again"
                 ) from error
             self._begin_without((), coming, error)
+        else:
+            if members.is_lowest:  # now
+                self.announce()
 
     def living(self, asking: Sequence[int]) -> Callable[[], Collection[int]]:
         """Returns what tells who of the members, and of those invited, lives; the same on all members.

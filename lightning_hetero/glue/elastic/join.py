@@ -152,7 +152,7 @@ def _rendezvous(environment: ClusterEnvironment, timeout_s: float) -> dist.TCPSt
 
 
 class JoinRequests:
-    """The members' side, at the lowest of the ranks that are left.
+    """The members' side, for the lowest of the ranks that are left.
 
     Args:
         environment: tells where the rendezvous store is.
@@ -174,16 +174,28 @@ class JoinRequests:
     def host(self) -> str:
         """Hosts a store in the place of torch's, which went with the process group that a death has broken.
 
+        If another member does so already (who was the lowest before a lower rank came again), its store serves.
+
         Returns:
             Why nobody can join, if so; nothing else is lost then.
         """
-        if self._store is None:
+        if self._store is not None:
             try:
-                host, port = self._environment.main_address, self._environment.main_port
-                self._store = host_store(host, timedelta(seconds=_LOOK_S), port)
                 self._store.set(_RUN, "")
-            except (OSError, RuntimeError) as error:
-                return f"no rank can come again into this run, as the ranks' first meeting place is closed: {error}"
+                return ""
+            except RuntimeError:  # it was another's, who has died
+                self._store = None
+        try:
+            host, port = self._environment.main_address, self._environment.main_port
+            self._store = host_store(host, timedelta(seconds=_LOOK_S), port)
+            self._store.set(_RUN, "")
+        except (OSError, RuntimeError) as error:
+            with suppress(RuntimeError):
+                store = _rendezvous(self._environment, _LOOK_S)
+                if store.check([_RUN]):
+                    self._store = store
+                    return ""
+            return f"no rank can come again into this run, as the ranks' first meeting place is closed: {error}"
         return ""
 
     def asking(self, ranks: Sequence[int]) -> list[int]:

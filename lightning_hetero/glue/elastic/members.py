@@ -54,9 +54,15 @@ class Members:
         """Whether that rank is on this one's node, as far as is known."""
         return rank == self.rank or (rank in self.nodes and self.nodes[rank] == self.nodes.get(self.rank))
 
-    def warn_once(self, text: str) -> None:
-        """Shows a message to people, on one rank, once."""
+    def warn_once(self, text: str, *, speaks: bool | None = None) -> None:
+        """Shows a message to people, on one rank, once.
+
+        Args:
+            text: the message.
+            speaks: whether this is that rank; None: the lowest is.
+        """
         if text not in self._warned:
             self._warned.add(text)
-            if self.is_lowest:  # `rank_zero_warn` would say nothing after the death of rank 0
+            # `rank_zero_warn` would say nothing after the death of rank 0.
+            if self.is_lowest if speaks is None else speaks:
                 warnings.warn(text, RuntimeWarning, stacklevel=2)

@@ -37,11 +37,11 @@ def pass_gate(name):
 
 class Gated(script.Faults):
     def on_train_epoch_start(self, trainer, module):
-        if trainer.global_rank == 0:
+        if trainer.global_rank == ASKED["keeper"]:
             pass_gate(f"start {trainer.current_epoch}")
 
     def on_train_epoch_end(self, trainer, module):
-        if trainer.global_rank == 0:
+        if trainer.global_rank == ASKED["keeper"]:
             pass_gate(f"end {trainer.current_epoch}")
 
     def on_load_checkpoint(self, trainer, module, checkpoint):
@@ -74,7 +74,8 @@ def clean(tmp_path: Path) -> Iterator[None]:
 class Crew:
     """Ranks, started one by one; all at once in truth, as starting takes long, but each waits for its gate.
 
-    A gate ``"end 2"`` lets rank 0 wait at the end of epoch 2; any other name, a process before it begins.
+    A gate ``"end 2"`` lets rank 0, or another ``keeper``, wait at the end of epoch 2; any other name, a process before
+    it begins.
     """
 
     def __init__(self, folder: Path, **asked: Any) -> None:
@@ -86,7 +87,7 @@ class Crew:
 
     def start(self, name: str, rank: int, *gates: str, **asked: Any) -> None:
         gate = name if name.startswith("again") else ""
-        asked = {"ranks": 3, **self.asked, "gates": [*gates, name], "gate": gate, **asked}
+        asked = {"ranks": 3, "keeper": 0, **self.asked, "gates": [*gates, name], "gate": gate, **asked}
         output = self.folder / f"said {name}"
         self.processes[name] = start_rank(
             self.folder, rank, output, port=self.port, script="joining.py", **asked
@@ -243,6 +244,34 @@ def test_of_two_that_come_again_at_once_one_falls_silent_and_the_other_trains(tm
     assert "rank 2 wanted to join and did not come: rank 2 died or fell silent" in crew.said("zero")
     assert "rank 1 has joined in epoch 2" in crew.said("zero")
     assert "Error" not in crew.said("zero") + crew.said("again one")
+
+
+@pytest.mark.long
+def test_after_rank_0_has_died_a_lower_rank_comes_again_and_lets_in_another(tmp_path: Path) -> None:
+    crew = Crew(tmp_path, epochs=6, ranks=4, keeper=2)
+    for name, rank in (("zero", 0), ("one", 1), ("three", 3)):
+        crew.start(name, rank, fault=["kill", rank], at=[0, 1])
+    crew.start("two", 2, "end 1")
+    crew.start("again one", 1, "end 3", keeper=1)
+    crew.start("again three", 3)
+
+    for name in ("zero", "one", "three"):
+        crew.ended(name)
+    crew.at("end 1")
+    crew.go("again one")
+    crew.asks(1)
+    crew.go("end 1")
+    crew.at("end 3")  # rank 1 is the lowest now, and looks where rank 2 hosts
+    crew.go("again three")
+    crew.asks(3)
+    crew.go("end 3")
+
+    codes = crew.end()
+    killed = {"zero": -9, "one": -9, "three": -9}
+    assert codes == {**killed, "two": 0, "again one": 0, "again three": 0}, crew.left.screens
+    assert "rank 1 has joined in epoch 2" in crew.said("two")
+    assert "rank 3 has joined in epoch 4" in crew.said("again one")
+    assert crew.left.ranks[3]["batches"]
 
 
 TWICE = """

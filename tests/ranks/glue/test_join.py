@@ -419,6 +419,25 @@ def test_a_store_without_an_announcement_yet_will_have_one(environment: Any, mon
     requests.close([])
 
 
+def test_a_lower_rank_that_has_come_again_asks_where_another_hosts_and_hosts_when_that_one_has_died(
+    environment: Any,
+) -> None:
+    second, first = JoinRequests(environment), JoinRequests(environment)
+    assert second.host() == ""
+    assert first.host() == ""  # rank 1 is the lowest now, and somebody is missing
+    waiting = Waiting(environment, 3)
+    assert asked(first, [3]) == [3]
+    invite(first, 3)
+    assert waiting.ended() == INVITATION
+    del second._store  # rank 2 dies
+    assert first.asking([3]) == []
+    assert first.host() == ""
+    waiting = Waiting(environment, 3)
+    assert asked(first, [3]) == [3]
+    first.close([3])
+    assert "ended before it was let in" in str(waiting.ended())
+
+
 def test_where_no_store_can_be_nobody_joins_and_nothing_is_lost(environment: Any) -> None:
     taken = host(environment)
     assert "no rank can come again into this run" in JoinRequests(environment).host()
