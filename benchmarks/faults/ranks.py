@@ -113,7 +113,7 @@ class _Members(Members):
         super().__init__(rank, world_size)
         self._told = told
 
-    def warn_once(self, text: str) -> None:
+    def warn_once(self, text: str, *, speaks: bool | None = None) -> None:
         self._told.append(text)
 
 

@@ -7,12 +7,13 @@ Each rank that comes to the end of its training writes what it ended with; the r
 from __future__ import annotations
 
 import json
+import random
 import socket
 import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -270,9 +271,11 @@ def write_script(folder: Path) -> None:
 
 
 def free_port() -> int:
-    """Returns a port that nobody listens on."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        return free.getsockname()[1]
+    """Returns a port that nobody listens on, below those that Linux gives to connections: none takes it meanwhile."""
+    while True:
+        port = random.SystemRandom().randrange(20_000, 32_000)  # tests seed the other
+        with suppress(OSError), socket.create_server(("127.0.0.1", port)):
+            return port
 
 
 def start_rank(

@@ -67,7 +67,7 @@ class OneRank:
         self.rebuilt: list[tuple[int, ...]] = []
         self.told: list[str] = []
         self.fails: RuntimeError | None = None
-        self.members.warn_once = self.told.append  # type: ignore[method-assign]
+        self.members.warn_once = lambda text, **_: self.told.append(text)  # type: ignore[method-assign]
         trainer: Any = type("Trainer", (), {"callbacks": [], "current_epoch": 3})()
         self.admission = Admission(trainer, self, self.members, self, self, generation=GENERATION)  # type: ignore[arg-type]
 
