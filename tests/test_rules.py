@@ -178,7 +178,12 @@ class Sleeps(ast.NodeVisitor):
 
     @staticmethod
     def _sleeps(node: ast.AST) -> bool:
-        return isinstance(node, ast.Attribute) and ast.unparse(node) in ("time.sleep", "asyncio.sleep")
+        return (
+            isinstance(node, ast.Attribute)
+            and node.attr == "sleep"
+            and isinstance(node.value, ast.Name)
+            and node.value.id in ("time", "asyncio")
+        )
 
     def _seconds(self, node: ast.Call) -> float:
         (argument,) = node.args
@@ -250,10 +255,12 @@ def private_names(tree: ast.Module) -> Iterator[str]:
                 yield asked
 
 
+@cache
 def private_parts(cls: type) -> set[str]:
     """Private names that a class defines, or uses of itself."""
     nodes = list(ast.walk(ast.parse(textwrap.dedent(inspect.getsource(cls)))))
-    used = {n.attr for n in nodes if isinstance(n, ast.Attribute) and ast.unparse(n.value) == "self"}
+    of_self = (n for n in nodes if isinstance(n, ast.Attribute) and isinstance(n.value, ast.Name) and n.value.id == "self")
+    used = {n.attr for n in of_self}
     return {name for name in used | {n.name for n in nodes if isinstance(n, ast.FunctionDef)} if private(name)}
 
 

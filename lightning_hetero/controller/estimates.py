@@ -11,8 +11,9 @@ averaged, a jump is believed the second time it is seen.
 **Not measured.** Only links between neighbouring stages are measured. But what slows one link of a rank mostly slows
 all of them: its interface, or its island's. So a rank is *blamed* if all that was measured of it lately, links to two
 ranks or more, is slow; then its other links count as that slow, too, and so does what groups send one another. And
-what is measured no more (a resting device, a link nobody uses) is *forgotten* after a while, that is taken for what the
-profile says, or it would never be tried again; the next time after twice as long, until it was found to be well.
+what is measured no more (a device at rest, but for a change of what it can do; a link nobody uses) is *forgotten* after
+a while, that is taken for what the profile says, or it would never be tried again; the next time after twice as long,
+until it was found to be well.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from statistics import median
 from typing import Any, NamedTuple
 
 from lightning_hetero.controller.messages import Observation
+from lightning_hetero.controller.resting import Resting
 from lightning_hetero.predictors import Kalman
 from lightning_hetero.solvers.placement.pipes import Pipe
 from lightning_hetero.types import Cluster, LayerCost, Link, ModelCost
@@ -107,6 +109,7 @@ class Estimates:
         self._model, self._cluster, self._recheck = model, cluster, recheck
         self._links: dict[tuple[int, int], Link] = {}  # of such as were free in the cluster's description
         self._factors: dict[tuple[Any, ...], _Factor] = {}
+        self._resting: dict[int, Resting] = {}
         self._batch_s = 0.0  # of the last batch
         self._patience: dict[tuple[str, int], int] = {}  # with a rank or its links: how many times `recheck`
         self._base = [_both(layer) for layer in model.layers]
@@ -120,7 +123,16 @@ class Estimates:
             for stage, rank in enumerate(pipe.ranks):
                 first, last = pipe.cuts[stage], pipe.cuts[stage + 1]
                 self._stage(seen, rank, range(first, last), len(micro), sum(micro), leader=stage == 0)
-        for rank, speed in seen.probed.items():
+        probed = dict(seen.probed)
+        for rank in {*self._resting, *seen.rest_s}:
+            if any(rank in pipe.ranks for pipe in pipes):
+                self._resting.pop(rank, None)
+            elif (rest_s := seen.rest_s.get(rank, 0.0)) > 0.0:
+                if rank not in self._resting:
+                    self._resting[rank] = Resting(self._value("rank", rank))
+                if (changed := self._resting[rank].add(rest_s)) is not None:
+                    probed[rank] = changed
+        for rank, speed in probed.items():
             if speed > 0.0:
                 self._factor("rank", rank).add(1.0 / speed, seen.batch)
         most = max(map(len, sizes), default=1)
@@ -294,6 +306,7 @@ class Estimates:
             "factors": [[list(key), factor.to_plain()] for key, factor in self._factors.items()],
             "links": links,
             "patience": [[list(end), times] for end, times in self._patience.items()],
+            "resting": [[rank, resting.factor] for rank, resting in self._resting.items()],
         }
 
     def load(self, plain: Mapping[str, Any]) -> None:
@@ -303,6 +316,7 @@ class Estimates:
         for key, state in plain["factors"]:
             self._factor(*key).load(state)
         self._patience = {(kind, rank): times for (kind, rank), times in plain["patience"]}
+        self._resting = {rank: Resting(factor) for rank, factor in plain.get("resting", ())}
 
 
 def _blamed(links: Mapping[tuple[int, int], _Factor]) -> dict[tuple[int, int], tuple[float, int]]:

@@ -24,8 +24,8 @@ from typing import Any, Protocol
 from lightning_hetero.controller.messages import Decision as PlanDecision
 from lightning_hetero.controller.messages import Observation
 from lightning_hetero.controller.replans import Replan, ReplanLog
+from lightning_hetero.controller.resting import Resting
 from lightning_hetero.controller.settings import ControllerSettings
-from lightning_hetero.predictors import Kalman
 from lightning_hetero.shares.bounds import ShareBounds
 from lightning_hetero.shares.policy import BalancePolicy, Decision
 from lightning_hetero.solvers.plans import plan_to_plain, replicas
@@ -44,8 +44,6 @@ from lightning_hetero.types import (
 __all__ = ["ControlledPolicy", "Started", "Starts"]
 
 _LEARNED = 8  # records from which the first costs are known
-_UNSTEADY, _STEADY = 3, 10  # first dummies of a rank at rest: ignored so many; compared with the mean up to so many
-_CHANGED, _SURE = 0.5, 4.0  # relative change of a dummy's time that counts, if it is so many standard deviations
 _LEAST_S = 1e-9
 _FREE = AffineCost(fixed_s=0.0, per_sample_s=0.0)
 _AROUND = LayerCost(name="", forward=_FREE, backward=_FREE)
@@ -89,36 +87,6 @@ class _Profile:
         return (self.fixed_s + self.per_unit_s * units) / self.speeds[rank]
 
 
-class _Resting:
-    """What is known of a rank since it rests.
-
-    Args:
-        factor: its time over the profile's, measured when it worked last.
-        why: in words.
-    """
-
-    def __init__(self, factor: float, why: str) -> None:
-        self.factor, self.why = factor, why
-        self._filter, self._first_s, self._seen = Kalman(), math.nan, 0
-
-    def add(self, dummy_s: float) -> float | None:
-        """Takes in a dummy's time; returns the rank's speed over the profile's if that time has changed."""
-        self._seen += 1
-        if self._seen <= _UNSTEADY:
-            return None
-        self._filter.update(1, dummy_s)
-        now_s = self._filter.predict(1)
-        if self._seen <= _STEADY:
-            self._first_s = now_s
-            return None
-        ratio = now_s / self._first_s
-        sure = abs(now_s - self._first_s) > _SURE * self._filter.std_s(1)
-        if not sure or max(ratio, 1.0 / ratio) <= 1.0 + _CHANGED:
-            return None
-        # Never better than it was at work, or in the beginning: the first dummies may have been held up.
-        return 1.0 / max(self.factor * ratio, min(self.factor, 1.0))
-
-
 class ControlledPolicy(BalancePolicy):
     """Asks a controller for the shares.
 
@@ -143,7 +111,7 @@ class ControlledPolicy(BalancePolicy):
         self._plans: dict[int, tuple[int, ...]] = {}  # shares by generation, of those that may still be seen
         self._first_generation = 0  # of this controller, which counts from 0
         self._in_force, self._batch = -1, -1
-        self._resting: dict[int, _Resting] = {}
+        self._resting: dict[int, Resting] = {}
         self._factors: dict[int, float] = {}  # time over the profile's, of ranks at work
         self._log = ReplanLog(self.replans)
         self.generation = -1  # shares that the controller knows nothing of
@@ -178,7 +146,7 @@ class ControlledPolicy(BalancePolicy):
         with suppress(ValueError):  # other limits now
             self._open(profile, replicas(1, units)).load_state_dict(state["controller"])
             self._batch = state["batch"]
-            resting = {rank: _Resting(factor, why) for rank, factor, why in state["resting"] if not units[rank]}
+            resting = {rank: Resting(factor, why) for rank, factor, why in state["resting"] if not units[rank]}
             self._resting |= resting
 
     def _open(self, profile: _Profile, plan: PipelinePlan) -> Started:
@@ -205,7 +173,7 @@ class ControlledPolicy(BalancePolicy):
         self._shares = self._shares_of(plan)
         self._first_generation = self.generation = self.generation + 1
         self._plans = {self.generation: self._shares}
-        self._resting = {rank: _Resting(1.0, "") for rank, n in enumerate(self._shares) if not n}
+        self._resting = {rank: Resting(1.0, "") for rank, n in enumerate(self._shares) if not n}
         return started
 
     def _settings_per_unit(self) -> Starts:
@@ -340,7 +308,7 @@ class ControlledPolicy(BalancePolicy):
         self._plans[decided.generation] = self._shares
         why = _gains(note.predicted_gain, decided.cost_gain)
         self._resting = {
-            rank: self._resting.get(rank) or _Resting(self._factors.get(rank, 1.0), why)
+            rank: self._resting.get(rank) or Resting(self._factors.get(rank, 1.0), why)
             for rank, n in enumerate(self._shares)
             if not n
         }

@@ -10,7 +10,8 @@ from lightning_hetero.types import GroupPlan
 
 __all__ = ["Told", "telling_layers"]
 
-_WORK = 4  # numbers: samples, own work, waiting until the exchange begins; and the exchange of the batch before
+# Numbers: samples, own work, waiting until the exchange begins, the exchange of the batch before; `rest_s`.
+_WORK = 5
 _WAYS, _WAY = 2, 4  # neighbours that a rank receives from, at most; numbers of each: source, messages, bytes, seconds
 
 
@@ -46,6 +47,7 @@ class Told:
         layers: int,
         work: tuple[float, float, float, float],
         *,
+        rest_s: float = 0.0,
         links: Sequence[LinkTime] = (),
         first_layer: int = 0,
         layer_s: Sequence[float] = (),
@@ -56,11 +58,12 @@ class Told:
             rank, world, layers: who tells, and see above.
             work: samples; own work [s]; waiting for others until this message was sent, which is when the sums of the
                 gradients have begun [s]; what followed in the batch before, until these and the message were there [s].
+            rest_s: of a rank at rest: what a computation that is always the same took [s].
             links: on which it has received; of more than two neighbours the first two.
             first_layer, layer_s: of its layers, in order [s]; none if it is not its group's turn.
         """
         numbers = [0.0] * cls.size(world, layers)
-        numbers[_WORK * rank : _WORK * (rank + 1)] = work
+        numbers[_WORK * rank : _WORK * (rank + 1)] = *work, rest_s
         if layers:
             at = _WORK * world + _WAYS * _WAY * rank
             for link in links[:_WAYS]:
@@ -79,7 +82,13 @@ class Told:
         """
         rows = [self.numbers[_WORK * r : _WORK * (r + 1)] for r in range(self.world)]
         batch_s = max(row[1] + row[2] for row in rows) + min(row[3] for row in rows)
-        return [(round(samples), compute_s, batch_s - compute_s) for samples, compute_s, _, _ in rows]
+        return [(round(samples), compute_s, batch_s - compute_s) for samples, compute_s, *_ in rows]
+
+    @property
+    def rest_s(self) -> dict[int, float]:
+        """By rank at rest that has looked: what a computation that is always the same took [s]."""
+        found = {rank: self.numbers[_WORK * (rank + 1) - 1] for rank in range(self.world)}
+        return {rank: rest_s for rank, rest_s in found.items() if rest_s > 0.0}
 
     @property
     def links(self) -> list[LinkTime]:

@@ -25,6 +25,7 @@ from torch import nn
 from lightning_hetero.controller.messages import LinkTime
 from lightning_hetero.emulate.scenario import Scenario
 from lightning_hetero.glue.run import gloo_group
+from lightning_hetero.measure.rest_probe import RestProbe
 from lightning_hetero.pipeline.decide.direct_links import direct_pairs
 from lightning_hetero.pipeline.decide.plan_times import called, times_of, work_s
 from lightning_hetero.pipeline.decide.plans import unit_costs
@@ -137,6 +138,7 @@ class Place:
         self.owner_groups = OwnerGroups(world, backend=settings.process_group_backend, timeout=settings.timeout)
         self.logs = StepLogs(module, channel, wait=failures.wait)
         self.busy = BusyTime(device=settings.device)
+        self._rest_probe: RestProbe | None = None
         self.group: GroupPlan | None = None
         self.runner: StageRunner | WholeStep | None = None
         self.evaluation = EvaluationBatches(
@@ -295,6 +297,22 @@ class Place:
             return [], []
         links, layer_s = self.runner.measured()
         return links if self._scenario is None or self.settings.emulate_links else [], layer_s
+
+    def rest_s(self, step: int) -> float:
+        """Returns what a computation that is always the same takes, if this rank rests and is watched; else 0 [s].
+
+        Args:
+            step: batches trained so far; of an emulated device it tells how fast that is.
+        """
+        if self.group is not None or not self.watched:
+            return 0.0
+        rank, scenario = self.channel.rank, self._scenario
+        stretch = 1.0 if scenario is None else scenario.stretch(rank, self._scenario_step(step))
+        if scenario is not None and scenario.emulated:
+            return stretch
+        if self._rest_probe is None:
+            self._rest_probe = RestProbe(self.settings.device)
+        return self._rest_probe.seconds() * stretch
 
     def time_layers(self, now: bool) -> None:
         """Whether this rank's layers are timed one by one from here on."""

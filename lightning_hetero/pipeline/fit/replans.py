@@ -162,6 +162,7 @@ class Replans:
             work_s={rank: compute_s for rank, (samples, compute_s, _) in enumerate(told.work) if samples},
             layer_s=told.layer_s(groups[telling_layers(batch, groups)]),
             links=told.links,
+            rest_s=told.rest_s,
             micro_batches=[self._binder.micro_batches(part, i)[0] for i in range(len(groups))],
             pause_s=pause_s,
             moved_bytes=moved_bytes,

@@ -140,10 +140,11 @@ class TrainBatches:
                 numbers = range(first, first + len(sizes))
                 place.runner.serve(step, sizes, numbers, before_last_backward=arm)
         place.busy.end()
+        rest_s = place.rest_s(step)
         if not accumulates:
             place.sync.launch()
         sent_s, busy_s = time.perf_counter(), place.busy.busy_s
-        told = self._told(step, sum(sizes), busy_s, sent_s - started_s - busy_s)
+        told = self._told(step, sum(sizes), busy_s, sent_s - started_s - busy_s, rest_s)
         receive = self._send(outputs, weights, told)  # beside the sums
         if not accumulates:
             place.finish_sums()
@@ -219,7 +220,7 @@ class TrainBatches:
         loss = torch.tensor(loss, device=self._place.settings.device, dtype=torch.float32)
         return replace(told, numbers=sums), loss, paused_s / world
 
-    def _told(self, batch: int, samples: int, busy_s: float, wait_s: float) -> Told:
+    def _told(self, batch: int, samples: int, busy_s: float, wait_s: float, rest_s: float) -> Told:
         """Returns what this rank tells the others of a batch, in which it has waited for ``wait_s`` by now."""
         place = self._place
         groups, work = place.planned.plan.groups, (float(samples), busy_s, wait_s, self._exchange_s)
@@ -235,6 +236,7 @@ class TrainBatches:
             world,
             groups[0].cuts[-1],
             work,
+            rest_s=rest_s,
             links=links,
             first_layer=first,
             layer_s=layer_s,

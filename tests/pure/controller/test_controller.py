@@ -126,6 +126,24 @@ def test_a_plan_from_a_wrong_profile_heals_within_ten_batches_twice() -> None:
         assert run.batch_s[50:].max() <= 1.25 * ideal_s(cluster, reversed_)
 
 
+@pytest.mark.parametrize("noise", [0.0, 0.05])
+def test_a_device_that_rests_because_it_is_slow_is_woken_when_it_is_fast_again(noise: float) -> None:
+    """Nothing is measured of a rank at rest but what it can do; without that it would wait for ``recheck``."""
+    controller = started(LyapunovController(recheck=None), ROOMY)
+    phases = [calm(), slow(20, 1.0, 1.0, 1.0, 60.0), slow(80, 1.0, 1.0, 1.0, 1.0)]
+    run = trained(controller, phases, 120, ROOMY, noise=noise, rng=np.random.default_rng(4))
+    rests, wakes = [
+        next(d.batch for d in run.decisions if d.batch >= start and (3 in ranks_of(d.plan)) == works)
+        for start, works in ((20, False), (80, True))
+    ]
+    assert rests <= 25 and wakes <= 85
+    assert run.batch_s[90:].mean() <= 1.1 * ideal_s(ROOMY, calm())
+
+
+def ranks_of(plan: PipelinePlan) -> set[int]:
+    return {rank for group in plan.groups for rank in group.ranks}
+
+
 def test_slow_links_count_also_between_groups_where_nobody_measures_them() -> None:
     """Two groups of three, and rank 4's links are slow: most of the loss is the gradients' synchronisation."""
     cluster = replace(

@@ -247,6 +247,32 @@ def test_a_look_at_a_resting_rank_counts() -> None:
     assert found.state.ranks[2] == pytest.approx(4.0, rel=0.05)
 
 
+def at_rest(batches: Sequence[int], rest_s: float) -> list[Observation]:
+    return [seen(t, rest_s={2: rest_s}) for t in batches]
+
+
+def test_of_a_rank_at_rest_a_change_counts_and_no_more() -> None:
+    found = told(estimates(), *(seen(t, probed={2: 0.25}) for t in range(3)), *at_rest(range(3, 30), 0.002))
+    assert found.state.ranks[2] == pytest.approx(4.0, rel=0.05)
+    two = estimates()
+    two.load(json.loads(json.dumps(found.to_plain())))
+    told(two, *at_rest(range(30, 45), 0.002))  # a resumed run has other first times
+    for one, since in ((found, 30), (two, 45)):
+        told(one, *at_rest(range(since, since + 4), 0.0005))
+        assert one.state.ranks[2] == pytest.approx(1.0, rel=0.05)
+        told(one, *at_rest(range(since + 4, since + 8), 0.0001))
+        assert one.state.ranks[2] == pytest.approx(1.0, rel=0.05)  # never better than in the beginning
+        told(one, *at_rest(range(since + 8, since + 12), 0.004))
+        assert one.state.ranks[2] == pytest.approx(8.0, rel=0.05)
+
+
+def test_what_a_rank_could_do_at_rest_is_of_that_rest_alone() -> None:
+    found = told(estimates(), *at_rest(range(20), 0.002))
+    found.update(seen(20), [*PIPES, Pipe((2,), (0, 6))], [*SIZES, (2,)])
+    told(found, *at_rest(range(21, 33), 0.008))
+    assert found.state.ranks[2] == pytest.approx(1.0)
+
+
 def test_goes_on_from_json_as_if_nothing_had_happened() -> None:
     wire = LinkTime(source=0, target=1, messages=2, size_bytes=2e6, seconds=0.1)
     one = told(estimates(recheck=100), *(seen(t, (1.0, 2.0), links=[wire]) for t in range(5)))

@@ -16,7 +16,7 @@ import numpy as np
 
 from lightning_hetero.controller.messages import Decision, Observation
 from lightning_hetero.pipeline.decide.simulate.machine import Batch, Machine
-from lightning_hetero.pipeline.decide.simulate.traces import Phase, Trace
+from lightning_hetero.pipeline.decide.simulate.traces import Trace
 from lightning_hetero.solvers.chain.layers import Floats
 from lightning_hetero.types import PipelinePlan
 
@@ -133,7 +133,12 @@ def simulate(
         columns["traffic_bytes"][t] = batch.traffic_bytes + moved_bytes
         changed = {r: float(p * price[r]) for r, (p, old) in enumerate(zip(prices, told, strict=True)) if p != old}
         told = prices
-        decision = decides.step(_seen(t, generation, batch, phase, changed, pause_s, moved_bytes))
+        devices = machine.cluster_in(phase).devices
+        rest_s = {rank: 1.0 / devices[rank].speed for rank in range(ranks) if not used[rank]}
+        if noise and rng is not None and rest_s:
+            drawn = np.exp(noise * rng.standard_normal(len(rest_s)) - 0.5 * noise * noise)
+            rest_s = {rank: s * float(x) for (rank, s), x in zip(rest_s.items(), drawn, strict=True)}
+        decision = decides.step(_seen(t, generation, batch, rest_s, changed, pause_s, moved_bytes))
         for name, value in decision.queues.items():
             queues.setdefault(name, np.zeros(batches))[t] = value
         if decision.kind != "keep":
@@ -164,7 +169,7 @@ def _seen(
     t: int,
     generation: int,
     batch: Batch,
-    phase: Phase,
+    rest_s: Mapping[int, float],
     prices: Mapping[int, float],
     pause_s: float,
     moved_bytes: float,
@@ -175,6 +180,7 @@ def _seen(
         batch_s=batch.seconds,
         work_s={rank: seconds for rank, seconds in enumerate(batch.work_s) if seconds > 0.0},
         links=[link for link in batch.links if link.seconds > 0.0],
+        rest_s=rest_s,
         prices=prices,
         pause_s=pause_s,
         moved_bytes=moved_bytes,

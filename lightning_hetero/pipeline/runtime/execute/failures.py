@@ -6,6 +6,7 @@ ends with the cause, e.g. "rank 2 failed: OutOfMemoryError: ...", and not with i
 
 from __future__ import annotations
 
+import contextlib
 import json
 import threading
 import time
@@ -70,10 +71,8 @@ class FailureBoard:
             if store.add(_COUNT, 1) == 1:
                 store.set(_FIRST, json.dumps(report))
 
-        try:
+        with contextlib.suppress(RuntimeError):  # the store's process is gone; so are the others' hopes
             self._ask(tell, self._patience_s)
-        except RuntimeError:  # the store's process is gone; so are the others' hopes
-            pass
 
     def check(self) -> None:
         """Raises RuntimeError if a rank has failed: names it and the cause, its traceback as ``__cause__``."""
@@ -251,8 +250,8 @@ class FailureBoard:
                 self._silent_s = answer_s
         if self._silent_s:
             raise _SilentError(
-                f"the run's store has not answered for {self._silent_s:g} s: the process that holds it is stopped, or this"
-                " rank is cut off from the network"
+                f"the run's store has not answered for {self._silent_s:g} s: the process that holds it is stopped, or"
+                " this rank is cut off from the network"
             )
         if errors:
             raise errors[0]
