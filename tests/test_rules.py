@@ -259,8 +259,8 @@ def private_names(tree: ast.Module) -> Iterator[str]:
 def private_parts(cls: type) -> set[str]:
     """Private names that a class defines, or uses of itself."""
     nodes = list(ast.walk(ast.parse(textwrap.dedent(inspect.getsource(cls)))))
-    of_self = (n for n in nodes if isinstance(n, ast.Attribute) and isinstance(n.value, ast.Name) and n.value.id == "self")
-    used = {n.attr for n in of_self}
+    attributes = [n for n in nodes if isinstance(n, ast.Attribute)]
+    used = {n.attr for n in attributes if isinstance(n.value, ast.Name) and n.value.id == "self"}
     return {name for name in used | {n.name for n in nodes if isinstance(n, ast.FunctionDef)} if private(name)}
 
 
