@@ -178,7 +178,14 @@ class LoadBalancedStrategy(HeteroStrategy[BalancedRun]):
                 self.controller.check_ranks(self.world_size)
 
     def begin(self, trainer: Trainer) -> BalancedRun:
-        run = BalancedRun(trainer, self.shared, self.settings, timeout=self.timeout, device=self.root_device)
+        run = BalancedRun(
+            trainer,
+            self.shared,
+            self.settings,
+            timeout=self.timeout,
+            device=self.root_device,
+            main_address=self.cluster_environment.main_address,
+        )
         run.undo.enter_context(patched(self.precision_plugin, "backward", self._backward_weighted))
         return run
 

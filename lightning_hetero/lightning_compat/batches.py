@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
+from lightning.fabric.plugins.environments import SLURMEnvironment
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch import Tensor
@@ -26,6 +27,7 @@ __all__ = [
     "defer_requeue",
     "note_sigterm",
     "replace_sigterm_broadcast",
+    "requeues",
     "run_again",
     "stop_sigterm_broadcast",
     "trainer_callbacks",
@@ -98,6 +100,12 @@ def note_sigterm(trainer: Trainer) -> Callable[[], None]:
         vars(connector).pop("_sigterm_notifier_fn", None)
 
     return undo
+
+
+def requeues(trainer: Trainer) -> bool:
+    """Whether SLURM runs the job, and a signal of its asks Lightning to save and requeue it."""
+    environment = trainer._accelerator_connector.cluster_environment
+    return isinstance(environment, SLURMEnvironment) and environment.auto_requeue
 
 
 def defer_requeue(trainer: Trainer, told: Callable[[int], None]) -> tuple[Callable[[int], None], Callable[[], None]]:

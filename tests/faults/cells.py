@@ -220,9 +220,6 @@ def expected(cell: Cell) -> Expected:
         return _exception(cell)
     if cell.engine == "federated" and cell.asked.get("samples", RANKS) < RANKS:
         return Expected("refused", cause="have no batch of training data")
-    if kind == "SIGUSR1 to all" and cell.engine == "balanced":
-        known = "as under stock DDP: Lightning's handler saves, in collectives, wherever the signal finds each rank"
-        return Expected("survived", known=known)
     if not kind or fault.name in _HARMLESS:
         return Expected("survived")
     return _BY_KIND[kind](cell)

@@ -24,6 +24,7 @@ from lightning_hetero.balanced.fit.recovery import Recovery
 from lightning_hetero.balanced.runtime.batch_norm import statistics_kept
 from lightning_hetero.balanced.runtime.checksum import ParameterChecksum
 from lightning_hetero.balanced.runtime.loss_weight import LossWeight
+from lightning_hetero.callbacks.requeue import RequeueInStep
 from lightning_hetero.callbacks.work import BatchCost, cost_in, count_work
 from lightning_hetero.data import Part
 from lightning_hetero.data.costs import costs_digest
@@ -35,6 +36,7 @@ from lightning_hetero.measure.step_clock import StepProbe, when_backward_ends
 from lightning_hetero.shares.caps import MemoryCap
 from lightning_hetero.shares.policy import BalancePolicy, Decision
 from lightning_hetero.solvers.scale import scale_shares
+from lightning_hetero.transport.store import run_store
 from lightning_hetero.types import StepReport
 
 if TYPE_CHECKING:
@@ -64,6 +66,7 @@ class BalancedRun(EngineRun[BalancedBinder]):
         shared, settings: the strategy's arguments.
         timeout: of collectives.
         device: of this rank.
+        main_address: of the host that rank 0 is on.
 
     Attributes:
         part: this rank's part of the batch that runs, or ran last; None: a batch of stock DDP's.
@@ -80,6 +83,7 @@ class BalancedRun(EngineRun[BalancedBinder]):
         *,
         timeout: timedelta | None,
         device: torch.device,
+        main_address: str,
     ) -> None:
         given = [c for c in compat.trainer_callbacks(trainer) if isinstance(c, BatchRebalancer)]
         # Not added to the Trainer's callbacks: it has no hook to call, and calling none costs some 10 us each.
@@ -106,6 +110,10 @@ class BalancedRun(EngineRun[BalancedBinder]):
             **self.policy.settings(),
         }
         super().__init__(trainer, timeout=timeout, settings=agreed)
+        if self.fitting and self.channel.world_size > 1 and compat.requeues(trainer):
+            store = run_store(self.channel, main_address, timeout)
+            requeue = RequeueInStep(trainer, self.channel.rank, self.channel.world_size, store)
+            self.undo.callback(requeue.close)
         self.automatic = self.module.automatic_optimization
         self.part: Part | None = None
         self.binder = BalancedBinder(trainer, self.channel, self.policy, shared, settings.batches)

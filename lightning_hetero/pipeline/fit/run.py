@@ -26,6 +26,7 @@ from lightning_hetero.pipeline.runtime.execute.failures import FailureBoard
 from lightning_hetero.pipeline.runtime.step.backbone import Backbone
 from lightning_hetero.pipeline.runtime.step.undivided import Undivided
 from lightning_hetero.solvers.plans import plan_to_plain
+from lightning_hetero.transport.store import run_store
 from lightning_hetero.types import PipelinePlan, StepReport
 
 if TYPE_CHECKING:
@@ -52,7 +53,8 @@ class PipelineRun(EngineRun[PipelineBinder]):
     def __init__(self, trainer: Trainer, settings: PipelineSettings) -> None:
         super().__init__(trainer, timeout=settings.timeout, settings=settings.fingerprint())
         self.settings = settings
-        self.failures = FailureBoard(self._store(), self.channel.rank, answer_s=settings.timeout_s)
+        store = run_store(self.channel, settings.main_address, settings.timeout)
+        self.failures = FailureBoard(store, self.channel.rank, answer_s=settings.timeout_s)
         self.binder = PipelineBinder(trainer, self.channel, shared=settings.shared, stream=settings.stream)
         self.scenario: Scenario | None = None
         self.scenario_step: Callable[[int], int] = int
@@ -70,18 +72,6 @@ class PipelineRun(EngineRun[PipelineBinder]):
     def _any_told(self, told: bool) -> bool:
         """Whether rank 0 has received SIGTERM, as it has told all with the batch before."""
         return self.batches is not None and self.batches.sigterm
-
-    def _store(self) -> dist.Store:
-        """A store of our own, hosted by rank 0, where a failing rank leaves the cause."""
-        if self.channel.world_size == 1:
-            return dist.HashStore()
-        host, first = self.settings.main_address, self.channel.rank == 0
-        options: dict[str, Any] = {"wait_for_workers": False}
-        if self.settings.timeout is not None:
-            options["timeout"] = self.settings.timeout
-        store = dist.TCPStore(host, 0, is_master=True, **options) if first else None
-        port = self.channel.all_gather_object(store.port if store is not None else None)[0]
-        return store or dist.TCPStore(host, port, is_master=False, **options)
 
     # ---- set-up -----------------------------------------------------------------------------------------------
 
