@@ -178,6 +178,7 @@ class LoadBalancedStrategy(HeteroStrategy[BalancedRun]):
                 self.controller.check_ranks(self.world_size)
 
     def begin(self, trainer: Trainer) -> BalancedRun:
+        assert self.cluster_environment is not None
         run = BalancedRun(
             trainer,
             self.shared,
