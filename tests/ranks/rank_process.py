@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import gc
 import math
 import os
 import pickle
@@ -65,6 +66,8 @@ def serve(rank: int, world_size: int, control: Connection, lifeline: Connection)
         os.environ["GLOO_SOCKET_IFNAME"] = "lo"  # the host's name need not resolve
     torch.set_num_threads(1)
     environment = dict(os.environ)
+    gc.collect()
+    gc.freeze()  # so that the next one is quick
     control.send_bytes(pickle.dumps(Outcome()))
     while True:
         try:
@@ -78,6 +81,9 @@ def serve(rank: int, world_size: int, control: Connection, lifeline: Connection)
             _leave_group()  # now: the peers may be waiting for this rank
         control.recv_bytes()
         _leave_group()
+        # On all ranks now: a fit that failed leaves groups as garbage. Whose destructor finds a collective under way
+        # waits for it, up to the group's timeout, or until the other end is destroyed; in a later job it would hang.
+        gc.collect()
         os.chdir(tempfile.gettempdir())  # the parent deletes the job's folder
         os.environ.clear()
         os.environ.update(environment)

@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Session"]
 
+_DYING_S = 2.0  # from the end of a killed process' connections to its own
+
 
 @dataclass(frozen=True, slots=True)
 class _Shared:
@@ -207,7 +209,8 @@ class Session:
             self._hang_up(worker)
             cut_off = worker.link.left_behind or worker.link.cut
         process, self._process = self._process, None
-        if process is not None and cut_off and process.alive():
+        # A process that is killed closes its connections before it is gone, and leaves work for `stop`.
+        if process is not None and cut_off and not process.ends_within(_DYING_S):
             process.release()  # it serves the others
         elif process is not None:
             process.stop(patience_s)

@@ -303,6 +303,16 @@ class Asked(Toy):
         return super().training_step(batch, batch_idx)
 
 
+def test_requeues() -> None:
+    trainer = quiet_trainer(devices=1)
+    assert not compat.requeues(trainer)
+    with slurm(trainer):
+        assert compat.requeues(trainer), VERSIONS
+        environment: Any = trainer._accelerator_connector.cluster_environment
+        environment.auto_requeue = False
+        assert not compat.requeues(trainer), VERSIONS
+
+
 def test_defer_requeue(tmp_path: Path) -> None:
     """Lightning's handler saves and requeues when it is told to, and at once after the undo."""
 

@@ -91,9 +91,9 @@ class ServerProcess:
         if os.getpid() != self._owner:
             return None
         self._let_go()
-        if not self._ends_within(timeout_s):
+        if not self.ends_within(timeout_s):
             self._signal(signal.SIGKILL)
-            self._ends_within(float("inf"))
+            self.ends_within(float("inf"))
         if (self.exit_code() or 0) < 0:  # by whose hand ever: it could not do it itself
             self._clean_up()
         return self.exit_code()
@@ -117,7 +117,8 @@ class ServerProcess:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.pid, number)
 
-    def _ends_within(self, timeout_s: float) -> bool:
+    def ends_within(self, timeout_s: float) -> bool:
+        """Waits; returns whether the server has ended."""
         deadline, pause_s = time.monotonic() + timeout_s, 0.0005
         while self.exit_code() is None:
             if time.monotonic() >= deadline:
