@@ -145,7 +145,7 @@ def test_what_a_killed_one_held_is_removed_by_its_rank() -> None:
     cleaned: list[bool] = []
     server = fork_server(until_let_go, keep=[], clean_up=lambda: cleaned.append(True))
     os.kill(server.pid, signal.SIGKILL)
-    server._ends_within(30.0)
+    server.ends_within(30.0)
     assert server.stop(30.0) == -signal.SIGKILL and cleaned == [True]
 
 
