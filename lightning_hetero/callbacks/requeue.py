@@ -64,6 +64,9 @@ class _Requeue:
     def _owe(self, number: int) -> None:
         """Answers the signal at the end of the batch."""
         self._due.append(number)
+        self._enter()
+
+    def _enter(self) -> None:
         if self._ends not in self._callbacks:
             self._callbacks.append(self._ends)
 
@@ -164,8 +167,7 @@ class RequeueInStep(_Requeue):
 
     def _told(self, number: int) -> None:
         self._number = number
-        if self._ends not in self._callbacks:
-            self._callbacks.append(self._ends)
+        self._enter()
 
     def _save(self) -> None:
         trained = compat.batches_of_all_epochs(self._trainer)

@@ -17,8 +17,8 @@ import sys
 import time
 import traceback
 import weakref
-from collections.abc import Callable, Collection, Sequence, Sized
-from contextlib import suppress
+from collections.abc import Callable, Collection, Iterator, Sequence, Sized
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 
 import torch.distributed as dist
@@ -95,7 +95,8 @@ def rebuild_default_group(
     leave_default_group()
     own = dist.PrefixStore(f"generation/{generation}", store)
     # Late or dead members are found out here, with names: the rendezvous itself could only run into its timeout.
-    _meet(own, generation, members, rank, meeting_s, living)
+    with _here(own, rank):
+        _meet(own, generation, members, rank, meeting_s, living)
     hook = sys.excepthook
     try:
         dist.init_process_group(
@@ -175,6 +176,18 @@ def _is_unpadded(sampler: DistributedSampler) -> bool:
     return any(base.__name__ == "UnrepeatedDistributedSampler" for base in type(sampler).__mro__)
 
 
+@contextmanager
+def _here(store: dist.Store, rank: int) -> Iterator[None]:
+    """Inside, others find this rank; afterwards, unless that has come to nothing."""
+    store.set(f"here/{rank}", "1")
+    try:
+        yield
+    except RuntimeError:
+        with suppress(RuntimeError, NotImplementedError):
+            store.delete_key(f"here/{rank}")  # or a member that was stopped would come and find nobody
+        raise
+
+
 def _meet(
     store: dist.Store,
     generation: int,
@@ -184,23 +197,6 @@ def _meet(
     living: Callable[[], Collection[int]] | None,
 ) -> None:
     """Returns when all members have come; asks in turns, as a blocking wait would not say who is missing."""
-    store.set(f"here/{rank}", "1")
-    try:
-        _wait_for(store, generation, members, rank, meeting_s, living)
-    except RuntimeError:
-        with suppress(RuntimeError, NotImplementedError):
-            store.delete_key(f"here/{rank}")  # or a member that was stopped would come and find nobody
-        raise
-
-
-def _wait_for(
-    store: dist.Store,
-    generation: int,
-    members: Sequence[int],
-    rank: int,
-    meeting_s: float,
-    living: Callable[[], Collection[int]] | None,
-) -> None:
     started, pause_s, ask_s = time.monotonic(), 0.001, _ASK_S
     missing = [m for m in members if m != rank]
     while True:

@@ -134,10 +134,9 @@ def simulate(
         changed = {r: float(p * price[r]) for r, (p, old) in enumerate(zip(prices, told, strict=True)) if p != old}
         told = prices
         devices = machine.cluster_in(phase).devices
-        rest_s = {rank: 1.0 / devices[rank].speed for rank in range(ranks) if not used[rank]}
-        if noise and rng is not None and rest_s:
-            drawn = np.exp(noise * rng.standard_normal(len(rest_s)) - 0.5 * noise * noise)
-            rest_s = {rank: s * float(x) for (rank, s), x in zip(rest_s.items(), drawn, strict=True)}
+        at_rest = [rank for rank in range(ranks) if not used[rank]]
+        dummies_s = _drawn([1.0 / devices[rank].speed for rank in at_rest], noise, rng)
+        rest_s = dict(zip(at_rest, dummies_s, strict=True))
         decision = decides.step(_seen(t, generation, batch, rest_s, changed, pause_s, moved_bytes))
         for name, value in decision.queues.items():
             queues.setdefault(name, np.zeros(batches))[t] = value
@@ -149,20 +148,21 @@ def simulate(
 
 
 def _noisy(batch: Batch, noise: float, rng: np.random.Generator | None) -> Batch:
-    if not noise or rng is None:
-        return batch
-
-    def some(values: Sequence[float]) -> list[float]:
-        drawn = np.array(values) * np.exp(noise * rng.standard_normal(len(values)) - 0.5 * noise * noise)
-        return [float(value) for value in drawn]
-
-    links = some([link.seconds for link in batch.links])
+    links = _drawn([link.seconds for link in batch.links], noise, rng)
     return replace(
         batch,
-        seconds=some([batch.seconds])[0],
-        work_s=tuple(some(batch.work_s)),
+        seconds=_drawn([batch.seconds], noise, rng)[0],
+        work_s=tuple(_drawn(batch.work_s, noise, rng)),
         links=tuple(replace(link, seconds=s) for link, s in zip(batch.links, links, strict=True)),
     )
+
+
+def _drawn(values: Sequence[float], noise: float, rng: np.random.Generator | None) -> list[float]:
+    """Returns the values as they would be measured."""
+    if not noise or rng is None:
+        return list(values)
+    drawn = np.array(values) * np.exp(noise * rng.standard_normal(len(values)) - 0.5 * noise * noise)
+    return [float(value) for value in drawn]
 
 
 def _seen(
