@@ -26,6 +26,7 @@ from lightning_hetero.pipeline.runtime.own.gradients import GradientSync
 from lightning_hetero.pipeline.runtime.own.owner_groups import OwnerGroups
 from lightning_hetero.pipeline.runtime.own.ownership import Ownership
 from lightning_hetero.pipeline.runtime.step.cut import BackboneCut
+from lightning_hetero.transport.one_node.neighbours import Neighbours
 from lightning_hetero.types import AffineCost, GroupPlan, LayerCost, ModelCost, PipelinePlan
 
 __all__ = ["Timed", "Walk", "run_stock", "timed"]
@@ -43,6 +44,7 @@ class Walk:
         model: its costs.
         entry: the plan.
         wire: process group of all ranks, for activations and gradients.
+        node: all ranks, as under the strategy; None: they use the wire.
         name: of this run, another one each time.
         sleeps_inside: layers sleep by themselves, see `emulation`; else the rank does, as under the strategy.
         emulated: False: only the real work and the real wire.
@@ -55,6 +57,7 @@ class Walk:
         entry: Entry,
         *,
         wire: dist.ProcessGroup,
+        node: Neighbours | None,
         name: str,
         sleeps_inside: bool = False,
         emulated: bool = True,
@@ -77,7 +80,7 @@ class Walk:
         if self.group is not None:
             own = [p for name, p in net.named_parameters() if rank in ownership.owners(name)]
             self.optimizer = torch.optim.SGD(own, lr=1e-3)
-            self.runner = self._stage_runner(case, model, self.group, wire, name, sleeps_inside, emulated)
+            self.runner = self._stage_runner(case, model, self.group, wire, node, name, sleeps_inside, emulated)
         inputs, targets = dataset(case.model, case.global_batch).tensors
         sizes = [size for group in entry.groups for size in group.micro_batches]
         self.parts = list(zip(inputs.split(sizes), targets.split(sizes), strict=True))
@@ -88,6 +91,7 @@ class Walk:
         model: ModelCost,
         group: GroupPlan,
         wire: dist.ProcessGroup,
+        node: Neighbours | None,
         name: str,
         sleeps_inside: bool,
         emulated: bool,
@@ -128,6 +132,7 @@ class Walk:
             else None,
             timeout_s=TIMEOUT_S,
             device=CPU,
+            node=node,
         )
 
     def step(self, step: int) -> None:

@@ -48,6 +48,7 @@ from lightning_hetero.pipeline.runtime.own.ownership import Ownership
 from lightning_hetero.pipeline.runtime.own.pruning import prune, restore, to_device
 from lightning_hetero.pipeline.runtime.step.backbone import Backbone
 from lightning_hetero.pipeline.runtime.step.undivided import Undivided
+from lightning_hetero.transport.one_node.neighbours import Neighbours
 from lightning_hetero.transport.side_channel import SideChannel
 from lightning_hetero.types import GroupPlan, PipelinePlan
 
@@ -126,7 +127,7 @@ class Place:
         self.averages = Averages(trainer, self.ownership, world)
         self.averages.divide()
         to_device(module, optimizers, settings.device)
-        self._wire = gloo_group(settings.timeout)
+        self._wire, self._node = gloo_group(settings.timeout), Neighbours(channel, settings.device)
         self._devices = channel.all_gather_object(device_of(settings.device, settings.process_group_backend))
         self.ways = DirectWays(
             self._pairs(planned.plan),
@@ -285,6 +286,7 @@ class Place:
             timeout_s=settings.timeout_s,
             device=settings.device,
             ways=self.ways.by_peer,
+            node=self._node,
             time_layers=self.watched and self._scenario is None,
         )
 
@@ -348,6 +350,7 @@ class Place:
                 self.failures.report(error)
                 raise
         finally:
+            self._node.close()
             if not self.failures.reported:
                 self.owner_groups.close()
                 self.ways.close()

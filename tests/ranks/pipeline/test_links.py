@@ -15,6 +15,8 @@ from lightning_hetero.pipeline.runtime.execute.failures import FailureBoard
 from lightning_hetero.pipeline.runtime.execute.links.links import Links
 from lightning_hetero.pipeline.runtime.execute.links.messages import Message, pack, tensors_in, unpack
 from lightning_hetero.pipeline.runtime.execute.stages import Pass, Stage
+from lightning_hetero.transport.one_node.neighbours import Neighbours
+from lightning_hetero.transport.side_channel import SideChannel
 from lightning_hetero.types import Link
 from tests.ranks.harness import run_ranks
 from tests.ranks.pipeline.models import assert_same
@@ -80,8 +82,10 @@ def test_what_cannot_travel_is_named(value: Any) -> None:
 # ---- links -------------------------------------------------------------------------------------------------------
 
 
-def exchange(rank: int, world_size: int) -> None:
+def exchange(rank: int, world_size: int, near: bool) -> None:
+    node = Neighbours(SideChannel(dist.group.WORLD), torch.device("cpu")) if near else None
     options: dict[str, Any] = {"device": torch.device("cpu"), "failures": board(rank, "a"), "timeout_s": 20.0}
+    options["node"] = node
     for _ in range(2):  # one after the other on the same wire
         links = Links(dist.group.WORLD, rank, [1 - rank], **options)
         for m, value in enumerate(values()):  # both at once, unasked
@@ -150,10 +154,13 @@ def exchange(rank: int, world_size: int) -> None:
     with pytest.raises(RuntimeError, match="rank 1 failed: ValueError: the cause"):
         board(rank, "b").check()
     board(rank, "c").check()
+    if node is not None:
+        node.close()
 
 
-def test_links_of_two_ranks() -> None:
-    run_ranks(2, exchange)
+@pytest.mark.parametrize("near", [False, True], ids=["gloo", "one node"])
+def test_links_of_two_ranks(near: bool) -> None:
+    run_ranks(2, exchange, near)
 
 
 # ---- stages ------------------------------------------------------------------------------------------------------

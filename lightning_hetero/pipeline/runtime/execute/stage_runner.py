@@ -42,6 +42,7 @@ from lightning_hetero.pipeline.runtime.measure.layer_clock import LayerClock
 from lightning_hetero.pipeline.runtime.step.coroutines import CarrierName
 from lightning_hetero.pipeline.runtime.step.cut import BackboneCut
 from lightning_hetero.pipeline.runtime.step.resumable import make_carrier
+from lightning_hetero.transport.one_node.neighbours import Neighbours
 from lightning_hetero.types import GroupPlan, Link
 
 __all__ = ["MicroBatch", "Pace", "StageRunner", "TimesOf"]
@@ -74,7 +75,7 @@ class StageRunner:
         emulated_links: by (source, target), global ranks.
         timeout_s: how long a rank waits for another at most.
         device: of this rank's layers.
-        ways: see `Links`.
+        ways, node: see `Links`.
         time_layers: for `measured`; on the CPU only.
 
     Raises:
@@ -103,6 +104,7 @@ class StageRunner:
         timeout_s: float = 1800.0,
         device: torch.device,
         ways: Mapping[int, DirectWay] | None = None,
+        node: Neighbours | None = None,
         time_layers: bool = False,
     ) -> None:
         _check(group, rank, len(layers), cut)
@@ -147,6 +149,7 @@ class StageRunner:
                 timeout_s=timeout_s,
                 emulated=emulated_links,
                 ways=ways,
+                node=node,
             )
         self._local = LocalStage(ranks=group.ranks, position=self._position, stage=stage, links=links, pace=pace)
 

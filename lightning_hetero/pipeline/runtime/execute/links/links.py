@@ -1,18 +1,13 @@
 """The links of one rank to its neighbours in a pipeline: first in, first out, beside computation (layer T).
 
-    main thread      send ──► gloo ──► sender thread, waits until it is out and frees it
-                  receive ◄── queue ◄── receiver thread ◄── gloo
-
-Each neighbour has a sender and a receiver thread, which wait without holding the interpreter (`threads.py`). The
-receiver takes in what comes at once, so a transfer overlaps computation on both sides.
+    neighbours of the same node      memory that both map, a socket that tells of it     `node_end`
+    other neighbours                 gloo, a thread for each direction                   `wire_end`
 """
 
 from __future__ import annotations
 
-import contextlib
 import time
 from collections.abc import Iterable, Mapping
-from datetime import timedelta
 from typing import Any
 
 import torch
@@ -22,8 +17,11 @@ from lightning_hetero.controller.messages import LinkTime
 from lightning_hetero.pipeline.decide.link_clock import LinkClock
 from lightning_hetero.pipeline.runtime.execute.failures import FailureBoard
 from lightning_hetero.pipeline.runtime.execute.links.direct_ways import DirectWay
+from lightning_hetero.pipeline.runtime.execute.links.end import Arrivals, LinkEnd
 from lightning_hetero.pipeline.runtime.execute.links.messages import Message, unpack
-from lightning_hetero.pipeline.runtime.execute.links.threads import End, Receiver, Sender
+from lightning_hetero.pipeline.runtime.execute.links.node_end import NodeEnd
+from lightning_hetero.pipeline.runtime.execute.links.wire_end import WireEnd
+from lightning_hetero.transport.one_node.neighbours import Neighbours
 from lightning_hetero.transport.sockets import first_line
 from lightning_hetero.types import Link
 
@@ -31,7 +29,6 @@ __all__ = ["Links"]
 
 LOOK_S = 1.0  # at the failure board, while waiting
 _ABORT_S = 1.0  # how long threads may take to notice that a connection is closed
-_TAG_OF_THE_END = 0x9A56
 _POLL_S = 5e-5
 
 
@@ -50,6 +47,11 @@ class Links:
         emulated: by (source, target): a message can be received no earlier than over such a link. Ranks share a clock,
             so they must be on one machine.
         ways: by peer, for those to which payloads go directly.
+        node: the ranks of this one's node. With those of the peers, and without a direct way, the wire is not used, and
+            the constructor waits for their `Links` to be made, too.
+
+    Raises:
+        RuntimeError: a peer of this node is gone, or does not make its links in time.
     """
 
     def __init__(
@@ -63,29 +65,49 @@ class Links:
         timeout_s: float,
         emulated: Mapping[tuple[int, int], Link] | None = None,
         ways: Mapping[int, DirectWay] | None = None,
+        node: Neighbours | None = None,
     ) -> None:
-        self._wire = wire
         peers = sorted(set(peers))
         self._ways = {peer: way for peer, way in (ways or {}).items() if peer in peers}
         self._device = device
         self._failures = failures
         self._timeout_s = timeout_s
-        self._broken = False
+        self._closed = False
         emulated = emulated or {}
         self._rank, self._clocks = rank, {peer: LinkClock() for peer in peers}
-        self._senders: dict[int, Sender] = {}
-        self._receivers: dict[int, Receiver] = {}
+        self._ends: dict[int, LinkEnd] = {}
+        arrivals = {peer: Arrivals(self._clocks[peer], emulated.get((peer, rank))) for peer in peers}
+        near = [peer for peer in peers if node is not None and peer in node and peer not in self._ways]
+        if node is not None:
+            self._connect(node, near, arrivals)
         for peer in peers:
-            end = End(
-                wire=wire,
-                peer=dist.get_group_rank(wire, peer),
-                names=(f"pipeline-send-{rank}-{peer}", f"pipeline-receive-{peer}-{rank}"),
-                device=device,
-                way=self._ways.get(peer),
-                clock=self._clocks[peer],
-                emulated=emulated.get((peer, rank)),
-            )
-            self._senders[peer], self._receivers[peer] = Sender(end), Receiver(end)
+            if peer not in near:
+                self._ends[peer] = WireEnd(
+                    wire,
+                    dist.get_group_rank(wire, peer),
+                    names=(f"pipeline-send-{rank}-{peer}", f"pipeline-receive-{peer}-{rank}"),
+                    device=device,
+                    way=self._ways.get(peer),
+                    arrivals=arrivals[peer],
+                )
+
+    def _connect(self, node: Neighbours, near: Iterable[int], arrivals: Mapping[int, Arrivals]) -> None:
+        """Connects to the higher ranks, then waits for the lower ones: never in a circle."""
+        deadline_s = time.monotonic() + self._timeout_s
+        try:
+            for peer in sorted(near, reverse=True):
+                try:
+                    connection = node.connect(peer) if peer > self._rank else None
+                except OSError as error:
+                    raise self._failures.lost(peer, f"its socket is closed: {error.strerror}") from error
+                while connection is None:
+                    connection = node.accept(peer, LOOK_S)
+                    if connection is None:
+                        self._look(peer, deadline_s, "did not make its links")
+                self._ends[peer] = NodeEnd(connection, arrivals[peer])
+        except BaseException:
+            self.abort()
+            raise
 
     def send(self, peer: int, message: Message) -> None:
         """Posts a message, does not wait for it to be out.
@@ -94,17 +116,21 @@ class Links:
             RuntimeError: the peer is gone; names the cause.
             TypeError: a value that cannot travel.
         """
-        sender = self._senders[peer]
-        sender.post(message)
-        if sender.broken is not None:
-            raise self._failures.lost(peer, sender.broken)
+        end = self._ends[peer]
+        end.post(message)
+        deadline_s: float | None = None
+        while end.broken is None and not end.room(LOOK_S):
+            deadline_s = deadline_s or time.monotonic() + self._timeout_s
+            self._look(peer, deadline_s, "took nothing")
+        if end.broken is not None:
+            raise self._failures.lost(peer, end.broken)
 
     def flush(self, peer: int) -> None:
         """Waits until everything posted is out."""
-        sender, deadline_s = self._senders[peer], time.monotonic() + self._timeout_s
-        while not sender.wait_out(LOOK_S):
-            if sender.broken is not None:
-                raise self._failures.lost(peer, sender.broken)
+        end, deadline_s = self._ends[peer], time.monotonic() + self._timeout_s
+        while not end.wait_out(LOOK_S):
+            if end.broken is not None:
+                raise self._failures.lost(peer, end.broken)
             self._look(peer, deadline_s, "took nothing")
 
     def receive(self, peer: int) -> Message:
@@ -113,8 +139,8 @@ class Links:
         Raises:
             RuntimeError: a rank has failed, the peer is gone, or nothing came in time; names rank and cause.
         """
-        receiver, deadline_s = self._receivers[peer], time.monotonic() + self._timeout_s
-        while (came := receiver.take(LOOK_S)) is None:
+        end, deadline_s = self._ends[peer], time.monotonic() + self._timeout_s
+        while (came := end.take(LOOK_S)) is None:
             self._look(peer, deadline_s, "sent nothing")
         if isinstance(came, str):
             raise self._failures.lost(peer, came)
@@ -132,7 +158,7 @@ class Links:
         """Waits on the host for a payload that is on its way between devices; None: for none."""
         look_s = time.monotonic() + LOOK_S
         while not self._arrived(peer, work):
-            if (why := self._receivers[peer].broken) is not None:  # what is under way on the device would never end
+            if (why := self._ends[peer].broken) is not None:  # what is under way on the device would never end
                 raise self._failures.lost(peer, why)
             time.sleep(_POLL_S)
             if time.monotonic() >= look_s:
@@ -164,47 +190,39 @@ class Links:
         Raises:
             RuntimeError: a neighbour is gone, or does not close its links in time.
         """
-        if self._broken:
+        if self._closed:
             return
-        for sender in self._senders.values():
-            sender.post(None)
+        for end in self._ends.values():
+            end.post(None)
         deadline_s = time.monotonic() + self._timeout_s
         try:
-            for peer, receiver in self._receivers.items():
-                while not (receiver.join(LOOK_S) and self._senders[peer].join(LOOK_S)):
+            for peer, end in self._ends.items():
+                while not end.ended(LOOK_S):
                     self._look(peer, deadline_s, "did not close its links")
         except BaseException:
             self.abort()
             raise
-        self._broken = True
+        self._closed = True
         self._let_go()
 
     def abort(self) -> None:
         """Ends the links at once, and with them all others that share the wire: neighbours that wait are told."""
-        if self._broken:
+        if self._closed:
             return
-        self._broken = True
-        for sender in self._senders.values():
-            sender.give_up()
-        for way in self._ways.values():
-            way.abort()
-        # Gloo offers no abort for a receive under way, but closes its connections when any of its waits times out.
-        for receiver in self._receivers.values():
-            with contextlib.suppress(RuntimeError):  # always; and some are closed already
-                end = torch.empty(1, dtype=torch.uint8)
-                work: Any = self._wire.recv([end], receiver.end.peer, _TAG_OF_THE_END)
-                work.wait(timedelta(milliseconds=1))
+        self._closed = True
+        for end in self._ends.values():
+            end.abort()
         # A send that was posted while the connection broke, gloo may never end: that thread (a daemon) is left alone.
         deadline_s = time.monotonic() + _ABORT_S
-        for worker in (*self._receivers.values(), *self._senders.values()):
-            worker.join(max(0.0, deadline_s - time.monotonic()))
+        for end in self._ends.values():
+            end.ended(max(0.0, deadline_s - time.monotonic()))
         self._let_go()
 
     def _let_go(self) -> None:
         """The wire ends when nobody holds it any more; this object may live until garbage is collected."""
-        self._senders.clear()
-        self._receivers.clear()
-        vars(self).pop("_wire", None)
+        for end in self._ends.values():
+            end.close()
+        self._ends.clear()
 
     def _look(self, peer: int, deadline_s: float, what: str) -> None:
         self._failures.check()

@@ -1,4 +1,10 @@
-"""The threads that carry messages over one link: what is posted goes out, what comes is taken in at once (layer T).
+"""One end of a link over gloo, with its two threads: what is posted goes out, what comes is taken in at once (layer T).
+
+    main thread      post ──► gloo ──► sender thread, waits until it is out and frees it
+                     take ◄── queue ◄── receiver thread ◄── gloo
+
+Both threads wait without holding the interpreter. The receiver takes in what comes at once, so a transfer overlaps
+computation on both sides.
 
 A message goes as one block: a head of fixed size, with the header in it as a rule, and behind it the payload. What is
 larger than the receiver has made room for goes as two, head and payload; both sides know the room, because they know
@@ -10,25 +16,26 @@ Between devices that have a `DirectWay` the head alone goes over gloo, and the p
 
 from __future__ import annotations
 
+import contextlib
 import struct
 import threading
 import time
 from collections import deque
 from dataclasses import dataclass
+from datetime import timedelta
 from queue import Empty, SimpleQueue
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from lightning_hetero.pipeline.decide.link_clock import LinkClock
 from lightning_hetero.pipeline.runtime.execute.links.direct_ways import DirectWay
+from lightning_hetero.pipeline.runtime.execute.links.end import Arrivals, Come, LinkEnd
 from lightning_hetero.pipeline.runtime.execute.links.messages import Message, pack
 from lightning_hetero.transport.pairs.frames import FOREVER
 from lightning_hetero.transport.sockets import first_line
-from lightning_hetero.types import Link
 
-__all__ = ["End", "Receiver", "Sender"]
+__all__ = ["WireEnd"]
 
 _HEAD_BYTES = 1024
 _SIZES = struct.Struct("<QQ")  # bytes of header and payload
@@ -38,11 +45,9 @@ _INLINE_BYTES = _HEAD_BYTES - _BEFORE_HEADER
 _ROOM_BYTES = 4 * 2**20  # at most; the larger a message, the less an extra block matters
 _REMEMBERED = 8  # messages, whose largest determines the room
 _HELD, _HELD_BYTES = 8, 2**20  # messages, and their bytes, that may wait together to be freed
-# Header, payload, from when on they may be used [s, time.monotonic], what brings the payload over a direct way.
-_Come = tuple[bytes, Tensor, float, Any]
 # Parts, gloo's works that send them, event after which they or the payload can be sent, payload for the direct way.
 _Job = tuple[list[Tensor], list[Any], Any, Tensor | None]
-_TAG, _TAG_CLEAR = 0x9A55, 0x9A57
+_TAG, _TAG_OF_THE_END, _TAG_CLEAR = 0x9A55, 0x9A56, 0x9A57
 
 
 class _Room:
@@ -59,38 +64,79 @@ class _Room:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class End:
-    """This rank's end of one link.
-
-    Attributes:
-        wire: gloo process group; untyped, because torch's stubs do not know of its ``send`` and ``recv``.
-        peer: the neighbour's rank in that group.
-        names: of the threads, of the one that sends and of the one that receives.
-        device: of this rank's layers.
-        way: from device to device; None: payloads go over the wire.
-        clock: of what comes.
-        emulated: what comes is usable no earlier than over such a link.
-    """
+class _Given:
+    """What both threads of an end are given; see `WireEnd`."""
 
     wire: Any
     peer: int
     names: tuple[str, str]
     device: torch.device
     way: DirectWay | None
-    clock: LinkClock
-    emulated: Link | None
+    arrivals: Arrivals
+
+
+class WireEnd(LinkEnd):
+    """This rank's end.
+
+    Args:
+        wire: gloo process group; untyped, because torch's stubs do not know of its ``send`` and ``recv``.
+        peer: the neighbour's rank in that group.
+        names: of the threads, of the one that sends and of the one that receives.
+        device: of this rank's layers.
+        way: from device to device; None: payloads go over the wire.
+        arrivals: of what comes.
+    """
+
+    def __init__(
+        self,
+        wire: Any,
+        peer: int,
+        *,
+        names: tuple[str, str],
+        device: torch.device,
+        way: DirectWay | None,
+        arrivals: Arrivals,
+    ) -> None:
+        self._given = given = _Given(wire=wire, peer=peer, names=names, device=device, way=way, arrivals=arrivals)
+        self._sender, self._receiver = _Sender(given), _Receiver(given)
+
+    @property
+    def broken(self) -> str | None:
+        return self._sender.broken or self._receiver.broken
+
+    def post(self, message: Message | None) -> None:
+        self._sender.post(message)
+
+    def wait_out(self, timeout_s: float) -> bool:
+        return self._sender.wait_out(timeout_s)
+
+    def take(self, timeout_s: float) -> Come | str | None:
+        return self._receiver.take(timeout_s)
+
+    def ended(self, timeout_s: float) -> bool:
+        return self._receiver.join(timeout_s) and self._sender.join(timeout_s)
+
+    def abort(self) -> None:
+        """Ends all links that share the wire, too."""
+        self._sender.give_up()
+        if self._given.way is not None:
+            self._given.way.abort()
+        # Gloo offers no abort for a receive under way, but closes its connections when any of its waits times out.
+        with contextlib.suppress(RuntimeError):  # always; and some are closed already
+            end = torch.empty(1, dtype=torch.uint8)
+            self._given.wire.recv([end], self._given.peer, _TAG_OF_THE_END).wait(timedelta(milliseconds=1))
 
 
 class _LinkThread:
     """A thread for one direction of one link. A daemon: what it waits for may never come."""
 
-    def __init__(self, end: End, name: str) -> None:
-        self.end = end
+    def __init__(self, given: _Given, name: str) -> None:
+        self.given = given
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
 
     def _run(self) -> None:
-        if self.end.device.type == "cuda":  # else pinned memory would belong to the first one [CUDA, untested]
-            torch.cuda.set_device(self.end.device)
+        if self.given.device.type == "cuda":  # else pinned memory would belong to the first one [CUDA, untested]
+            torch.cuda.set_device(self.given.device)
         self._work()
 
     def _work(self) -> None:
@@ -102,15 +148,15 @@ class _LinkThread:
         return not self._thread.is_alive()
 
 
-class Sender(_LinkThread):
+class _Sender(_LinkThread):
     """Sends what is posted.
 
     Attributes:
         broken: why nothing can be sent any more; None as long as it can.
     """
 
-    def __init__(self, end: End) -> None:
-        super().__init__(end, end.names[0])
+    def __init__(self, given: _Given) -> None:
+        super().__init__(given, given.names[0])
         self.broken: str | None = None
         self._room = _Room()
         self._posted: SimpleQueue[list[_Job] | None] = SimpleQueue()
@@ -123,14 +169,15 @@ class Sender(_LinkThread):
 
     def post(self, message: Message | None) -> None:
         """Posts a message; None: the last, without a header."""
-        at_once = self.end.device.type == "cpu" or self.end.way is not None  # else when it has been copied to the host
+        device, way = self.given.device, self.given.way
+        at_once = device.type == "cpu" or way is not None  # else when it has been copied to the host
         header, direct, ready = b"", None, None
         block = torch.empty(_HEAD_BYTES, dtype=torch.uint8)
-        if message is not None and self.end.way is not None:
+        if message is not None and way is not None:
             header, payload = pack(message)
             if payload.numel():
-                direct = payload.to(self.end.device)
-                ready = _event_on(self.end.device)
+                direct = payload.to(device)
+                ready = _event_on(device)
         elif message is not None:
             header, block = pack(message, front_bytes=_HEAD_BYTES)
         if block.device.type != "cpu":  # [CUDA, untested]
@@ -195,9 +242,10 @@ class Sender(_LinkThread):
                     works = works or self._send(parts)
                     while works:
                         works.pop(0).wait(FOREVER)
-                    if direct is not None and self.end.way is not None:
-                        self.end.wire.recv([torch.empty(1, dtype=torch.uint8)], self.end.peer, _TAG_CLEAR).wait(FOREVER)
-                        self.end.way.send(direct, ready)
+                    if direct is not None and self.given.way is not None:
+                        clear = torch.empty(1, dtype=torch.uint8)
+                        self.given.wire.recv([clear], self.given.peer, _TAG_CLEAR).wait(FOREVER)
+                        self.given.way.send(direct, ready)
                     del parts, direct  # their memory must not live until the next one comes
                     self._gone += 1
                 with self._out:
@@ -208,10 +256,10 @@ class Sender(_LinkThread):
     def _stamp(self, head: Tensor) -> None:
         """Notes that a message is ready to go."""
         front = head[:_BEFORE_HEADER].numpy().data
-        _STAMP.pack_into(front, _SIZES.size, time.monotonic(), self.end.clock.least_s)
+        _STAMP.pack_into(front, _SIZES.size, time.monotonic(), self.given.arrivals.clock.least_s)
 
     def _send(self, parts: list[Tensor]) -> list[Any]:
-        return [self.end.wire.send([part], self.end.peer, _TAG) for part in parts]
+        return [self.given.wire.send([part], self.given.peer, _TAG) for part in parts]
 
 
 def _event_on(device: torch.device) -> Any:
@@ -223,22 +271,21 @@ def _event_on(device: torch.device) -> Any:
     return event
 
 
-class Receiver(_LinkThread):
+class _Receiver(_LinkThread):
     """Takes in what comes.
 
     Attributes:
         broken: why nothing can come any more; None as long as it can.
     """
 
-    def __init__(self, end: End) -> None:
-        super().__init__(end, end.names[1])
+    def __init__(self, given: _Given) -> None:
+        super().__init__(given, given.names[1])
         self.broken: str | None = None
         self._room = _Room()
-        self._free_s = 0.0  # when the emulated link is
-        self._come: SimpleQueue[_Come | str] = SimpleQueue()
+        self._come: SimpleQueue[Come | str] = SimpleQueue()
         self._thread.start()
 
-    def take(self, timeout_s: float) -> _Come | str | None:
+    def take(self, timeout_s: float) -> Come | str | None:
         """Returns what comes next, why none will come, or None after the timeout."""
         try:
             return self._come.get(timeout=timeout_s)
@@ -255,9 +302,9 @@ class Receiver(_LinkThread):
             self.broken = f"its connection is closed: {first_line(error)}"
             self._come.put(self.broken)
 
-    def _next(self) -> _Come | None:
+    def _next(self) -> Come | None:
         """Returns the next message; None after the last."""
-        pinned = self.end.device.type == "cuda"
+        pinned = self.given.device.type == "cuda"
         block = self._receive(self._room.size_bytes, pinned=pinned)
         head = block[:_HEAD_BYTES].numpy().tobytes()
         header_bytes, payload_bytes = _SIZES.unpack_from(head)
@@ -265,10 +312,10 @@ class Receiver(_LinkThread):
         if not header_bytes:
             return None
         size_bytes = _HEAD_BYTES + payload_bytes
-        if self.end.way is not None:
+        if self.given.way is not None:
             header = self._header(head, header_bytes)
-            payload, work = self._directly(self.end.way, payload_bytes)
-            return header, payload, self._usable_s(sent_s, payload_bytes), work
+            payload, work = self._directly(self.given.way, payload_bytes)
+            return header, payload, self.given.arrivals.usable_s(sent_s, payload_bytes), work
         if size_bytes > block.numel():
             payload = self._receive(payload_bytes, pinned=pinned)
         elif 2 * size_bytes > block.numel():
@@ -276,9 +323,10 @@ class Receiver(_LinkThread):
         else:  # it would keep more memory than it has
             payload = block[_HEAD_BYTES:size_bytes].clone()
         self._room.went(payload_bytes)
-        header, usable_s = self._header(head, header_bytes), self._usable_s(sent_s, payload_bytes)
-        arrived_s = max(time.monotonic(), usable_s)
-        self.end.clock.came(sent_s=sent_s, back_s=back_s, arrived_s=arrived_s, size_bytes=payload_bytes)
+        header, usable_s = self._header(head, header_bytes), self.given.arrivals.usable_s(sent_s, payload_bytes)
+        self.given.arrivals.came(
+            sent_s=sent_s, back_s=back_s, arrived_s=time.monotonic(), usable_s=usable_s, size_bytes=payload_bytes
+        )
         return header, payload, usable_s, None
 
     def _header(self, head: bytes, size_bytes: int) -> bytes:
@@ -289,20 +337,13 @@ class Receiver(_LinkThread):
     def _directly(self, way: DirectWay, size_bytes: int) -> tuple[Tensor, Any]:
         """Returns room for a payload, cleared for the sender, and what brings it; None: it has come."""
         if not size_bytes:
-            return torch.empty(0, dtype=torch.uint8, device=self.end.device), None
+            return torch.empty(0, dtype=torch.uint8, device=self.given.device), None
         payload, work = way.post_receive(size_bytes)
-        self.end.wire.send([torch.empty(1, dtype=torch.uint8)], self.end.peer, _TAG_CLEAR).wait(FOREVER)
+        self.given.wire.send([torch.empty(1, dtype=torch.uint8)], self.given.peer, _TAG_CLEAR).wait(FOREVER)
         return payload, way.settled(work)
 
     def _receive(self, size_bytes: int, *, pinned: bool = False) -> Tensor:
         target = torch.empty(size_bytes, dtype=torch.uint8, pin_memory=pinned)
         if size_bytes:
-            self.end.wire.recv([target], self.end.peer, _TAG).wait(FOREVER)
+            self.given.wire.recv([target], self.given.peer, _TAG).wait(FOREVER)
         return target
-
-    def _usable_s(self, sent_s: float, size_bytes: int) -> float:
-        """Returns when the message arrives over the emulated link, which carries one after the other."""
-        if self.end.emulated is None:
-            return 0.0
-        self._free_s = max(sent_s, self._free_s) + size_bytes / self.end.emulated.bandwidth_bytes_per_s
-        return self._free_s + self.end.emulated.latency_s

@@ -1,0 +1,239 @@
+"""One end of a link between two processes of a node: messages lie in memory that both map (layer T).
+
+    post: the message is packed into a block  ── packet: which block ──►  take: its tensors are the block's memory
+          the block is used again             ◄── packet: which blocks ──       when nothing refers to them any more
+
+No thread, no copy but the one that packs, and a process wakes only if it waits: beside gloo over the loopback device,
+where two copies go through the kernel and three threads wake per message, a message takes a fraction of the processor
+time (`python -m benchmarks.pipeline --part overhead`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import socket
+import struct
+import time
+from array import array
+from collections import deque
+
+import torch
+from torch import Tensor
+
+from lightning_hetero.pipeline.runtime.execute.links.end import Arrivals, Come, LinkEnd
+from lightning_hetero.pipeline.runtime.execute.links.messages import Message, pack
+from lightning_hetero.transport.one_node.blocks import Block, Blocks, MappedBlocks, Segment
+
+__all__ = ["NodeEnd"]
+
+# Kind; segment and start of a block; size of the segment, if it is new; bytes of header and payload; when it was sent
+# [s, time.monotonic], what came back seems to have taken [s, LinkClock].
+_PACKET = struct.Struct("<QQQQQQdd")
+_MESSAGE, _FREED, _LAST = 1, 2, 3  # behind each: segments and starts of blocks that are free again
+_PACKET_BYTES = 4096
+_MOST_FREED = (_PACKET_BYTES - _PACKET.size) // 16
+_WAITING = 4  # freed blocks; then they are told, though nothing goes that way
+_DESCRIPTOR_BYTES = socket.CMSG_SPACE(array("i").itemsize)
+
+
+class NodeEnd(LinkEnd):
+    """This rank's end. Used by one thread.
+
+    Args:
+        connection: to the neighbour, of packets, see `Neighbours`; owned from here on.
+        arrivals: of what comes.
+    """
+
+    def __init__(self, connection: socket.socket, arrivals: Arrivals) -> None:
+        self._broken: str | None = None
+        self._connection = connection
+        connection.setblocking(False)
+        self._input, self._output = select.poll(), select.poll()
+        self._input.register(connection, select.POLLIN)
+        self._output.register(connection, select.POLLIN | select.POLLOUT)
+        self._arrivals = arrivals
+        self._blocks = Blocks()
+        self._filled: tuple[Block, Segment | None] | None = None  # what a message is packed into
+        self._unsent: deque[tuple[bytes, int | None]] = deque()  # packets, and descriptors that go with them
+        self._freed: deque[tuple[int, int]] = deque()
+        self._mapped = MappedBlocks(self._freed.append)
+        self._come: deque[Come | str] = deque()
+        self._last = False  # has come
+
+    @property
+    def broken(self) -> str | None:
+        return self._broken
+
+    # ---- out -------------------------------------------------------------------------------------------------------
+
+    def post(self, message: Message | None) -> None:
+        if message is None:
+            self._send(_PACKET.pack(_LAST, 0, 0, 0, 0, 0, 0.0, 0.0), None)
+            return
+        header, payload = pack(message, room=self._room)
+        assert self._filled is not None
+        (block, segment), self._filled = self._filled, None
+        new_bytes, descriptor = (0, None) if segment is None else (segment.size_bytes, segment.descriptor)
+        where, sizes = (block.segment, block.start, new_bytes), (len(header), payload.numel())
+        packet = _PACKET.pack(_MESSAGE, *where, *sizes, time.monotonic(), self._arrivals.clock.least_s)
+        self._send(packet + self._told(), descriptor)
+
+    def _room(self, header: bytes, size_bytes: int) -> Tensor:
+        """Returns where a payload goes; the header goes behind it."""
+        total_bytes = size_bytes + len(header)
+        if not self._blocks.free(total_bytes):
+            self._take_in()  # nothing else may come this way but what is free again
+        block, _ = self._filled = self._blocks.take(total_bytes)
+        block.write(header, size_bytes)
+        return block.tensor[:size_bytes]
+
+    def _told(self) -> bytes:
+        """The blocks that are free since this was last asked."""
+        freed = array("Q")
+        for _ in range(min(len(self._freed), _MOST_FREED)):
+            freed.extend(self._freed.popleft())
+        return freed.tobytes()
+
+    def _send(self, packet: bytes, descriptor: int | None) -> None:
+        self._unsent.append((packet, descriptor))
+        self._flush()
+
+    def _flush(self) -> None:
+        """Sends what the connection takes."""
+        while self._unsent and self._broken is None:
+            packet, descriptor = self._unsent[0]
+            descriptors = [] if descriptor is None else [array("i", [descriptor])]
+            rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, one) for one in descriptors]
+            try:
+                self._connection.sendmsg([packet], rights, socket.MSG_NOSIGNAL)
+            except BlockingIOError:
+                return
+            except OSError as error:
+                self._break(error)
+                return
+            self._unsent.popleft()
+            if descriptor is not None:
+                os.close(descriptor)
+
+    def room(self, timeout_s: float) -> bool:
+        """Takes in, meanwhile, what comes: the neighbour may wait for room itself."""
+        if not self._unsent:
+            return True
+        deadline_s = time.monotonic() + timeout_s
+        while self._broken is None:
+            self._take_in()
+            self._flush()
+            rest_s = deadline_s - time.monotonic()
+            if not self._unsent or rest_s <= 0.0:
+                break
+            self._output.poll(1e3 * rest_s)
+        return not self._unsent
+
+    def wait_out(self, timeout_s: float) -> bool:
+        return self.room(timeout_s)
+
+    # ---- in --------------------------------------------------------------------------------------------------------
+
+    def take(self, timeout_s: float) -> Come | str | None:
+        if len(self._freed) >= _WAITING and self._broken is None:
+            self._send(_PACKET.pack(_FREED, 0, 0, 0, 0, 0, 0.0, 0.0) + self._told(), None)
+        if not self._come:
+            self._take_in()
+        deadline_s = time.monotonic() + timeout_s if not self._come else 0.0
+        while not self._come:
+            rest_s = deadline_s - time.monotonic()
+            if rest_s <= 0.0:
+                return None
+            self._input.poll(1e3 * rest_s)
+            self._take_in(waited_for=True)
+        if isinstance(self._come[0], str):
+            return self._come[0]  # and so for ever
+        return self._come.popleft()
+
+    def _take_in(self, *, waited_for: bool = False) -> None:
+        """Takes in one message and what came before it, without waiting.
+
+        Args:
+            waited_for: how long it was on its way is known then: it has come just now.
+        """
+        while not self._last and self._broken is None:
+            try:
+                packet, rights, *_ = self._connection.recvmsg(_PACKET_BYTES, _DESCRIPTOR_BYTES, socket.MSG_CMSG_CLOEXEC)
+            except BlockingIOError:
+                return
+            except OSError as error:
+                self._break(error)
+                return
+            if not packet:
+                self._break(None)
+                return
+            descriptors = array("i", b"".join(data for _, _, data in rights))
+            try:
+                if self._understood(packet, descriptors, waited_for):
+                    return
+            finally:
+                for descriptor in descriptors:
+                    os.close(descriptor)
+
+    def _understood(self, packet: bytes, descriptors: array[int], waited_for: bool) -> bool:
+        """Does what a packet says; returns whether it brought a message."""
+        kind, segment, start, new_bytes, header_bytes, payload_bytes, sent_s, back_s = _PACKET.unpack_from(packet)
+        if len(packet) > _PACKET.size:
+            freed = iter(array("Q", packet[_PACKET.size :]))
+            for place in zip(freed, freed, strict=True):
+                self._blocks.give_back(*place)
+        if kind == _LAST:
+            self._last = True
+            self._come.append("it has closed its links")
+        if kind != _MESSAGE:
+            return False
+        if new_bytes:
+            self._mapped.map(new_bytes, descriptors[0])
+        header = self._mapped.read(segment, start + payload_bytes, header_bytes)
+        if payload_bytes:
+            payload = self._mapped.tensor(segment, start, payload_bytes)
+        else:
+            payload = torch.empty(0, dtype=torch.uint8)
+            self._freed.append((segment, start))
+        usable_s = self._arrivals.usable_s(sent_s, payload_bytes)
+        if waited_for or self._arrivals.emulated:
+            arrived_s = time.monotonic() if waited_for else sent_s
+            self._arrivals.came(
+                sent_s=sent_s, back_s=back_s, arrived_s=arrived_s, usable_s=usable_s, size_bytes=payload_bytes
+            )
+        self._come.append((header, payload, usable_s, None))
+        return True
+
+    # ---- the end ---------------------------------------------------------------------------------------------------
+
+    def _break(self, error: OSError | None) -> None:
+        self._broken = "its connection is closed" + (f": {error.strerror}" if error is not None else "")
+        self._come.append(self._broken)
+
+    def ended(self, timeout_s: float) -> bool:
+        deadline_s = time.monotonic() + timeout_s
+        if not self.room(timeout_s):
+            return self._broken is not None
+        self._take_in()
+        while not self._last and self._broken is None:
+            rest_s = deadline_s - time.monotonic()
+            if rest_s <= 0.0:
+                return False
+            self._input.poll(1e3 * rest_s)
+            self._take_in()
+        return True
+
+    def abort(self) -> None:
+        self._broken = self._broken or "it was aborted"
+        with contextlib.suppress(OSError):  # it is closed already
+            self._connection.shutdown(socket.SHUT_RDWR)  # forked children may hold it open
+        self.close()
+
+    def close(self) -> None:
+        self._connection.close()
+        while self._unsent:
+            _, descriptor = self._unsent.popleft()
+            if descriptor is not None:
+                os.close(descriptor)

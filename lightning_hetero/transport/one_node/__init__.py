@@ -1,0 +1,1 @@
+"""Two processes of one node: memory that both map, and a socket that tells of it (layer T)."""
