@@ -99,7 +99,7 @@ class Links:
                 try:
                     connection = node.connect(peer) if peer > self._rank else None
                 except OSError as error:
-                    raise self._failures.lost(peer, f"its socket is closed: {error.strerror}") from error
+                    raise self._failures.lost(peer, f"its connection is closed: {error.strerror}") from error
                 while connection is None:
                     connection = node.accept(peer, LOOK_S)
                     if connection is None:
