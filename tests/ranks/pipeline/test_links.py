@@ -105,7 +105,8 @@ def exchange(rank: int, world_size: int, near: bool) -> None:
     message = Message(what=What.ACTIVATION, value=torch.zeros(20_000, dtype=torch.uint8))
     links.send(1 - rank, message)
     links.receive(1 - rank)
-    assert links.times() == [] or rank == 1, "nothing had come back yet when rank 1 sent"
+    if not near:  # who looks for free blocks may take in, before it sends, what has come
+        assert links.times() == [] or rank == 1, "nothing had come back yet when rank 1 sent"
     dist.barrier()
     links.times()
     start_s = time.monotonic()
