@@ -105,8 +105,6 @@ def exchange(rank: int, world_size: int, near: bool) -> None:
     message = Message(what=What.ACTIVATION, value=torch.zeros(20_000, dtype=torch.uint8))
     links.send(1 - rank, message)
     links.receive(1 - rank)
-    if not near:  # who looks for free blocks may take in, before it sends, what has come
-        assert links.times() == [] or rank == 1, "nothing had come back yet when rank 1 sent"
     dist.barrier()
     links.times()
     start_s = time.monotonic()
@@ -120,9 +118,11 @@ def exchange(rank: int, world_size: int, near: bool) -> None:
             links.receive(0)
             assert time.monotonic() - start_s >= 0.02 * (i + 1) + 0.01
         links.send(0, message)
-    [found] = links.times()
-    assert (found.source, found.target, found.messages, found.size_bytes) == (1 - rank, rank, 1, 20_032.0)
-    assert found.seconds >= (0.03 if rank == 1 else 0.0), "the first of three: the others had to queue"
+    timed = links.times()
+    assert len(timed) == 1 or (near and rank == 0), "on one node, what has come before it is waited for is not timed"
+    for found in timed:
+        assert (found.source, found.target, found.messages, found.size_bytes) == (1 - rank, rank, 1, 20_032.0)
+        assert found.seconds >= (0.03 if rank == 1 else 0.0), "the first of three: the others had to queue"
     assert links.times() == []
     links.close()
 
