@@ -38,15 +38,17 @@ class Block:
         segment: number of the mapping that it is a part of, from 0.
         start: its first byte there.
         size_bytes: of it.
-        tensor: its bytes, uint8.
         memory: of the segment.
     """
 
     segment: int
     start: int
     size_bytes: int
-    tensor: Tensor
     memory: mmap.mmap
+
+    def tensor(self, size_bytes: int) -> Tensor:
+        """Returns its first bytes, uint8."""
+        return torch.from_numpy(np.frombuffer(self.memory, np.uint8, size_bytes, self.start))
 
     def write(self, data: bytes, start: int) -> None:
         """Puts ``data`` there, from its byte ``start`` on."""
@@ -103,9 +105,8 @@ class Blocks:
         except BaseException:
             os.close(descriptor)
             raise
-        whole = torch.from_numpy(np.frombuffer(memory, np.uint8))
         self._free[size_bytes] += [
-            Block(self.segments, start, size_bytes, whole[start : start + size_bytes], memory)
+            Block(self.segments, start, size_bytes, memory)
             for start in reversed(range(0, total_bytes, size_bytes))  # the first one is used first
         ]
         self.segments += 1

@@ -63,7 +63,6 @@ class Arrivals:
 
     def __init__(self, clock: LinkClock, emulated: Link | None) -> None:
         self.clock = clock
-        self.emulated = emulated is not None
         self._link = emulated
         self._free_s = 0.0  # when the emulated link is
 

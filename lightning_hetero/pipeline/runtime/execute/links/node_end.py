@@ -28,9 +28,9 @@ from lightning_hetero.transport.one_node.blocks import Block, Blocks, MappedBloc
 
 __all__ = ["NodeEnd"]
 
-# Kind; segment and start of a block; size of the segment, if it is new; bytes of header and payload; when it was sent
-# [s, time.monotonic, the same for both].
-_PACKET = struct.Struct("<QQQQQQd")
+# Kind; segment and start of a block; size of the segment, if it is new; bytes of header and payload; when it was ready,
+# and when it was packed [s, time.monotonic, the same for both].
+_PACKET = struct.Struct("<QQQQQQdd")
 _MESSAGE, _FREED, _LAST = 1, 2, 3  # behind each: segments and starts of blocks that are free again
 _PACKET_BYTES = 4096
 _MOST_FREED = (_PACKET_BYTES - _PACKET.size) // 16
@@ -70,14 +70,15 @@ class NodeEnd(LinkEnd):
 
     def post(self, message: Message | None) -> None:
         if message is None:
-            self._send(_PACKET.pack(_LAST, 0, 0, 0, 0, 0, 0.0), None)
+            self._send(_PACKET.pack(_LAST, 0, 0, 0, 0, 0, 0.0, 0.0), None)
             return
+        ready_s = time.monotonic()
         header, payload = pack(message, room=self._room)
         assert self._filled is not None
         (block, segment), self._filled = self._filled, None
         new_bytes, descriptor = (0, None) if segment is None else (segment.size_bytes, segment.descriptor)
         where, sizes = (block.segment, block.start, new_bytes), (len(header), payload.numel())
-        packet = _PACKET.pack(_MESSAGE, *where, *sizes, time.monotonic())
+        packet = _PACKET.pack(_MESSAGE, *where, *sizes, ready_s, time.monotonic())
         self._send(packet + self._told(), descriptor)
 
     def _room(self, header: bytes, size_bytes: int) -> Tensor:
@@ -87,7 +88,7 @@ class NodeEnd(LinkEnd):
             self._take_in()  # nothing else may come this way but what is free again
         block, _ = self._filled = self._blocks.take(total_bytes)
         block.write(header, size_bytes)
-        return block.tensor[:size_bytes]
+        return block.tensor(size_bytes) if size_bytes else torch.empty(0, dtype=torch.uint8)
 
     def _told(self) -> bytes:
         """The blocks that are free since this was last asked."""
@@ -138,7 +139,7 @@ class NodeEnd(LinkEnd):
 
     def take(self, timeout_s: float) -> Come | str | None:
         if len(self._freed) >= _WAITING and self._broken is None:
-            self._send(_PACKET.pack(_FREED, 0, 0, 0, 0, 0, 0.0) + self._told(), None)
+            self._send(_PACKET.pack(_FREED, 0, 0, 0, 0, 0, 0.0, 0.0) + self._told(), None)
         if not self._come:
             self._take_in()
         deadline_s = time.monotonic() + timeout_s if not self._come else 0.0
@@ -156,7 +157,7 @@ class NodeEnd(LinkEnd):
         """Takes in one message and what came before it, without waiting.
 
         Args:
-            waited_for: how long it was on its way is known then: it has come just now.
+            waited_for: it has come just now. Else it could have been used since it was packed.
         """
         while not self._last and self._broken is None:
             try:
@@ -179,7 +180,7 @@ class NodeEnd(LinkEnd):
 
     def _understood(self, packet: bytes, descriptors: array[int], waited_for: bool) -> bool:
         """Does what a packet says; returns whether it brought a message."""
-        kind, segment, start, new_bytes, header_bytes, payload_bytes, sent_s = _PACKET.unpack_from(packet)
+        kind, segment, start, new_bytes, header_bytes, payload_bytes, ready_s, packed_s = _PACKET.unpack_from(packet)
         if len(packet) > _PACKET.size:
             freed = iter(array("Q", packet[_PACKET.size :]))
             for place in zip(freed, freed, strict=True):
@@ -197,12 +198,11 @@ class NodeEnd(LinkEnd):
         else:
             payload = torch.empty(0, dtype=torch.uint8)
             self._freed.append((segment, start))
-        usable_s = self._arrivals.usable_s(sent_s, payload_bytes)
-        if waited_for or self._arrivals.emulated:
-            arrived_s = time.monotonic() if waited_for else sent_s
-            self._arrivals.came(
-                sent_s=sent_s, back_s=0.0, arrived_s=arrived_s, usable_s=usable_s, size_bytes=payload_bytes
-            )
+        usable_s = self._arrivals.usable_s(packed_s, payload_bytes)
+        arrived_s = time.monotonic() if waited_for else packed_s
+        self._arrivals.came(
+            sent_s=ready_s, back_s=0.0, arrived_s=arrived_s, usable_s=usable_s, size_bytes=payload_bytes
+        )
         self._come.append((header, payload, usable_s, None))
         return True
 
