@@ -1,6 +1,6 @@
 """Which ranks are on this rank's node, and connections to them (layer T).
 
-    neighbours = Neighbours(channel)                    collective, once per run
+    neighbours = Neighbours(channel, device)            collective, once per run
     connection = neighbours.connect(peer)               the lower of the two ranks: does not wait
     connection = neighbours.accept(peer, timeout_s)     the higher one; None: not yet
 
