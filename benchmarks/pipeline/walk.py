@@ -46,7 +46,8 @@ class Walk:
         wire: process group of all ranks, for activations and gradients.
         node: all ranks, as under the strategy; None: they use the wire.
         name: of this run, another one each time.
-        sleeps_inside: layers sleep by themselves, see `emulation`; else the rank does, as under the strategy.
+        sleeps_inside: layers sleep by themselves, see `emulation`, and links are real; else the rank does, and links
+            are emulated, as under the strategy.
         emulated: False: only the real work and the real wire.
     """
 
@@ -128,7 +129,7 @@ class Walk:
             policy=lambda times: policy_of(self.entry.policy, group, times),
             pace=self.busy,
             emulated_links={(a, b): links[a][b] for a in group.ranks for b in group.ranks if a != b}
-            if emulated
+            if emulated and not sleeps_inside
             else None,
             timeout_s=TIMEOUT_S,
             device=CPU,

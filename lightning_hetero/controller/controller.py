@@ -15,13 +15,13 @@ from lightning_hetero.controller.structure.migration import MigrationModel, move
 from lightning_hetero.controller.structure.objective import Judged, Objective
 from lightning_hetero.controller.structure.search import better_structure
 from lightning_hetero.controller.trials import Bars, Library, Trial, Trials
-from lightning_hetero.controller.triggers import Triggers
+from lightning_hetero.controller.triggers import Look, Triggers
 from lightning_hetero.solvers.plans import plan_from_plain, plan_to_plain
 from lightning_hetero.types import Cluster, PipelinePlan
 
 __all__ = ["Controller"]
 
-_STALE = 0.005  # relative change of an estimate from which the costs are computed anew
+_STALE = 0.005  # relative change of an estimate, beyond its noise, from which the costs are computed anew
 
 
 class Controller:
@@ -118,11 +118,10 @@ class Controller:
         told += self._estimates.forget(seen.batch)[:1]
         if self._estimates.furthest(self._state) > _STALE:
             self._set_state(self._estimates.state)
-        objective, shares = self._objective(pipes), [sum(of_group) for of_group in sizes]
-        self._spending.add(seen, shares, lambda resource: objective.use(resource, pipes))
+        shares = [sum(of_group) for of_group in sizes]
+        self._spending.add(seen, shares, lambda resource: self._objective(pipes).use(resource, pipes))
         if seen.batch_s > 0.0 and sum(shares) == self._forms.samples and seen.batch >= self.settings.warmup:
-            modelled = objective.at(pipes, shares_of(plan))  # its time depends on no queue
-            self._trials.add(seen.batch_s, modelled.time_s if modelled is not None else math.nan)
+            self._trials.add(seen.batch_s, self._modelled_s(seen.generation))
         if self._pending >= 0:
             return self._keep("a change of structure is under way")
         if (trial := self._trials.over) is not None:
@@ -172,6 +171,10 @@ class Controller:
         return self._adopt("rollback", objective.at(pipes, shares_of(self.plan)), old, reason)
 
     def _decide(self, told: list[str]) -> Decision:
+        look = self._look(told)
+        charged = any(weight.queue > 0.0 for weight in self._spending.weights)
+        if not look.reason and not charged and self._kept == self.generation:
+            return self._keep("")  # as with the same costs before
         pipes, plan = self._plans[self.generation]
         objective = self._objective(pipes)
         now, best = objective.at(pipes, shares_of(plan)), objective.judge(pipes)
@@ -179,24 +182,26 @@ class Controller:
             return self._keep("the plan in force does not fit the devices any more")
         if now is None:
             now = best
-        if self.settings.structure and self._trials.present is None:
-            if self._put_off is None and self._estimates.unsure(self._seen):
-                self._put_off = told  # layers would move for half of what has happened
-                return self._shares(objective, now, best)
-            told, self._put_off = [*(self._put_off or ()), *told], None
-            look = self._triggers.look(self._seen, self._state, self._estimates, self._spending, told)
-            if look.reason:
-                found = self._search(objective, best, look.ranks)
-                gain = best.value - found.value
-                if found.pipes != best.pipes and gain > self.settings.dead_band * objective.scale_at(best):
-                    return self._adopt("plan", best, found, look.reason)
-        return self._shares(objective, now, best)
-
-    def _shares(self, objective: Objective, now: Judged, best: Judged) -> Decision:
+        if look.reason:
+            found = self._search(objective, best, look.ranks)
+            gain = best.value - found.value
+            if found.pipes != best.pipes and gain > self.settings.dead_band * objective.scale_at(best):
+                return self._adopt("plan", best, found, look.reason)
         gain = now.value - best.value
         if best.shares != now.shares and gain > self.settings.share_band * objective.scale_at(now):
             return self._adopt("shares", now, best, "samples per group")
+        self._kept = -1 if charged else self.generation
         return self._keep("")
+
+    def _look(self, told: list[str]) -> Look:
+        """Returns whether to look at the structure after this batch; not where a jump is still to be confirmed."""
+        if not self.settings.structure or self._trials.present is not None:
+            return Look("")
+        if self._put_off is None and self._estimates.unsure(self._seen):
+            self._put_off = told  # layers would move for half of what has happened
+            return Look("")
+        told, self._put_off = [*(self._put_off or ()), *told], None
+        return self._triggers.look(self._seen, self._state, self._estimates, self._spending, told)
 
     def _search(self, objective: Objective, best: Judged, ranks: tuple[int, ...]) -> Judged:
         settings, batch = self.settings, self._seen
@@ -271,6 +276,16 @@ class Controller:
         self._state = state
         self._problem = self._forms.problem(*self._estimates.costs(state), self.plan)
         self._shared: dict[Pipes, tuple[list[int], float]] = {}
+        self._modelled: dict[int, float] = {}
+        self._kept = -1  # generation for which no other shares are better by these costs, as long as no queue counts
+
+    def _modelled_s(self, generation: int) -> float:
+        """Returns the time of a batch under a plan by the present costs [s]; it depends on no queue."""
+        if generation not in self._modelled:
+            pipes, plan = self._plans[generation]
+            judged = self._objective(pipes).at(pipes, shares_of(plan))
+            self._modelled[generation] = math.nan if judged is None else judged.time_s
+        return self._modelled[generation]
 
     def _objective(self, present: Pipes) -> Objective:
         return Objective(

@@ -60,7 +60,7 @@ class _Factor:
 
     def __init__(self) -> None:
         self._filter = Kalman()
-        self.value, self.std = 1.0, 0.0
+        self.value = 1.0
         self.seen = -1  # last batch
         self.batch_s = math.inf  # what is at stake: its time in a batch, as profiled
 
@@ -83,9 +83,12 @@ class _Factor:
     def known(self) -> bool:
         return self._filter.ready
 
+    @property
+    def std(self) -> float:
+        return self._filter.std_s(1) if self.known else 0.0
+
     def _read(self) -> None:
         self.value = self._filter.predict(1) if self.known else 1.0
-        self.std = self._filter.std_s(1) if self.known else 0.0
 
     def to_plain(self) -> dict[str, Any]:
         return {"filter": self._filter.state_dict(), "seen": self.seen}
@@ -272,10 +275,14 @@ class Estimates:
         return any(key[0] == "rank" and f.seen == batch and f.unsure for key, f in self._factors.items())
 
     def furthest(self, since: State) -> float:
-        """Returns the largest relative change since ``since``, noise or not."""
-        state = self.state
-        ratios = [(_of(state, key), _of(since, key)) for key in self._factors]
-        return max([max(now / before, before / now) - 1.0 for now, before in ratios] or [0.0])
+        """Returns the largest relative change since ``since`` of those that exceed the noise."""
+        state, furthest = self.state, 0.0
+        for key, factor in self._factors.items():
+            before, now = _of(since, key), _of(state, key)
+            change = max(now / before, before / now) - 1.0
+            if change > furthest and abs(now - before) > _SURE * factor.std:
+                furthest = change
+        return furthest
 
     def costs(self, state: State) -> tuple[ModelCost, Cluster]:
         """Returns the profile and the cluster with the factors applied."""

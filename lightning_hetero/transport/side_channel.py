@@ -1,7 +1,7 @@
 """Small collectives of the ranks among themselves, on a group of their own (layer T).
 
 At set-up and epoch starts they block. During a step they do not: launched when a rank's gradients are complete, an
-all-gather of a few numbers travels beside a gradient all-reduce, and is read one step later, so nobody waits for it.
+gathering of a few numbers travels beside a gradient all-reduce, and is read one step later, so nobody waits for it.
 A side group on gloo: on the main group it would queue behind the gradient buckets, and on NCCL it would need device
 memory and a kernel.
 """
@@ -12,6 +12,8 @@ from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
+
+from lightning_hetero.transport.one_round import start_gather, start_sum
 
 __all__ = ["SideChannel"]
 
@@ -50,10 +52,7 @@ class SideChannel:
 
     def all_gather_row(self, row: Sequence[float]) -> Callable[[], list[list[float]]]:
         """Starts gathering ``row`` (float64, the same length everywhere); call the result to wait for all rows."""
-        mine = torch.tensor(row, dtype=torch.float64)
-        rows = torch.empty(self.world_size, len(row), dtype=torch.float64)
-        # The group's own method: the checks of `dist.all_gather` take longer than the exchange.
-        work = self.group.allgather([list(rows.unbind())], [mine])
+        work, rows = start_gather(torch.tensor(row, dtype=torch.float64), self.group)
 
         def wait() -> list[list[float]]:
             work.wait()
@@ -80,12 +79,10 @@ class SideChannel:
 
     def sum_async(self, value: float) -> Callable[[], float]:
         """Starts summing ``value`` over the ranks; call the result to wait for the sum."""
-        total = torch.tensor([value], dtype=torch.float64)
-        work = dist.all_reduce(total, group=self.group, async_op=True)
+        total = start_sum(torch.tensor([value], dtype=torch.float64), self.group)
 
         def wait() -> float:
-            assert work is not None
-            work.wait()
-            return float(total.item())
+            total.work.wait()
+            return float(total.result().item())
 
         return wait

@@ -32,6 +32,7 @@ from torch import Tensor
 from torchmetrics import Metric
 
 from lightning_hetero import lightning_compat as compat
+from lightning_hetero.transport.one_round import start_sum
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule
@@ -305,21 +306,19 @@ class StepLogs:
         ends = [i for i, key in enumerate(table) if key.reduction in ("min", "max")]
         if ends:
             keys = list(table)
-            extremes = self._start_sum([own[i].extreme for i in ends], dist.ReduceOp.MAX)()
+            extremes = self._start_sum([own[i].extreme for i in ends], largest=True)()
             for i, extreme in zip(ends, extremes, strict=True):
                 totals[keys[i]].extreme = math.nan if math.isnan(totals[keys[i]].plain) else extreme
         return sums, totals
 
-    def _start_sum(self, numbers: Sequence[float], op: Any = dist.ReduceOp.SUM) -> Callable[[], list[float]]:
+    def _start_sum(self, numbers: Sequence[float], *, largest: bool = False) -> Callable[[], list[float]]:
         if self._alone:
             return lambda: list(numbers)
-        packed = torch.tensor(numbers, dtype=torch.float64)
-        work = dist.all_reduce(packed, op=op, group=self._channel.group, async_op=True)
-        assert work is not None
+        under_way = start_sum(torch.tensor(numbers, dtype=torch.float64), self._channel.group, largest=largest)
 
         def wait() -> list[float]:
-            self._wait(work)
-            return packed.tolist()
+            self._wait(under_way.work)
+            return under_way.result().tolist()
 
         return wait
 

@@ -1,8 +1,10 @@
 """Other plans while a run trains: measured, decided on rank 0, told to all, carried out between two batches (layer L).
 
     end of batch t    what all ranks took, in the message that is sent anyway [training]
-                      rank 0: the controller decides; the others are told, and do not wait
-    batch t+1 drawn   all: has something been decided? then from when on can it hold [decide.changeover]
+                      rank 0: the controller decides; the others go on
+                      a rank's time has jumped [decide.jumps]: rank 0 says what it has decided
+                      else it says, in the message of batch t+1, whether it has decided something; then, after that
+    next batch drawn  all: from when on can it hold [decide.changeover]
                       it holds from here on: layers move [place, runtime.own.migration], schedules are others
 """
 
@@ -26,6 +28,7 @@ from lightning_hetero.controller.replans import Replan, ReplanLog
 from lightning_hetero.data import Part
 from lightning_hetero.glue.run import EventLog, planned_batches
 from lightning_hetero.pipeline.decide.changeover import Changeover, changeover
+from lightning_hetero.pipeline.decide.jumps import Jumps
 from lightning_hetero.pipeline.decide.plans import check_plan, in_one_piece
 from lightning_hetero.pipeline.decide.told import Told, telling_layers
 from lightning_hetero.pipeline.fit.loaders import PipelineBinder
@@ -90,6 +93,8 @@ class Replans:
         self._state, self._whole = state, whole
         self._decider: Decides | None = None
         self._asked = False  # for one
+        self._jumps = Jumps()
+        self._held: list[Decision] = []  # on rank 0: what it has not said yet
         self._told: tuple[torch.Tensor, dist.Work, bytes] | None = None  # on its way: size of what rank 0 has to say
         self._due: list[tuple[Changeover, Decision]] = []
         self._paused_s, self._moved_bytes = 0.0, 0
@@ -102,14 +107,20 @@ class Replans:
         """How long this rank stood still before the batch that runs [s]."""
         return self._paused_s
 
-    def observe(self, batch: int, part: Part, told: Told, pause_s: float) -> None:
-        """A batch has been trained: rank 0 decides; the others are told of it while they go on.
+    @property
+    def news(self) -> bool:
+        """Whether this rank has decided something that it has not said yet; to be told with the next batch."""
+        return bool(self._held)
+
+    def observe(self, batch: int, part: Part, told: Told, pause_s: float, *, news: bool) -> None:
+        """A batch has been trained: rank 0 decides; the others are told of it while they go on, or with the next one.
 
         Args:
             batch: its number in the run.
             part: of this rank; shares are those of all.
             told: by all ranks, the same on all.
             pause_s: for a change of plan before it, the mean of the ranks.
+            news: rank 0 has told with the batch that it has decided something before.
         """
         if self._start is None:
             return
@@ -118,7 +129,6 @@ class Replans:
         moved_bytes, self._moved_bytes, self._paused_s = self._moved_bytes, 0, 0.0
         batch_s = max(compute_s + wait_s for _, compute_s, wait_s in told.work)
         self._note_outcome(part, self._log.batch(self.generation, batch_s))
-        text = b""
         if self._place.channel.rank == 0:
             if not self._asked:
                 self._decider, self._asked = self._started(self._start), True
@@ -128,7 +138,12 @@ class Replans:
                 if decision.queues:
                     self._events.note("queue", part.epoch, part.step, {"queues": dict(decision.queues)})
                 if decision.kind != "keep" or decision.outcome is not None:
-                    text = pickle.dumps(replace(decision, plan=self._in_one_piece(decision.plan)))
+                    self._held.append(replace(decision, plan=self._in_one_piece(decision.plan)))
+        jumped = self._jumps.add([(samples, work_s) for samples, work_s, _ in told.work], told.rest_s)
+        if not (jumped or news):  # the same on all ranks
+            return
+        text = pickle.dumps(self._held) if self._held else b""
+        self._held = []
         size = torch.tensor([len(text)])
         work = dist.broadcast(size, src=0, group=self._place.channel.group, async_op=True)
         assert work is not None
@@ -177,7 +192,7 @@ class Replans:
             part: this rank's part of it.
             gradients: whether present gradients matter, because the user may keep them.
         """
-        if (decision := self._heard()) is not None:
+        for decision in self._heard():
             if decision.outcome is not None:
                 self._note_outcome(part, self._log.settle(decision.outcome))
             if decision.kind != "keep":
@@ -187,20 +202,20 @@ class Replans:
             _, decision = self._due.pop(0)
             self._change(part, decision, gradients)
 
-    def _heard(self) -> Decision | None:
+    def _heard(self) -> list[Decision]:
         if self._told is None:
-            return None
+            return []
         (size, work, text), self._told = self._told, None
         channel, wait = self._place.channel, self._place.failures.wait
         wait(work)
         if not int(size):
-            return None
+            return []
         data = torch.frombuffer(bytearray(text or int(size)), dtype=torch.uint8)
         work = dist.broadcast(data, src=0, group=channel.group, async_op=True)
         assert work is not None
         wait(work)
-        decision: Decision = pickle.loads(data.numpy().tobytes())
-        return decision
+        decisions: list[Decision] = pickle.loads(data.numpy().tobytes())
+        return decisions
 
     def _schedule(self, part: Part, decision: Decision) -> None:
         """Finds out from when on a plan can hold; what is drawn from then on is drawn for it."""

@@ -7,7 +7,6 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 
 from lightning_hetero import lightning_compat as compat
 from lightning_hetero.callbacks.requeue import RequeueTogether
@@ -26,6 +25,7 @@ from lightning_hetero.pipeline.runtime.execute.failures import FailureBoard
 from lightning_hetero.pipeline.runtime.step.backbone import Backbone
 from lightning_hetero.pipeline.runtime.step.undivided import Undivided
 from lightning_hetero.solvers.plans import plan_to_plain
+from lightning_hetero.transport.one_round import start_sum
 from lightning_hetero.transport.store import run_store
 from lightning_hetero.types import PipelinePlan, StepReport
 
@@ -205,11 +205,9 @@ class PipelineRun(EngineRun[PipelineBinder]):
         """Training is over: a signal that asks for a requeue, and came behind the last batch's exchange, is heard."""
         if self._requeue is None:
             return
-        asked = torch.tensor([self._requeue.take()], dtype=torch.float64)
-        work = dist.all_reduce(asked, group=self.channel.group, async_op=True)
-        assert work is not None
-        self.failures.wait(work)
-        self._requeue.finish(asked.item())
+        asked = start_sum(torch.tensor([self._requeue.take()], dtype=torch.float64), self.channel.group)
+        self.failures.wait(asked.work)
+        self._requeue.finish(asked.result().item())
 
     def fail(self, error: BaseException) -> None:
         """Tells all ranks why this one stops."""

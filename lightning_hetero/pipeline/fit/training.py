@@ -151,12 +151,12 @@ class TrainBatches:
             if self._scale is not None:
                 self._skips = place.sync.agree_nonfinite()
         self._put_aside(old)
-        told, loss, paused_s = self._received(receive, told)
+        told, loss, paused_s, news = self._received(receive, told)
         ended_s = time.perf_counter()
         self._exchange_s, self._last = ended_s - sent_s, (part, told)
         data = {"samples": part.samples, "compute_s": busy_s, "wait_s": ended_s - started_s - busy_s}
         self._events.note("step", part.epoch, part.step, data)
-        self.replans.observe(step, part, told, paused_s)
+        self.replans.observe(step, part, told, paused_s, news=news)
         if not outputs:
             return {"loss": loss}
         joined = join_outputs(outputs, sizes)
@@ -199,14 +199,15 @@ class TrainBatches:
             self._trainer.should_stop,
             0 if self._requeue is None else self._requeue.take(),
             self._place.channel.rank == 0 and getattr(self._trainer, "received_sigterm", False),
+            self.replans.news,
         )
         return self._place.logs.send([*map(float, numbers), *told.numbers])
 
-    def _received(self, receive: Callable[[], list[float]], told: Told) -> tuple[Told, Tensor, float]:
-        """Waits for the sums; returns what all have told, the loss of the global batch, the same on all ranks, and how
-        long the ranks stood still before it, in the mean [s]."""
+    def _received(self, receive: Callable[[], list[float]], told: Told) -> tuple[Told, Tensor, float, bool]:
+        """Waits for the sums; returns what all have told, the loss of the global batch, the same on all ranks, how long
+        the ranks stood still before it, in the mean [s], and whether rank 0 has decided something."""
         rank, world, number = self._place.channel.rank, self._place.channel.world_size, self.replans.generation
-        loss, numbers, paused_s, stops, signal, sigterm, *sums = receive()
+        loss, numbers, paused_s, stops, signal, sigterm, news, *sums = receive()
         self.sigterm = self.sigterm or bool(sigterm)
         if self._requeue is not None:
             self._requeue.hear(signal)
@@ -218,7 +219,7 @@ class TrainBatches:
                 " this is a bug of lightning_hetero"
             )
         loss = torch.tensor(loss, device=self._place.settings.device, dtype=torch.float32)
-        return replace(told, numbers=sums), loss, paused_s / world
+        return replace(told, numbers=sums), loss, paused_s / world, bool(news)
 
     def _told(self, batch: int, samples: int, busy_s: float, wait_s: float, rest_s: float) -> Told:
         """Returns what this rank tells the others of a batch, in which it has waited for ``wait_s`` by now."""

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
+from unittest.mock import patch
 
 from lightning_hetero.controller.messages import Decision, Observation
+from lightning_hetero.pipeline.decide.jumps import Jumps
 from lightning_hetero.solvers.plans import plan_from_plain
 from lightning_hetero.types import PipelinePlan
 
@@ -54,6 +57,13 @@ class Scripted:
 
     def withdraw(self, generation: int) -> None:
         self.withdrawn.append(generation)
+
+
+@contextmanager
+def heard(*, at_once: bool) -> Iterator[None]:
+    """Inside, all ranks wait behind each batch for what is decided on it, or never, whatever was measured."""
+    with patch.object(Jumps, "add", lambda *_: at_once):
+        yield
 
 
 def group(ranks: list[int], cuts: list[int], samples: int, micro_samples: int = 4) -> dict[str, Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -12,11 +13,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_hetero.pipeline.runtime.execute.failures import FailureBoard
+from lightning_hetero.pipeline.runtime.own import buckets
 from lightning_hetero.pipeline.runtime.own.buckets import fill_buckets
 from lightning_hetero.pipeline.runtime.own.gradients import GradientSync
 from lightning_hetero.pipeline.runtime.own.owner_groups import OwnerGroups, share_buffers, share_initial
 from lightning_hetero.pipeline.runtime.own.ownership import Ownership
 from lightning_hetero.pipeline.runtime.own.pruning import prune
+from lightning_hetero.transport.one_round import Sum, start_sum
 from lightning_hetero.types import PipelinePlan
 from tests.ranks.harness import run_ranks
 from tests.ranks.pipeline.ownership_kit import PLANS, Model, plan
@@ -179,14 +182,12 @@ SUMS: list[Tensor] = []
 
 
 def _faults(rank: int, world: int) -> None:
-    all_reduce = dist.all_reduce
-    dist.all_reduce = lambda tensor, *args, **kwargs: (
-        SUMS.append(tensor) or all_reduce(tensor, *args, **kwargs)
-    )
-    try:
+    def noted(tensor: Tensor, group: dist.ProcessGroup) -> Sum:
+        SUMS.append(tensor)
+        return start_sum(tensor, group)
+
+    with patch.object(buckets, "start_sum", noted):
         _faults_counted(rank)
-    finally:
-        dist.all_reduce = all_reduce
 
 
 def _faults_counted(rank: int) -> None:

@@ -31,7 +31,7 @@ from tests.ranks.harness import run_ranks
 from tests.ranks.kit import Weights, quiet_trainer, rank_trainer, regression, single, weights
 from tests.ranks.pipeline import variants
 from tests.ranks.pipeline.kit import Deep, fit, loaders, pipeline
-from tests.ranks.pipeline.replan_kit import Scripted, group, plan
+from tests.ranks.pipeline.replan_kit import Scripted, group, heard, plan
 from tests.ranks.pipeline.resume_kit import BATCH, EPOCHS, PER_EPOCH, Saved, alone, train
 from tests.ranks.resume_kit import Saver
 
@@ -114,7 +114,14 @@ FOUR_RANKS = {
 }
 
 
-def job(rank: int, world: int, names: list[str], first: Any, script: dict[int, Any]) -> dict[str, Any]:
+def job(
+    rank: int, world: int, names: list[str], first: Any, script: dict[int, Any], at_once: bool = True
+) -> dict[str, Any]:
+    with heard(at_once=at_once):
+        return _job(rank, world, names, first, script)
+
+
+def _job(rank: int, world: int, names: list[str], first: Any, script: dict[int, Any]) -> dict[str, Any]:
     found = {}
     for name in names:
         make, options = CASES[name]
@@ -150,6 +157,14 @@ def test_two_ranks_end_on_the_weights_of_one_process() -> None:
             assert [r.bytes > 0 for r in replans] == [True, True, True, False, False, True]
 
 
+def test_what_is_decided_while_nothing_jumps_holds_one_batch_later() -> None:
+    for found in run_ranks(2, job, ["Adam"], CHAIN, TWO_RANKS, False, timeout_s=100.0):
+        trained, replans, _ = found["Adam"]
+        assert trained.distance(expected("Adam")) <= EXACT
+        assert [r.step for r in replans] == [step + 1 for step in BEGINS]
+        assert [r.generation for r in replans] == [1, 2, 3, 4, 5, 6]
+
+
 def test_groups_merge_and_split_on_four_ranks() -> None:
     names = ["Adam", "momentum, groups, schedule"]
     ranks = run_ranks(4, job, names, SQUARE, FOUR_RANKS, timeout_s=100.0)
@@ -161,6 +176,7 @@ def test_groups_merge_and_split_on_four_ranks() -> None:
             assert len(replans) == len(FOUR_RANKS) and [g.ranks for g in last.groups] == [(0, 2), (1, 3)]
 
 
+@heard(at_once=True)
 def validated(rank: int, world: int, first: Any, script: dict[int, Any]) -> list[Any]:
     """Validates in between; and a second fit of the same module goes on with the plan that the first one ended with."""
     module, strategy = Deep(), pipeline(first, controller=Scripted(script), global_batch_size=16)
@@ -194,6 +210,7 @@ def test_evaluations_follow_the_plan_in_force(world: int) -> None:
 # ---- against a run that keeps its plan: what is drawn, and what layers count -----------------------------------------
 
 
+@heard(at_once=True)
 def kept_or_not(rank: int, world: int, first: Any, script: dict[int, Any]) -> list[Any]:
     found = []
     for make in (variants.Dropping, Buffered):
@@ -236,6 +253,7 @@ class Decisions(Callback):
         self.metrics = trainer.strategy.engine_metrics()
 
 
+@heard(at_once=True)
 def saving(rank: int, world: int, folder: str) -> tuple[Weights, list[Event], dict[str, float]]:
     """The plan changes after batches 4 and 8; epochs have six."""
     strategy = pipeline(CHAIN, controller=Scripted({3: TURNED, 7: APART}))
@@ -248,6 +266,7 @@ def saving(rank: int, world: int, folder: str) -> tuple[Weights, list[Event], di
     return weights(module), decisions.found, decisions.metrics
 
 
+@heard(at_once=True)
 def resuming(rank: int, world: int, folder: str) -> list[Weights]:
     found = []
     for name, first in (("batch-0-5", CHAIN), ("batch-1-2", TURNED), ("epoch-1", CHAIN)):
@@ -294,6 +313,7 @@ def test_a_checkpoint_written_after_a_change_is_resumed(tmp_path: Any) -> None:
     assert EPOCHS * PER_EPOCH == 18  # every script above is reached
 
 
+@heard(at_once=True)
 def averaging(rank: int, world: int, script: dict[int, Any]) -> tuple[Weights, Weights, Weights]:
     module, callback = Deep(), WeightAveraging(avg_fn=get_ema_avg_fn(0.8))
     strategy = pipeline(CHAIN, controller=Scripted(script))
@@ -320,6 +340,7 @@ def test_averaged_weights_move_along_and_loaders_may_read_ahead() -> None:
 # ---- what is measured ------------------------------------------------------------------------------------------------
 
 
+@heard(at_once=True)
 def measured(rank: int, world: int, first: Any, script: dict[int, Any]) -> list[Any]:
     scripted = Scripted(script)
     fit(rank, world, Deep(), pipeline(first, controller=scripted), data=DATA, max_epochs=1)
@@ -349,6 +370,7 @@ def test_the_controller_is_told_of_links_and_layers() -> None:
 SLOW_LINKS = {"devices": [{"count": 2}], "link": {"bandwidth": "1 kB/s", "latency": "250 ms"}}
 
 
+@heard(at_once=True)
 def emulating(rank: int, world: int) -> dict[str, Any]:
     """One stage each, so that no activation is waited for; rank 0 gets everything, and then gradients are summed."""
     slept: list[float] = []
@@ -396,6 +418,7 @@ def test_emulated_links_carry_sums_and_layers_that_move_and_a_scenario_passes_wi
 # ---- a change that cannot be carried out -----------------------------------------------------------------------------
 
 
+@heard(at_once=True)
 def short_of_memory(rank: int, world: int) -> list[Any]:
     found: list[Any] = []
     room_for, calls = parcels.room_for, []

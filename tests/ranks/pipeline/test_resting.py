@@ -11,13 +11,14 @@ from lightning_hetero import LyapunovController, Scenario, ThrottleCallback
 from tests.ranks.harness import run_ranks
 from tests.ranks.kit import regression
 from tests.ranks.pipeline.kit import Deep, fit, pipeline
-from tests.ranks.pipeline.replan_kit import Scripted, group, plan
+from tests.ranks.pipeline.replan_kit import Scripted, group, heard, plan
 
 REST, WORK = plan(group([1], [0, 6], 16)), plan(group([0], [0, 6], 8), group([1], [0, 6], 8))
 SLOW, FAST, BATCHES = 6, 30, 60  # rank 1 is twenty times slower between these batches
 EMULATED = Scenario(sample_s=2e-3).slow(1, 20.0, at_step=SLOW, steps=FAST - SLOW)
 
 
+@heard(at_once=True)
 def told(rank: int, world: int) -> list[list[dict[int, float]]]:
     found: list[list[dict[int, float]]] = []
     for scenario in (None, Scenario(sample_s=1e-4).slow(0, 4.0, at_step=3), Scenario().slow(0, 50.0, at_step=3)):

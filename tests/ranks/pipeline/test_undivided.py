@@ -21,7 +21,7 @@ from lightning_hetero.types import AffineCost, Cluster, Device, LayerCost, Link,
 from tests.ranks.harness import run_ranks
 from tests.ranks.kit import FEATURES, Toy, rank_trainer, regression, single, weights
 from tests.ranks.pipeline.kit import pipeline
-from tests.ranks.pipeline.replan_kit import Scripted
+from tests.ranks.pipeline.replan_kit import Scripted, heard
 from tests.ranks.pipeline.variants import Branched
 
 UNEQUAL = {"devices": [{"name": "fast"}, {"name": "slow", "speed": 0.25}], "link": {"bandwidth": "10 GB/s"}}
@@ -175,6 +175,7 @@ def test_a_batch_stays_in_one_piece_where_memory_has_room_for_it() -> None:
     assert found.ok and found.total_s == 16.0
 
 
+@heard(at_once=True)
 def replanned(rank: int, world: int, workers: int) -> tuple[Any, list[int]]:
     """Batches cannot be cut, and some, larger than the plan in force has them, were read for the one before."""
     script = {2: replicas(1, [16, 0]), 4: replicas(1, [3, 13]), 6: replicas(1, [0, 16])}

@@ -7,13 +7,15 @@ one bucket               | gradient | gradient | ... | present? present? ... |
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from lightning_hetero.transport.one_round import Sum, start_sum
+
 __all__ = ["Arrived", "Bucket", "Lane", "fill_buckets"]
+
 
 class Bucket:
     """Gradients that are summed together, of one dtype.
@@ -27,7 +29,7 @@ class Bucket:
         self.late = late
         self.awaited: set[int] = set()  # ids of parameters whose gradient is still to come
         self.sent: Tensor | None = None
-        self._work: Any = None
+        self._sum: Sum | None = None
 
     @torch.no_grad()
     def launch(self, group: dist.ProcessGroup) -> None:
@@ -35,14 +37,14 @@ class Bucket:
         present = [p.grad is not None for p in self.parameters]
         flags = torch.tensor(present, dtype=self.parameters[0].dtype).to(self.parameters[0].device)
         self.sent = torch.cat([*map(_flat, self.parameters), flags])
-        self._work = dist.all_reduce(self.sent, dist.ReduceOp.SUM, group=group, async_op=True)
+        self._sum = start_sum(self.sent, group)
 
     @torch.no_grad()
     def collect(self, wait: Callable[[dist.Work], object]) -> None:
         """Waits for the sum and writes it back; the bucket's memory is given free."""
-        assert self.sent is not None
-        wait(self._work)
-        *pieces, flags = self.sent.split([*(p.numel() for p in self.parameters), len(self.parameters)])
+        assert self._sum is not None
+        wait(self._sum.work)
+        *pieces, flags = self._sum.result().split([*(p.numel() for p in self.parameters), len(self.parameters)])
         lacking = [p.grad is None for p in self.parameters]
         used = (flags.abs() > 0).tolist() if any(lacking) else ()
         targets, sources = [], []
@@ -58,7 +60,7 @@ class Bucket:
 
     def forget(self) -> None:
         """Gives the memory free."""
-        self.sent = self._work = None
+        self.sent = self._sum = None
         self.awaited = set()
 
 

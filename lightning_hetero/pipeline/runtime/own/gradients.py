@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from lightning_hetero.pipeline.runtime.own.buckets import Arrived, Lane, fill_buckets
 from lightning_hetero.pipeline.runtime.own.owner_groups import OwnerGroups
 from lightning_hetero.pipeline.runtime.own.ownership import Ownership
+from lightning_hetero.transport.one_round import start_sum
 
 __all__ = ["GradientSync"]
 
@@ -207,9 +208,7 @@ class GradientSync:
         norms = torch.zeros(1, dtype=torch.float64)
         if gradients:
             norms = torch.stack([n.to(torch.float64) for n in torch._foreach_norm(gradients)]).to("cpu")
-        total = norms.pow(2).sum()
-        self._all_reduce(total, dist.ReduceOp.SUM)
-        return total.sqrt().to(self._dtype)
+        return self._total(norms.pow(2).sum()).sqrt().to(self._dtype)
 
     @torch.no_grad()
     def clip_by_norm(self, parameters: Iterable[Tensor] | None, max_norm: float) -> Tensor:
@@ -250,8 +249,7 @@ class GradientSync:
             # A norm in the gradients' own dtype could overflow although all are finite; the greatest value cannot.
             each = torch.stack([n.to(torch.float32) for n in torch._foreach_norm(gradients, math.inf)])
             flag[0] = (~each.isfinite()).any()
-        self._all_reduce(flag, dist.ReduceOp.MAX)
-        found = bool(flag)
+        found = bool(self._total(flag))
         if found and gradients:
             gradients[0].fill_(math.nan)
         return found
@@ -266,10 +264,10 @@ class GradientSync:
             )
         return chosen
 
-    def _all_reduce(self, tensor: Tensor, op: Any) -> None:
-        work = dist.all_reduce(tensor, op, group=self._groups.world, async_op=True)
-        assert work is not None
-        self._wait(work)
+    def _total(self, tensor: Tensor) -> Tensor:
+        under_way = start_sum(tensor, self._groups.world)
+        self._wait(under_way.work)
+        return under_way.result()
 
 
 def _gradient(parameter: Tensor) -> Tensor | None:

@@ -65,8 +65,8 @@ def stream_seed(seed: int, *numbers: int) -> int:
     >>> stream_seed(0, 12, 3) == stream_seed(0, 12, 3), stream_seed(0, 12, 3) == stream_seed(0, 3, 12)
     (True, False)
     """
-    words = (word & 0xFFFF_FFFF_FFFF_FFFF for word in (seed, *numbers))
-    packed = struct.pack(f"<{1 + len(numbers)}Q", *words)
+    words = [word & 0xFFFF_FFFF_FFFF_FFFF for word in (seed, *numbers)]
+    packed = struct.pack(f"<{len(words)}Q", *words)
     return int.from_bytes(hashlib.blake2b(packed, digest_size=8).digest(), "little") >> 1
 
 

@@ -1,0 +1,77 @@
+"""Collectives of gloo in one round, where little is to be sent: everyone sends everyone at once (layer T).
+
+    all-reduce, all-gather   gloo's own: around a ring, few bytes, but many messages one after the other
+    in one round             all-to-all of copies; each adds up what has come, in the order of ranks
+
+Each message of gloo wakes threads at both ends. Four ranks on two cores took 7.5 ms, and 3.1 ms of the processor each,
+for a sum of 72 kB by an all-reduce, and 1.3 ms and 0.9 ms in one round; for a row of 100 numbers 3.4 ms by an
+all-gather and 1.1 ms in one round (`python -m benchmarks.transport --part one_round`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+__all__ = ["Sum", "start_gather", "start_sum"]
+
+_SMALL_BYTES = 256 * 2**10  # that a rank sends for a sum in one round: 2 ms at 1 Gbit/s
+
+
+@dataclass(frozen=True, slots=True)
+class Sum:
+    """A sum on its way.
+
+    Attributes:
+        work: to be waited for, before `result`.
+    """
+
+    work: dist.Work
+    _own: Tensor
+    _parts: Tensor | None  # of all ranks; None: summed in place
+    _largest: bool
+
+    def result(self) -> Tensor:
+        """Returns the sum, the same bits on all ranks; in the memory of what was summed, or in memory of its own."""
+        if self._parts is None:
+            return self._own
+        return self._parts.amax(0) if self._largest else self._parts.sum(0, dtype=self._own.dtype)
+
+
+def start_sum(tensor: Tensor, group: dist.ProcessGroup, *, largest: bool = False) -> Sum:
+    """Starts to sum over the ranks of a group; collective.
+
+    Args:
+        tensor: of one shape and dtype on all ranks, contiguous. May be overwritten; not to be used until the work is
+            done.
+        group: that takes the tensor.
+        largest: the greatest of all values, element by element, instead of their sum.
+    """
+    if tensor.device.type == "cpu" and 0 < (dist.get_world_size(group) - 1) * tensor.nbytes <= _SMALL_BYTES:
+        work, parts = start_gather(tensor, group)
+        return Sum(work, tensor, parts, largest)
+    op = dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM
+    work = dist.all_reduce(tensor, op=op, group=group, async_op=True)
+    assert work is not None
+    return Sum(work, tensor, None, largest)
+
+
+def start_gather(tensor: Tensor, group: dist.ProcessGroup) -> tuple[dist.Work, Tensor]:
+    """Starts to gather a tensor of every rank; collective.
+
+    Args:
+        tensor: of one shape and dtype on all ranks, contiguous, on the CPU.
+        group: one that takes CPU tensors (gloo).
+
+    Returns:
+        To be waited for; and where the tensors are then [ranks, *shape].
+    """
+    world = dist.get_world_size(group)
+    parts = tensor.new_empty((world, *tensor.shape))
+    copies = tensor.reshape(-1).view(torch.uint8).repeat(world)  # bytes: gloo need not know the dtype
+    # The group's own method: the checks of `dist.all_to_all_single` take as long as the exchange.
+    work = group.alltoall_base(parts.view(-1).view(torch.uint8), copies, [], [])
+    return work, parts
