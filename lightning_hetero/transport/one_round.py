@@ -5,7 +5,7 @@
 
 Each message of gloo wakes threads at both ends. Four ranks on two cores took 7.5 ms, and 3.1 ms of the processor each,
 for a sum of 72 kB by an all-reduce, and 1.3 ms and 0.9 ms in one round; for a row of 100 numbers 3.4 ms by an
-all-gather and 1.1 ms in one round (`python -m benchmarks.transport --part one_round`).
+all-gather and 1.1 ms in one round (`python -m benchmarks.one_round`).
 """
 
 from __future__ import annotations

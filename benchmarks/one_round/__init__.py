@@ -1,0 +1,1 @@
+"""Small sums and rows of numbers over ranks: gloo's own collectives against one round."""
