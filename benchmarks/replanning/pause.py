@@ -1,7 +1,8 @@
 """One rank of the pause part; started by torchrun, rank 0 writes what each change of owner took as JSON.
 
-Layers with Adam's state go from one rank to the other and back, by the engine's own migration; before each, as many
-bytes in one piece, by gloo's send, as the link's bandwidth.
+Layers with Adam's state go from one rank to the other and back, by the engine's own migration, and the way that the
+strategy takes between ranks of one node: memory that both map. Before each, as many bytes in one piece by gloo's send,
+as what a link between them gives.
 """
 
 from __future__ import annotations
@@ -16,11 +17,16 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from benchmarks.torchrun import as_rank
+from lightning_hetero.pipeline.runtime.execute.failures import FailureBoard
 from lightning_hetero.pipeline.runtime.own.migration import Migration
+from lightning_hetero.pipeline.runtime.own.near_ways import NearWays
 from lightning_hetero.pipeline.runtime.own.ownership import Ownership
 from lightning_hetero.pipeline.runtime.own.pruning import prune
+from lightning_hetero.transport.one_node.neighbours import Neighbours
+from lightning_hetero.transport.side_channel import SideChannel
 from lightning_hetero.types import GroupPlan, PipelinePlan
 
+CPU = torch.device("cpu")
 WIDTH = 1024
 SIZES = {"12.6 MB": 1, "101 MB": 8, "302 MB": 24}  # layers: 4.2 MB of parameters each, and twice that of Adam's
 
@@ -54,8 +60,17 @@ def move(migration: Migration, turn: int) -> None:
     migration.commit()
 
 
-def moves(layers: int, repeats: int) -> list[dict[str, float]]:
-    """Moves all layers to the other rank and back."""
+def near_ways() -> NearWays:
+    """Returns the ways between the ranks, as the strategy makes them; collective."""
+    wire = dist.new_group(backend="gloo")
+    assert isinstance(wire, dist.ProcessGroup)
+    node = Neighbours(SideChannel(wire), CPU)
+    store = dist.PrefixStore("pause", dist.distributed_c10d._get_default_store())
+    return NearWays(node, dist.get_rank(), failures=FailureBoard(store, dist.get_rank()), timeout_s=60.0)
+
+
+def moves(layers: int, repeats: int, near: NearWays) -> list[dict[str, float]]:
+    """Moves all layers to the other rank and back, by ``near``."""
     rank = dist.get_rank()
     group = dist.group.WORLD
     assert group is not None
@@ -81,15 +96,19 @@ def moves(layers: int, repeats: int) -> list[dict[str, float]]:
         sent_s = timed(send, data, source, target)
         new = Ownership(model, list(model.layers), held_by(target), rank=rank)
         migration = Migration(
-            model, [optimizer], held, new, device=torch.device("cpu"), group=group, wait=dist.Work.wait
+            model, [optimizer], held, new, device=CPU, group=group, wait=dist.Work.wait, near=near
         )
         rows.append({"pause_s": timed(move, migration, i), "sent_s": sent_s, "size_bytes": migration.size_bytes})
         held = new
     return rows
 
 
+def measured(repeats: int) -> dict[str, list[dict[str, float]]]:
+    """Returns what each size takes."""
+    near = near_ways()
+    return {name: moves(layers, repeats, near) for name, layers in SIZES.items()}
 
 
 if __name__ == "__main__":
     _path, _repeats = sys.argv[1:]
-    as_rank(Path(_path), lambda rank: {name: moves(layers, int(_repeats)) for name, layers in SIZES.items()})
+    as_rank(Path(_path), lambda rank: measured(int(_repeats)))

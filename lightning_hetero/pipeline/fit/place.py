@@ -43,6 +43,7 @@ from lightning_hetero.pipeline.runtime.execute.whole_step import WholeStep
 from lightning_hetero.pipeline.runtime.own.full_state import WholeState
 from lightning_hetero.pipeline.runtime.own.gradients import GradientSync
 from lightning_hetero.pipeline.runtime.own.migration import Migration
+from lightning_hetero.pipeline.runtime.own.near_ways import NearWays
 from lightning_hetero.pipeline.runtime.own.owner_groups import OwnerGroups, share_buffers, share_initial
 from lightning_hetero.pipeline.runtime.own.ownership import Ownership
 from lightning_hetero.pipeline.runtime.own.pruning import prune, restore, to_device
@@ -128,6 +129,7 @@ class Place:
         self.averages.divide()
         to_device(module, optimizers, settings.device)
         self._wire, self._node = gloo_group(settings.timeout), Neighbours(channel, settings.device)
+        self._near = NearWays(self._node, channel.rank, failures=failures, timeout_s=settings.timeout_s)
         self._devices = channel.all_gather_object(device_of(settings.device, settings.process_group_backend))
         self.ways = DirectWays(
             self._pairs(planned.plan),
@@ -186,6 +188,7 @@ class Place:
             group=self.channel.group,
             wait=self.failures.wait,
             ways=self.ways.by_peer,
+            near=self._near,
         )
         began_s = time.monotonic()
         migration.stage(ticket)

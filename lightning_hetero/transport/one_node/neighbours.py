@@ -3,6 +3,7 @@
     neighbours = Neighbours(channel, device)            collective, once per run
     connection = neighbours.connect(peer)               the lower of the two ranks: does not wait
     connection = neighbours.accept(peer, timeout_s)     the higher one; None: not yet
+    connection = neighbours.meet(peer, look)            one or the other
 
 Sockets have names that only the kernel knows, so nothing is left of a killed run; who connects must know the
 listener's token, which only the ranks of the run have been told. A packet of such a connection comes whole, or not.
@@ -18,6 +19,7 @@ import socket
 import struct
 import time
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -30,6 +32,7 @@ __all__ = ["Neighbours"]
 _HELLO = struct.Struct("<8sqq16s")
 _MAGIC = b"lhlink1\0"
 _BACKLOG = 128
+_LOOK_S = 1.0  # at what became of others, while waiting
 
 
 class Neighbours:
@@ -49,6 +52,7 @@ class Neighbours:
             self._listener = _listener() if place else None
         place, own = (place, self._listener.getsockname()) if self._listener is not None else ("", b"")
         everyone = channel.all_gather_object((place, own, self._token))
+        self._places = [where for where, _, _ in everyone]
         self._addresses = {
             rank: (name, token)
             for rank, (where, name, token) in enumerate(everyone)
@@ -59,6 +63,29 @@ class Neighbours:
 
     def __contains__(self, peer: int) -> bool:
         return peer in self._addresses
+
+    def are_near(self, one: int, other: int) -> bool:
+        """Whether two ranks, maybe neither of them this one, are on a node; the same on all ranks."""
+        return one != other and self._places[one] == self._places[other] != ""
+
+    def meet(self, peer: int, look: Callable[[], object]) -> socket.socket:
+        """Returns a new connection to any rank of the node: connects to a higher one, waits for a lower one.
+
+        Ranks that meet several others begin with the highest: so they never wait in a circle.
+
+        Args:
+            peer: which calls this, too.
+            look: called once a second while the peer is waited for; raises what ends that.
+
+        Raises:
+            OSError: it has ended.
+        """
+        connection = self.connect(peer) if peer > self._rank else None
+        while connection is None:
+            connection = self.accept(peer, _LOOK_S)
+            if connection is None:
+                look()
+        return connection
 
     def connect(self, peer: int) -> socket.socket:
         """Returns a new connection to a higher rank, which will accept it later.

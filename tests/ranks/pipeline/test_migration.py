@@ -10,13 +10,15 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_hetero.pipeline.runtime.execute.links.direct_ways import DirectWays
-from lightning_hetero.pipeline.runtime.own import parcels
+from lightning_hetero.pipeline.runtime.own import exchange, parcels
+from lightning_hetero.pipeline.runtime.own.checksums import checksums
 from lightning_hetero.pipeline.runtime.own.full_state import WholeState
 from lightning_hetero.pipeline.runtime.own.migration import CancelledError, Migration, moves
 from lightning_hetero.pipeline.runtime.own.owner_groups import OwnerGroups
 from lightning_hetero.pipeline.runtime.own.ownership import Ownership
-from lightning_hetero.pipeline.runtime.own.parcels import checksums
+from lightning_hetero.transport.one_node.conveyor import Conveyor
 from tests.ranks.harness import run_ranks
+from tests.ranks.pipeline.near_kit import near_ways
 from tests.ranks.pipeline.ownership_kit import PLANS, Model, frozen, plan, same
 from tests.ranks.pipeline.state_kit import OPTIMIZERS, Divided
 
@@ -75,15 +77,24 @@ def test_only_what_is_missing_is_sent_and_senders_share_the_work() -> None:
 # ---- what arrives ----------------------------------------------------------------------------------------------------
 
 
-def _moving(rank: int, world: int) -> None:
+def _moving_by_gloo(rank: int, world: int) -> None:
+    _moving(rank)
+
+
+def _moving_nearby(rank: int, world: int) -> None:
+    with near_ways(rank) as near:
+        _moving(rank, near=near)
+
+
+def _moving(rank: int, **options: Any) -> None:
     names = list(PLANS)
-    chunk_bytes = parcels.CHUNK_BYTES
+    chunk_bytes = exchange.CHUNK_BYTES
     for turn, kind in enumerate(OPTIMIZERS):
-        parcels.CHUNK_BYTES = (chunk_bytes, 100, 37)[turn]
+        exchange.CHUNK_BYTES = (chunk_bytes, 100, 37)[turn]
         part = Divided(rank, PLANS[names[-1]], kind)
         for i, name in enumerate((*names, names[2], names[0])):
             part.train(2, seed=10 * i)
-            assert go(part, name).size_bytes > 0
+            assert go(part, name, **options).size_bytes > 0
             for tensor_name, tensor in part.held.tensors(part.model).items():
                 assert tensor.is_meta != part.held.holds(tensor_name), tensor_name
             assert part.model.head.weight is part.model.embed.weight
@@ -93,11 +104,12 @@ def _moving(rank: int, world: int) -> None:
         part.train(2, seed=1000)
         saved = part.saved()
         assert rank != 0 or same(part.expected(), saved), kind
-    parcels.CHUNK_BYTES = chunk_bytes
+    exchange.CHUNK_BYTES = chunk_bytes
 
 
-def test_tensors_optimizer_states_and_extra_states_arrive_bit_by_bit() -> None:
-    run_ranks(WORLD, _moving)
+@pytest.mark.parametrize("moving", [_moving_nearby, _moving_by_gloo])
+def test_tensors_optimizer_states_and_extra_states_arrive_bit_by_bit(moving: Any) -> None:
+    run_ranks(WORLD, moving)
 
 
 def _odd(rank: int, world: int) -> None:
@@ -139,9 +151,16 @@ def _odd(rank: int, world: int) -> None:
         weight.sum().backward()
         assert gone == [1], "a user's hook is where the parameter is"
     ways.close()
+    with near_ways(rank) as near:
+        assert go(part, "1x4", gradients=True, copies=[copy], near=near).size_bytes > 0
+    assert all(t.is_meta != part.held.holds(n) for n, t in part.held.tensors(copy).items())
+    if part.held.holds("net.0.linear.weight"):
+        weight = part.model.net[0].linear.weight
+        columns = part.optimizers[0].state[weight]["odd"]["columns"]
+        assert columns.stride() == (1, 4) and torch.equal(columns.t().flatten(), torch.arange(12.0))
 
 
-def test_formats_hooks_gradients_and_copies_go_along_from_device_to_device() -> None:
+def test_formats_hooks_gradients_and_copies_go_along_from_device_to_device_and_nearby() -> None:
     run_ranks(WORLD, _odd)
 
 
@@ -155,14 +174,24 @@ class Sparse:
         raise ValueError("this optimizer's state is its own")
 
 
-def _cancelled(rank: int, world: int) -> list[str]:
+def _cancelled_by_gloo(rank: int, world: int) -> list[str]:
+    return _cancelled(rank, dist, "all_to_all_single", _flips(dist.all_to_all_single))
+
+
+def _cancelled_nearby(rank: int, world: int) -> list[str]:
+    with near_ways(rank) as near:
+        return _cancelled(rank, Conveyor, "piece", _flips_piece, near=near)
+
+
+def _cancelled(rank: int, owner: Any, name: str, flips: Any, **options: Any) -> list[str]:
+    """With ``owner.name`` replaced by ``flips`` on rank 3 another checksum is found there."""
     part = Divided(rank, PLANS["2x2"], "Adam")
     part.train(2, seed=0)
     before, said = frozen(part.state.state_dict()), []
 
     def refused(match: str, error: type[Exception] = CancelledError, ticket: Any = "the same") -> None:
         with pytest.raises(error, match=match) as caught:
-            migration(part, "1x4").stage(ticket)
+            migration(part, "1x4", **options).stage(ticket)
         said.append(str(caught.value))
         assert same(before, part.state.state_dict())
         assert all(t.is_meta != part.held.holds(n) for n, t in part.held.tensors(part.model).items())
@@ -177,12 +206,12 @@ def _cancelled(rank: int, world: int) -> list[str]:
     room_for, parcels.room_for = parcels.room_for, (_none if rank == 2 else parcels.room_for)
     refused("rank 2: RuntimeError: out of memory")
     parcels.room_for = room_for
-    exchange = dist.all_to_all_single
-    dist.all_to_all_single = _flips(exchange) if rank == 3 else exchange
-    refused(r"rank 3: ValueError: \('tensor', 0, .* another checksum")
-    dist.all_to_all_single = exchange
+    with pytest.MonkeyPatch.context() as patch:
+        if rank == 3:
+            patch.setattr(owner, name, flips)
+        refused(r"rank 3: ValueError: \('tensor', 0, .* another checksum")
     refused(r"ranks \[1\] are about to change", RuntimeError, "another" if rank == 1 else "the same")
-    go(part, "1x4")  # as if nothing had been
+    go(part, "1x4", **options)  # as if nothing had been
     part.train(1, seed=5)
     saved = part.saved()
     assert rank != 0 or same(part.expected(), saved)
@@ -203,8 +232,19 @@ def _flips(exchange: Any) -> Any:
     return flipped
 
 
-def test_what_one_rank_cannot_do_is_cancelled_on_all() -> None:
-    found = run_ranks(WORLD, _cancelled)
+_piece = Conveyor.piece
+
+
+def _flips_piece(conveyor: Conveyor) -> Tensor | None:
+    piece = _piece(conveyor)
+    if piece is not None:
+        piece[:1] ^= 1
+    return piece
+
+
+@pytest.mark.parametrize("cancelled", [_cancelled_nearby, _cancelled_by_gloo])
+def test_what_one_rank_cannot_do_is_cancelled_on_all(cancelled: Any) -> None:
+    found = run_ranks(WORLD, cancelled)
     assert all(said == found[0] for said in found)
 
 

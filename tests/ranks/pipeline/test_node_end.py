@@ -145,11 +145,11 @@ def test_a_neighbour_that_dies_is_noticed_at_once(pair: Pair, at_work: bool) -> 
     one.post(message(torch.ones(3)))
     if at_work:  # with something unread in its socket
         other.post(message(torch.ones(3)))
-        other._connection.close()
+        other._packets.close()
         assert come(one).value.tolist() == [1.0] * 3
     else:
         come(other)
-        other._connection.close()
+        other._packets.close()
     found = one.take(20.0)
     assert isinstance(found, str) and found.startswith("its connection is closed")
     assert one.broken == found and one.take(0.0) == found

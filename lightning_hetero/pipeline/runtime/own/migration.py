@@ -24,6 +24,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_hetero.pipeline.runtime.own import parcels
+from lightning_hetero.pipeline.runtime.own.exchange import Way, exchange
+from lightning_hetero.pipeline.runtime.own.near_ways import NearWays
 from lightning_hetero.pipeline.runtime.own.owner_groups import Wait, gathered
 from lightning_hetero.pipeline.runtime.own.ownership import Ownership
 from lightning_hetero.pipeline.runtime.own.pruning import like, prune, put_in_place
@@ -109,6 +111,7 @@ class Migration:
         group: over all ranks, one that takes CPU tensors (gloo).
         wait: see `Wait`.
         ways: from device to device, by peer.
+        near: between ranks of one node; without, gloo carries all that no other way does.
 
     Attributes:
         moves: see `moves`.
@@ -127,13 +130,14 @@ class Migration:
         device: torch.device,
         group: dist.ProcessGroup,
         wait: Wait,
-        ways: Mapping[int, parcels.Way] | None = None,
+        ways: Mapping[int, Way] | None = None,
+        near: NearWays | None = None,
     ) -> None:
         self._modules, self._optimizers = (module, *copies), tuple(optimizers)
         self._old, self._new = old, new
         self._gradients = gradients
         self._device, self._group, self._wait = device, group, wait
-        self._ways = ways or {}
+        self._ways, self._near = ways or {}, near
         self._staged: dict[Any, Any] | None = None
         self.moves = moves(old, new, module)
         self.sent_bytes: dict[tuple[int, int], int] = {}
@@ -155,6 +159,7 @@ class Migration:
         Raises:
             CancelledError: on all ranks, if one of them could not do its part: which, and why.
             RuntimeError: the ranks have different tickets; or a peer is lost, or what ``wait`` raises.
+            OSError: there is no memory for what goes to a rank of this node, or no descriptor.
         """
         rank, problem = self._old.rank, None
         outgoing: dict[int, parcels.Parcel] = {}
@@ -181,7 +186,9 @@ class Migration:
         except Exception as error:
             problem = error
         self._agree(problem)
-        parcels.exchange(outgoing, incoming, manifests, group=self._group, wait=self._wait, ways=self._ways)
+        exchange(
+            outgoing, incoming, manifests, group=self._group, wait=self._wait, ways=self._ways, near=self._near
+        )
         sums = gathered({target: parcel.checksums for target, parcel in outgoing.items()}, self._group, self._wait)
         try:
             for source, parcel in incoming.items():

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -92,18 +93,13 @@ class Links:
                 )
 
     def _connect(self, node: Neighbours, near: Iterable[int], arrivals: Mapping[int, Arrivals]) -> None:
-        """Connects to the higher ranks, then waits for the lower ones: never in a circle."""
         deadline_s = time.monotonic() + self._timeout_s
         try:
-            for peer in sorted(near, reverse=True):
+            for peer in sorted(near, reverse=True):  # as `Neighbours.meet` demands
                 try:
-                    connection = node.connect(peer) if peer > self._rank else None
+                    connection = node.meet(peer, partial(self._look, peer, deadline_s, "did not make its links"))
                 except OSError as error:
                     raise self._failures.lost(peer, f"its connection is closed: {error.strerror}") from error
-                while connection is None:
-                    connection = node.accept(peer, LOOK_S)
-                    if connection is None:
-                        self._look(peer, deadline_s, "did not make its links")
                 self._ends[peer] = NodeEnd(connection, arrivals[peer])
         except BaseException:
             self.abort()

@@ -10,9 +10,7 @@ time (`python -m benchmarks.pipeline --part overhead`).
 
 from __future__ import annotations
 
-import contextlib
 import os
-import select
 import socket
 import struct
 import time
@@ -25,6 +23,7 @@ from torch import Tensor
 from lightning_hetero.pipeline.runtime.execute.links.end import Arrivals, Come, LinkEnd
 from lightning_hetero.pipeline.runtime.execute.links.messages import Message, pack
 from lightning_hetero.transport.one_node.blocks import Block, Blocks, MappedBlocks, Segment
+from lightning_hetero.transport.one_node.packets import PACKET_BYTES, Packets
 
 __all__ = ["NodeEnd"]
 
@@ -32,10 +31,8 @@ __all__ = ["NodeEnd"]
 # and when it was packed [s, time.monotonic, the same for both].
 _PACKET = struct.Struct("<QQQQQQdd")
 _MESSAGE, _FREED, _LAST = 1, 2, 3  # behind each: segments and starts of blocks that are free again
-_PACKET_BYTES = 4096
-_MOST_FREED = (_PACKET_BYTES - _PACKET.size) // 16
+_MOST_FREED = (PACKET_BYTES - _PACKET.size) // 16
 _WAITING = 4  # freed blocks; then they are told, though nothing goes that way
-_DESCRIPTOR_BYTES = socket.CMSG_SPACE(array("i").itemsize)
 
 
 class NodeEnd(LinkEnd):
@@ -47,30 +44,24 @@ class NodeEnd(LinkEnd):
     """
 
     def __init__(self, connection: socket.socket, arrivals: Arrivals) -> None:
-        self._broken: str | None = None
-        self._connection = connection
-        connection.setblocking(False)
-        self._input, self._output = select.poll(), select.poll()
-        self._input.register(connection, select.POLLIN)
-        self._output.register(connection, select.POLLIN | select.POLLOUT)
+        self._packets = Packets(connection)
         self._arrivals = arrivals
         self._blocks = Blocks()
         self._filled: tuple[Block, Segment | None] | None = None  # what a message is packed into
-        self._unsent: deque[tuple[bytes, int | None]] = deque()  # packets, and descriptors that go with them
         self._freed: deque[tuple[int, int]] = deque()
         self._mapped = MappedBlocks(self._freed.append)
-        self._come: deque[Come | str] = deque()
+        self._come: deque[Come] = deque()
         self._last = False  # has come
 
     @property
     def broken(self) -> str | None:
-        return self._broken
+        return self._packets.broken
 
     # ---- out -------------------------------------------------------------------------------------------------------
 
     def post(self, message: Message | None) -> None:
         if message is None:
-            self._send(_PACKET.pack(_LAST, 0, 0, 0, 0, 0, 0.0, 0.0), None)
+            self._packets.send(_PACKET.pack(_LAST, 0, 0, 0, 0, 0, 0.0, 0.0))
             return
         ready_s = time.monotonic()
         header, payload = pack(message, room=self._room)
@@ -79,7 +70,7 @@ class NodeEnd(LinkEnd):
         new_bytes, descriptor = (0, None) if segment is None else (segment.size_bytes, segment.descriptor)
         where, sizes = (block.segment, block.start, new_bytes), (len(header), payload.numel())
         packet = _PACKET.pack(_MESSAGE, *where, *sizes, ready_s, time.monotonic())
-        self._send(packet + self._told(), descriptor)
+        self._packets.send(packet + self._told(), descriptor)
 
     def _room(self, header: bytes, size_bytes: int) -> Tensor:
         """Returns where a payload goes; the header goes behind it."""
@@ -97,40 +88,20 @@ class NodeEnd(LinkEnd):
             freed.extend(self._freed.popleft())
         return freed.tobytes()
 
-    def _send(self, packet: bytes, descriptor: int | None) -> None:
-        self._unsent.append((packet, descriptor))
-        self._flush()
-
-    def _flush(self) -> None:
-        """Sends what the connection takes."""
-        while self._unsent and self._broken is None:
-            packet, descriptor = self._unsent[0]
-            descriptors = [] if descriptor is None else [array("i", [descriptor])]
-            rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, one) for one in descriptors]
-            try:
-                self._connection.sendmsg([packet], rights, socket.MSG_NOSIGNAL)
-            except BlockingIOError:
-                return
-            except OSError as error:
-                self._break(error)
-                return
-            self._unsent.popleft()
-            if descriptor is not None:
-                os.close(descriptor)
-
     def room(self, timeout_s: float) -> bool:
         """Takes in, meanwhile, what comes: the neighbour may wait for room itself."""
-        if not self._unsent:
+        packets = self._packets
+        if not packets.unsent:
             return True
         deadline_s = time.monotonic() + timeout_s
-        while self._broken is None:
+        while packets.broken is None:
             self._take_in()
-            self._flush()
+            packets.flush()
             rest_s = deadline_s - time.monotonic()
-            if not self._unsent or rest_s <= 0.0:
+            if not packets.unsent or rest_s <= 0.0:
                 break
-            self._output.poll(1e3 * rest_s)
-        return not self._unsent
+            packets.wait(rest_s, unsent=True)
+        return not packets.unsent
 
     def wait_out(self, timeout_s: float) -> bool:
         return self.room(timeout_s)
@@ -138,20 +109,25 @@ class NodeEnd(LinkEnd):
     # ---- in --------------------------------------------------------------------------------------------------------
 
     def take(self, timeout_s: float) -> Come | str | None:
-        if len(self._freed) >= _WAITING and self._broken is None:
-            self._send(_PACKET.pack(_FREED, 0, 0, 0, 0, 0, 0.0, 0.0) + self._told(), None)
+        if len(self._freed) >= _WAITING and self._packets.broken is None:
+            self._packets.send(_PACKET.pack(_FREED, 0, 0, 0, 0, 0, 0.0, 0.0) + self._told())
         if not self._come:
             self._take_in()
         deadline_s = time.monotonic() + timeout_s if not self._come else 0.0
         while not self._come:
+            if (end := self._end) is not None:
+                return end
             rest_s = deadline_s - time.monotonic()
             if rest_s <= 0.0:
                 return None
-            self._input.poll(1e3 * rest_s)
+            self._packets.wait(rest_s)
             self._take_in(waited_for=True)
-        if isinstance(self._come[0], str):
-            return self._come[0]  # and so for ever
         return self._come.popleft()
+
+    @property
+    def _end(self) -> str | None:
+        """Why nothing more comes; None: something may."""
+        return "it has closed its links" if self._last else self._packets.broken
 
     def _take_in(self, *, waited_for: bool = False) -> None:
         """Takes in one message and what came before it, without waiting.
@@ -159,26 +135,16 @@ class NodeEnd(LinkEnd):
         Args:
             waited_for: it has come just now. Else it could have been used since it was packed.
         """
-        while not self._last and self._broken is None:
+        while not self._last and (received := self._packets.receive()) is not None:
+            packet, descriptor = received
             try:
-                packet, rights, *_ = self._connection.recvmsg(_PACKET_BYTES, _DESCRIPTOR_BYTES, socket.MSG_CMSG_CLOEXEC)
-            except BlockingIOError:
-                return
-            except OSError as error:
-                self._break(error)
-                return
-            if not packet:
-                self._break(None)
-                return
-            descriptors = array("i", b"".join(data for _, _, data in rights))
-            try:
-                if self._understood(packet, descriptors, waited_for):
+                if self._understood(packet, descriptor, waited_for):
                     return
             finally:
-                for descriptor in descriptors:
+                if descriptor is not None:
                     os.close(descriptor)
 
-    def _understood(self, packet: bytes, descriptors: array[int], waited_for: bool) -> bool:
+    def _understood(self, packet: bytes, descriptor: int | None, waited_for: bool) -> bool:
         """Does what a packet says; returns whether it brought a message."""
         kind, segment, start, new_bytes, header_bytes, payload_bytes, ready_s, packed_s = _PACKET.unpack_from(packet)
         if len(packet) > _PACKET.size:
@@ -187,11 +153,10 @@ class NodeEnd(LinkEnd):
                 self._blocks.give_back(*place)
         if kind == _LAST:
             self._last = True
-            self._come.append("it has closed its links")
         if kind != _MESSAGE:
             return False
-        if new_bytes:
-            self._mapped.map(new_bytes, descriptors[0])
+        if descriptor is not None:
+            self._mapped.map(new_bytes, descriptor)
         header = self._mapped.read(segment, start + payload_bytes, header_bytes)
         if payload_bytes:
             payload = self._mapped.tensor(segment, start, payload_bytes)
@@ -208,32 +173,21 @@ class NodeEnd(LinkEnd):
 
     # ---- the end ---------------------------------------------------------------------------------------------------
 
-    def _break(self, error: OSError | None) -> None:
-        self._broken = "its connection is closed" + (f": {error.strerror}" if error is not None else "")
-        self._come.append(self._broken)
-
     def ended(self, timeout_s: float) -> bool:
         deadline_s = time.monotonic() + timeout_s
         if not self.room(timeout_s):
-            return self._broken is not None
+            return self._packets.broken is not None
         self._take_in()
-        while not self._last and self._broken is None:
+        while self._end is None:
             rest_s = deadline_s - time.monotonic()
             if rest_s <= 0.0:
                 return False
-            self._input.poll(1e3 * rest_s)
+            self._packets.wait(rest_s)
             self._take_in()
         return True
 
     def abort(self) -> None:
-        self._broken = self._broken or "it was aborted"
-        with contextlib.suppress(OSError):  # it is closed already
-            self._connection.shutdown(socket.SHUT_RDWR)  # forked children may hold it open
-        self.close()
+        self._packets.abort()
 
     def close(self) -> None:
-        self._connection.close()
-        while self._unsent:
-            _, descriptor = self._unsent.popleft()
-            if descriptor is not None:
-                os.close(descriptor)
+        self._packets.close()
