@@ -1,7 +1,7 @@
 """Whether all ranks wait, behind a batch, for what is decided on it (layer P).
 
-To wait costs every batch what rank 0 needs for its decision and a message; not to wait, that a decision holds one batch
-later. So they wait where something has just changed a lot, which all of them see in what they told one another.
+To wait costs every batch what rank 0 needs for its decision and a message; not to wait, that a decision holds two
+batches later. So they wait where something has just changed a lot, which all of them see in what they told one another.
 """
 
 from __future__ import annotations

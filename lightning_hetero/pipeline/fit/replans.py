@@ -1,9 +1,8 @@
 """Other plans while a run trains: measured, decided on rank 0, told to all, carried out between two batches (layer L).
 
     end of batch t    what all ranks took, in the message that is sent anyway [training]
-                      rank 0: the controller decides; the others go on
-                      a rank's time has jumped [decide.jumps]: rank 0 says what it has decided
-                      else it says, in the message of batch t+1, whether it has decided something; then, after that
+                      a rank's time has jumped [decide.jumps]: rank 0's controller decides, and says so to all
+                      else it decides when it waits in batch t+1, and the next message tells that there is something
     next batch drawn  all: from when on can it hold [decide.changeover]
                       it holds from here on: layers move [place, runtime.own.migration], schedules are others
 """
@@ -17,6 +16,7 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -94,6 +94,7 @@ class Replans:
         self._decider: Decides | None = None
         self._asked = False  # for one
         self._jumps = Jumps()
+        self._put_off: Callable[[], None] | None = None  # on rank 0: a decision on the last batch
         self._held: list[Decision] = []  # on rank 0: what it has not said yet
         self._told: tuple[torch.Tensor, dist.Work, bytes] | None = None  # on its way: size of what rank 0 has to say
         self._due: list[tuple[Changeover, Decision]] = []
@@ -113,7 +114,7 @@ class Replans:
         return bool(self._held)
 
     def observe(self, batch: int, part: Part, told: Told, pause_s: float, *, news: bool) -> None:
-        """A batch has been trained: rank 0 decides; the others are told of it while they go on, or with the next one.
+        """A batch has been trained: rank 0 decides, now or by `catch_up`; the others are told of it while they go on.
 
         Args:
             batch: its number in the run.
@@ -130,24 +131,35 @@ class Replans:
         batch_s = max(compute_s + wait_s for _, compute_s, wait_s in told.work)
         self._note_outcome(part, self._log.batch(self.generation, batch_s))
         if self._place.channel.rank == 0:
+            self.catch_up()
             if not self._asked:
                 self._decider, self._asked = self._started(self._start), True
             if self._decider is not None:
                 observation = self._observation(batch, part, told, batch_s, pause_s, moved_bytes)
-                decision = self._decider.step(observation)
-                if decision.queues:
-                    self._events.note("queue", part.epoch, part.step, {"queues": dict(decision.queues)})
-                if decision.kind != "keep" or decision.outcome is not None:
-                    self._held.append(replace(decision, plan=self._in_one_piece(decision.plan)))
+                self._put_off = partial(self._decide, self._decider, observation, part)
         jumped = self._jumps.add([(samples, work_s) for samples, work_s, _ in told.work], told.rest_s)
         if not (jumped or news):  # the same on all ranks
             return
+        self.catch_up()
         text = pickle.dumps(self._held) if self._held else b""
         self._held = []
         size = torch.tensor([len(text)])
         work = dist.broadcast(size, src=0, group=self._place.channel.group, async_op=True)
         assert work is not None
         self._told = size, work, text
+
+    def catch_up(self) -> None:
+        """Decides on the last batch, if that has been put off: for when this rank would wait for others anyway."""
+        put_off, self._put_off = self._put_off, None
+        if put_off is not None:
+            put_off()
+
+    def _decide(self, decider: Decides, observation: Observation, part: Part) -> None:
+        decision = decider.step(observation)
+        if decision.queues:
+            self._events.note("queue", part.epoch, part.step, {"queues": dict(decision.queues)})
+        if decision.kind != "keep" or decision.outcome is not None:
+            self._held.append(replace(decision, plan=self._in_one_piece(decision.plan)))
 
     def _started(self, start: Callable[[int | None], Decides | None]) -> Decides | None:
         decider = start(planned_batches(self._trainer))
@@ -164,6 +176,7 @@ class Replans:
 
     def state_dict(self) -> dict[str, Any]:
         """Returns what has been learned, on rank 0 only; empty before the first batch."""
+        self.catch_up()
         return {} if self._decider is None else self._decider.state_dict()
 
     def _observation(

@@ -146,6 +146,7 @@ class TrainBatches:
         sent_s, busy_s = time.perf_counter(), place.busy.busy_s
         told = self._told(step, sum(sizes), busy_s, sent_s - started_s - busy_s, rest_s)
         receive = self._send(outputs, weights, told)  # beside the sums
+        self.replans.catch_up()
         if not accumulates:
             place.finish_sums()
             if self._scale is not None:
