@@ -202,7 +202,10 @@ class PipelineRun(EngineRun[PipelineBinder]):
         return self.failures.reported
 
     def finish(self) -> None:
-        """Training is over: a signal that asks for a requeue, and came behind the last batch's exchange, is heard."""
+        """Training is over: what was put off is done, and a signal is heard that asks for a requeue and came behind the
+        last batch's exchange."""
+        if self.batches is not None:
+            self.batches.replans.catch_up()
         if self._requeue is None:
             return
         asked = start_sum(torch.tensor([self._requeue.take()], dtype=torch.float64), self.channel.group)
