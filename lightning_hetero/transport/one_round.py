@@ -3,9 +3,8 @@
     all-reduce, all-gather   gloo's own: around a ring, few bytes, but many messages one after the other
     in one round             all-to-all of copies; each adds up what has come, in the order of ranks
 
-Each message of gloo wakes threads at both ends. Four ranks on two cores took 7.5 ms, and 3.1 ms of the processor each,
-for a sum of 72 kB by an all-reduce, and 1.3 ms and 0.9 ms in one round; for a row of 100 numbers 3.4 ms by an
-all-gather and 1.1 ms in one round (`python -m benchmarks.one_round`).
+Each message of gloo wakes threads at both ends, and ranks that share few processors wait for one another at each: what
+that costs, and what one round does, `python -m benchmarks.one_round` measures.
 """
 
 from __future__ import annotations
