@@ -26,7 +26,7 @@ from lightning.pytorch import LightningModule, Trainer
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_hetero import HeteroPipelineStrategy
-from lightning_hetero.pipeline.runtime.own import parcels
+from lightning_hetero.pipeline.runtime.own import migration
 
 ASKED = {"ranks": 3, "place": "", "at": 0, "kind": "exception", **json.loads(sys.argv[1])}
 PLAN = {"groups": [{"ranks": [1, 0], "cuts": [0, 2, 4], "samples": 8, "micro_samples": 3},
@@ -88,7 +88,7 @@ if migrates:  # rank 2 joins the group of the others: after seven batches, as it
     script = {5: plan(group([1, 2, 0], [0, 1, 2, 4], 12, 3))}
     options = {"controller": Scripted(script)}
     saver = ModelCheckpoint("saved", filename="{step}", every_n_train_steps=1, save_top_k=-1)
-    exchange = parcels.exchange
+    exchange = migration.exchange
 
     def interrupted(*args, **kwargs):
         if ASKED["place"] == "migration, sending":
@@ -96,7 +96,7 @@ if migrates:  # rank 2 joins the group of the others: after seven batches, as it
         exchange(*args, **kwargs)
         happen("migration", trainer)
 
-    parcels.exchange = interrupted
+    migration.exchange = interrupted
 strategy = HeteroPipelineStrategy(backbone="model", plan=PLAN, timeout=timedelta(seconds=100), **options)
 trainer = Trainer(accelerator="cpu", devices=3, strategy=strategy, max_epochs=3, logger=False,
                   enable_checkpointing=migrates, enable_progress_bar=False, enable_model_summary=False,
