@@ -206,16 +206,16 @@ def pipeline_besides(results: Results) -> str:
     """Of docs/benchmarks.md: against the balanced engine and torch's pipelines, and the memory."""
     replicas = results["4 equal, gpt, Lightning: plain data parallelism, ours / balanced engine"]
     held = "memory-capped, mlp, Lightning: parameters, gradients, optimizer state"
-    walker = ": the even chain by our walker / by torch.distributed.pipelining"
-    chains = [results[f"{case}{walker}"] for case in results.cases(walker)]
-    overhead = "4 equal stages: ours / torch.distributed.pipelining"
+    even = ": the even chain by our walker / by torch.distributed.pipelining"
+    chains = [results[f"{case}{even}"] for case in results.cases(even)]
+    overhead, walker = "4 equal stages: ours / torch.distributed.pipelining", results.other("walker")
     most, whole = results[f"{held}, most held / device's memory"], results[f"{held}, whole model / largest memory"]
     return _joined(
         "On four *equal* devices the best plan is plain data parallelism, and so is ours; there a step takes"
         f" {replicas:.2f} times the balanced engine's. Each rank of the memory-capped MLP holds at most {most:.2f} of"
         f" its device, the whole model is {whole:.1f} times as large. Our walker takes {_span(chains)} of"
         " `torch.distributed.pipelining`'s time on the scenarios' even chains; on four synthetic equal stages"
-        f" {results[f'emulated, {overhead}']:.3f}, and {results[f'real work only, {overhead}']:.3f} where nothing is"
+        f" {walker[f'emulated, {overhead}']:.3f}, and {walker[f'real work only, {overhead}']:.3f} where nothing is"
         " emulated and four processes share two cores (goals 1.0 and 1.05)."
     )
 
@@ -312,6 +312,8 @@ MAIN = {
     "solvers": ("minimax, affine, n=64", "{:.0f} us per decision for 64 ranks"),
     "stale": ("real, digits CNN, spells: time to DDP", "time {:.2f} of stock DDP's with slow spells"),
     "stale_time": ("8, spells: transfers", "transfers take {:.2f} of the bound, eight workers under spells"),
+    "walker": ("emulated, 4 equal stages: ours / torch.distributed.pipelining",
+               "{:.2f} of the time of `torch.distributed.pipelining`"),
     "transport": ("25M, shared memory : all_reduce, median of paired ratios", "{:.2f} of an all_reduce's time"),
 }  # fmt: skip
 """Of the overview: a figure of each benchmark, and how it is said."""

@@ -275,12 +275,12 @@ class Estimates:
         return any(key[0] == "rank" and f.seen == batch and f.unsure for key, f in self._factors.items())
 
     def furthest(self, since: State) -> float:
-        """Returns the largest relative change since ``since`` of those that exceed the noise."""
+        """Returns the largest relative change since ``since`` of those that exceed their standard deviation."""
         state, furthest = self.state, 0.0
         for key, factor in self._factors.items():
             before, now = _of(since, key), _of(state, key)
             change = max(now / before, before / now) - 1.0
-            if change > furthest and abs(now - before) > _SURE * factor.std:
+            if change > furthest and abs(now - before) > factor.std:
                 furthest = change
         return furthest
 

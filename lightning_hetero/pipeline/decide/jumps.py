@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 __all__ = ["Jumps"]
 
 _BATCHES = 4  # compared with one another: a change is believed when it has been measured twice
+_SETTLING = 10  # batches under a new plan, of which shares are still being found
 _BAND = 0.15  # relative; more than steps of an unchanged device usually differ
 
 
@@ -19,24 +20,31 @@ class Jumps:
     """Compares a few batches; the same on all ranks, if what they are given is.
 
     >>> jumps, steady, slow = Jumps(), [(8, 0.1), (8, 0.1)], [(8, 0.1), (8, 0.2)]
-    >>> [jumps.add(work, {}) for work in 4 * [steady] + 5 * [slow]]
-    [True, True, True, False, True, True, True, False, False]
+    >>> sum(jumps.add(0, steady, {}) for _ in range(20))
+    10
+    >>> [jumps.add(0, slow, {}) for _ in range(5)]
+    [True, True, True, False, False]
     """
 
     def __init__(self) -> None:
         self._seconds: deque[dict[tuple[str, int], float]] = deque(maxlen=_BATCHES)
+        self._generation, self._settling = -1, 0
 
-    def add(self, work: Sequence[tuple[int, float]], rest_s: Mapping[int, float]) -> bool:
+    def add(self, generation: int, work: Sequence[tuple[int, float]], rest_s: Mapping[int, float]) -> bool:
         """Takes in a batch; returns whether to wait.
 
         Args:
+            generation: of the plan that it ran under.
             work: by rank: samples, own work [s].
             rest_s: by rank at rest: what a computation that is always the same took [s].
         """
+        if generation != self._generation:
+            self._generation, self._settling = generation, _SETTLING
         now = {("work", rank): work_s / n for rank, (n, work_s) in enumerate(work) if n and work_s > 0.0}
         now |= {("rest", rank): seconds for rank, seconds in rest_s.items()}
         self._seconds.append(now)
-        if len(self._seconds) < _BATCHES:
+        if self._settling:
+            self._settling -= 1
             return True
         for key, value in now.items():
             values = [seconds.get(key, value) for seconds in self._seconds]

@@ -137,7 +137,7 @@ class Replans:
             if self._decider is not None:
                 observation = self._observation(batch, part, told, batch_s, pause_s, moved_bytes)
                 self._put_off = partial(self._decide, self._decider, observation, part)
-        jumped = self._jumps.add([(samples, work_s) for samples, work_s, _ in told.work], told.rest_s)
+        jumped = self._jumps.add(self.generation, [(samples, work_s) for samples, work_s, _ in told.work], told.rest_s)
         if not (jumped or news):  # the same on all ranks
             return
         self.catch_up()

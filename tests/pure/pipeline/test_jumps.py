@@ -12,29 +12,34 @@ STEADY = [(8, 0.1), (4, 0.2)]
 
 def settled() -> Jumps:
     jumps = Jumps()
-    assert [jumps.add(STEADY, {}) for _ in range(5)] == [True, True, True, False, False], "nothing is known at first"
+    assert [jumps.add(0, STEADY, {}) for _ in range(12)] == [True] * 10 + [False] * 2, "nothing is known at first"
     return jumps
 
 
 def test_steps_of_an_unchanged_device_may_differ() -> None:
     jumps = settled()
-    assert not any(jumps.add([(8, 0.1 * x), (4, 0.2 / x)], {}) for x in (1.05, 0.95, 1.06, 0.97, 1.0))
+    assert not any(jumps.add(0, [(8, 0.1 * x), (4, 0.2 / x)], {}) for x in (1.05, 0.95, 1.06, 0.97, 1.0))
 
 
 @pytest.mark.parametrize("factor", [0.5, 1.2, 4.0])
 def test_a_change_is_waited_for_while_it_is_in_the_last_batches(factor: float) -> None:
     jumps = settled()
     changed = [(8, 0.1), (4, 0.2 * factor)]
-    assert [jumps.add(changed, {}) for _ in range(5)] == [True, True, True, False, False]
+    assert [jumps.add(0, changed, {}) for _ in range(5)] == [True, True, True, False, False]
+
+
+def test_another_plan_is_waited_for_until_it_has_settled() -> None:
+    jumps = settled()
+    assert [jumps.add(1, STEADY, {}) for _ in range(12)] == [True] * 10 + [False] * 2
 
 
 def test_work_counts_per_sample() -> None:
     jumps = settled()
-    assert not any(jumps.add([(16, 0.2), (2, 0.1)], {}) for _ in range(3))
+    assert not any(jumps.add(0, [(16, 0.2), (2, 0.1)], {}) for _ in range(3))
 
 
 def test_ranks_at_rest_count_by_what_they_tell_and_others_not_at_all() -> None:
     jumps = Jumps()
-    waits = [jumps.add([(8, 0.1), (0, 0.0)], {1: seconds}) for seconds in [1e-3] * 5 + [4e-3] * 4]
-    assert waits == [True] * 3 + [False] * 2 + [True] * 3 + [False]
-    assert not any(jumps.add([(8, 0.1), (0, float(i))], {}) for i in range(4)), "one that works no more tells nothing"
+    waits = [jumps.add(0, [(8, 0.1), (0, 0.0)], {1: seconds}) for seconds in [1e-3] * 12 + [4e-3] * 4]
+    assert waits == [True] * 10 + [False] * 2 + [True] * 3 + [False]
+    assert not any(jumps.add(0, [(8, 0.1), (0, float(i))], {}) for i in range(4)), "one that works tells nothing"
