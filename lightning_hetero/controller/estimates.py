@@ -114,6 +114,7 @@ class Estimates:
         self._factors: dict[tuple[Any, ...], _Factor] = {}
         self._resting: dict[int, Resting] = {}
         self._batch_s = 0.0  # of the last batch
+        self._state: State | None = None  # until something is learned or forgotten
         self._patience: dict[tuple[str, int], int] = {}  # with a rank or its links: how many times `recheck`
         self._base = [_both(layer) for layer in model.layers]
         self._leader = [_both(model.before), _both(model.head)]
@@ -122,6 +123,7 @@ class Estimates:
 
     def update(self, seen: Observation, pipes: Sequence[Pipe], sizes: Sequence[Sequence[int]]) -> None:
         """Learns from one batch, which ran as ``pipes`` with micro-batches of ``sizes``, by pipeline."""
+        self._state = None
         for pipe, micro in zip(pipes, sizes, strict=True):
             for stage, rank in enumerate(pipe.ranks):
                 first, last = pipe.cuts[stage], pipe.cuts[stage + 1]
@@ -216,6 +218,7 @@ class Estimates:
             if batch - factor.seen > self._recheck * patience:
                 gone.append(f"{_named(key)} not measured for {batch - factor.seen} batches")
                 factor.forget()
+                self._state = None
                 again.update(ends)
         for end in again:
             self._patience[end] = 2 * self._patience.get(end, 1)
@@ -226,11 +229,13 @@ class Estimates:
     @property
     def state(self) -> State:
         """The present factors."""
-        return State(
-            ranks=tuple(self._value("rank", rank) for rank in range(len(self._cluster.devices))),
-            links=self._links_now(),
-            layers=tuple(self._value("layer", k) for k in range(len(self._base))),
-        )
+        if self._state is None:
+            self._state = State(
+                ranks=tuple([self._value("rank", rank) for rank in range(len(self._cluster.devices))]),
+                links=self._links_now(),
+                layers=tuple([self._value("layer", k) for k in range(len(self._base))]),
+            )
+        return self._state
 
     def _links_now(self) -> dict[tuple[int, int], float]:
         known = self._known_links()
@@ -318,6 +323,7 @@ class Estimates:
 
     def load(self, plain: Mapping[str, Any]) -> None:
         """Goes on from what `to_plain` returned."""
+        self._state = None
         self._links = {(a, b): Link(bandwidth_bytes_per_s=bandwidth) for a, b, bandwidth in plain["links"]}
         self._factors = {}
         for key, state in plain["factors"]:

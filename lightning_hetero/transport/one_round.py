@@ -10,14 +10,30 @@ that costs, and what one round does, `python -m benchmarks.one_round` measures.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from datetime import timedelta
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-__all__ = ["Sum", "start_gather", "start_sum"]
+__all__ = ["SMALL_BYTES", "Sum", "Waited", "start_gather", "start_sum", "wait_for"]
 
-_SMALL_BYTES = 256 * 2**10  # that a rank sends for a sum in one round: 2 ms at 1 Gbit/s
+SMALL_BYTES = 256 * 2**10
+"""What a rank sends for a sum in one round, at most: 2 ms at 1 Gbit/s."""
+
+
+class Waited(Protocol):
+    """What can be waited for as a collective: the part of `torch.distributed.Work` that is used."""
+
+    def is_completed(self) -> bool: ...
+
+    def wait(self, timeout: timedelta = ..., /) -> bool: ...
+
+
+def wait_for(work: Waited) -> None:
+    """Waits as long as the group's timeout allows."""
+    work.wait()
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,18 +42,21 @@ class Sum:
 
     Attributes:
         work: to be waited for, before `result`.
+        own: what this rank adds.
+        parts: of all ranks, once they have come; None: summed in place.
+        largest: the greatest of all, not the sum.
     """
 
-    work: dist.Work
-    _own: Tensor
-    _parts: Tensor | None  # of all ranks; None: summed in place
-    _largest: bool
+    work: Waited
+    own: Tensor
+    parts: Tensor | None
+    largest: bool = False
 
     def result(self) -> Tensor:
         """Returns the sum, the same bits on all ranks; in the memory of what was summed, or in memory of its own."""
-        if self._parts is None:
-            return self._own
-        return self._parts.amax(0) if self._largest else self._parts.sum(0, dtype=self._own.dtype)
+        if self.parts is None:
+            return self.own
+        return self.parts.amax(0) if self.largest else self.parts.sum(0, dtype=self.own.dtype)
 
 
 def start_sum(tensor: Tensor, group: dist.ProcessGroup, *, largest: bool = False) -> Sum:
@@ -49,7 +68,7 @@ def start_sum(tensor: Tensor, group: dist.ProcessGroup, *, largest: bool = False
         group: that takes the tensor.
         largest: the greatest of all values, element by element, instead of their sum.
     """
-    if tensor.device.type == "cpu" and 0 < (dist.get_world_size(group) - 1) * tensor.nbytes <= _SMALL_BYTES:
+    if tensor.device.type == "cpu" and 0 < (dist.get_world_size(group) - 1) * tensor.nbytes <= SMALL_BYTES:
         work, parts = start_gather(tensor, group)
         return Sum(work, tensor, parts, largest)
     op = dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import lru_cache
 from itertools import chain, pairwise, repeat
 from typing import Literal
 
@@ -110,7 +111,8 @@ def check_plan(plan: PipelinePlan, *, layers: int, ranks: int, global_batch: int
         raise ValueError(f"the plan divides {total} samples, but the global batch has {global_batch}")
 
 
-def micro_sizes(planned: Sequence[int], samples: int) -> tuple[int, ...]:
+@lru_cache(maxsize=256)
+def micro_sizes(planned: tuple[int, ...], samples: int) -> tuple[int, ...]:
     """Returns the micro-batches of a part of a batch: as planned as far as there are samples, the rest as one.
 
     Of a part larger than planned (global batches of a user's batch sampler may be), the rest is cut into micro-batches

@@ -182,10 +182,13 @@ class PipelineBinder(PartBinder[BoundLoader]):
         """
         if group is None:
             return (), 0
-        groups = self.plan.groups
-        sizes = [self._cut(g, part.shares[g.ranks[0]]) for g in groups]
+        groups, sizes = self.plan.groups, self.all_micro_batches(part)
         before = [s for g, s in zip(groups, sizes, strict=True) if g.ranks[0] < groups[group].ranks[0]]
         return sizes[group], sum(map(len, before))
+
+    def all_micro_batches(self, part: Part) -> list[tuple[int, ...]]:
+        """Returns the samples of each micro-batch, by group."""
+        return [self._cut(group, part.shares[group.ranks[0]]) for group in self.plan.groups]
 
     def _cut(self, group: GroupPlan, samples: int) -> tuple[int, ...]:
         if self._whole and len(group.micro_batches) == 1:

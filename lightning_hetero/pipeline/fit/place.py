@@ -49,6 +49,7 @@ from lightning_hetero.pipeline.runtime.own.ownership import Ownership
 from lightning_hetero.pipeline.runtime.own.pruning import prune, restore, to_device
 from lightning_hetero.pipeline.runtime.step.backbone import Backbone
 from lightning_hetero.pipeline.runtime.step.undivided import Undivided
+from lightning_hetero.transport.one_node.near_round import NearRound
 from lightning_hetero.transport.one_node.neighbours import Neighbours
 from lightning_hetero.transport.side_channel import SideChannel
 from lightning_hetero.types import GroupPlan, PipelinePlan
@@ -130,6 +131,7 @@ class Place:
         to_device(module, optimizers, settings.device)
         self._wire, self._node = gloo_group(settings.timeout), Neighbours(channel, settings.device)
         self._near = NearWays(self._node, channel.rank, failures=failures, timeout_s=settings.timeout_s)
+        self._control = self._near_round()
         self._devices = channel.all_gather_object(device_of(settings.device, settings.process_group_backend))
         self.ways = DirectWays(
             self._pairs(planned.plan),
@@ -200,6 +202,20 @@ class Place:
         self._follow(planned)
         return migration.size_bytes
 
+    def _near_round(self) -> NearRound | None:
+        """Returns a way for what all ranks tell one another in each batch, if all are on one node; collective."""
+        channel, settings = self.channel, self.settings
+        node = self._node if settings.device.type == "cpu" else Neighbours(channel, torch.device("cpu"))
+        try:
+            if channel.world_size == 1 or not all(node.are_near(0, rank) for rank in range(1, channel.world_size)):
+                return None
+            return NearRound(
+                node, channel.rank, channel.world_size, failures=self.failures, timeout_s=settings.timeout_s
+            )
+        finally:
+            if node is not self._node:
+                node.close()
+
     def _ownership_under(self, plan: PipelinePlan) -> Ownership:
         return Ownership(self._module, self._backbone.layers, plan, rank=self.channel.rank)
 
@@ -213,7 +229,12 @@ class Place:
         self.whole = WholeState(self._module, self.ownership, group=self.channel.group, folder=self._folder)
         wait = partial(self.failures.wait, polled=device.type != "cpu")
         self.sync = GradientSync(
-            self._module, self.ownership, groups=self.owner_groups, least_bytes=_LEAST_BYTES, wait=wait
+            self._module,
+            self.ownership,
+            groups=self.owner_groups,
+            least_bytes=_LEAST_BYTES,
+            wait=wait,
+            near=self._control,
         )
         self.own = [p for p in self._module.parameters() if not p.is_meta]
 
@@ -354,6 +375,8 @@ class Place:
                 raise
         finally:
             self._node.close()
+            if self._control is not None:
+                self._control.close()
             if not self.failures.reported:
                 self.owner_groups.close()
                 self.ways.close()

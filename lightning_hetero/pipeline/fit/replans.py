@@ -191,7 +191,7 @@ class Replans:
             layer_s=told.layer_s(groups[telling_layers(batch, groups)]),
             links=told.links,
             rest_s=told.rest_s,
-            micro_batches=[self._binder.micro_batches(part, i)[0] for i in range(len(groups))],
+            micro_batches=self._binder.all_micro_batches(part),
             pause_s=pause_s,
             moved_bytes=moved_bytes,
         )

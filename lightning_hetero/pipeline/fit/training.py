@@ -35,6 +35,7 @@ from lightning_hetero.pipeline.fit.place import Place
 from lightning_hetero.pipeline.fit.replans import Replans
 from lightning_hetero.pipeline.runtime.execute.stage_runner import MicroBatch
 from lightning_hetero.pipeline.runtime.step.tensor_trees import loss_of
+from lightning_hetero.transport.one_round import Sum
 from lightning_hetero.types import SpeedSample, StepReport
 
 if TYPE_CHECKING:
@@ -141,11 +142,9 @@ class TrainBatches:
                 place.runner.serve(step, sizes, numbers, before_last_backward=arm)
         place.busy.end()
         rest_s = place.rest_s(step)
-        if not accumulates:
-            place.sync.launch()
         sent_s, busy_s = time.perf_counter(), place.busy.busy_s
         told = self._told(step, sum(sizes), busy_s, sent_s - started_s - busy_s, rest_s)
-        receive = self._send(outputs, weights, told)  # beside the sums
+        receive = self._send(outputs, weights, told, None if accumulates else place.sync.launch_with)
         self.replans.catch_up()
         if not accumulates:
             place.finish_sums()
@@ -189,8 +188,15 @@ class TrainBatches:
         scaler = getattr(self._precision, "scaler", None)
         return None if scaler is None else scaler.scale
 
-    def _send(self, outputs: Sequence[Any], weights: Sequence[float], told: Told) -> Callable[[], list[float]]:
-        """Starts to sum over all ranks what each has to tell of the batch; what has been logged goes along."""
+    def _send(
+        self,
+        outputs: Sequence[Any],
+        weights: Sequence[float],
+        told: Told,
+        start: Callable[[Tensor], Sum] | None,
+    ) -> Callable[[], list[float]]:
+        """Starts to sum over all ranks what each has to tell of the batch, with what has been logged; by ``start``
+        beside the gradients, None: by itself."""
         pairs = zip(outputs, weights, strict=True) if outputs else ()
         own = sum(float(loss_of(output)) * weight for output, weight in pairs)
         numbers = (
@@ -202,7 +208,7 @@ class TrainBatches:
             self._place.channel.rank == 0 and getattr(self._trainer, "received_sigterm", False),
             self.replans.news,
         )
-        return self._place.logs.send([*map(float, numbers), *told.numbers])
+        return self._place.logs.send([*map(float, numbers), *told.numbers], start=start)
 
     def _received(self, receive: Callable[[], list[float]], told: Told) -> tuple[Told, Tensor, float, bool]:
         """Waits for the sums; returns what all have told, the loss of the global batch, the same on all ranks, how long

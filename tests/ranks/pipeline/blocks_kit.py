@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import Dataset
 
-from lightning_hetero.pipeline.runtime.step.torch_state import seed_host_streams, stream_seed
+from lightning_hetero.pipeline.runtime.step.torch_state import layer_seed, seed_host_streams, stream_seed
 
 WORDS, LENGTH, WIDTH, BLOCKS = 24, 7, 8, 4
 SEED = 5
@@ -248,7 +248,7 @@ def seeded(blocks: Sequence[nn.Module], step: int, number: int) -> Iterator[None
 
         def before(*_: Any, i: int = i) -> None:
             outside.append(torch.get_rng_state())
-            seed(stream_seed(SEED, step, number, 1 + i))
+            seed(layer_seed(stream_seed(SEED, step, number), i))
 
         def after(*_: Any) -> None:
             torch.set_rng_state(outside.pop())

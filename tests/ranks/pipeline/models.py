@@ -17,7 +17,7 @@ from lightning_hetero.pipeline.decide.schedule import PipelineTimes
 from lightning_hetero.pipeline.runtime.execute.failures import FailureBoard
 from lightning_hetero.pipeline.runtime.execute.stage_runner import StageRunner
 from lightning_hetero.pipeline.runtime.step.cut import BackboneCut
-from lightning_hetero.pipeline.runtime.step.torch_state import stream_seed
+from lightning_hetero.pipeline.runtime.step.torch_state import layer_seed, stream_seed
 from lightning_hetero.types import GroupPlan
 
 WIDTH, LAYERS = 6, 7
@@ -225,7 +225,7 @@ def seeded_layers(net: Net, step: int, number: int) -> Iterator[None]:
         def before(_: nn.Module, __: Any, i: int = i) -> None:
             outside.append(torch.get_rng_state())
             later = (calls[i],) if calls[i] else ()
-            seed(stream_seed(SEED, step, number, 1 + i, *later))
+            seed(layer_seed(stream_seed(SEED, step, number, *later), i))
             calls[i] += 1
 
         def after(*_: Any) -> None:

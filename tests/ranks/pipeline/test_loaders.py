@@ -189,7 +189,7 @@ def test_what_does_not_fit_the_plan_is_refused() -> None:
 
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=6), st.integers(0, 80))
 def test_micro_batches_of_any_part(planned: list[int], samples: int) -> None:
-    sizes = micro_sizes(planned, samples)
+    sizes = micro_sizes(tuple(planned), samples)
     assert sum(sizes) == samples and all(1 <= s <= max(planned) for s in sizes)
     assert sizes[:-2] == (*planned, *[max(planned)] * 80)[: max(0, len(sizes) - 2)]
     if samples == sum(planned):

@@ -65,7 +65,7 @@ def ways(rank: int, world: int) -> list[str]:
     """Which collective is taken for tensors of so many bytes."""
     group = dist.group.WORLD
     assert group is not None
-    most = one_round._SMALL_BYTES // (world - 1)
+    most = one_round.SMALL_BYTES // (world - 1)
     taken: list[str] = []
     reduce, gather = dist.all_reduce, one_round.start_gather
     with (

@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 
 from torch import distributed as dist
 
+from lightning_hetero.transport.one_round import Waited
 from lightning_hetero.transport.pairs.frames import FOREVER
 from lightning_hetero.transport.sockets import first_line
 
@@ -79,7 +80,7 @@ class FailureBoard:
         if (error := self._reported()) is not None:
             raise error
 
-    def wait(self, work: dist.Work, *, polled: bool = False) -> None:
+    def wait(self, work: Waited, *, polled: bool = False) -> None:
         """Waits for a collective, with a look here once a second.
 
         Args:
@@ -128,7 +129,7 @@ class FailureBoard:
             self.check()
             raise errors[0]
 
-    def _poll(self, work: dist.Work) -> None:
+    def _poll(self, work: Waited) -> None:
         look_s = time.monotonic() + _CHECK_S
         while not work.is_completed():
             time.sleep(_ASK_S)

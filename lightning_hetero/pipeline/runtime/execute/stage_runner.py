@@ -38,6 +38,7 @@ from lightning_hetero.pipeline.runtime.execute.failures import FailureBoard
 from lightning_hetero.pipeline.runtime.execute.links.direct_ways import DirectWay
 from lightning_hetero.pipeline.runtime.execute.links.links import Links
 from lightning_hetero.pipeline.runtime.execute.stages import Stage, streams_kept
+from lightning_hetero.pipeline.runtime.execute.straight import StraightExecution
 from lightning_hetero.pipeline.runtime.measure.layer_clock import LayerClock
 from lightning_hetero.pipeline.runtime.step.coroutines import CarrierName
 from lightning_hetero.pipeline.runtime.step.cut import BackboneCut
@@ -124,8 +125,7 @@ class StageRunner:
         self._policy = policy
         self._overlap = overlap
         self._schedules: dict[tuple[int, ...], Schedule] = {}
-        self._closed = False
-        self._failed = False
+        self._has_trained = self._closed = self._failed = False
         first, end = group.cuts[self._position : self._position + 2]
         self._clock = LayerClock(range(first, end)) if time_layers and device.type == "cpu" else None
         stage = Stage(
@@ -221,19 +221,27 @@ class StageRunner:
             if not micro_batches:
                 _call(before_last_backward)
                 return []
-            execution = LeaderExecution(
-                self._local,
-                self.schedule([micro_batch.samples for micro_batch in micro_batches]),
-                micro_batches,
-                step=step,
-                carrier=self._carrier,
-                seed=self._seed,
-                calls=self._calls,
-                scale=scale,
-                before_last_backward=before_last_backward,
+            execution = self._lead(
+                micro_batches, step=step, seed=self._seed, scale=scale, before_last_backward=before_last_backward
             )
             execution.run()
+            self._has_trained = True
             return execution.results
+
+    def _lead(self, micro_batches: Sequence[MicroBatch], **options: Any) -> LeaderExecution | StraightExecution:
+        """Returns what runs the leader's part of a training step.
+
+        The first one goes the way of a pipeline even where there is one stage: so what a pipeline cannot do is refused
+        whatever the plan, and not when another one comes.
+        """
+        assert self._carrier is not None and self._cut is not None
+        alone = len(self._group.ranks) == 1 and self._calls == 1 and self._cut.is_one_module
+        if alone and self._has_trained:
+            return StraightExecution(self._local, micro_batches, cut=self._cut, **options)
+        schedule = self.schedule([micro_batch.samples for micro_batch in micro_batches])
+        return LeaderExecution(
+            self._local, schedule, micro_batches, carrier=self._carrier, calls=self._calls, **options
+        )
 
     def serve(
         self,

@@ -26,6 +26,7 @@ from lightning_hetero.pipeline.runtime.step.torch_state import (
     HostStreams,
     Switches,
     enabled_autocast,
+    layer_seed,
     seed_host_streams,
     seed_torch_streams,
     stream_seed,
@@ -128,8 +129,9 @@ class Stage:
     Args:
         layers: by index in the backbone, in order.
         last: whether the backbone ends with them.
-        seed: of the run. A layer draws from ``stream_seed(seed, step, number, 1 + index)``, of a later call of the
-            backbone with the call's number behind it: so what is drawn does not depend on the plan.
+        seed: of the run. A layer draws from ``layer_seed(stream_seed(seed, step, number), index)``, of a later call of
+            the backbone with the call's number behind that of the micro-batch: so what is drawn does not depend on the
+            plan.
         checkpoint_layers: keep the layers' inputs only, and compute each layer once more in backward. BatchNorm then
             updates its statistics twice.
         device: where the layers are; of autocast.
@@ -175,6 +177,7 @@ class Stage:
             tensors = graph_input.take()
         value = joined(tensors)
         del tensors
+        base = stream_seed(self._seed, way.step, way.number, *((way.call,) if way.call else ()))
         route, clock = way.route, self._clock if self.timed and way.grad_enabled else None
         with torch.set_grad_enabled(way.grad_enabled), self._autocast(way.autocast):
             first = next(iter(self._layers))
@@ -187,7 +190,7 @@ class Stage:
                 if index > first:
                     previous = route.taken(index, output)
                     del output
-                output = self._run(index, layer, previous, inputs, way)
+                output = self._run(index, layer, layer_seed(base, index), previous, inputs, way)
                 if clock is not None:
                     clock.returned(index, output)
             if not self._last:
@@ -198,21 +201,58 @@ class Stage:
         del output
         return joined([tensor.detach() for tensor in tensors]), flight
 
-    def _run(
-        self, index: int, layer: nn.Module, previous: Sequence[Any], inputs: Mapping[int, Tensor], way: Pass
+    def in_place(
+        self, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, step: int, number: int, again: bool = False
     ) -> Any:
-        later = (way.call,) if way.call else ()
-        seed = stream_seed(self._seed, way.step, way.number, 1 + index, *later)
+        """Runs the layers where they are called, as a part of the caller's graph; for the only stage of a group.
+
+        Args:
+            args, kwargs: of the backbone's only call in its step.
+            step, number: see `Pass`.
+            again: in backward, what has been computed before.
+
+        Returns:
+            The output of the last layer.
+        """
+        grad_enabled = torch.is_grad_enabled()
+        clock = self._clock if self.timed and grad_enabled and not again else None
+        if clock is not None:
+            clock.begins([*args, *kwargs.values()])
+        output: Any = None
+        base, again_in_backward = stream_seed(self._seed, step, number), self._checkpoint_layers and grad_enabled
+        for index, layer in self._layers.items():
+            output = _computed(layer, layer_seed(base, index), args, kwargs, again_in_backward=again_in_backward)
+            if clock is not None:
+                clock.returned(index, output)
+            args, kwargs = (output,), {}
+        return output
+
+    @contextmanager
+    def going_back(self) -> Iterator[None]:
+        """Inside, the backward pass of what `in_place` has computed is timed."""
+        clock = self._clock if self.timed else None
+        if clock is not None:
+            clock.goes_back()
+        yield
+        if clock is not None:
+            clock.is_back()
+
+    def _run(
+        self,
+        index: int,
+        layer: nn.Module,
+        seed: int,
+        previous: Sequence[Any],
+        inputs: Mapping[int, Tensor],
+        way: Pass,
+    ) -> Any:
         call = way.route.call(index)
         args, kwargs = call.arguments(previous, inputs, self._device)
         if call.no_grad:
             with torch.no_grad():
                 return _seeded(layer, seed, *args, **kwargs)
-        if (self._checkpoint_layers or call.recompute) and way.grad_enabled:
-            # Seeded, it draws the same when it is computed again: no states of generators need be kept.
-            options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}
-            return checkpoint(_seeded, layer, seed, *args, **options, **kwargs)
-        return _seeded(layer, seed, *args, **kwargs)
+        again = (self._checkpoint_layers or call.recompute) and way.grad_enabled
+        return _computed(layer, seed, args, kwargs, again_in_backward=again)
 
     def _autocast(self, wanted: Mapping[str, torch.dtype]) -> AbstractContextManager[Any]:
         """Puts autocast as wanted, whatever is in force around."""
@@ -224,6 +264,16 @@ class Stage:
             dtype = wanted.get(kind)
             stack.enter_context(torch.autocast(kind, dtype=dtype, enabled=dtype is not None))
         return stack
+
+
+def _computed(
+    layer: nn.Module, seed: int, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, again_in_backward: bool
+) -> Any:
+    if again_in_backward:
+        # Seeded, it draws the same when it is computed again: no states of generators need be kept.
+        options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}
+        return checkpoint(_seeded, layer, seed, *args, **options, **kwargs)
+    return _seeded(layer, seed, *args, **kwargs)
 
 
 def _seeded(layer: nn.Module, seed: int, /, *args: Any, **kwargs: Any) -> Any:

@@ -32,8 +32,15 @@ class LayerClock:
         self._since_s = 0.0
         self._at: int | None = None  # the layer whose backward pass runs
 
-    def begins(self) -> None:
-        """A forward pass begins."""
+    def begins(self, inputs: Any = ()) -> None:
+        """A forward pass begins.
+
+        Args:
+            inputs: what the first layer is called with, where the backward pass goes on to what computed them.
+        """
+        tensor = _with_gradient(inputs)
+        if tensor is not None and not tensor.is_leaf:
+            tensor.register_hook(self._through)
         self._since_s = self._clock()
 
     def returned(self, index: int, output: Any) -> None:
@@ -54,8 +61,11 @@ class LayerClock:
         self._spent(now_s)
         self._at, self._since_s = index, now_s
 
+    def _through(self, _: Tensor) -> None:
+        self.is_back()
+
     def is_back(self) -> None:
-        """It has ended."""
+        """It has ended, or has left the layers."""
         self._spent(self._clock())
         self._at = None
 

@@ -12,7 +12,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_hetero.transport.one_round import Sum, start_sum
+from lightning_hetero.transport.one_node.near_round import NearRound
+from lightning_hetero.transport.one_round import Sum, Waited
+from lightning_hetero.transport.small_sums import start_sums
 
 __all__ = ["Arrived", "Bucket", "Lane", "fill_buckets"]
 
@@ -32,29 +34,31 @@ class Bucket:
         self._sum: Sum | None = None
 
     @torch.no_grad()
-    def launch(self, group: dist.ProcessGroup) -> None:
-        """Starts to sum a copy of the gradients, and of which there are."""
+    def launch(self, group: dist.ProcessGroup, *beside: Tensor, near: NearRound | None = None) -> list[Sum]:
+        """Starts to sum a copy of the gradients, and of which there are; returns the sums of what goes along."""
         present = [p.grad is not None for p in self.parameters]
         flags = torch.tensor(present, dtype=self.parameters[0].dtype).to(self.parameters[0].device)
         self.sent = torch.cat([*map(_flat, self.parameters), flags])
-        self._sum = start_sum(self.sent, group)
+        self._sum, *others = start_sums([self.sent, *beside], group, near=near)
+        return others
 
     @torch.no_grad()
-    def collect(self, wait: Callable[[dist.Work], object]) -> None:
+    def collect(self, wait: Callable[[Waited], object]) -> None:
         """Waits for the sum and writes it back; the bucket's memory is given free."""
         assert self._sum is not None
         wait(self._sum.work)
-        *pieces, flags = self._sum.result().split([*(p.numel() for p in self.parameters), len(self.parameters)])
-        lacking = [p.grad is None for p in self.parameters]
-        used = (flags.abs() > 0).tolist() if any(lacking) else ()
-        targets, sources = [], []
-        for i, (parameter, piece) in enumerate(zip(self.parameters, pieces, strict=True)):
-            if lacking[i] and used[i]:
-                parameter.grad = torch.empty_like(parameter)
-            if parameter.grad is not None:
-                targets.append(parameter.grad)
-                sources.append(piece.view(parameter.shape))
-        if targets:
+        *pieces, flags = self._sum.result().split([*map(torch.Tensor.numel, self.parameters), len(self.parameters)])
+        lacking = [i for i, p in enumerate(self.parameters) if p.grad is None]
+        used = (flags.abs() > 0).tolist() if lacking else ()
+        for i in lacking:
+            if used[i]:
+                self.parameters[i].grad = torch.empty_like(self.parameters[i])
+        pairs = [(p.grad, piece) for p, piece in zip(self.parameters, pieces, strict=True) if p.grad is not None]
+        if pairs:
+            # Many small ones: views of the gradients take a third of the time that views in their shapes do.
+            flat = [grad.is_contiguous() for grad, _ in pairs]
+            targets = [grad.view(-1) if one else grad for one, (grad, _) in zip(flat, pairs, strict=True)]
+            sources = [piece if one else piece.view(grad.shape) for one, (grad, piece) in zip(flat, pairs, strict=True)]
             torch._foreach_copy_(targets, sources)
         self.forget()
 
@@ -69,16 +73,38 @@ class Lane:
 
     def __init__(self, group: dist.ProcessGroup, buckets: Sequence[Bucket]) -> None:
         self.buckets = buckets
-        self._group = group
+        self.group = group
         self._launched = 0
 
-    def launch(self, *, all_of_them: bool = False) -> None:
+    def launch(self) -> None:
         """Launches the next buckets while they are complete."""
         for bucket in self.buckets[self._launched :]:
-            if not all_of_them and (bucket.awaited or bucket.late):
+            if bucket.awaited or bucket.late:
                 return
             self._launched += 1
-            bucket.launch(self._group)
+            bucket.launch(self.group)
+
+    def launch_all(self, *beside: Tensor, near: NearRound | None = None) -> list[Sum]:
+        """Launches what has not been yet.
+
+        Args:
+            beside: what the last bucket takes along, if it `takes_along`.
+            near: what both take then, if they can, see `start_sums`.
+
+        Returns:
+            The sums of that.
+        """
+        sums: list[Sum] = []
+        for bucket in self.buckets[self._launched :]:
+            self._launched += 1
+            last = beside and bucket is self.buckets[-1]
+            sums = bucket.launch(self.group, *beside, near=near) if last else bucket.launch(self.group)
+        return sums
+
+    @property
+    def takes_along(self) -> bool:
+        """Whether all ranks launch the last bucket when all backward passes are done, and not when it is complete."""
+        return self._launched < len(self.buckets) and self.buckets[-1].late
 
     def forget(self) -> None:
         """Begins anew."""

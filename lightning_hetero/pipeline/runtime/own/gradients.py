@@ -24,7 +24,9 @@ from torch import Tensor, nn
 from lightning_hetero.pipeline.runtime.own.buckets import Arrived, Lane, fill_buckets
 from lightning_hetero.pipeline.runtime.own.owner_groups import OwnerGroups
 from lightning_hetero.pipeline.runtime.own.ownership import Ownership
-from lightning_hetero.transport.one_round import start_sum
+from lightning_hetero.transport.one_node.near_round import NearRound
+from lightning_hetero.transport.one_round import Sum, Waited, start_sum, wait_for
+from lightning_hetero.transport.small_sums import start_sums
 
 __all__ = ["GradientSync"]
 
@@ -52,6 +54,7 @@ class GradientSync:
         bucket_bytes: of gradients per all-reduce, as DDP's ``bucket_cap_mb``.
         least_bytes: of gradients that are reduced before the last backward pass has ended. Fewer travel with the rest.
         wait: waits for a collective, e.g. with a look at what became of the others, `FailureBoard.wait`.
+        near: the ranks of the run, if they are on one node, for `launch_with`.
 
     Raises:
         ValueError: ``bucket_bytes`` is not positive, or the module is not the ownership's.
@@ -65,13 +68,14 @@ class GradientSync:
         groups: OwnerGroups,
         bucket_bytes: int = 25 * _MIB,
         least_bytes: int = 0,
-        wait: Callable[[dist.Work], object] = dist.Work.wait,
+        wait: Callable[[Waited], object] = wait_for,
+        near: NearRound | None = None,
     ) -> None:
         if bucket_bytes < 1:
             raise ValueError(f"bucket_bytes={bucket_bytes} must be at least 1, e.g. {25 * _MIB}")
         self._groups = groups
         self._bucket_bytes, self._least_bytes = bucket_bytes, least_bytes
-        self._wait = wait
+        self._wait, self._near = wait, near
         tensors = ownership.tensors(module)
         names = ownership.parameters
         groups.prepare(ownership.holders(name) for name in tensors)
@@ -142,13 +146,29 @@ class GradientSync:
         Raises:
             TypeError: a sparse gradient.
         """
+        self._launch()
+
+    def launch_with(self, beside: Tensor) -> Sum:
+        """As `launch`, and sums a tensor over all ranks: by the same message, if one goes between all of them.
+
+        Args:
+            beside: see `start_sum`.
+        """
+        (total,) = self._launch(beside) or start_sums([beside], self._groups.world, near=self._near)
+        return total
+
+    def _launch(self, *beside: Tensor) -> list[Sum]:
+        """Launches all; returns the sums of what could go along."""
         self._lanes = self._layout() if self._lanes is None else self._lanes
+        sums: list[Sum] = []
         try:
             for lane in self._lanes:
-                lane.launch(all_of_them=True)
+                takes = lane.takes_along and dist.get_world_size(lane.group) == dist.get_world_size(self._groups.world)
+                sums += lane.launch_all(*beside, near=self._near) if takes else lane.launch_all()
         except BaseException:
             self.disarm()
             raise
+        return sums
 
     def finish(self) -> None:
         """Reduces what has not been yet, waits for all, and writes the sums into ``.grad``.

@@ -30,7 +30,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_hetero.pipeline.runtime.step.graph_input import GraphInput
-from lightning_hetero.pipeline.runtime.step.layer_calls.caches import SeenCaches
+from lightning_hetero.pipeline.runtime.step.layer_calls.caches import SeenCaches, without_cache
 from lightning_hetero.pipeline.runtime.step.layer_calls.chain import (
     CalledLayer,
     Chain,
@@ -229,6 +229,10 @@ class BackboneCut:
             ``nn.ModuleList``. Then the step is suspended at the last of them. See `Chain`.
         starts: the index in the backbone of each module's first layer; None: each is one layer.
 
+    Attributes:
+        in_place: computes the backbone where it is called, of its arguments, instead of suspending the step; for a
+            backbone of one module (`is_one_module`). None: steps are suspended.
+
     Raises:
         TypeError: no module, or something else than modules.
         ValueError: a module twice; starts of another number.
@@ -249,6 +253,12 @@ class BackboneCut:
         self._split = False
         self._structures: dict[int, Any] = {}
         self._caches = SeenCaches()
+        self.in_place: Callable[[tuple[Any, ...], dict[str, Any]], Any] | None = None
+
+    @property
+    def is_one_module(self) -> bool:
+        """Whether the backbone is called as a whole, and not layer by layer with the step's own code in between."""
+        return len(self._modules) == 1
 
     def __enter__(self) -> BackboneCut:
         if self._originals is not None:
@@ -272,6 +282,8 @@ class BackboneCut:
 
     def _forward_of(self, i: int) -> Callable[..., Any]:
         def forward(*args: Any, **kwargs: Any) -> Any:
+            if self.in_place is not None:
+                return self._computed_in_place(args, kwargs)
             step = current_step()
             if step is None:
                 return self._original(i, *args, **kwargs)
@@ -290,6 +302,11 @@ class BackboneCut:
             return call._received(step.suspend(call, without_hooks=without_hooks))
 
         return forward
+
+    def _computed_in_place(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        assert self.in_place is not None
+        self._caches.add([*args, *kwargs.values()])
+        return self.in_place(tuple(map(without_cache, args)), {k: without_cache(v) for k, v in kwargs.items()})
 
     def _chain(self, i: int, given: Sequence[LayerOutput]) -> Chain:
         """Returns the walk that a call belongs to."""
