@@ -265,10 +265,6 @@ class Kalman(Predictor):
             self._cost = AffineCost(fixed_s=self.alpha * self.unit_s, per_sample_s=self.beta * self.unit_s)
         return self._cost
 
-    def predict(self, samples: float) -> float:
-        self.check_ready()
-        return self.alpha * self.unit_s + self.beta * self.unit_s * samples  # as `cost` does, without making one
-
     def std_s(self, samples: float) -> float:
         self.check_ready()
         variance = self.var_aa + samples * (2.0 * self.var_ab + samples * self.var_bb)

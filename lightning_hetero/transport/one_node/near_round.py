@@ -27,7 +27,7 @@ from lightning_hetero.transport.one_node.blocks import Blocks
 from lightning_hetero.transport.one_node.neighbours import Neighbours
 from lightning_hetero.transport.one_node.packets import Packets
 
-__all__ = ["NearRound", "NearWork"]
+__all__ = ["SLOT_BYTES", "Failures", "NearRound", "NearWork"]
 
 SLOT_BYTES = 2**18
 """What a rank can have for the others, at most."""
@@ -69,7 +69,7 @@ class NearRound:
         self._number = self._open = 0  # rounds started; not waited for so far
         block, segment = Blocks().take(_SLOTS * SLOT_BYTES)
         assert segment is not None
-        self._memory = {rank: block.tensor(_SLOTS * SLOT_BYTES)}
+        self._memory = {rank: np.frombuffer(block.memory, np.uint8)}
         self._packets: dict[int, Packets] = {}
         self._filled = {peer: 0 for peer in range(world_size) if peer != rank}  # rounds, of which a packet has come
         try:
@@ -103,7 +103,7 @@ class NearRound:
             memory = mmap.mmap(descriptor, _PACKET.unpack(packet)[1])
         finally:
             os.close(descriptor)
-        self._memory[peer] = torch.from_numpy(np.frombuffer(memory, np.uint8))
+        self._memory[peer] = np.frombuffer(memory, np.uint8)
 
     def _look(self, peer: int, deadline_s: float) -> None:
         if (packets := self._packets.get(peer)) is not None and packets.broken is not None:
@@ -131,7 +131,7 @@ class NearRound:
         self._number += 1
         self._open += 1
         start = self._number % _SLOTS * SLOT_BYTES
-        torch.cat(list(pieces), out=self._memory[self._rank][start : start + size_bytes])
+        torch.cat(list(pieces), out=torch.from_numpy(self._memory[self._rank][start : start + size_bytes]))
         packet = _PACKET.pack(self._number, size_bytes)
         for packets in self._packets.values():
             packets.send(packet)
@@ -156,8 +156,8 @@ class NearRound:
     def copy_out(self, number: int, rows: Tensor) -> None:
         """Copies out what all have for a round whose packets have come."""
         start, size_bytes = number % _SLOTS * SLOT_BYTES, rows.shape[1]
-        for rank, row in enumerate(rows):
-            row.copy_(self._memory[rank][start : start + size_bytes])
+        for rank, row in enumerate(rows.numpy()):
+            row[:] = self._memory[rank][start : start + size_bytes]
         self._open -= 1
 
     def lost(self, peer: int) -> RuntimeError | None:

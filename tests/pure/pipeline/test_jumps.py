@@ -12,7 +12,7 @@ STEADY = [(8, 0.1), (4, 0.2)]
 
 def settled() -> Jumps:
     jumps = Jumps()
-    assert [jumps.add(0, STEADY, {}) for _ in range(12)] == [True] * 10 + [False] * 2, "nothing is known at first"
+    assert [jumps.add(0, STEADY, {}) for _ in range(8)] == [True] * 5 + [False] * 3, "nothing is known at first"
     return jumps
 
 
@@ -28,9 +28,16 @@ def test_a_change_is_waited_for_while_it_is_in_the_last_batches(factor: float) -
     assert [jumps.add(0, changed, {}) for _ in range(5)] == [True, True, True, False, False]
 
 
-def test_another_plan_is_waited_for_until_it_has_settled() -> None:
+def test_a_plan_that_answers_a_jump_is_waited_for_until_it_has_settled() -> None:
     jumps = settled()
-    assert [jumps.add(1, STEADY, {}) for _ in range(12)] == [True] * 10 + [False] * 2
+    changed = [(8, 0.1), (4, 0.4)]
+    assert jumps.add(0, changed, {})
+    assert [jumps.add(1, changed, {}) for _ in range(8)] == [True] * 5 + [False] * 3
+
+
+def test_a_small_correction_is_not_waited_for() -> None:
+    jumps = settled()
+    assert not any(jumps.add(1, STEADY, {}) for _ in range(8))
 
 
 def test_work_counts_per_sample() -> None:
@@ -40,6 +47,6 @@ def test_work_counts_per_sample() -> None:
 
 def test_ranks_at_rest_count_by_what_they_tell_and_others_not_at_all() -> None:
     jumps = Jumps()
-    waits = [jumps.add(0, [(8, 0.1), (0, 0.0)], {1: seconds}) for seconds in [1e-3] * 12 + [4e-3] * 4]
-    assert waits == [True] * 10 + [False] * 2 + [True] * 3 + [False]
+    waits = [jumps.add(0, [(8, 0.1), (0, 0.0)], {1: seconds}) for seconds in [1e-3] * 8 + [4e-3] * 4]
+    assert waits == [True] * 5 + [False] * 3 + [True] * 3 + [False]
     assert not any(jumps.add(0, [(8, 0.1), (0, float(i))], {}) for i in range(4)), "one that works tells nothing"

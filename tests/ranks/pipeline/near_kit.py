@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from lightning_hetero.pipeline.runtime.execute.failures import FailureBoard
 from lightning_hetero.pipeline.runtime.own.near_ways import NearWays
+from lightning_hetero.transport.one_node.near_round import NearRound
 from lightning_hetero.transport.one_node.neighbours import Neighbours
 from lightning_hetero.transport.side_channel import SideChannel
 
@@ -28,3 +29,18 @@ def near_ways(rank: int, timeout_s: float = 60.0) -> Iterator[NearWays]:
         yield NearWays(node, rank, failures=board(rank), timeout_s=timeout_s)
     finally:
         node.close()
+
+
+@contextmanager
+def near_round(rank: int, world: int, timeout_s: float = 60.0) -> Iterator[NearRound]:
+    """Makes one; collective."""
+    assert dist.group.WORLD is not None
+    node = Neighbours(SideChannel(dist.group.WORLD), torch.device("cpu"))
+    try:
+        near = NearRound(node, rank, world, failures=board(rank), timeout_s=timeout_s)
+    finally:
+        node.close()
+    try:
+        yield near
+    finally:
+        near.close()

@@ -19,9 +19,12 @@ from lightning_hetero.pipeline.runtime.own.gradients import GradientSync
 from lightning_hetero.pipeline.runtime.own.owner_groups import OwnerGroups, share_buffers, share_initial
 from lightning_hetero.pipeline.runtime.own.ownership import Ownership
 from lightning_hetero.pipeline.runtime.own.pruning import prune
-from lightning_hetero.transport.one_round import Sum, start_sum
+from lightning_hetero.transport.one_node.near_round import NearRound
+from lightning_hetero.transport.one_round import Sum
+from lightning_hetero.transport.small_sums import start_sums
 from lightning_hetero.types import PipelinePlan
 from tests.ranks.harness import run_ranks
+from tests.ranks.pipeline.near_kit import near_round
 from tests.ranks.pipeline.ownership_kit import PLANS, Model, plan
 
 WORLD = 4
@@ -178,16 +181,17 @@ def test_sums_norms_clipping_and_buffers_under_every_plan() -> None:
     run_ranks(WORLD, _everything)
 
 
-SUMS: list[Tensor] = []
+SUMS: list[Sequence[Tensor]] = []
 
 
 def _faults(rank: int, world: int) -> None:
-    def noted(tensor: Tensor, group: dist.ProcessGroup) -> Sum:
-        SUMS.append(tensor)
-        return start_sum(tensor, group)
-
-    with patch.object(buckets, "start_sum", noted):
+    with patch.object(buckets, "start_sums", noted):
         _faults_counted(rank)
+
+
+def noted(tensors: Sequence[Tensor], group: dist.ProcessGroup, *, near: NearRound | None = None) -> list[Sum]:
+    SUMS.append(tensors)
+    return start_sums(tensors, group, near=near)
 
 
 def _faults_counted(rank: int) -> None:
@@ -244,6 +248,35 @@ def _faults_counted(rank: int) -> None:
 
 def test_faults_of_the_synchronisation() -> None:
     run_ranks(WORLD, _faults)
+
+
+def _with_numbers(rank: int, world: int) -> None:
+    """A tensor that goes along: in the message of the gradients where that is between all ranks."""
+    board = _board(rank)
+    with near_round(rank, world) as near:
+        for name, way, along in (("4x1", near, True), ("4x1", None, True), ("2x2", near, False)):
+            part = Rank(rank, PLANS[name], wait=board.wait, least_bytes=1 << 20, near=way)
+            for step in range(6):
+                part.model.zero_grad()
+                part.whole.zero_grad()
+                for group in range(len(PLANS[name].groups)):
+                    gradients = _random(part.whole, 10 * step + group)
+                    _add(part.whole, gradients)
+                    if group == part.group:
+                        part.sync.arm()
+                        part.backward(gradients)
+                SUMS.clear()
+                with patch.object(buckets, "start_sums", noted):
+                    total = part.sync.launch_with(torch.tensor([1.0, 10.0 * rank], dtype=torch.float32))
+                assert any(len(tensors) == 2 for tensors in SUMS) == along, name
+                part.sync.finish()
+                assert part.distance() < 1e-14, name
+                board.wait(total.work)
+                assert total.result().tolist() == [4.0, 60.0]
+
+
+def test_numbers_go_along_with_gradients() -> None:
+    run_ranks(WORLD, _with_numbers)
 
 
 def _different(rank: int, world: int) -> None:

@@ -109,3 +109,19 @@ def test_gradients_are_the_same_as_without_it() -> None:
         found.append([grad, *(p.grad for layer in layers for p in layer.parameters())])
     for a, b in zip(*found, strict=True):
         assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("trained_before", [True, False])
+def test_in_place_what_stands_around_the_layers_is_none_of_their_time(trained_before: bool) -> None:
+    clock = Ticking()
+    before, head = Taking(clock, 20.0, 30.0, frozen=not trained_before), Taking(clock, 40.0, 50.0)
+    of, times = stage([Taking(clock, 1.0, 2.0), Taking(clock, 3.0, 5.0)], clock)
+    for number in range(3):
+        loss = head(of.in_place((before(torch.ones(2, 3)),), {}, step=0, number=number)).sum()
+        with of.going_back():
+            loss.backward()
+        clock.now_s += 100.0
+    assert times.take() == [9.0, 24.0]
+    with torch.no_grad():
+        of.in_place((torch.ones(2, 3),), {}, step=0, number=0)
+    assert times.take() == []

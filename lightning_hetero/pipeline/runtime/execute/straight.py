@@ -96,12 +96,12 @@ class StraightExecution:
 
     def _layers(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Stands for the backbone: the body's random streams go on behind it as behind a suspension."""
-        stage, place = self._local.stage, {"step": self._step, "number": self._now.number}
+        stage, step, number = self._local.stage, self._step, self._now.number
         if self._goes_back:  # the step checkpoints it
-            return stage.in_place(args, kwargs, again=True, **place)
+            return stage.in_place(args, kwargs, step=step, number=number, again=True)
         self._calls += 1
         streams = TorchStreams()
-        output = stage.in_place(args, kwargs, **place)
+        output = stage.in_place(args, kwargs, step=step, number=number)
         streams.put_back()
         seed_host_streams(stream_seed(self._body_seed(), self._calls))
         self._computed(Kind.FORWARD)

@@ -14,26 +14,18 @@ import time
 from collections import deque
 from collections.abc import Iterable, Mapping
 from functools import partial
-from typing import Protocol
 
 import torch
 
 from lightning_hetero.pipeline.runtime.own.new_memory import made_ready
 from lightning_hetero.pipeline.runtime.own.parcel_bytes import ParcelBytes
 from lightning_hetero.transport.one_node.conveyor import BLOCK_BYTES, Conveyor
+from lightning_hetero.transport.one_node.near_round import Failures
 from lightning_hetero.transport.one_node.neighbours import Neighbours
 
-__all__ = ["Failures", "NearWays"]
+__all__ = ["NearWays"]
 
 _LOOK_S = 1.0  # at the failure board, while waiting
-
-
-class Failures(Protocol):
-    """What became of other ranks, see `FailureBoard`."""
-
-    def check(self) -> None: ...
-
-    def lost(self, peer: int, how: str) -> RuntimeError: ...
 
 
 class NearWays:
