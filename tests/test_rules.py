@@ -95,6 +95,7 @@ SLEEPS = {
     "ranks/stale::Watched.training_step": "a device's work: ranks of unequal speed",
     "ranks/stale::test_the_last_answer_reaches_a_worker_that_is_late_to_receive_it.late": "comes after the close",
     "ranks/transport::forks_and_waits": "a child that only a kill ends",
+    "ranks/transport::rounds": "ranks come late in turn, so that one is a round ahead",
 }
 
 

@@ -1,7 +1,7 @@
-"""``python -m benchmarks.one_round [--quick]``: small collectives of gloo, and the same in one round.
+"""``python -m benchmarks.one_round [--quick]``: small collectives of gloo, in one round, and through shared memory.
 
 Four processes share two cores. Between two collectives each sleeps 5 ms, so they meet as ranks do at a step's end; the
-two ways take turns. *Takes*: from when the last rank begins until all have the result.
+ways take turns. *Takes*: from when the last rank begins until all have the result.
 """
 
 from __future__ import annotations
@@ -32,9 +32,10 @@ def figures(raw: dict[str, dict[str, dict[str, list[float]]]]) -> list[dict[str,
         for way, measured in ways.items():
             add(f"{what}, {way}: takes", statistics.median(measured["taken_s"]) * 1e3, "ms")
             add(f"{what}, {way}: processor, each rank", statistics.median(measured["used_s"]) * 1e3, "ms")
-        if "one round" in ways:
-            theirs, ours = (statistics.median(ways[way]["taken_s"]) for way in ("gloo's", "one round"))
-            add(f"{what}: one round / gloo's", ours / theirs, "x", 1.0)
+        for way, other in (("one round", "gloo's"), ("memory", "one round")):
+            if way in ways:
+                ours, theirs = (statistics.median(ways[one]["taken_s"]) for one in (way, other))
+                add(f"{what}: {way} / {other}", ours / theirs, "x", 1.0)
     return found
 
 

@@ -12,7 +12,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from benchmarks.torchrun import as_rank
-from lightning_hetero.transport.one_round import start_gather, start_sum
+from lightning_hetero.pipeline.runtime.execute.failures import FailureBoard
+from lightning_hetero.transport.one_node.near_round import NearRound
+from lightning_hetero.transport.one_node.neighbours import Neighbours
+from lightning_hetero.transport.one_round import start_gather
+from lightning_hetero.transport.side_channel import SideChannel
+from lightning_hetero.transport.small_sums import start_sums
 
 RANKS = 4
 GAP_S = 0.005
@@ -22,7 +27,7 @@ ROW = 100  # float64
 Way = Callable[[], object]
 
 
-def ways(group: dist.ProcessGroup) -> dict[str, dict[str, Way]]:
+def ways(group: dist.ProcessGroup, near: NearRound) -> dict[str, dict[str, Way]]:
     """Returns what is compared: by what is exchanged, and by way."""
     rank_row, rows = torch.ones(ROW, dtype=torch.float64), [torch.empty(ROW, dtype=torch.float64) for _ in range(RANKS)]
     found: dict[str, dict[str, Way]] = {
@@ -37,14 +42,23 @@ def ways(group: dist.ProcessGroup) -> dict[str, dict[str, Way]]:
         found[f"sum of {name}"] = {
             "gloo's": lambda numbers=numbers: group.allreduce([numbers]).wait(),
             "one round": lambda numbers=numbers: summed(numbers, group),
+            "memory": lambda numbers=numbers: summed(numbers, group, near),
         }
     return found
 
 
-def summed(numbers: Tensor, group: dist.ProcessGroup) -> Tensor:
-    total = start_sum(numbers, group)
+def summed(numbers: Tensor, group: dist.ProcessGroup, near: NearRound | None = None) -> Tensor:
+    (total,) = start_sums([numbers], group, near=near)
     total.work.wait()
     return total.result()
+
+
+def near_round(group: dist.ProcessGroup) -> NearRound:
+    """Returns the way through memory, as the pipeline engine makes it; collective."""
+    rank = dist.get_rank()
+    store = dist.PrefixStore("one round", dist.distributed_c10d._get_default_store())
+    node = Neighbours(SideChannel(group), torch.device("cpu"))
+    return NearRound(node, rank, RANKS, failures=FailureBoard(store, rank), timeout_s=60.0)
 
 
 def timed(way: Way) -> tuple[list[float], float]:
@@ -69,7 +83,7 @@ def measure(turns: int) -> dict[str, dict[str, dict[str, list[float]]]]:
     """Returns by what is exchanged and by way: `taken_s` of each, `used_s` of each turn [s]."""
     group = dist.group.WORLD
     assert group is not None
-    compared = ways(group)
+    compared = ways(group, near_round(group))
     found: dict[str, dict[str, dict[str, list[float]]]] = {
         what: {way: {"taken_s": [], "used_s": []} for way in one} for what, one in compared.items()
     }

@@ -203,12 +203,13 @@ class NearWork:
             RuntimeError: they have not in time; or a rank is lost.
         """
         left_s = max(0.0, self._deadline_s - time.monotonic())
+        timeout_s = left_s if timeout is None else min(left_s, timeout.total_seconds())
         if not self._done and self._error is None:
-            self._advance(left_s if timeout is None else min(left_s, timeout.total_seconds()))
+            self._advance(timeout_s)
         if self._error is not None:
             raise self._error
         if not self._done:
-            raise RuntimeError("other ranks have not come so far yet")
+            raise RuntimeError(f"not all ranks have come within {timeout_s:g} s, the timeout")
         return True
 
     def _advance(self, timeout_s: float) -> None:
