@@ -129,10 +129,13 @@ class Place:
         self.averages = Averages(trainer, self.ownership, world)
         self.averages.divide()
         to_device(module, optimizers, settings.device)
-        self._wire, self._node = gloo_group(settings.timeout), Neighbours(channel, settings.device)
+        self._node, others = Neighbours(channel, settings.device), range(1, channel.world_size)
+        self._devices = channel.all_gather_object(device_of(settings.device, settings.process_group_backend))
+        near = all(self._node.are_near(0, rank) for rank in others) and not any(d.backend for d in self._devices)
+        # Each of gloo's groups has a thread that looks around 100 times a second: none is made that nobody needs.
+        self._wire = None if near else gloo_group(settings.timeout)
         self._near = NearWays(self._node, channel.rank, failures=failures, timeout_s=settings.timeout_s)
         self._control = self._near_round()
-        self._devices = channel.all_gather_object(device_of(settings.device, settings.process_group_backend))
         self.ways = DirectWays(
             self._pairs(planned.plan),
             rank=channel.rank,
@@ -380,7 +383,8 @@ class Place:
             if not self.failures.reported:
                 self.owner_groups.close()
                 self.ways.close()
-                dist.destroy_process_group(self._wire)
+                if self._wire is not None:
+                    dist.destroy_process_group(self._wire)
                 # A process group ends, with its threads, when nobody holds it; Trainer's loaders still hold this place.
                 del self._wire, self.averages, self.whole
 

@@ -62,7 +62,8 @@ class StageRunner:
         group: the plan of its group; ranks and cuts count.
         rank: this process, global.
         cut: of the backbone; the leader's, None on the other ranks.
-        wire: gloo process group with the group's ranks in it, see `Links`; all groups of a run may share one.
+        wire: gloo process group with the group's ranks in it, see `Links`; all groups of a run may share one. None:
+            there are no other ranks, or all are on the node and reached by no direct way.
         failures: of the run.
         times: see `TimesOf`; with c calls, of c passes through the S stages, one after another: tables of c * S stages,
             ``devices = (0, ..., S - 1) * c``. The same on all ranks of the group; asked once per batch shape.
@@ -113,7 +114,7 @@ class StageRunner:
             raise ValueError(f"calls={calls!r} must be >= 1 (calls of the backbone per training step)")
         if not timeout_s > 0.0:
             raise ValueError(f"timeout_s={timeout_s!r} must be > 0 (seconds)")
-        if wire is None and len(group.ranks) > 1:
+        if wire is None and any(node is None or peer not in node for peer in group.ranks if peer != rank):
             raise ValueError(f"wire=None, but the group {group.ranks} has several ranks: give it a process group")
         self._group = group
         self._position = group.ranks.index(rank)
@@ -139,7 +140,6 @@ class StageRunner:
         self._carrier = make_carrier(carrier) if self._position == 0 else None
         links = None
         if len(group.ranks) > 1:
-            assert wire is not None
             links = Links(
                 wire,
                 rank,

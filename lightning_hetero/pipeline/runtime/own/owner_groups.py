@@ -25,7 +25,8 @@ class OwnerGroups:
     """Process groups by set of ranks, each made once and kept: a plan that comes back finds its groups.
 
     Making one is collective over *all* ranks, members or not, and all must make them in the same order: hence
-    `prepare`, which every rank calls with the same sets. Where there are too many, those unused longest are destroyed.
+    `prepare`, which every rank calls with the same sets. Where there are too many, those unused longest are destroyed. All
+    ranks have a group, ``world``: where its backend is the wanted one, it serves.
 
     Args:
         world: over all ranks, one that takes CPU tensors (gloo); scalars travel over it.
@@ -46,7 +47,8 @@ class OwnerGroups:
 
     def prepare(self, members: Iterable[Sequence[int]]) -> None:
         """Makes the groups that are missing; collective, the same on all ranks. One rank alone needs none."""
-        wanted = sorted({ranks for each in members if len(ranks := tuple(sorted(set(each)))) > 1})
+        sets = {tuple(sorted(set(each))) for each in members}
+        wanted = sorted(ranks for ranks in sets if len(ranks) > 1 and not self._is_world(ranks))
         for ranks in wanted:
             known = self._groups.pop(ranks, None)  # to the end of the order: used last
             self._groups[ranks] = dist.new_group(list(ranks), self._timeout, self._backend) if known is None else known
@@ -60,7 +62,14 @@ class OwnerGroups:
             KeyError: it has not been prepared.
         """
         ranks = tuple(sorted(set(members)))
-        return self._groups[ranks] if len(ranks) > 1 else None
+        if len(ranks) == 1:
+            return None
+        return self.world if self._is_world(ranks) else self._groups[ranks]
+
+    def _is_world(self, ranks: tuple[int, ...]) -> bool:
+        """Whether the group of all ranks that there is serves as these ranks' own."""
+        same = dist.get_backend(self.world) == (self._backend or dist.get_backend())
+        return same and len(ranks) == dist.get_world_size(self.world)
 
     def close(self) -> None:
         """Destroys the groups, and lets go of ``world``; not after a failure, when peers may be gone."""

@@ -38,7 +38,8 @@ class Links:
 
     Args:
         wire: gloo process group with this rank and its neighbours in it; only carries these links' messages from one
-            to the other, so several `Links`, of different neighbours or one after the other, may share it.
+            to the other, so several `Links`, of different neighbours or one after the other, may share it. None: all
+            neighbours are on the node.
         rank: this process, global.
         peers: its neighbours, global ranks.
         device: where received tensors are put; payloads from elsewhere than the CPU go through pinned memory, but on
@@ -57,7 +58,7 @@ class Links:
 
     def __init__(
         self,
-        wire: dist.ProcessGroup,
+        wire: dist.ProcessGroup | None,
         rank: int,
         peers: Iterable[int],
         *,
@@ -83,6 +84,7 @@ class Links:
             self._connect(node, near, arrivals)
         for peer in peers:
             if peer not in near:
+                assert wire is not None
                 self._ends[peer] = WireEnd(
                     wire,
                     dist.get_group_rank(wire, peer),
