@@ -25,8 +25,8 @@ class OwnerGroups:
     """Process groups by set of ranks, each made once and kept: a plan that comes back finds its groups.
 
     Making one is collective over *all* ranks, members or not, and all must make them in the same order: hence
-    `prepare`, which every rank calls with the same sets. Where there are too many, those unused longest are destroyed. All
-    ranks have a group, ``world``: where its backend is the wanted one, it serves.
+    `prepare`, which every rank calls with the same sets. Where there are too many, those unused longest are destroyed.
+    For all ranks ``world`` serves, where its backend is the wanted one.
 
     Args:
         world: over all ranks, one that takes CPU tensors (gloo); scalars travel over it.
