@@ -11,13 +11,10 @@ from __future__ import annotations
 
 import mmap
 import os
-import socket
 import struct
 import time
 from collections.abc import Sequence
 from datetime import timedelta
-from functools import partial
-from typing import Protocol
 
 import numpy as np
 import torch
@@ -26,8 +23,9 @@ from torch import Tensor
 from lightning_hetero.transport.one_node.blocks import Blocks
 from lightning_hetero.transport.one_node.neighbours import Neighbours
 from lightning_hetero.transport.one_node.packets import Packets
+from lightning_hetero.transport.patience import Failures, Patience
 
-__all__ = ["SLOT_BYTES", "Failures", "NearRound", "NearWork"]
+__all__ = ["SLOT_BYTES", "NearRound", "NearWork"]
 
 SLOT_BYTES = 2**18
 """What a rank can have for the others, at most."""
@@ -37,15 +35,8 @@ SLOT_BYTES = 2**18
 _SLOTS, _OPEN = 4, 1
 
 _LOOK_S = 1.0  # at what became of others, while waiting
+_SILENT = "sent nothing"
 _PACKET = struct.Struct("<QQ")  # number of the round, and its bytes
-
-
-class Failures(Protocol):
-    """What became of other ranks, see `FailureBoard`."""
-
-    def check(self) -> None: ...
-
-    def lost(self, peer: int, how: str) -> RuntimeError: ...
 
 
 class NearRound:
@@ -65,7 +56,7 @@ class NearRound:
     def __init__(
         self, node: Neighbours, rank: int, world_size: int, *, failures: Failures, timeout_s: float
     ) -> None:
-        self._rank, self._failures, self._timeout_s = rank, failures, timeout_s
+        self._rank, self._patience = rank, Patience(failures, timeout_s)
         self._number = self._open = 0  # rounds started; not waited for so far
         block, segment = Blocks().take(_SLOTS * SLOT_BYTES)
         assert segment is not None
@@ -74,7 +65,7 @@ class NearRound:
         self._filled = {peer: 0 for peer in range(world_size) if peer != rank}  # rounds, of which a packet has come
         try:
             for peer in sorted(self._filled, reverse=True):  # as `Neighbours.meet` demands
-                self._packets[peer] = Packets(self._meet(node, peer))
+                self._packets[peer] = Packets(node.meet(peer, self._patience, "did not connect"))
                 self._packets[peer].send(_PACKET.pack(0, segment.size_bytes), os.dup(segment.descriptor))
             for peer in self._packets:
                 self._map(peer)
@@ -84,19 +75,14 @@ class NearRound:
         finally:
             os.close(segment.descriptor)
 
-    def _meet(self, node: Neighbours, peer: int) -> socket.socket:
-        deadline_s = time.monotonic() + self._timeout_s
-        try:
-            return node.meet(peer, partial(self._look, peer, deadline_s))
-        except OSError as error:
-            raise self._failures.lost(peer, f"its connection is closed: {error.strerror}") from error
-
     def _map(self, peer: int) -> None:
         """Waits for a peer's memory."""
-        deadline_s = time.monotonic() + self._timeout_s
-        while (received := self._packets[peer].receive()) is None:
-            self._packets[peer].wait(_LOOK_S)
-            self._look(peer, deadline_s)
+        deadline_s, packets = self._patience.deadline_s(), self._packets[peer]
+        while (received := packets.receive()) is None:
+            packets.wait(_LOOK_S)
+            if packets.broken is not None:
+                raise self._patience.failures.lost(peer, packets.broken)
+            self._patience.look(peer, deadline_s, _SILENT)
         packet, descriptor = received
         assert descriptor is not None
         try:
@@ -104,13 +90,6 @@ class NearRound:
         finally:
             os.close(descriptor)
         self._memory[peer] = np.frombuffer(memory, np.uint8)
-
-    def _look(self, peer: int, deadline_s: float) -> None:
-        if (packets := self._packets.get(peer)) is not None and packets.broken is not None:
-            raise self._failures.lost(peer, packets.broken)
-        self._failures.check()
-        if time.monotonic() >= deadline_s:
-            raise self._failures.lost(peer, f"nothing came from it for {self._timeout_s:g} s, the timeout")
 
     # ---- rounds ----------------------------------------------------------------------------------------------------
 
@@ -136,7 +115,7 @@ class NearRound:
         for packets in self._packets.values():
             packets.send(packet)
         rows = torch.empty((1 + len(self._packets), size_bytes), dtype=torch.uint8)
-        return NearWork(self, self._number, rows), rows
+        return NearWork(self, self._number, rows, self._patience.deadline_s()), rows
 
     def arrived(self, number: int, timeout_s: float) -> int | None:
         """Waits until the packets of a round have come; returns a rank whose packet has not in time, None: all have."""
@@ -160,19 +139,11 @@ class NearRound:
             row[:] = self._memory[rank][start : start + size_bytes]
         self._open -= 1
 
-    def lost(self, peer: int) -> RuntimeError | None:
-        """Returns the error if nothing will come from a peer any more."""
-        broken = self._packets[peer].broken
-        return None if broken is None else self._failures.lost(peer, broken)
-
-    def late(self, peer: int) -> RuntimeError:
-        """Returns the error when a peer did not answer in time."""
-        return self._failures.lost(peer, f"nothing came from it for {self._timeout_s:g} s, the timeout")
-
-    @property
-    def timeout_s(self) -> float:
-        """How long one waits for the others at most."""
-        return self._timeout_s
+    def lost(self, peer: int, deadline_s: float) -> RuntimeError | None:
+        """Returns the error if nothing will come from a peer any more, or nothing has come until the deadline."""
+        if (broken := self._packets[peer].broken) is not None:
+            return self._patience.failures.lost(peer, broken)
+        return self._patience.out(peer, _SILENT) if time.monotonic() >= deadline_s else None
 
     def close(self) -> None:
         """Ends all connections; what others have not read is lost. Idempotent."""
@@ -184,11 +155,10 @@ class NearRound:
 class NearWork:
     """One round, to be waited for as `torch.distributed.Work`: see `FailureBoard.wait`."""
 
-    def __init__(self, among: NearRound, number: int, rows: Tensor) -> None:
-        self._among, self._number, self._rows = among, number, rows
+    def __init__(self, among: NearRound, number: int, rows: Tensor, deadline_s: float) -> None:
+        self._among, self._number, self._rows, self._deadline_s = among, number, rows, deadline_s
         self._done = False
         self._error: RuntimeError | None = None
-        self._deadline_s = time.monotonic() + among.timeout_s
 
     def is_completed(self) -> bool:
         """Whether `wait` would return or raise at once what went wrong."""
@@ -217,7 +187,5 @@ class NearWork:
         if peer is None:
             self._among.copy_out(self._number, self._rows)
             self._done = True
-        elif (error := self._among.lost(peer)) is not None:
-            self._error = error
-        elif time.monotonic() >= self._deadline_s:
-            self._error = self._among.late(peer)
+        else:
+            self._error = self._among.lost(peer, self._deadline_s)

@@ -3,7 +3,7 @@
     neighbours = Neighbours(channel, device)            collective, once per run
     connection = neighbours.connect(peer)               the lower of the two ranks: does not wait
     connection = neighbours.accept(peer, timeout_s)     the higher one; None: not yet
-    connection = neighbours.meet(peer, look)            one or the other
+    connection = neighbours.meet(peer, patience, what)  one or the other
 
 Sockets have names that only the kernel knows, so nothing is left of a killed run; who connects must know the
 listener's token, which only the ranks of the run have been told. A packet of such a connection comes whole, or not.
@@ -19,12 +19,12 @@ import socket
 import struct
 import time
 from collections import Counter
-from collections.abc import Callable
 from pathlib import Path
 
 import torch
 
 from lightning_hetero.transport.one_node.blocks import are_to_be_had
+from lightning_hetero.transport.patience import Patience
 from lightning_hetero.transport.side_channel import SideChannel
 
 __all__ = ["Neighbours"]
@@ -68,23 +68,28 @@ class Neighbours:
         """Whether two ranks, maybe neither of them this one, are on a node; the same on all ranks."""
         return one != other and self._places[one] == self._places[other] != ""
 
-    def meet(self, peer: int, look: Callable[[], object]) -> socket.socket:
+    def meet(self, peer: int, patience: Patience, what: str) -> socket.socket:
         """Returns a new connection to any rank of the node: connects to a higher one, waits for a lower one.
 
         Ranks that meet several others begin with the highest: so they never wait in a circle.
 
         Args:
             peer: which calls this, too.
-            look: called once a second while the peer is waited for; raises what ends that.
+            patience: with it.
+            what: it has not done if it does not come, e.g. "did not connect".
 
         Raises:
-            OSError: it has ended.
+            RuntimeError: a rank has failed; or the peer has ended, or did not come in time. It names rank and cause.
         """
-        connection = self.connect(peer) if peer > self._rank else None
-        while connection is None:
-            connection = self.accept(peer, _LOOK_S)
-            if connection is None:
-                look()
+        deadline_s = patience.deadline_s()
+        try:
+            connection = self.connect(peer) if peer > self._rank else None
+            while connection is None:
+                connection = self.accept(peer, _LOOK_S)
+                if connection is None:
+                    patience.look(peer, deadline_s, what)
+        except OSError as error:
+            raise patience.failures.lost(peer, f"its connection is closed: {error.strerror}") from error
         return connection
 
     def connect(self, peer: int) -> socket.socket:

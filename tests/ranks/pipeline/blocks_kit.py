@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import Dataset
 
-from lightning_hetero.pipeline.runtime.step.torch_state import layer_seed, seed_host_streams, stream_seed
+from lightning_hetero.pipeline.runtime.step.random_streams import layer_seed, seed_host_streams, stream_seed
 
 WORDS, LENGTH, WIDTH, BLOCKS = 24, 7, 8, 4
 SEED = 5

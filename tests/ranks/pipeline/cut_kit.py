@@ -12,8 +12,8 @@ from torch.utils.checkpoint import checkpoint
 
 from lightning_hetero.pipeline.runtime.step.coroutines import Carrier
 from lightning_hetero.pipeline.runtime.step.cut import BackboneCall, BackboneCut, graphs_to_retain
+from lightning_hetero.pipeline.runtime.step.random_streams import seed_torch_streams
 from lightning_hetero.pipeline.runtime.step.resumable import Done, ResumableStep, Suspended, stream_seed
-from lightning_hetero.pipeline.runtime.step.torch_state import seed_torch_streams
 
 D = 5
 

@@ -17,7 +17,7 @@ from lightning_hetero.pipeline.decide.schedule import PipelineTimes
 from lightning_hetero.pipeline.runtime.execute.failures import FailureBoard
 from lightning_hetero.pipeline.runtime.execute.stage_runner import StageRunner
 from lightning_hetero.pipeline.runtime.step.cut import BackboneCut
-from lightning_hetero.pipeline.runtime.step.torch_state import layer_seed, stream_seed
+from lightning_hetero.pipeline.runtime.step.random_streams import layer_seed, stream_seed
 from lightning_hetero.types import GroupPlan
 
 WIDTH, LAYERS = 6, 7

@@ -9,13 +9,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from lightning_hetero.pipeline.decide.schedule import Kind
+from lightning_hetero.pipeline.runtime.execute.failures import FailureBoard
 from lightning_hetero.pipeline.runtime.execute.stage_runner import MicroBatch, StageRunner
-from lightning_hetero.pipeline.runtime.execute.straight import StraightExecution
+from lightning_hetero.pipeline.runtime.execute.straight import InPlaceExecution
 from lightning_hetero.pipeline.runtime.step.cut import BackboneCut
 from lightning_hetero.types import GroupPlan
 from tests.ranks.pipeline.models import times_of
@@ -26,10 +28,11 @@ SIZES = (3, 2)
 GROUP = GroupPlan(ranks=(0,), cuts=(0, 4), samples=5, micro_batches=SIZES, depths=(1,))
 
 
-class Failures:
-    """In place of the run's board."""
+class Failures(FailureBoard):
+    """Of a run of one rank: keeps what is reported."""
 
     def __init__(self) -> None:
+        super().__init__(dist.HashStore(), 0)
         self.errors: list[BaseException] = []
 
     def report(self, error: BaseException) -> None:
@@ -70,7 +73,9 @@ def plain(backbone: nn.Module, x: Tensor) -> Tensor:
 
 
 def checkpointed(backbone: nn.Module, x: Tensor) -> Tensor:
-    return checkpoint(backbone, x, use_reentrant=False)  # type: ignore[return-value]
+    output = checkpoint(backbone, x, use_reentrant=False)
+    assert isinstance(output, Tensor)
+    return output
 
 
 def step(net: Net, x: Tensor, around: Around, drawn: list[Any]) -> Any:
@@ -87,7 +92,7 @@ def runner_of(net: Net, failures: Failures, **options: Any) -> StageRunner:
         rank=0,
         cut=BackboneCut(net.layers),
         wire=None,
-        failures=failures,  # type: ignore[arg-type]
+        failures=failures,
         times=times_of(1),
         seed=7,
         device=torch.device("cpu"),
@@ -178,9 +183,9 @@ def test_a_step_that_does_not_call_the_backbone_once_is_an_error(calls: int) -> 
 
 def test_the_first_step_goes_the_way_of_a_pipeline_and_several_calls_always_do() -> None:
     net, failures, seen = Net(), Failures(), []
-    run = StraightExecution.run
+    run = InPlaceExecution.run
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(StraightExecution, "run", lambda self: (seen.append(1), run(self)))
+        patch.setattr(InPlaceExecution, "run", lambda self: (seen.append(1), run(self)))
         runner = runner_of(net, failures)
         for number in range(3):
             runner.train(number, batches(net, number, plain, []))

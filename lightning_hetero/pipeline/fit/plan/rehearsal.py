@@ -30,7 +30,7 @@ from lightning_hetero.pipeline.runtime.measure.whole_step import measure_whole
 from lightning_hetero.pipeline.runtime.step.backbone import Backbone
 from lightning_hetero.pipeline.runtime.step.coroutines import CarrierName
 from lightning_hetero.pipeline.runtime.step.layer_calls.route import RoutedCall
-from lightning_hetero.pipeline.runtime.step.torch_state import nothing_drawn
+from lightning_hetero.pipeline.runtime.step.random_streams import nothing_drawn
 from lightning_hetero.pipeline.runtime.step.undivided import Undivided
 from lightning_hetero.types import ModelCost
 

@@ -14,10 +14,11 @@ from lightning_hetero.pipeline.decide.schedule import Kind, What
 from lightning_hetero.pipeline.runtime.execute.execution import LocalStage, pass_of
 from lightning_hetero.pipeline.runtime.execute.links.messages import Message
 from lightning_hetero.pipeline.runtime.execute.stages import Pass
+from lightning_hetero.pipeline.runtime.execute.work import began, paced
 from lightning_hetero.pipeline.runtime.step.coroutines import Carrier
 from lightning_hetero.pipeline.runtime.step.cut import BackboneCall
+from lightning_hetero.pipeline.runtime.step.random_streams import stream_seed
 from lightning_hetero.pipeline.runtime.step.resumable import Done, ResumableStep, Suspended
-from lightning_hetero.pipeline.runtime.step.torch_state import stream_seed
 
 __all__ = ["Evaluation"]
 
@@ -102,9 +103,9 @@ class Evaluation:
 
     def _forward(self, stage: int, value: Any, flags: Sequence[bool], way: Pass, samples: int) -> None:
         """Takes a batch through this rank's layers, and sends the outputs."""
-        start_s = self._local.began()
+        start_s = began(self._local.pace)
         outputs, _ = self._local.stage.forward(value, flags, way)
-        self._local.paced(Kind.FORWARD, stage, samples, start_s)
+        paced(self._local.pace, Kind.FORWARD, stage, samples, start_s)
         fields = {"value": outputs, "autocast": way.autocast, "call": way.call, "route": way.route.text}
         self._local.send(self._behind, self._message(stage + 1, way.number, samples, **fields))
 

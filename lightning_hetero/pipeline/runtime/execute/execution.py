@@ -7,10 +7,9 @@ k * S + s.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,50 +18,14 @@ from lightning_hetero.pipeline.decide.schedule import Kind, Operation, Schedule,
 from lightning_hetero.pipeline.runtime.execute.links.links import Links
 from lightning_hetero.pipeline.runtime.execute.links.messages import Message
 from lightning_hetero.pipeline.runtime.execute.stages import Flight, Pass, Stage
+from lightning_hetero.pipeline.runtime.execute.work import LeaderWork, Pace, began, paced, wrong_count
 from lightning_hetero.pipeline.runtime.step.coroutines import Carrier
 from lightning_hetero.pipeline.runtime.step.cut import BackboneCall, graphs_to_retain
 from lightning_hetero.pipeline.runtime.step.layer_calls.route import route_of
 from lightning_hetero.pipeline.runtime.step.resumable import Done, ResumableStep, Suspended
 from lightning_hetero.pipeline.runtime.step.tensor_trees import detached, weighted_loss
-from lightning_hetero.pipeline.runtime.step.torch_state import stream_seed
 
-__all__ = ["Execution", "LeaderExecution", "LocalStage", "MicroBatch", "Pace", "pass_of"]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class MicroBatch:
-    """One part of a global batch, on the leader.
-
-    Attributes:
-        body: runs the training step on it and returns what that returns; called without arguments.
-        samples: in it.
-        weight: of its loss: its part of the global batch.
-        number: of the micro-batch in the global batch, over all groups: of its random streams.
-    """
-
-    body: Callable[[], Any]
-    samples: int
-    weight: float
-    number: int
-
-
-class Pace(Protocol):
-    """Lets this rank take an emulated device's time."""
-
-    def began(self) -> None:
-        """Called before each computation."""
-        ...
-
-    def computed(self, kind: Kind, stage: int, samples: int, elapsed_s: float) -> None:
-        """Called after each computation; sleeps what is missing.
-
-        Args:
-            kind: forward, head or backward.
-            stage: of the schedule.
-            samples: in the micro-batch.
-            elapsed_s: what it really took.
-        """
-        ...
+__all__ = ["Execution", "LeaderExecution", "LocalStage", "pass_of"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -120,17 +83,6 @@ class LocalStage:
             )
         return message
 
-    def began(self) -> float:
-        """Tells the pace that a computation begins; returns when [s, time.perf_counter]."""
-        if self.pace is not None:
-            self.pace.began()
-        return time.perf_counter()
-
-    def paced(self, kind: Kind, stage: int, samples: int, start_s: float) -> None:
-        """Tells the pace of a computation that began at ``start_s`` [s, time.perf_counter]."""
-        if self.pace is not None:
-            self.pace.computed(kind, stage, samples, time.perf_counter() - start_s)
-
 
 class Execution:
     """One rank's part of one training step.
@@ -177,9 +129,9 @@ class Execution:
             elif op.kind is Kind.RECEIVE:
                 self._receive(op)
             else:
-                start_s = self._local.began()
+                start_s = began(self._local.pace)
                 compute[op.kind](op.stage, op.micro_batch)
-                self._local.paced(op.kind, op.stage, self._samples[op.micro_batch], start_s)
+                paced(self._local.pace, op.kind, op.stage, self._samples[op.micro_batch], start_s)
 
     # ---- messages --------------------------------------------------------------------------------------------------
 
@@ -285,10 +237,11 @@ class LeaderExecution(Execution):
     """The leader's part: stage 0 of every call, and the head.
 
     Args:
+        local: of this rank.
+        schedule: of the group.
+        work: what there is to do.
         carrier: of the training steps' stacks.
-        seed: of the run.
         calls: of the backbone in every training step.
-        scale: applied to the weighted loss, e.g. a gradient scaler's.
 
     Attributes:
         results: what the bodies returned, detached, by micro-batch.
@@ -298,36 +251,30 @@ class LeaderExecution(Execution):
         self,
         local: LocalStage,
         schedule: Schedule,
-        micro_batches: Sequence[MicroBatch],
+        work: LeaderWork,
         *,
-        step: int,
         carrier: Carrier,
-        seed: int,
         calls: int,
-        scale: Callable[[Tensor], Tensor] | None,
-        before_last_backward: Callable[[], None] | None,
     ) -> None:
         super().__init__(
             local,
             schedule,
-            step=step,
-            samples=[micro_batch.samples for micro_batch in micro_batches],
-            numbers=[micro_batch.number for micro_batch in micro_batches],
-            before_last_backward=before_last_backward,
+            step=work.step,
+            samples=[micro_batch.samples for micro_batch in work.micro_batches],
+            numbers=[micro_batch.number for micro_batch in work.micro_batches],
+            before_last_backward=work.before_last_backward,
         )
-        self._micro_batches = micro_batches
+        self._work = work
         self._carrier = carrier
-        self._seed = seed
         self._calls = calls
-        self._scale = scale
         self._bodies: dict[int, _Body] = {}
-        self.results: list[Any] = [None] * len(micro_batches)
+        self.results: list[Any] = [None] * len(work.micro_batches)
 
     def _forward(self, stage: int, m: int) -> None:
         outcome = self._advance(stage, m)
         k = stage // len(self._local.ranks)
         if not isinstance(outcome, Suspended):
-            raise RuntimeError(self._miscount(m, str(k)))
+            raise RuntimeError(wrong_count(self._numbers[m], str(k), expected=self._calls))
         call: BackboneCall = outcome.value
         self._bodies[m].calls.append(call)
         way = Pass(
@@ -343,8 +290,8 @@ class LeaderExecution(Execution):
     def _advance(self, stage: int, m: int) -> Suspended | Done:
         """Starts the training step, or resumes it with what the stage before this one left."""
         if stage == 0:
-            seed = stream_seed(self._seed, self._step, self._numbers[m])
-            body = ResumableStep(self._micro_batches[m].body, carrier=self._carrier, seed=seed)
+            seed = self._work.body_seed(self._numbers[m])
+            body = ResumableStep(self._work.micro_batches[m].body, carrier=self._carrier, seed=seed)
             self._bodies[m] = _Body(body)
             return body.start()
         message = self._inbox.pop((What.ACTIVATION, stage, m))
@@ -356,9 +303,10 @@ class LeaderExecution(Execution):
     def _head(self, stage: int, m: int) -> None:
         outcome = self._advance(stage, m)
         if not isinstance(outcome, Done):
-            raise RuntimeError(self._miscount(m, f"at least {self._calls + 1}"))
+            found = f"at least {self._calls + 1}"
+            raise RuntimeError(wrong_count(self._numbers[m], found, expected=self._calls))
         body = self._bodies[m]
-        loss = weighted_loss(outcome.value, self._micro_batches[m].weight, self._scale)
+        loss = weighted_loss(outcome.value, self._work.micro_batches[m].weight, self._work.scale)
         retain, *body.retain = graphs_to_retain(loss, body.calls)
         body.retain.reverse()  # they go back from the last call to the first
         self.results[m] = detached(outcome.value)
@@ -383,12 +331,6 @@ class LeaderExecution(Execution):
         call, flags = body.calls[-1], body.flags[len(body.calls) - 1]
         grads = call.output_grads() if call.grad_enabled and any(flags) else ()
         self._hand_gradients_back(stage, m, flags, grads)
-
-    def _miscount(self, m: int, found: str) -> str:
-        return (
-            f"the training step of micro-batch {self._numbers[m]} called the backbone {found} times, expected"
-            f" {self._calls}: every training step must call it equally often, and at least once"
-        )
 
 
 def pass_of(message: Message, *, step: int, number: int) -> Pass:

@@ -27,18 +27,13 @@ from lightning_hetero.pipeline.decide.schedule import (
     generate,
 )
 from lightning_hetero.pipeline.runtime.execute.evaluation import Evaluation
-from lightning_hetero.pipeline.runtime.execute.execution import (
-    Execution,
-    LeaderExecution,
-    LocalStage,
-    MicroBatch,
-    Pace,
-)
+from lightning_hetero.pipeline.runtime.execute.execution import Execution, LeaderExecution, LocalStage
 from lightning_hetero.pipeline.runtime.execute.failures import FailureBoard
 from lightning_hetero.pipeline.runtime.execute.links.direct_ways import DirectWay
 from lightning_hetero.pipeline.runtime.execute.links.links import Links
 from lightning_hetero.pipeline.runtime.execute.stages import Stage, streams_kept
-from lightning_hetero.pipeline.runtime.execute.straight import StraightExecution
+from lightning_hetero.pipeline.runtime.execute.straight import InPlaceExecution
+from lightning_hetero.pipeline.runtime.execute.work import LeaderWork, MicroBatch, Pace
 from lightning_hetero.pipeline.runtime.measure.layer_clock import LayerClock
 from lightning_hetero.pipeline.runtime.step.coroutines import CarrierName
 from lightning_hetero.pipeline.runtime.step.cut import BackboneCut
@@ -221,14 +216,19 @@ class StageRunner:
             if not micro_batches:
                 _call(before_last_backward)
                 return []
-            execution = self._lead(
-                micro_batches, step=step, seed=self._seed, scale=scale, before_last_backward=before_last_backward
+            work = LeaderWork(
+                micro_batches=micro_batches,
+                step=step,
+                seed=self._seed,
+                scale=scale,
+                before_last_backward=before_last_backward,
             )
+            execution = self._execution(work)
             execution.run()
             self._has_trained = True
             return execution.results
 
-    def _lead(self, micro_batches: Sequence[MicroBatch], **options: Any) -> LeaderExecution | StraightExecution:
+    def _execution(self, work: LeaderWork) -> LeaderExecution | InPlaceExecution:
         """Returns what runs the leader's part of a training step.
 
         The first one goes the way of a pipeline even where there is one stage: so what a pipeline cannot do is refused
@@ -237,11 +237,9 @@ class StageRunner:
         assert self._carrier is not None and self._cut is not None
         alone = len(self._group.ranks) == 1 and self._calls == 1 and self._cut.is_one_module
         if alone and self._has_trained:
-            return StraightExecution(self._local, micro_batches, cut=self._cut, **options)
-        schedule = self.schedule([micro_batch.samples for micro_batch in micro_batches])
-        return LeaderExecution(
-            self._local, schedule, micro_batches, carrier=self._carrier, calls=self._calls, **options
-        )
+            return InPlaceExecution(work, self._local.pace, stage=self._local.stage, cut=self._cut)
+        schedule = self.schedule([micro_batch.samples for micro_batch in work.micro_batches])
+        return LeaderExecution(self._local, schedule, work, carrier=self._carrier, calls=self._calls)
 
     def serve(
         self,

@@ -21,16 +21,14 @@ from torch.utils.checkpoint import checkpoint
 from lightning_hetero.pipeline.runtime.measure.layer_clock import LayerClock
 from lightning_hetero.pipeline.runtime.step.graph_input import GraphInput
 from lightning_hetero.pipeline.runtime.step.layer_calls.route import PLAIN, Route
-from lightning_hetero.pipeline.runtime.step.tensor_trees import split
-from lightning_hetero.pipeline.runtime.step.torch_state import (
+from lightning_hetero.pipeline.runtime.step.random_streams import (
     HostStreams,
-    Switches,
-    enabled_autocast,
     layer_seed,
-    seed_host_streams,
-    seed_torch_streams,
+    seed_streams,
     stream_seed,
 )
+from lightning_hetero.pipeline.runtime.step.tensor_trees import split
+from lightning_hetero.pipeline.runtime.step.torch_state import Switches, enabled_autocast
 
 __all__ = ["Flight", "Pass", "Stage", "streams_kept"]
 
@@ -277,8 +275,7 @@ def _computed(
 
 
 def _seeded(layer: nn.Module, seed: int, /, *args: Any, **kwargs: Any) -> Any:
-    seed_torch_streams(seed)
-    seed_host_streams(seed)
+    seed_streams(seed)
     return layer(*args, **kwargs)
 
 

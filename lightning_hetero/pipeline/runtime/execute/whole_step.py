@@ -2,23 +2,17 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor
 
-from lightning_hetero.pipeline.decide.schedule import Kind
-from lightning_hetero.pipeline.runtime.execute.execution import MicroBatch, Pace
 from lightning_hetero.pipeline.runtime.execute.failures import FailureBoard
 from lightning_hetero.pipeline.runtime.execute.stages import streams_kept
-from lightning_hetero.pipeline.runtime.step.tensor_trees import detached, weighted_loss
-from lightning_hetero.pipeline.runtime.step.torch_state import (
-    seed_host_streams,
-    seed_torch_streams,
-    stream_seed,
-)
+from lightning_hetero.pipeline.runtime.execute.straight import StraightExecution
+from lightning_hetero.pipeline.runtime.execute.work import LeaderWork, MicroBatch, Pace
+from lightning_hetero.pipeline.runtime.step.random_streams import seed_streams, stream_seed
 
 __all__ = ["WholeStep"]
 
@@ -47,24 +41,21 @@ class WholeStep:
 
         Args, returns and raises: see `StageRunner.train`.
         """
-        results: list[Any] = []
         with self._at_work():
-            for i, micro_batch in enumerate(micro_batches):
-                start_s = self._began()
-                self._seed_streams(step, micro_batch.number)
-                output = micro_batch.body()
-                loss = weighted_loss(output, micro_batch.weight, scale)
-                results.append(detached(output))
-                del output
-                start_s = self._paced(Kind.FORWARD, micro_batch.samples, start_s)
-                if i == len(micro_batches) - 1 and before_last_backward is not None:
+            if not micro_batches:
+                if before_last_backward is not None:
                     before_last_backward()
-                loss.backward()
-                del loss
-                self._paced(Kind.BACKWARD, micro_batch.samples, start_s)
-            if not micro_batches and before_last_backward is not None:
-                before_last_backward()
-        return results
+                return []
+            work = LeaderWork(
+                micro_batches=micro_batches,
+                step=step,
+                seed=self._seed,
+                scale=scale,
+                before_last_backward=before_last_backward,
+            )
+            execution = StraightExecution(work, self._pace)
+            execution.run()
+            return execution.results
 
     def serve(self, *args: Any, **kwargs: Any) -> None:
         """Never called: there are no other ranks in the group."""
@@ -78,28 +69,12 @@ class WholeStep:
         results: list[Any] = []
         with self._at_work():
             for number, body in bodies:
-                self._seed_streams(step, number)
+                seed_streams(stream_seed(self._seed, step, number))
                 results.append(body())
         return results
 
     def close(self) -> None:
         """Nothing is open."""
-
-    def _seed_streams(self, step: int, number: int) -> None:
-        seed = stream_seed(self._seed, step, number)
-        seed_torch_streams(seed)
-        seed_host_streams(seed)
-
-    def _paced(self, kind: Kind, samples: int, start_s: float) -> float:
-        """Tells the pace of a computation that began at ``start_s``; returns when the next one begins."""
-        if self._pace is not None:
-            self._pace.computed(kind, 0, samples, time.perf_counter() - start_s)
-        return self._began()
-
-    def _began(self) -> float:
-        if self._pace is not None:
-            self._pace.began()
-        return time.perf_counter()
 
     @contextmanager
     def _at_work(self) -> Iterator[None]:

@@ -28,6 +28,7 @@ from lightning_hetero.pipeline.runtime.measure.residence import resident
 from lightning_hetero.pipeline.runtime.step.coroutines import Carrier, CarrierName
 from lightning_hetero.pipeline.runtime.step.cut import BackboneCall, BackboneCut, graphs_to_retain
 from lightning_hetero.pipeline.runtime.step.layer_calls.route import Route, RoutedCall
+from lightning_hetero.pipeline.runtime.step.random_streams import nothing_drawn
 from lightning_hetero.pipeline.runtime.step.resumable import (
     Done,
     ResumableStep,
@@ -36,7 +37,6 @@ from lightning_hetero.pipeline.runtime.step.resumable import (
     stream_seed,
 )
 from lightning_hetero.pipeline.runtime.step.tensor_trees import loss_of
-from lightning_hetero.pipeline.runtime.step.torch_state import nothing_drawn
 from lightning_hetero.solvers.fit import fit_affine
 from lightning_hetero.types import AffineCost, LayerCost
 

@@ -39,7 +39,7 @@ from lightning_hetero.pipeline.runtime.measure.memory import (
     trained_bytes,
 )
 from lightning_hetero.pipeline.runtime.measure.one_layer import Call, Times, Trial, shape_of, tensors_of
-from lightning_hetero.pipeline.runtime.step.torch_state import nothing_drawn
+from lightning_hetero.pipeline.runtime.step.random_streams import nothing_drawn
 from lightning_hetero.solvers.fit import fit_affine
 from lightning_hetero.types import AffineCost, LayerCost, ModelCost
 

@@ -16,8 +16,8 @@ from lightning_hetero.pipeline.runtime.measure.memory import (
     optimizer_bytes,
     tensor_bytes,
 )
+from lightning_hetero.pipeline.runtime.step.random_streams import nothing_drawn
 from lightning_hetero.pipeline.runtime.step.tensor_trees import loss_of
-from lightning_hetero.pipeline.runtime.step.torch_state import nothing_drawn
 from lightning_hetero.solvers.fit import fit_affine
 from lightning_hetero.types import AffineCost, LayerCost, ModelCost
 

@@ -10,18 +10,16 @@ are made for one migration and end with it.
 from __future__ import annotations
 
 import select
-import time
 from collections import deque
 from collections.abc import Iterable, Mapping
-from functools import partial
 
 import torch
 
 from lightning_hetero.pipeline.runtime.own.new_memory import made_ready
 from lightning_hetero.pipeline.runtime.own.parcel_bytes import ParcelBytes
 from lightning_hetero.transport.one_node.conveyor import BLOCK_BYTES, Conveyor
-from lightning_hetero.transport.one_node.near_round import Failures
 from lightning_hetero.transport.one_node.neighbours import Neighbours
+from lightning_hetero.transport.patience import Failures, Patience
 
 __all__ = ["NearWays"]
 
@@ -41,7 +39,7 @@ class NearWays:
 
     def __init__(self, node: Neighbours, rank: int, *, failures: Failures, timeout_s: float) -> None:
         self._node, self._rank = node, rank
-        self._failures, self._timeout_s = failures, timeout_s
+        self._patience = Patience(failures, timeout_s)
 
     def between(self, source: int, target: int) -> bool:
         """Whether there is a way from one rank to another; the same on all ranks."""
@@ -64,41 +62,30 @@ class NearWays:
                 peer for ways in (outgoing, incoming) for peer, data in ways.items() if not data.exhausted
             }
             for peer in sorted(peers, reverse=True):  # as `Neighbours.meet` demands
-                lanes[peer] = _Lane(self._conveyor(peer), outgoing.get(peer), incoming.get(peer))
+                connection = self._node.meet(peer, self._patience, "did not connect")
+                lanes[peer] = _Lane(Conveyor(connection), outgoing.get(peer), incoming.get(peer))
             with made_ready([tensor for data in incoming.values() for tensor in data.in_place]):
                 self._run(lanes)
         finally:
             for lane in lanes.values():
                 lane.conveyor.close()
 
-    def _conveyor(self, peer: int) -> Conveyor:
-        deadline_s = time.monotonic() + self._timeout_s
-        try:
-            return Conveyor(self._node.meet(peer, partial(self._look, peer, deadline_s, "did not connect")))
-        except OSError as error:
-            raise self._failures.lost(peer, f"its connection is closed: {error.strerror}") from error
-
     def _run(self, lanes: Mapping[int, _Lane]) -> None:
         """Takes turns until all is where it belongs."""
-        deadline_s = time.monotonic() + self._timeout_s
+        deadline_s = self._patience.deadline_s()
         while True:
             moved = [lane.step() for lane in lanes.values()]  # of each
             waiting = {peer: lane.conveyor for peer, lane in lanes.items() if not lane.done}
             if not waiting:
                 return
             if any(moved):
-                deadline_s = time.monotonic() + self._timeout_s
+                deadline_s = self._patience.deadline_s()
                 continue
             for peer, conveyor in waiting.items():
                 if conveyor.broken is not None:
-                    raise self._failures.lost(peer, conveyor.broken)
+                    raise self._patience.failures.lost(peer, conveyor.broken)
             if not _told(waiting.values(), _LOOK_S):
-                self._look(min(waiting), deadline_s, "neither sent nor took layers")
-
-    def _look(self, peer: int, deadline_s: float, what: str) -> None:
-        self._failures.check()
-        if time.monotonic() >= deadline_s:
-            raise self._failures.lost(peer, f"it {what} for {self._timeout_s:g} s, the timeout")
+                self._patience.look(min(waiting), deadline_s, "neither sent nor took layers")
 
 
 def _told(conveyors: Iterable[Conveyor], timeout_s: float) -> bool:

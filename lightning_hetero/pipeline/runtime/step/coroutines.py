@@ -23,7 +23,7 @@ from contextlib import contextmanager
 from queue import SimpleQueue
 from typing import Any, Literal, Protocol
 
-from lightning_hetero.pipeline.runtime.step.torch_state import HostStreams
+from lightning_hetero.pipeline.runtime.step.random_streams import HostStreams
 
 try:
     import greenlet

@@ -23,14 +23,12 @@ from operator import index
 from typing import Any
 
 from lightning_hetero.pipeline.runtime.step.coroutines import Carrier, Strand, make_carrier
-from lightning_hetero.pipeline.runtime.step.torch_state import (
-    Surroundings,
-    Switches,
-    hooks_taken_off,
+from lightning_hetero.pipeline.runtime.step.random_streams import (
     seed_host_streams,
-    seed_torch_streams,
+    seed_streams,
     stream_seed,
 )
+from lightning_hetero.pipeline.runtime.step.torch_state import Surroundings, Switches, hooks_taken_off
 
 __all__ = ["Done", "ResumableStep", "StepClosed", "Suspended", "current_step", "make_carrier", "stream_seed"]
 
@@ -246,8 +244,7 @@ class ResumableStep:
         try:
             with self._surroundings.carried():
                 switches.put()
-                seed_torch_streams(self._seed)
-                seed_host_streams(self._seed)
+                seed_streams(self._seed)
                 return Done(self._body())
         except BaseException as error:
             return _Raised(error)

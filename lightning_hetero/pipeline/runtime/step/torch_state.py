@@ -8,8 +8,8 @@ that it holds open would hold for everything which runs meanwhile. They fall int
 - **refused** when a step changed them and calls the backbone meanwhile (`Surroundings`): they cannot be swapped, or
   mean nothing to layers that are computed elsewhere: ``inference_mode``, saved-tensor hooks, ``with torch.device``,
   the default dtype, ...;
-- **reseeded** at every entry (`seed_host_streams`): the global streams of `random` and of NumPy, whose states are too
-  expensive to swap (0.1 ms).
+- **reseeded** at every entry (`random_streams.seed_host_streams`): the global streams of `random` and of NumPy, whose
+  states are too expensive to swap (0.1 ms).
 
 The private names of torch needed for this are the functions ``_private_*`` here and nothing else;
 ``tests/ranks/pipeline/test_resumable.py`` pins them to the installed torch. Verified with torch 2.13.
@@ -17,135 +17,25 @@ The private names of torch needed for this are the functions ``_private_*`` here
 
 from __future__ import annotations
 
-import hashlib
-import random
-import struct
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
-import numpy as np
 import torch
-from torch import Tensor
 from torch._C import _autograd
 from torch._C._functorch import maybe_current_level
 
+from lightning_hetero.pipeline.runtime.step.random_streams import TorchStreams
+
 __all__ = [
-    "HostStreams",
     "Surroundings",
     "Switches",
-    "TorchStreams",
     "enabled_autocast",
     "hooks_taken_off",
-    "layer_seed",
-    "nothing_drawn",
     "saved_tensor_hooks",
-    "seed_host_streams",
-    "seed_torch_streams",
-    "stream_seed",
 ]
-
-
-# ---- random streams --------------------------------------------------------------------------------------------
-
-
-def stream_seed(seed: int, *numbers: int) -> int:
-    """Returns the seed of an independent random stream, e.g. of one micro-batch's.
-
-    The same numbers give the same stream on any machine, in any order of execution and under any plan. (A sum such as
-    ``seed + step`` would not do: streams of neighbouring steps would coincide with those of neighbouring seeds.)
-
-    Args:
-        seed: of the run; any integer.
-        numbers: what tells streams apart, e.g. global step and number of the micro-batch in the global batch.
-
-    Returns:
-        An integer in [0, 2**63), which all of torch's generators accept.
-
-    >>> stream_seed(0, 12, 3) == stream_seed(0, 12, 3), stream_seed(0, 12, 3) == stream_seed(0, 3, 12)
-    (True, False)
-    """
-    words = seed, *numbers
-    form = f"<{len(words)}Q"
-    try:
-        packed = struct.pack(form, *words)
-    except struct.error:  # negative, or longer
-        packed = struct.pack(form, *[word & 0xFFFF_FFFF_FFFF_FFFF for word in words])
-    return int.from_bytes(hashlib.blake2b(packed, digest_size=8).digest(), "little") >> 1
-
-
-def layer_seed(seed: int, index: int) -> int:
-    """Returns the seed of one of the streams that belong to ``seed``: of a layer, whose micro-batch has that.
-
-    The output function of SplitMix64 (Steele, Lea, Flood: Fast splittable pseudorandom number generators, 2014), at
-    half the time of `stream_seed`: that counts once per layer and micro-batch.
-
-    Args:
-        seed: from `stream_seed`.
-        index: of the layer.
-
-    >>> len({layer_seed(seed, index) for seed in range(50) for index in range(50)})
-    2500
-    """
-    mixed = (seed + (index + 1) * 0x9E3779B97F4A7C15) & 0xFFFF_FFFF_FFFF_FFFF
-    mixed = (mixed ^ mixed >> 30) * 0xBF58476D1CE4E5B9 & 0xFFFF_FFFF_FFFF_FFFF
-    mixed = (mixed ^ mixed >> 27) * 0x94D049BB133111EB & 0xFFFF_FFFF_FFFF_FFFF
-    return (mixed ^ mixed >> 31) >> 1
-
-
-def seed_torch_streams(seed: int) -> None:
-    """Seeds torch's CPU generator and, where CUDA is in use, that of the current device.
-
-    ``torch.manual_seed`` would seed those of all devices and look for other backends (0.2 ms).
-    """
-    torch.default_generator.manual_seed(seed)
-    if torch.cuda.is_initialized():
-        torch.cuda.default_generators[torch.cuda.current_device()].manual_seed(seed)
-
-
-def seed_host_streams(seed: int) -> None:
-    """Seeds the global streams of `random` and of NumPy (which takes 32 bits)."""
-    random.seed(seed)
-    np.random.seed(seed & 0xFFFF_FFFF)  # noqa: NPY002 (the global stream is what users draw from)
-
-
-class HostStreams:
-    """The state of the global streams of `random` and of NumPy, as of its making."""
-
-    def __init__(self) -> None:
-        self._python, self._numpy = random.getstate(), np.random.get_state()  # noqa: NPY002
-
-    def put_back(self) -> None:
-        """Lets both streams go on from there."""
-        random.setstate(self._python)
-        np.random.set_state(self._numpy)  # noqa: NPY002
-
-
-class TorchStreams:
-    """The state of torch's CPU generator and, where CUDA is in use, that of the current device, as of its making."""
-
-    def __init__(self) -> None:
-        self._cpu = torch.default_generator.get_state()
-        self._cuda = _CudaSwitches.now()
-
-    def put_back(self) -> None:
-        """Lets both go on from there."""
-        torch.default_generator.set_state(self._cpu)
-        if self._cuda is not None:
-            self._cuda.put()
-
-
-@contextmanager
-def nothing_drawn(device: torch.device) -> Iterator[None]:
-    """What is drawn inside, from torch on the CPU and the device, `random` or NumPy, nobody has drawn afterwards."""
-    host = HostStreams()
-    try:
-        with torch.random.fork_rng([device] if device.type == "cuda" else []):
-            yield
-    finally:
-        host.put_back()
 
 
 # ---- swapped ---------------------------------------------------------------------------------------------------
@@ -177,25 +67,22 @@ def _autocast_nesting() -> int:
 
 @dataclass(frozen=True, slots=True)
 class _CudaSwitches:
-    """Current device and stream of this thread, and the state of that device's generator."""
+    """Current device and stream of this thread."""
 
     device: int
     stream: Any  # torch.cuda.Stream
-    generator: Tensor
 
     @classmethod
     def now(cls) -> _CudaSwitches | None:
         if not torch.cuda.is_initialized():
             return None
-        device = torch.cuda.current_device()
-        return cls(device, torch.cuda.current_stream(), torch.cuda.default_generators[device].get_state())
+        return cls(torch.cuda.current_device(), torch.cuda.current_stream())
 
     def put(self) -> None:
         if torch.cuda.current_stream() != self.stream:
             torch.cuda.set_stream(self.stream)  # and its device
         if torch.cuda.current_device() != self.device:
             torch.cuda.set_device(self.device)
-        torch.cuda.default_generators[self.device].set_state(self.generator)
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,7 +94,7 @@ class Switches:
     autocast_cache: bool
     autocast_nesting: int
     threads: int
-    generator: Tensor  # CPU
+    streams: TorchStreams
     cuda: _CudaSwitches | None
 
     @classmethod
@@ -219,7 +106,7 @@ class Switches:
             autocast_cache=torch.is_autocast_cache_enabled(),
             autocast_nesting=_autocast_nesting(),
             threads=torch.get_num_threads(),
-            generator=torch.default_generator.get_state(),
+            streams=TorchStreams(),
             cuda=_CudaSwitches.now(),
         )
 
@@ -236,7 +123,7 @@ class Switches:
         torch.clear_autocast_cache()
         if torch.get_num_threads() != self.threads:  # of this thread: OpenMP's number is not the process's
             torch.set_num_threads(self.threads)
-        torch.default_generator.set_state(self.generator)
+        self.streams.put_back()
         if self.cuda is not None:
             self.cuda.put()
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Mapping
-from functools import partial
 from typing import Any
 
 import torch
@@ -23,6 +22,7 @@ from lightning_hetero.pipeline.runtime.execute.links.messages import Message, un
 from lightning_hetero.pipeline.runtime.execute.links.node_end import NodeEnd
 from lightning_hetero.pipeline.runtime.execute.links.wire_end import WireEnd
 from lightning_hetero.transport.one_node.neighbours import Neighbours
+from lightning_hetero.transport.patience import Patience
 from lightning_hetero.transport.sockets import first_line
 from lightning_hetero.types import Link
 
@@ -73,7 +73,7 @@ class Links:
         self._ways = {peer: way for peer, way in (ways or {}).items() if peer in peers}
         self._device = device
         self._failures = failures
-        self._timeout_s = timeout_s
+        self._patience = Patience(failures, timeout_s)
         self._closed = False
         emulated = emulated or {}
         self._rank, self._clocks = rank, {peer: LinkClock() for peer in peers}
@@ -95,13 +95,9 @@ class Links:
                 )
 
     def _connect(self, node: Neighbours, near: Iterable[int], arrivals: Mapping[int, Arrivals]) -> None:
-        deadline_s = time.monotonic() + self._timeout_s
         try:
             for peer in sorted(near, reverse=True):  # as `Neighbours.meet` demands
-                try:
-                    connection = node.meet(peer, partial(self._look, peer, deadline_s, "did not make its links"))
-                except OSError as error:
-                    raise self._failures.lost(peer, f"its connection is closed: {error.strerror}") from error
+                connection = node.meet(peer, self._patience, "did not make its links")
                 self._ends[peer] = NodeEnd(connection, arrivals[peer])
         except BaseException:
             self.abort()
@@ -118,18 +114,18 @@ class Links:
         end.post(message)
         deadline_s: float | None = None
         while end.broken is None and not end.room(LOOK_S):
-            deadline_s = deadline_s or time.monotonic() + self._timeout_s
-            self._look(peer, deadline_s, "took nothing")
+            deadline_s = deadline_s or self._patience.deadline_s()
+            self._patience.look(peer, deadline_s, "took nothing")
         if end.broken is not None:
             raise self._failures.lost(peer, end.broken)
 
     def flush(self, peer: int) -> None:
         """Waits until everything posted is out."""
-        end, deadline_s = self._ends[peer], time.monotonic() + self._timeout_s
+        end, deadline_s = self._ends[peer], self._patience.deadline_s()
         while not end.wait_out(LOOK_S):
             if end.broken is not None:
                 raise self._failures.lost(peer, end.broken)
-            self._look(peer, deadline_s, "took nothing")
+            self._patience.look(peer, deadline_s, "took nothing")
 
     def receive(self, peer: int) -> Message:
         """Waits for the next message.
@@ -137,9 +133,9 @@ class Links:
         Raises:
             RuntimeError: a rank has failed, the peer is gone, or nothing came in time; names rank and cause.
         """
-        end, deadline_s = self._ends[peer], time.monotonic() + self._timeout_s
+        end, deadline_s = self._ends[peer], self._patience.deadline_s()
         while (came := end.take(LOOK_S)) is None:
-            self._look(peer, deadline_s, "sent nothing")
+            self._patience.look(peer, deadline_s, "sent nothing")
         if isinstance(came, str):
             raise self._failures.lost(peer, came)
         header, payload, usable_s, work = came
@@ -160,7 +156,7 @@ class Links:
                 raise self._failures.lost(peer, why)
             time.sleep(_POLL_S)
             if time.monotonic() >= look_s:
-                self._look(peer, deadline_s, "announced a message and did not send it")
+                self._patience.look(peer, deadline_s, "announced a message and did not send it")
                 look_s += LOOK_S
 
     def _arrived(self, peer: int, work: Any) -> bool:
@@ -192,11 +188,11 @@ class Links:
             return
         for end in self._ends.values():
             end.post(None)
-        deadline_s = time.monotonic() + self._timeout_s
+        deadline_s = self._patience.deadline_s()
         try:
             for peer, end in self._ends.items():
                 while not end.ended(LOOK_S):
-                    self._look(peer, deadline_s, "did not close its links")
+                    self._patience.look(peer, deadline_s, "did not close its links")
         except BaseException:
             self.abort()
             raise
@@ -221,8 +217,3 @@ class Links:
         for end in self._ends.values():
             end.close()
         self._ends.clear()
-
-    def _look(self, peer: int, deadline_s: float, what: str) -> None:
-        self._failures.check()
-        if time.monotonic() >= deadline_s:
-            raise self._failures.lost(peer, f"it {what} for {self._timeout_s:g} s, the timeout")

@@ -21,7 +21,7 @@ from torch.utils import _pytree as pytree  # private by name, but where torch re
 
 from lightning_hetero.pipeline.runtime.step.layer_calls.caches import without_cache
 from lightning_hetero.pipeline.runtime.step.layer_calls.route import Path, Route, encode
-from lightning_hetero.pipeline.runtime.step.torch_state import nothing_drawn
+from lightning_hetero.pipeline.runtime.step.random_streams import nothing_drawn
 
 __all__ = ["CalledLayer", "Chain", "LayerOutput", "NotAChainError", "stand_ins"]
 

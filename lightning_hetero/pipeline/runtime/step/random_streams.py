@@ -1,0 +1,135 @@
+"""Random streams of one's own for each micro-batch and layer: what they draw depends on no plan (layer T).
+
+    stream_seed(seed of the run, step, number of the micro-batch) ─► the body's streams, up to the backbone's call
+                                                   │             └─► stream_seed(., calls so far): behind a call
+                                                   └─► layer_seed(., index): a layer's
+"""
+
+from __future__ import annotations
+
+import hashlib
+import random
+import struct
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import numpy as np
+import torch
+
+__all__ = [
+    "HostStreams",
+    "TorchStreams",
+    "layer_seed",
+    "nothing_drawn",
+    "seed_host_streams",
+    "seed_streams",
+    "seed_torch_streams",
+    "stream_seed",
+]
+
+
+def stream_seed(seed: int, *numbers: int) -> int:
+    """Returns the seed of an independent random stream, e.g. of one micro-batch's.
+
+    The same numbers give the same stream on any machine, in any order of execution and under any plan. (A sum such as
+    ``seed + step`` would not do: streams of neighbouring steps would coincide with those of neighbouring seeds.)
+
+    Args:
+        seed: of the run; any integer.
+        numbers: what tells streams apart, e.g. global step and number of the micro-batch in the global batch.
+
+    Returns:
+        An integer in [0, 2**63), which all of torch's generators accept.
+
+    >>> stream_seed(0, 12, 3) == stream_seed(0, 12, 3), stream_seed(0, 12, 3) == stream_seed(0, 3, 12)
+    (True, False)
+    """
+    words = seed, *numbers
+    form = f"<{len(words)}Q"
+    try:
+        packed = struct.pack(form, *words)
+    except struct.error:  # negative, or longer
+        packed = struct.pack(form, *[word & 0xFFFF_FFFF_FFFF_FFFF for word in words])
+    return int.from_bytes(hashlib.blake2b(packed, digest_size=8).digest(), "little") >> 1
+
+
+def layer_seed(seed: int, index: int) -> int:
+    """Returns the seed of one of the streams that belong to ``seed``: of a layer, whose micro-batch has that.
+
+    The output function of SplitMix64 (Steele, Lea, Flood: Fast splittable pseudorandom number generators, 2014), at
+    half the time of `stream_seed`: that counts once per layer and micro-batch.
+
+    Args:
+        seed: from `stream_seed`.
+        index: of the layer.
+
+    >>> len({layer_seed(seed, index) for seed in range(50) for index in range(50)})
+    2500
+    """
+    mixed = (seed + (index + 1) * 0x9E3779B97F4A7C15) & 0xFFFF_FFFF_FFFF_FFFF
+    mixed = (mixed ^ mixed >> 30) * 0xBF58476D1CE4E5B9 & 0xFFFF_FFFF_FFFF_FFFF
+    mixed = (mixed ^ mixed >> 27) * 0x94D049BB133111EB & 0xFFFF_FFFF_FFFF_FFFF
+    return (mixed ^ mixed >> 31) >> 1
+
+
+def seed_streams(seed: int) -> None:
+    """Seeds all streams, torch's and the host's."""
+    seed_torch_streams(seed)
+    seed_host_streams(seed)
+
+
+def seed_torch_streams(seed: int) -> None:
+    """Seeds torch's CPU generator and, where CUDA is in use, that of the current device.
+
+    ``torch.manual_seed`` would seed those of all devices and look for other backends (0.2 ms).
+    """
+    torch.default_generator.manual_seed(seed)
+    if torch.cuda.is_initialized():
+        torch.cuda.default_generators[torch.cuda.current_device()].manual_seed(seed)
+
+
+def seed_host_streams(seed: int) -> None:
+    """Seeds the global streams of `random` and of NumPy (which takes 32 bits)."""
+    random.seed(seed)
+    np.random.seed(seed & 0xFFFF_FFFF)  # noqa: NPY002 (the global stream is what users draw from)
+
+
+class HostStreams:
+    """The state of the global streams of `random` and of NumPy, as of its making."""
+
+    def __init__(self) -> None:
+        self._python, self._numpy = random.getstate(), np.random.get_state()  # noqa: NPY002
+
+    def put_back(self) -> None:
+        """Lets both streams go on from there."""
+        random.setstate(self._python)
+        np.random.set_state(self._numpy)  # noqa: NPY002
+
+
+class TorchStreams:
+    """The state of torch's CPU generator and, where CUDA is in use, that of the current device, as of its making."""
+
+    def __init__(self) -> None:
+        self._cpu = torch.default_generator.get_state()
+        self._cuda: tuple[int, torch.Tensor] | None = None  # device and state
+        if torch.cuda.is_initialized():
+            device = torch.cuda.current_device()
+            self._cuda = device, torch.cuda.default_generators[device].get_state()
+
+    def put_back(self) -> None:
+        """Lets both go on from there."""
+        torch.default_generator.set_state(self._cpu)
+        if self._cuda is not None:
+            device, state = self._cuda
+            torch.cuda.default_generators[device].set_state(state)
+
+
+@contextmanager
+def nothing_drawn(device: torch.device) -> Iterator[None]:
+    """What is drawn inside, from torch on the CPU and the device, `random` or NumPy, nobody has drawn afterwards."""
+    host = HostStreams()
+    try:
+        with torch.random.fork_rng([device] if device.type == "cuda" else []):
+            yield
+    finally:
+        host.put_back()
