@@ -15,6 +15,7 @@ from hypothesis import HealthCheck, settings
 from tests import guards
 
 TIERS = ("pure", "ranks", "e2e", "faults", "gpu")
+GC_THRESHOLD = 10_000, 20, 20  # trainers come and go by thousands: rarer searches for garbage save a few hundredths
 HERE = Path(__file__).resolve().parent
 
 # Same examples in every run, and no deadlines: a busy machine must not fail a test.
@@ -46,6 +47,7 @@ def pytest_collection() -> Iterator[None]:
     finally:
         gc.collect()
         gc.freeze()
+        gc.set_threshold(*GC_THRESHOLD)
         gc.enable()
 
 

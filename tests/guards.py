@@ -113,9 +113,11 @@ def child_processes() -> Iterator[None]:
 
     `run_ranks` keeps its workers, `tests.warm` the process that starts scripts, not the scripts.
     """
-    before = set(psutil.Process().children(recursive=True))
+    before = _descendants()
     yield
-    new = [p for p in psutil.Process().children(recursive=True) if p not in before and not _is_ours(p)]
+    if _descendants() <= before:
+        return
+    new = [p for p in psutil.Process().children(recursive=True) if p.pid not in before and not _is_ours(p)]
     if new:
         _, alive = psutil.wait_procs(new, timeout=GRACE_S)
         names = [_describe(process) for process in alive]  # a killed one has no command line any more
@@ -123,6 +125,21 @@ def child_processes() -> Iterator[None]:
             process.kill()
         if names:
             raise LeakError(f"child processes left running, killed now: {names}")
+
+
+def _descendants() -> set[int]:
+    """Asks the kernel for children's children: psutil reads what it knows of every process, in milliseconds."""
+    if not Path(f"/proc/self/task/{os.getpid()}/children").exists():  # not Linux
+        return {process.pid for process in psutil.Process().children(recursive=True)}
+    found: set[int] = set()
+    asked = {os.getpid()}
+    while asked:
+        pid = asked.pop()
+        for path in Path(f"/proc/{pid}/task").glob("*/children"):
+            with suppress(OSError):  # ended meanwhile
+                asked |= (children := set(map(int, path.read_text().split())) - found)
+                found |= children
+    return found
 
 
 def _is_ours(process: psutil.Process) -> bool:

@@ -21,9 +21,9 @@ FAULT = "emulation.scenario={_target_:lightning_hetero.Scenario,faults:[{step:2,
 pytestmark = pytest.mark.timeout(300)
 
 
-def train(*arguments: str, cold: bool = False) -> subprocess.CompletedProcess[str]:
+def train(*arguments: str) -> subprocess.CompletedProcess[str]:
     """Runs the command in the current (empty) directory."""
-    return run(["-m", "lightning_hetero.cli.train", *arguments], Path.cwd(), cold=cold, timeout_s=240.0)
+    return run(["-m", "lightning_hetero.cli.train", *arguments], Path.cwd(), timeout_s=240.0)
 
 
 @pytest.fixture(autouse=True)
@@ -37,7 +37,7 @@ def job_directories(root: Path) -> list[str]:
 
 
 def test_one_run_leaves_one_directory_one_result_and_one_table(tmp_path: Path) -> None:
-    done = train("debug=fast", "experiment=digits", cold=True)
+    done = train("debug=fast", "experiment=digits")
     assert done.returncode == 0, done.stderr
     (directory,) = job_directories(tmp_path)
     assert [p.name for p in tmp_path.iterdir()] == ["outputs"]

@@ -53,15 +53,10 @@ def models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     return "my_models"
 
 
-def test_a_loss_that_is_a_sum_has_not_the_gradients_of_one_process(models: str) -> None:
-    """Ranks are started as users start them."""
-    alone, balanced = compare_gradients(f"{models}:Sum", None, engines=("balanced",))
-    assert alone.error <= 1e-9 and balanced.error > 1e-3
+@pytest.fixture
+def warm_ranks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Ranks are started by torchrun, but in warm Pythons."""
 
-
-def test_every_engine_has_the_gradients_of_one_process(
-    models: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
     def started(command: list[str], *, env: dict[str, str], timeout: float, **_: Any) -> Any:
         words = command[1:]
         if words[:2] == ["-m", "torch.distributed.run"]:
@@ -69,6 +64,20 @@ def test_every_engine_has_the_gradients_of_one_process(
         return warm.run(words, tmp_path, environ(**env), timeout)
 
     monkeypatch.setattr("lightning_hetero.cli.ranks.subprocess.run", started)
+
+
+@pytest.mark.long
+def test_ranks_are_started_as_users_start_them(models: str) -> None:
+    (found,) = compare_gradients(f"{models}:Mean", None, engines=("balanced",))[1:]
+    assert found.error <= 1e-9
+
+
+def test_a_loss_that_is_a_sum_has_not_the_gradients_of_one_process(models: str, warm_ranks: None) -> None:
+    alone, balanced = compare_gradients(f"{models}:Sum", None, engines=("balanced",))
+    assert alone.error <= 1e-9 and balanced.error > 1e-3
+
+
+def test_every_engine_has_the_gradients_of_one_process(models: str, warm_ranks: None) -> None:
     found = {one.engine: one for one in compare_gradients(f"{models}:Mean", None)}
     assert list(found) == ["one process", "ddp", "balanced", "stale", "pipeline"]
     for one in found.values():

@@ -68,6 +68,7 @@ def serve(rank: int, world_size: int, control: Connection, lifeline: Connection)
     environment = dict(os.environ)
     gc.collect()
     gc.freeze()  # so that the next one is quick
+    gc.set_threshold(10_000, 20, 20)  # and rare: each job ends with one, see below
     control.send_bytes(pickle.dumps(Outcome()))
     while True:
         try:

@@ -126,6 +126,7 @@ class Crew:
         return (self.folder / f"said {name}").read_text()
 
 
+@pytest.mark.long
 def test_a_rank_comes_again_and_again(tmp_path: Path) -> None:
     """Before its death was noticed; then once dies while it loads; then comes a third time and stays."""
     crew = Crew(tmp_path, epochs=7)

@@ -23,7 +23,7 @@ def ends_of(sizes: Sequence[int]) -> tuple[int, ...]:
 
 
 @given(SIZES, st.integers(1, 4), st.data())
-@settings(max_examples=300)
+@settings(max_examples=200)
 def test_every_operation_does_what_it_does_to_a_list(sizes: list[int], ranks: int, data: st.DataObject) -> None:
     ledger = Ledger(ends_of(sizes))
     states = ["free"] * sum(sizes)

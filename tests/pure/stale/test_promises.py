@@ -74,7 +74,7 @@ def check(policy: Policy, case: Case) -> Books:
     grace=st.sampled_from([0.0, 0.1, 0.1, 0.5]),
     overlap=st.booleans(),
 )
-@settings(max_examples=500)
+@settings(max_examples=200)
 def test_flexible_keeps_its_promises(case: Case, bound: int, grace: float, overlap: bool) -> None:
     books = check(Flexible(bound=bound, grace=grace, overlap=overlap and bound > 0), case)
     assert max(books.staleness, default=0) <= bound

@@ -35,7 +35,7 @@ CASES: dict[str, tuple[type[Deep], dict[str, Any], dict[str, Any]]] = {  # modul
 }
 
 
-EPOCHS = 4  # 52 steps
+EPOCHS = 2  # 26 steps
 NAMES = {
     "1x2": tuple(CASES),
     "2x2": ("plain", "clipped by norm", "accumulated, last window short", "unused", "token weights"),

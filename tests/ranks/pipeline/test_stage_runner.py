@@ -232,5 +232,6 @@ def test_four_ranks() -> None:
     assert_exact(4, FOUR)
 
 
+@pytest.mark.long
 def test_two_groups_of_two() -> None:
     assert_exact(4, TWO_BY_TWO)
