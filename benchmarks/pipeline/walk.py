@@ -240,14 +240,15 @@ def run_stock(
 
     own = slice(cuts[rank], cuts[rank + 1])
     modules, costs = list(net.layers)[own], list(model.layers[own])
-    if rank == 0:
-        modules.insert(0, net.before)
     if rank == world - 1:
         modules.append(net.head)
         costs.append(model.head)
-    part: nn.Module = nn.Sequential(*modules)
-    if emulated:
-        part = _sleeping(part, costs, speed, Pacer())
+    if emulated:  # part by part, as ours
+        pacer = Pacer()
+        modules = [_sleeping(module, [cost], speed, pacer) for module, cost in zip(modules, costs, strict=True)]
+    if rank == 0:
+        modules.insert(0, net.before)
+    part = nn.Sequential(*modules)
     stage = PipelineStage(part, rank, world, CPU)
     schedule = Schedule1F1B(stage, micro_batches, loss_fn=net.loss)
     optimizer = torch.optim.SGD(part.parameters(), lr=1e-3)

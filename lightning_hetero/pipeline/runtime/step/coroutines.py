@@ -21,7 +21,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from queue import SimpleQueue
-from typing import Any, Literal, Protocol
+from typing import Any, ClassVar, Literal, Protocol
 
 from lightning_hetero.pipeline.runtime.step.random_streams import HostStreams
 
@@ -58,7 +58,12 @@ class Carrier(ABC):
 
     While any step is open, the streams of `random` and of NumPy are the steps'; they go on as they were before once
     the last one has ended.
+
+    Attributes:
+        one_thread: strands run in the thread that switches to them.
     """
+
+    one_thread: ClassVar[bool]
 
     def __init__(self) -> None:
         self._open: dict[int, _Open] = {}  # in order of opening
@@ -159,6 +164,8 @@ class Greenlets(Carrier):
         ImportError: greenlet is not installed.
     """
 
+    one_thread = True
+
     def __init__(self) -> None:
         if greenlet is None:
             raise ImportError("carrier='greenlet' needs it: pip install greenlet, or use carrier='thread'")
@@ -197,6 +204,8 @@ class Threads(Carrier):
 
     Only one of a strand and its caller runs at any time.
     """
+
+    one_thread = False
 
     def __init__(self) -> None:
         super().__init__()

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import contextvars
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from enum import Enum
 from operator import index
@@ -110,6 +110,7 @@ class ResumableStep:
         self._phase = _Phase.NEW
         self._strand: Strand | None = None
         self._surroundings: Surroundings | None = None
+        self._in_force: Switches | None = None  # where a switch leads to; None: not known
         self._suspensions = 0
         self._closing = False
 
@@ -176,6 +177,7 @@ class ResumableStep:
         """Goes inside with ``message``, and comes back to the switches ``before``."""
         assert self._strand is not None
         phase, self._phase = self._phase, _Phase.RUNNING
+        self._in_force = before if self._carrier.one_thread else None
         try:
             outcome = self._strand.switch(message)
         except BaseException:
@@ -183,7 +185,7 @@ class ResumableStep:
                 self._phase = phase
             raise
         finally:
-            before.put()
+            before.put(over=self._in_force)
             if self._phase is _Phase.ENDED:
                 self._carrier.ended(self)
                 self._strand = None
@@ -229,10 +231,11 @@ class ResumableStep:
             )
         self._suspensions += 1
         switches = Switches.now()
+        self._in_force = switches if self._carrier.one_thread else None
         self._phase = _Phase.SUSPENDED
         message = self._strand.pause(Suspended(value))
         self._phase = _Phase.RUNNING
-        switches.put()
+        switches.put(over=self._in_force)
         seed_host_streams(stream_seed(self._seed, self._suspensions))
         if isinstance(message, _Throw):
             self._closing = True
@@ -242,8 +245,8 @@ class ResumableStep:
     def _run(self, switches: Switches) -> Done | _Raised:
         assert self._body is not None and self._surroundings is not None
         try:
-            with self._surroundings.carried():
-                switches.put()
+            with nullcontext() if self._carrier.one_thread else self._surroundings.carried():
+                switches.put(over=self._in_force)
                 seed_streams(self._seed)
                 return Done(self._body())
         except BaseException as error:
@@ -252,7 +255,7 @@ class ResumableStep:
             self._end()
 
     def _end(self) -> None:
-        self._phase = _Phase.ENDED
+        self._phase, self._in_force = _Phase.ENDED, None
         self._body = None  # what it holds, e.g. the batch, is not needed any more
 
     def _require(self, phase: _Phase, what: str) -> None:

@@ -39,7 +39,7 @@ _Form = tuple[
 ]
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(kw_only=True, slots=True)  # not frozen, which doubles what making one takes
 class Message:
     """An activation or a gradient on its way.
 
@@ -246,7 +246,8 @@ def _layout(tensors: Sequence[_Spec]) -> tuple[tuple[int, ...], int]:
 
 def _place(payload: Tensor, start: int, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
     size = math.prod(shape) * dtype.itemsize
-    return payload[start : start + size].view(dtype).view(shape)
+    part = payload if size == payload.numel() else payload[start : start + size]
+    return part.view(dtype).view(shape)
 
 
 def _name(dtype: torch.dtype) -> str:
