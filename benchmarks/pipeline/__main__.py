@@ -1,13 +1,12 @@
-"""``python -m benchmarks.pipeline [--quick] [--part overhead] [--repeats N]``: the pipeline engine's claims, measured.
+"""``python -m benchmarks.pipeline [--quick] [--repeats N]``: the pipeline engine's claims, measured.
 
 Three parts, in emulated devices on emulated links (scenarios: ``clusters/*.yaml``):
 
 - *plans*: the best even pipelines of 1, 2 and 4 groups and our plan, run by the same walker; what the model says of
   each; `torch.distributed.pipelining` where an even chain over free links can stand beside it; and the bound.
 - *Lightning*: our strategy, stock DDP and the balanced engine; memory held by each rank.
-- *overhead*: our walker against `torch.distributed.pipelining` where that is at its best.
-
-``--part overhead`` measures the last one alone, in about a minute, and prints it; no results are written.
+- *overhead*: our walker against `torch.distributed.pipelining` where that is at its best; `benchmarks.walker` measures
+  that alone.
 
 Ratios are between runs of the same processes, one after the other, medians over the repeats.
 """
@@ -27,8 +26,6 @@ from typing import Any
 from benchmarks.pipeline.figures import (
     case_figures,
     overhead_figures,
-    overhead_table,
-    table,
     tables,
     trained_figures,
 )
@@ -80,18 +77,12 @@ def report(folder: Path, every: Sequence[Case], raw: dict[str, dict[str, Any]]) 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="two scenarios, shortened, one repeat; under a minute")
-    parser.add_argument("--part", choices=["all", "overhead"], default="all", help="what to measure")
     parser.add_argument("--repeats", type=int, default=3, help="runs of each plan and engine")
     parser.add_argument("--steps", type=int, default=3, help="measured steps of a run")
     parser.add_argument("--trained-steps", type=int, default=20, help="measured steps of a run under Lightning")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent, help="folder for results.json, results.md")
     args = parser.parse_args()
     repeats, steps, trained = (1, 2, 4) if args.quick else (args.repeats, args.steps, args.trained_steps)
-    if args.part == "overhead":
-        found = launch(4, repeats, steps, trained, args.part)["overhead"]
-        print(table(["figure", "value"], [[f["name"], f["value"]] for f in overhead_figures(found)]))
-        print(f"\n{overhead_table(found)}")
-        return
     every = cases(args.quick)
     raw: dict[str, dict[str, Any]] = {"walked": {}, "trained": {}, "overhead": {}, "load_before": {}}
     for world_size in sorted({case.world_size for case in every}):

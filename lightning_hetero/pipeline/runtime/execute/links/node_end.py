@@ -5,7 +5,7 @@
 
 No thread, no copy but the one that packs, and a process wakes only if it waits: beside gloo over the loopback device,
 where two copies go through the kernel and three threads wake per message, a message takes a fraction of the processor
-time (`python -m benchmarks.pipeline --part overhead`).
+time (`python -m benchmarks.walker`).
 """
 
 from __future__ import annotations
