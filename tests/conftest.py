@@ -21,7 +21,12 @@ HERE = Path(__file__).resolve().parent
 # Same examples in every run, and no deadlines: a busy machine must not fail a test.
 # HYPOTHESIS_PROFILE=explore searches further, with new examples each time.
 settings.register_profile(
-    "ci", derandomize=True, deadline=None, database=None, suppress_health_check=[HealthCheck.too_slow]
+    "ci",
+    derandomize=True,
+    deadline=None,
+    database=None,
+    max_examples=60,
+    suppress_health_check=[HealthCheck.too_slow],
 )
 settings.register_profile("explore", settings.get_profile("ci"), derandomize=False, max_examples=2000)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))

@@ -224,6 +224,7 @@ def test_one_rank() -> None:
     assert_exact(1, ONE)
 
 
+@pytest.mark.long
 def test_two_ranks() -> None:
     assert_exact(2, TWO)
 

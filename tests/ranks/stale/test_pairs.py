@@ -47,7 +47,7 @@ def fit(rank: int, world: int, name: str) -> tuple[Weights, int]:
     return weights(module), trainer.global_step
 
 
-@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("world", [pytest.param(2, marks=pytest.mark.long), 3])
 @pytest.mark.parametrize("name", MODELS)
 def test_weights_are_those_of_one_process(name: str, world: int) -> None:
     module = MODELS[name]()
@@ -83,7 +83,7 @@ def resuming_job(rank: int, world: int, path: str) -> Weights:
     return weights(module)
 
 
-@pytest.mark.parametrize("now", [2, 3])
+@pytest.mark.parametrize("now", [pytest.param(2, marks=pytest.mark.long), 3])
 def test_the_servers_state_comes_back_over_the_pair(tmp_path: Path, now: int) -> None:
     """In the middle of the second epoch: Adam's state, which only the server has, and which samples are left."""
     path = tmp_path / "batch-1-2.ckpt"
