@@ -13,9 +13,9 @@ import torch
 from hypothesis import HealthCheck, settings
 
 from tests import guards
+from tests.garbage import search_rarely
 
 TIERS = ("pure", "ranks", "e2e", "faults", "gpu")
-GC_THRESHOLD = 10_000, 20, 20  # trainers come and go by thousands: rarer searches for garbage save a few hundredths
 HERE = Path(__file__).resolve().parent
 
 # Same examples in every run, and no deadlines: a busy machine must not fail a test.
@@ -50,9 +50,7 @@ def pytest_collection() -> Iterator[None]:
     try:
         return (yield)
     finally:
-        gc.collect()
-        gc.freeze()
-        gc.set_threshold(*GC_THRESHOLD)
+        search_rarely()
         gc.enable()
 
 

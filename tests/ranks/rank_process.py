@@ -27,6 +27,8 @@ import torch
 import torch.distributed as dist
 from lightning.fabric.utilities.rank_zero import rank_zero_only
 
+from tests.garbage import search_rarely
+
 # What launchers set; inherited from outside, it would tell Lightning a rank that is not ours.
 _LAUNCHER_PREFIXES = ("SLURM_", "TORCHELASTIC_", "OMPI_", "PMI_", "LSB_", "PL_", "MASTER_")
 _LAUNCHER_NAMES = ("RANK", "LOCAL_RANK", "NODE_RANK", "GROUP_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
@@ -66,9 +68,7 @@ def serve(rank: int, world_size: int, control: Connection, lifeline: Connection)
         os.environ["GLOO_SOCKET_IFNAME"] = "lo"  # the host's name need not resolve
     torch.set_num_threads(1)
     environment = dict(os.environ)
-    gc.collect()
-    gc.freeze()  # so that the next one is quick
-    gc.set_threshold(10_000, 20, 20)  # and rare: each job ends with one, see below
+    search_rarely()  # each job ends with one, see below
     control.send_bytes(pickle.dumps(Outcome()))
     while True:
         try:

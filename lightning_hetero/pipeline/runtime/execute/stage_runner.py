@@ -16,8 +16,8 @@ from contextlib import contextmanager, nullcontext, suppress
 from typing import Any
 
 import torch
-from torch import Tensor, nn
 from torch import distributed as dist
+from torch import nn
 
 from lightning_hetero.controller.messages import LinkTime
 from lightning_hetero.pipeline.decide.schedule import (
@@ -33,7 +33,7 @@ from lightning_hetero.pipeline.runtime.execute.links.direct_ways import DirectWa
 from lightning_hetero.pipeline.runtime.execute.links.links import Links
 from lightning_hetero.pipeline.runtime.execute.stages import Stage, streams_kept
 from lightning_hetero.pipeline.runtime.execute.straight import InPlaceExecution
-from lightning_hetero.pipeline.runtime.execute.work import LeaderWork, MicroBatch, Pace
+from lightning_hetero.pipeline.runtime.execute.work import LeaderRunner, LeaderWork, MicroBatch, Pace
 from lightning_hetero.pipeline.runtime.measure.layer_clock import LayerClock
 from lightning_hetero.pipeline.runtime.step.coroutines import CarrierName
 from lightning_hetero.pipeline.runtime.step.cut import BackboneCut
@@ -49,8 +49,8 @@ TimesOf = Callable[[tuple[int, ...], int], PipelineTimes]
 _SCHEDULES = 64  # kept; batches of other sizes are rare
 
 
-class StageRunner:
-    """One rank of one group. Used by one thread.
+class StageRunner(LeaderRunner):
+    """One rank of one group; what its leader trains goes through the stages. Used by one thread.
 
     Args:
         layers: of the backbone, all of them, in order; used are those of this rank.
@@ -116,7 +116,7 @@ class StageRunner:
         self._cut = cut
         self._failures = failures
         self._times = times
-        self._seed = seed
+        super().__init__(seed)
         self._calls = calls
         self._policy = policy
         self._overlap = overlap
@@ -185,48 +185,10 @@ class StageRunner:
 
     # ---- training --------------------------------------------------------------------------------------------------
 
-    def train(
-        self,
-        step: int,
-        micro_batches: Sequence[MicroBatch],
-        *,
-        scale: Callable[[Tensor], Tensor] | None = None,
-        before_last_backward: Callable[[], None] | None = None,
-    ) -> list[Any]:
-        """Runs forward and backward of this group's part of a global batch; on the leader.
-
-        To the parameters' ``.grad`` is added the sum over micro-batches of weight * gradient.
-
-        Args:
-            step: number of the training step, of the random streams.
-            micro_batches: in order; none: the group has no part in this batch.
-            scale: applied to each weighted loss before its backward, e.g. ``GradScaler.scale``.
-            before_last_backward: called immediately before the last backward through this rank's layers, when the
-                gradients of all else that this rank computes are complete but for what lies before the backbone.
-
-        Returns:
-            What the bodies returned, detached.
-
-        Raises:
-            RuntimeError: another rank has failed; a body called the backbone another number of times than expected.
-            BaseException: what a body raises.
-        """
+    @contextmanager
+    def _leading(self) -> Iterator[None]:
         with self._at_work(leader=True), self._entered():
-            assert self._carrier is not None
-            if not micro_batches:
-                _call(before_last_backward)
-                return []
-            work = LeaderWork(
-                micro_batches=micro_batches,
-                step=step,
-                seed=self._seed,
-                scale=scale,
-                before_last_backward=before_last_backward,
-            )
-            execution = self._execution(work)
-            execution.run()
-            self._has_trained = True
-            return execution.results
+            yield
 
     def _execution(self, work: LeaderWork) -> LeaderExecution | InPlaceExecution:
         """Returns what runs the leader's part of a training step.
@@ -238,6 +200,7 @@ class StageRunner:
         alone = len(self._group.ranks) == 1 and self._calls == 1 and self._cut.is_one_module
         if alone and self._has_trained:
             return InPlaceExecution(work, self._local.pace, stage=self._local.stage, cut=self._cut)
+        self._has_trained = True  # or has failed, and runs nothing any more
         schedule = self.schedule([micro_batch.samples for micro_batch in work.micro_batches])
         return LeaderExecution(self._local, schedule, work, carrier=self._carrier, calls=self._calls)
 
@@ -259,7 +222,8 @@ class StageRunner:
             if len(samples) != len(numbers):
                 raise ValueError(f"{len(samples)} samples for {len(numbers)} numbers: one each per micro-batch")
             if not samples:
-                _call(before_last_backward)
+                if before_last_backward is not None:
+                    before_last_backward()
                 return
             Execution(
                 self._local,
@@ -362,11 +326,6 @@ class StageRunner:
         assert self._cut is not None
         with self._cut:
             yield
-
-
-def _call(function: Callable[[], None] | None) -> None:
-    if function is not None:
-        function()
 
 
 def _check(group: GroupPlan, rank: int, layers: int, cut: BackboneCut | None) -> None:

@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
-
-from torch import Tensor
 
 from lightning_hetero.pipeline.runtime.execute.failures import FailureBoard
 from lightning_hetero.pipeline.runtime.execute.stages import streams_kept
 from lightning_hetero.pipeline.runtime.execute.straight import StraightExecution
-from lightning_hetero.pipeline.runtime.execute.work import LeaderWork, MicroBatch, Pace
+from lightning_hetero.pipeline.runtime.execute.work import LeaderRunner, LeaderWork, Pace
 from lightning_hetero.pipeline.runtime.step.random_streams import seed_streams, stream_seed
 
 __all__ = ["WholeStep"]
 
 
-class WholeStep:
+class WholeStep(LeaderRunner):
     """Stands in for `StageRunner` in a group of one rank. Used by one thread.
 
     Args:
@@ -27,35 +25,11 @@ class WholeStep:
     """
 
     def __init__(self, *, failures: FailureBoard, seed: int, pace: Pace | None = None) -> None:
-        self._failures, self._seed, self._pace = failures, seed, pace
+        super().__init__(seed)
+        self._failures, self._pace = failures, pace
 
-    def train(
-        self,
-        step: int,
-        micro_batches: Sequence[MicroBatch],
-        *,
-        scale: Callable[[Tensor], Tensor] | None = None,
-        before_last_backward: Callable[[], None] | None = None,
-    ) -> list[Any]:
-        """Runs forward and backward of this rank's part of a global batch, one micro-batch after the other.
-
-        Args, returns and raises: see `StageRunner.train`.
-        """
-        with self._at_work():
-            if not micro_batches:
-                if before_last_backward is not None:
-                    before_last_backward()
-                return []
-            work = LeaderWork(
-                micro_batches=micro_batches,
-                step=step,
-                seed=self._seed,
-                scale=scale,
-                before_last_backward=before_last_backward,
-            )
-            execution = StraightExecution(work, self._pace)
-            execution.run()
-            return execution.results
+    def _execution(self, work: LeaderWork) -> StraightExecution:
+        return StraightExecution(work, self._pace)
 
     def serve(self, *args: Any, **kwargs: Any) -> None:
         """Never called: there are no other ranks in the group."""
@@ -67,7 +41,7 @@ class WholeStep:
         """Runs validation, test or prediction steps; see `StageRunner.evaluate`."""
         del samples
         results: list[Any] = []
-        with self._at_work():
+        with self._leading():
             for number, body in bodies:
                 seed_streams(stream_seed(self._seed, step, number))
                 results.append(body())
@@ -77,8 +51,7 @@ class WholeStep:
         """Nothing is open."""
 
     @contextmanager
-    def _at_work(self) -> Iterator[None]:
-        """Keeps the caller's random streams; a failure is told to all ranks."""
+    def _leading(self) -> Iterator[None]:
         try:
             with streams_kept():
                 yield

@@ -1,7 +1,7 @@
 """What carries the stack of a suspended step: a greenlet, or a pooled thread where greenlet is missing (layer T).
 
 A carrier only moves control and messages between the inside of a step and its outside; what torch holds per thread is
-swapped by `pipeline.resumable`, in the same way for both.
+swapped by `resumable`, in the same way for both.
 
 | | greenlet | thread |
 |---|---|---|

@@ -6,8 +6,8 @@
         Done(loss): ...
 
 Several steps may be suspended at a time and resumed in any order. Each finds torch as it left it, whatever ran
-meanwhile, and so does the caller: see `pipeline.ambient` for what is swapped and what is refused. Two carriers do the
-work, see `pipeline.carriers`.
+meanwhile, and so does the caller: see `torch_state` for what is swapped and what is refused. Two carriers do the
+work, see `coroutines`.
 
 The mechanism is ours; the paper (Joint Dynamic DP+MP) does not say how a training step gets into a pipeline.
 """
@@ -209,7 +209,7 @@ class ResumableStep:
             What the step is resumed with.
 
         Raises:
-            RuntimeError: not called by the body; or the body holds open what cannot be swapped (`pipeline.ambient`).
+            RuntimeError: not called by the body; or the body holds open what cannot be swapped (`torch_state`).
             StepClosed: the step is closed.
         """
         if current_step() is not self or self._phase is not _Phase.RUNNING:

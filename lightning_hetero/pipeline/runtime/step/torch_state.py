@@ -1,6 +1,6 @@
 """What surrounds a training step without being passed to it: torch's per-thread switches and random streams (layer T).
 
-A training step that is suspended in the middle (see `pipeline.resumable`) must take these along, or a ``no_grad``
+A training step that is suspended in the middle (see `resumable`) must take these along, or a ``no_grad``
 that it holds open would hold for everything which runs meanwhile. They fall into three classes:
 
 - **swapped** at every switch (`Switches`): grad mode, autocast (enabled, dtype, cache, nesting), the number of
