@@ -1,7 +1,6 @@
 """Cuts each agreed global batch into one contiguous part per rank (layer T).
 
     global batch t:   [ rank 0 | rank 1      | rank 2 | r3 ]      shares may differ at every t
-    with micro-batches (a batch that fits no device at once): the same, once per micro-batch
 
 The content of a global batch never depends on the shares; a rank with no share computes on a dummy of weight 0, one
 sample as a rule, because every rank must take part in the collectives of a step.
@@ -22,7 +21,7 @@ from torch.utils.data import Sampler
 from lightning_hetero.data.costs import SampleCosts
 from lightning_hetero.data.order import EpochOrder
 
-__all__ = ["GlobalBatchSampler", "HandedParts", "Part", "Split", "micro_batch_size"]
+__all__ = ["GlobalBatchSampler", "HandedParts", "Part", "Split"]
 
 Split = Callable[[int, int, int], tuple[int, ...]]
 """(epoch, step, total samples) -> samples per rank, summing to the total."""
@@ -37,8 +36,7 @@ class Part:
         step: batch index inside the epoch.
         samples: samples of this rank; 0 means the batch is a dummy of weight 0.
         shares: samples of all ranks.
-        weight_base: samples that count as one whole batch for the loss: the global batch, or with micro-batches
-            the global batch divided by their number.
+        weight_base: samples that count as one whole batch for the loss.
         fetch_s: seconds this rank spent getting the batch, without the time to decide the shares.
         dummy: samples of the dummy that stands for none.
         work: of what this rank computes on, in the user's items; NaN: not counted.
@@ -79,24 +77,6 @@ class HandedParts(deque[Part]):
         return part
 
 
-def micro_batch_size(global_batch_size: int, micro_batches: int, quantum: int = 1) -> int:
-    """Returns the samples of a full micro-batch: an equal part of the global batch, rounded up to the quantum.
-
-    Raises:
-        ValueError: micro-batches of that size would be fewer than ``micro_batches``, which an accumulation over a
-            fixed number of batches cannot follow.
-    """
-    if micro_batches == 1:
-        return global_batch_size
-    size = -(-global_batch_size // (max(1, micro_batches) * quantum)) * quantum
-    if -(-global_batch_size // size) != micro_batches:
-        raise ValueError(
-            f"a global batch of {global_batch_size} samples in multiples of {quantum} makes"
-            f" {-(-global_batch_size // size)} micro-batches of {size}, not micro_batches={micro_batches}"
-        )
-    return size
-
-
 class GlobalBatchSampler(Sampler[list[Any]]):
     """A batch sampler over the agreed order; yields this rank's indices and notes the part it issued.
 
@@ -104,14 +84,9 @@ class GlobalBatchSampler(Sampler[list[Any]]):
         order: the epoch's global batches.
         split: decides the shares of a batch when it is drawn.
         rank: this rank.
-        micro_batches: Lightning batches per global batch (gradient accumulation); 1 = the global batch itself.
-        quantum: full micro-batches are multiples of this many samples.
         costs: moves the boundaries between parts to where they cost what their shares say; None: samples cost alike.
-        least: samples of a dummy; no micro-batch has fewer, as far as they can be moved from the one before.
+        least: samples of a dummy.
         clock: seconds; to keep the decision out of the fetch time.
-
-    Raises:
-        ValueError: the global batch cannot be cut into that many micro-batches (see `micro_batch_size`).
     """
 
     def __init__(
@@ -120,23 +95,19 @@ class GlobalBatchSampler(Sampler[list[Any]]):
         *,
         split: Split,
         rank: int,
-        micro_batches: int = 1,
-        quantum: int = 1,
         least: int = 1,
         costs: SampleCosts | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.order = order
         self.rank = rank
-        self.micro_batches = micro_batches
-        self.micro_size = micro_batch_size(order.global_batch_size, micro_batches, quantum)
         self.epoch = 0
         self.decision_s = 0.0
         self._split = split
-        self._least, self._quantum = least, quantum
+        self._least = least
         self.costs = costs
         self._clock = clock
-        self._plan: tuple[int, Sequence[Any], list[tuple[int, int, float]]] | None = None
+        self._plan: tuple[int, Sequence[Any], list[tuple[int, int]]] | None = None
         self._next: tuple[int, deque[Part]] = (0, deque())
         # What Lightning and users look for on a batch sampler.
         self.batch_size = order.global_batch_size
@@ -149,13 +120,7 @@ class GlobalBatchSampler(Sampler[list[Any]]):
         self._pieces()
 
     def __len__(self) -> int:
-        if self.micro_batches == 1:
-            return len(self.order)
-        samples = self.order.num_samples
-        if samples is None or self.drop_last:
-            return len(self.order) * self.micro_batches
-        full, rest = divmod(samples, self.order.global_batch_size)
-        return full * self.micro_batches + -(-rest // self.micro_size)
+        return len(self.order)
 
     def begin(self, position: int) -> deque[Part]:
         """Sets where the next iteration starts and returns the queue of parts it will issue.
@@ -173,7 +138,7 @@ class GlobalBatchSampler(Sampler[list[Any]]):
         self._next = (0, deque())
         epoch, indices, pieces = self._pieces()
         first = position % max(1, len(pieces))
-        for i, (start, end, base) in enumerate(pieces[first:]):
+        for i, (start, end) in enumerate(pieces[first:]):
             before = self._clock()
             shares = self._split(epoch, position + i, end - start)
             if self.costs is not None:
@@ -181,51 +146,25 @@ class GlobalBatchSampler(Sampler[list[Any]]):
             self.decision_s += self._clock() - before
             offset = start + sum(shares[: self.rank])
             mine = shares[self.rank]
-            # The first samples of an epoch are as good a dummy as any for an empty micro-batch at its end.
-            near = indices[start:end] if start < end else indices
-            drawn = list(indices[offset : offset + mine]) if mine else list(islice(cycle(near), self._least))
+            drawn = list(indices[offset : offset + mine])
+            if not mine:
+                drawn = list(islice(cycle(indices[start:end]), self._least))
             issued.append(
                 Part(
                     epoch=epoch,
                     step=position + i,
                     samples=mine,
                     shares=shares,
-                    weight_base=base,
+                    weight_base=float(end - start),
                     dummy=self._least,
                     work=math.nan if self.costs is None else math.fsum(self.costs.of(drawn)),
                 )
             )
             yield drawn
 
-    def _pieces(self) -> tuple[int, Sequence[Any], list[tuple[int, int, float]]]:
-        """Returns epoch, indices and (start, end, weight_base) of each Lightning batch; drawn once per epoch."""
+    def _pieces(self) -> tuple[int, Sequence[Any], list[tuple[int, int]]]:
+        """Returns epoch, indices and (start, end) of each global batch; drawn once per epoch."""
         if self._plan is None or self._plan[0] != self.epoch:
             indices, ends = self.order.batches(self.epoch)
-            pieces: list[tuple[int, int, float]] = []
-            start = 0
-            for end in ends:
-                base = (end - start) / self.micro_batches
-                pieces += [(low, high, base) for low, high in self._cut(start, end)]
-                start = end
-            self._plan = (self.epoch, indices, pieces)
+            self._plan = (self.epoch, indices, list(zip([0, *ends], ends, strict=False)))
         return self._plan
-
-    def _cut(self, start: int, end: int) -> list[tuple[int, int]]:
-        """Returns the bounds of the micro-batches of one global batch.
-
-        Lightning steps every ``micro_batches`` batches and after the last one. Orders of a fixed size are short only
-        there; pools may be of any size anywhere, so theirs always make the full number, with empty ones at the end.
-        """
-        if self.micro_batches == 1:
-            return [(start, end)]
-        size, number = self.micro_size, self.micro_batches
-        if self.order.num_samples is not None:
-            number = max(1, -(-(end - start) // size))
-        else:
-            size = max(size, -(-(end - start) // number))
-        lows = [min(end, start + i * size) for i in range(number)]
-        last = max((i for i, low in enumerate(lows) if low < end), default=0)
-        lacking = -(-(self._least - (end - lows[last])) // self._quantum) * self._quantum
-        if last and 0 < lacking <= size - self._least:
-            lows[last] -= lacking
-        return list(zip(lows, [*lows[1:], end], strict=True))

@@ -29,7 +29,7 @@ from torch.nn.utils.rnn import PackedSequence
 
 __all__ = ["join_outputs", "split_batch"]
 
-_WAY_OUT = (
+WAY_OUT = (
     "give the batch a method split(sizes), or the LightningModule a method split_batch(batch, sizes), that returns one"
     " batch for each of the sizes"
 )
@@ -70,7 +70,7 @@ def split_batch(
     if pieces is None:
         raise ValueError(
             f"nothing in this batch, a {type(batch).__name__}, has {samples} rows or items, one per sample, so it"
-            f" cannot be cut into micro-batches of {sizes} samples; {_WAY_OUT}"
+            f" cannot be cut into micro-batches of {sizes} samples; {WAY_OUT}"
         )
     return pieces
 
@@ -86,7 +86,7 @@ def _split(value: Any, sizes: tuple[int, ...], where: str) -> list[Any] | None:
     if value is None or isinstance(value, str | bytes | bool | int | float | complex | type):
         return None
     if isinstance(value, PackedSequence):
-        raise TypeError(f"{where} is a PackedSequence, whose rows are not its samples; {_WAY_OUT}")
+        raise TypeError(f"{where} is a PackedSequence, whose rows are not its samples; {WAY_OUT}")
     if callable(own := getattr(value, "split", None)):
         return _counted(own(list(sizes)), sizes, f"{type(value).__name__}.split(sizes)")
     if callable(getattr(value, "to_data_list", None)) and callable(getattr(type(value), "from_data_list", None)):
@@ -103,7 +103,7 @@ def _split(value: Any, sizes: tuple[int, ...], where: str) -> list[Any] | None:
         return _sequence(value, sizes, where)
     if _holds_tensors(value):
         raise TypeError(
-            f"{where} is a {type(value).__name__}, and what of it belongs to which sample is not known; {_WAY_OUT}"
+            f"{where} is a {type(value).__name__}, and what of it belongs to which sample is not known; {WAY_OUT}"
         )
     return None
 
@@ -114,7 +114,7 @@ def _rows(value: Tensor | np.ndarray, sizes: tuple[int, ...], where: str) -> lis
     if value.shape[0] != sum(sizes):
         raise TypeError(
             f"{where} has the shape {tuple(value.shape)} in a batch of {sum(sizes)} samples, so its rows are not the"
-            f" samples; {_WAY_OUT}"
+            f" samples; {WAY_OUT}"
         )
     return list(value.split(sizes)) if isinstance(value, Tensor) else _slices(value, sizes)
 

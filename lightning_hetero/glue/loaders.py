@@ -194,8 +194,6 @@ class PartBinder(LoaderBinder[Bound]):
         bound: Bound,
         loader: DataLoader,
         *,
-        micro_batches: int = 1,
-        quantum: int = 1,
         least: int = 1,
         costs: SampleCosts | None = None,
     ) -> DataLoader:
@@ -205,8 +203,6 @@ class PartBinder(LoaderBinder[Bound]):
             bound.order,
             split=self._split_of(bound),
             rank=self._channel.rank,
-            micro_batches=micro_batches,
-            quantum=quantum,
             least=least,
             costs=costs,
         )

@@ -141,11 +141,6 @@ class EngineRun(Reporting, ABC, Generic[Binder]):
         """Takes a checkpoint's state, of this engine or another, before the loaders are set up; empty: stock DDP's."""
 
     @property
-    def user_accumulation(self) -> int:
-        """Batches per optimizer step, as the user has asked."""
-        return self.trainer.accumulate_grad_batches
-
-    @property
     def shares(self) -> tuple[int, ...]:
         """Samples per rank of a full batch, as last decided; empty before anything is."""
         return ()

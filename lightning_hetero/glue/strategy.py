@@ -341,13 +341,13 @@ class HeteroStrategy(UnevenNodesStrategy, Reporting, Generic[Run]):
 
     @property
     def effective_batch_size(self) -> int | None:
-        """Samples per optimizer step: the global batch times the user's ``accumulate_grad_batches``."""
+        """Samples per optimizer step: the global batch times ``accumulate_grad_batches``."""
         size, trainer = self.global_batch_size, self._attached_trainer()
         if self._run is None and self._one_device is None and self._kept.effective_batch_size is not None:
             return self._kept.effective_batch_size
         if size is None or trainer is None:
             return None
-        return size * (trainer.accumulate_grad_batches if self._run is None else self._run.user_accumulation)
+        return size * trainer.accumulate_grad_batches
 
     @property
     def shares(self) -> tuple[int, ...]:

@@ -73,12 +73,12 @@ def _epoch_ends(trainer: Trainer) -> bool:
 
 
 @contextmanager
-def as_batch(trainer: Trainer, batch: Any) -> Iterator[None]:
-    """Inside, values logged belong to ``batch``: another one within the same step of the loop."""
+def as_batch(trainer: Trainer, batch: Any, samples: int | None = None) -> Iterator[None]:
+    """Inside, values logged belong to ``batch``, of so many samples: another one within the same step of the loop."""
     results = trainer._results
     assert results is not None
     before = results.batch, results.batch_size
-    results.batch, results.batch_size = batch, None
+    results.batch, results.batch_size = batch, samples
     try:
         yield
     finally:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import cast
 
 __all__ = ["ShareBounds"]
@@ -83,6 +83,31 @@ class ShareBounds:
                 f" global batch has {total}; raise max_samples or lower the global batch to at most {sum(up)}"
             )
         return low, up
+
+    def pieces(self, world_size: int, total: int, quantum: int = 1) -> int:
+        """Returns in how many pieces ranks compute their parts at most, where all of ``total`` fits in no other way.
+
+        Raises:
+            ValueError: no rank has room for any sample.
+        """
+        if self.upper is None:
+            return 1
+        room = sum(self.caps(world_size, quantum))
+        if room <= 0:
+            raise ValueError(f"max_samples={self.upper!r} leaves no room for any sample{self._why()}; raise it")
+        return -(-total // room)
+
+    def caps(self, world_size: int, quantum: int = 1) -> list[int]:
+        """Returns the most samples of a piece of each rank, where ``upper`` is given."""
+        assert self.upper is not None
+        least = -(-self.least // quantum) * quantum
+        return [_down(b, quantum) if b >= least else 0 for b in _per_rank("max_samples", self.upper, world_size, 0)]
+
+    def in_pieces(self, number: int, world_size: int, quantum: int = 1) -> ShareBounds:
+        """Returns the bounds of parts that are computed in so many pieces, each within ``upper``."""
+        if number == 1:
+            return self
+        return replace(self, upper=[number * cap for cap in self.caps(world_size, quantum)])
 
     def _why(self) -> str:
         return f", none or at least {self.least} per rank for BatchNorm" if self.least > 1 else ""

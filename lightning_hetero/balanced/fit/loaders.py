@@ -18,14 +18,15 @@ from torch.utils.data import DataLoader
 from lightning_hetero import lightning_compat as compat
 from lightning_hetero.balanced.decide.controlled import ControlledPolicy
 from lightning_hetero.balanced.decide.controller import Controller, ExchangeClock
+from lightning_hetero.balanced.decide.pieces import piece_sizes
 from lightning_hetero.balanced.decide.quantum import ShapeNeeds, auto_quantum
 from lightning_hetero.balanced.decide.tuning import TuningPolicy
 from lightning_hetero.balanced.fit.shapes import shape_needs
 from lightning_hetero.balanced.runtime.batch_norm import least_samples
 from lightning_hetero.data import IndivisibleError, LoaderSpec, Part
-from lightning_hetero.data.batches import micro_batch_size
 from lightning_hetero.data.copies import users_own
 from lightning_hetero.data.costs import SampleCosts, costs_in
+from lightning_hetero.data.divisible import ProvedCollate
 from lightning_hetero.data.stream import StreamMode
 from lightning_hetero.glue.loaders import BoundLoader, PartBinder, SharedSettings
 from lightning_hetero.glue.run import planned_batches
@@ -58,7 +59,7 @@ class _Balanced(BoundLoader):
     Attributes:
         read_ahead: the ranks' furthest.
         unsized: whether it is a stream without a length.
-        micro_batches: per batch of the user's.
+        pieces: in which a rank computes its part of a full batch at most.
         least: samples of a rank that has any.
         costs: cut its batches, if they are known.
         quantum: shares of a full batch are multiples of it.
@@ -66,7 +67,7 @@ class _Balanced(BoundLoader):
 
     read_ahead: int = 0
     unsized: bool = False
-    micro_batches: int = 1
+    pieces: int = 1
     least: int = 1
     costs: SampleCosts | None = None
     quantum: int = 1
@@ -84,7 +85,6 @@ class BalancedBinder(PartBinder[_Balanced]):
     Attributes:
         controller: decides with the loaders in use; None before a pass over them has begun.
         equal: why the loaders in use are trained on in equal parts, as by stock DDP; None: they are divided by speed.
-        user_accumulation: the user's own ``accumulate_grad_batches``.
     """
 
     def __init__(
@@ -106,7 +106,6 @@ class BalancedBinder(PartBinder[_Balanced]):
         self.policy = policy
         self.controller: Controller | None = None
         self.equal: str | None = None
-        self.user_accumulation = trainer.accumulate_grad_batches
         self._asked_batch = shared.global_batch_size
         self._layout: tuple[int, int, int, int] | None = None  # of the running controller: size, quantum, lag, least
         self._announced: Sequence[object] = ()
@@ -139,9 +138,9 @@ class BalancedBinder(PartBinder[_Balanced]):
             order = self.orders.continued(order)
         least = self._least_of(spec, order.global_batch_size)
         quantum = self._quantum_of(order.global_batch_size, least)
-        micro = self._micro_batches(order.global_batch_size, quantum)
-        full = micro_batch_size(order.global_batch_size, micro, quantum)
-        low, up = replace(self._bounds, least=least).resolve(self._channel.world_size, full, quantum)
+        full = order.global_batch_size
+        pieces = self._pieces(full, quantum, least)
+        low, up = self._bounds_of(pieces, quantum, least).resolve(self._channel.world_size, full, quantum)
         if self.settings.bounds.lower is None:  # it is a guard against wrong speeds, which costs are not
             low = [least] * len(low)
         known = costs_in(loader.dataset, self.settings.sample_costs)
@@ -156,13 +155,20 @@ class BalancedBinder(PartBinder[_Balanced]):
             full=full,
             order=order,
             read_ahead=read_ahead,
-            micro_batches=micro,
+            pieces=pieces,
             least=least,
             costs=costs,
             quantum=quantum,
         )
         self.orders.check_position(order.global_batch_size)
-        return self._read_parts(bound, loader, micro_batches=micro, quantum=quantum, least=least, costs=costs)
+        copy = self._read_parts(bound, loader, least=least, costs=costs)
+        if pieces > 1 and not hasattr(self._trainer.lightning_module, "split_batch"):
+            copy.collate_fn = ProvedCollate(
+                copy.collate_fn,
+                f"max_samples={self.settings.bounds.upper!r} is less than a rank's part of a batch, which is computed"
+                " in pieces: raise it, or lower the batch",
+            )
+        return copy
 
     def _settle(self, loaders: Sequence[object]) -> None:
         """Finds out, for all ranks alike, whether these loaders are divided by speed, and what BatchNorm needs."""
@@ -210,7 +216,7 @@ class BalancedBinder(PartBinder[_Balanced]):
     def _quantum_of(self, total: int, least: int) -> int:
         """Returns of what shares of a batch of ``total`` samples are multiples, the same on all ranks.
 
-        Bounds of the user's come before a quantum of ours; also where they have the batch accumulated.
+        Bounds of the user's come before a quantum of ours.
         """
         asked, world = self.settings.quantum, self._channel.world_size
         if asked != "auto":
@@ -218,7 +224,8 @@ class BalancedBinder(PartBinder[_Balanced]):
         quantum = auto_quantum(total, world, self._shapes)
         while quantum > 1:
             with suppress(ValueError):
-                replace(self._bounds, least=least).resolve(world, total, quantum)
+                bounds = replace(self._bounds, least=least)
+                self._bounds_of(bounds.pieces(world, total, quantum), quantum, least).resolve(world, total, quantum)
                 return quantum
             quantum //= 2
         return 1
@@ -242,32 +249,28 @@ class BalancedBinder(PartBinder[_Balanced]):
         bound = _Balanced(spec=spec, full=total, order=None, unsized=not sized, least=least, quantum=quantum)
         return self._read_stream(bound, loader, self.settings.stream, least=least)
 
-    def _micro_batches(self, total: int, quantum: int) -> int:
-        """Number of accumulated micro-batches if the ranks' ``max_samples`` do not hold the global batch at once."""
-        upper = self.settings.bounds.upper
-        if upper is None:
+    def _pieces(self, total: int, quantum: int, least: int) -> int:
+        """Returns in how many pieces ranks compute their parts, if ``max_samples`` do not hold the batch at once."""
+        world, upper = self._channel.world_size, self.settings.bounds.upper
+        bounds = replace(self._bounds, least=least)
+        pieces = bounds.pieces(world, total, quantum)
+        if pieces == 1:
             return 1
-        world = self._channel.world_size
-        caps = [upper] * world if isinstance(upper, int) else list(upper)
-        room = sum(cap // quantum * quantum for cap in caps)
-        if room >= total:
-            return 1
-        if room <= 0:
-            raise ValueError(f"max_samples={upper!r} leaves no room for any sample; raise it")
-        micro = -(-total // room)
+        room = sum(bounds.caps(world, quantum))
         if not self._trainer.lightning_module.automatic_optimization:
             raise ValueError(
                 f"the global batch of {total} samples exceeds max_samples={upper!r} on {world} ranks ({room} together)"
                 " and manual optimization cannot accumulate it for you; lower the batch or accumulate in training_step"
             )
-        self._trainer.accumulate_grad_batches = self.user_accumulation * micro
-        size = micro_batch_size(total, micro, quantum)
         rank_zero_info(
-            f"global batch of {total} samples does not fit max_samples={upper!r} on {world} ranks at once:"
-            f" accumulating it over {micro} batches of {size} (accumulate_grad_batches ="
-            f" {self._trainer.accumulate_grad_batches}); the update still sees {total} samples"
+            f"global batch of {total} samples does not fit max_samples={upper!r} on {world} ranks at once: each rank"
+            f" computes its part in up to {pieces} pieces, within one batch of the Trainer's"
         )
-        return micro
+        return pieces
+
+    def _bounds_of(self, pieces: int, quantum: int, least: int) -> ShareBounds:
+        """Returns the bounds of parts that are computed in so many pieces."""
+        return replace(self._bounds, least=least).in_pieces(pieces, self._channel.world_size, quantum)
 
     # ---- running ----------------------------------------------------------------------------------------------
 
@@ -283,7 +286,7 @@ class BalancedBinder(PartBinder[_Balanced]):
                 "sample_costs, or sample_cost(i) of a dataset, cannot be combined with several train loaders, whose"
                 " batches are cut in the same fractions; drop it"
             )
-        if len(self._bound) > 1 and any(b.micro_batches > 1 for b in self._bound):
+        if len(self._bound) > 1 and any(b.pieces > 1 for b in self._bound):
             raise ValueError("max_samples below the global batch cannot be combined with several train loaders")
         primary = self._largest()
         unit = math.gcd(*(b.full for b in self._bound))
@@ -301,7 +304,7 @@ class BalancedBinder(PartBinder[_Balanced]):
                 " global batch that is a multiple of it"
             )
         world = self._channel.world_size
-        bounds = replace(self._bounds, least=least)
+        bounds = self._bounds_of(primary.pieces, primary.quantum, least)
         self.policy.planned_batches = planned_batches(self._trainer)
         self.policy.cut_by_cost = self.cuts_by_cost
         self.policy.start(world_size=world, total=primary.full, bounds=bounds, quantum=quantum)
@@ -318,6 +321,26 @@ class BalancedBinder(PartBinder[_Balanced]):
                 f"shares are multiples of {primary.quantum} samples: {self._shapes.why}."
                 " LoadBalancedStrategy(quantum=1) lets them be any"
             )
+
+    @property
+    def pieces(self) -> int:
+        """In which a rank computes its part of a full batch at most; 1: at once."""
+        return self._bound[0].pieces if self._bound else 1
+
+    def piece_sizes(self, part: Part) -> list[int]:
+        """Returns the samples of the pieces in which this rank computes its part; one: at once."""
+        bound = self._bound[0]
+        if bound.pieces == 1:
+            return [part.computed]
+        caps = replace(self._bounds, least=bound.least).caps(self._channel.world_size, bound.quantum)
+        return piece_sizes(
+            part.shares,
+            caps,
+            self._channel.rank,
+            computed=part.computed,
+            least=bound.least,
+            quantum=bound.quantum,
+        )
 
     @property
     def cuts_by_cost(self) -> bool:
@@ -371,7 +394,3 @@ class BalancedBinder(PartBinder[_Balanced]):
     def state_dict(self) -> dict[str, Any]:
         """Returns what a resumed run needs, as plain types; nothing of equal parts, for which stock DDP keeps all."""
         return {} if self.equal is not None else {**super().state_dict(), "policy": self.policy.state_dict()}
-
-    def restore_trainer(self) -> None:
-        """Gives the Trainer back its own accumulation setting."""
-        self._trainer.accumulate_grad_batches = self.user_accumulation

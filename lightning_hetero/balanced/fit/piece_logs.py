@@ -43,15 +43,15 @@ class PieceLogs:
         self._step: dict[_Key, _Logged] = {}
 
     @contextmanager
-    def collecting(self, piece: Any) -> Iterator[None]:
-        """Inside, what is logged is noted for this piece; it counts from `keep` on."""
+    def collecting(self, piece: Any, samples: int) -> Iterator[None]:
+        """Inside, what is logged is noted for this piece of so many samples; it counts from `keep` on."""
         self._piece = {}
         if compat.results_of(self._trainer) is None:
             yield
             return
         undo = compat.divert_logs(self._trainer, self._take)
         try:
-            with compat.as_batch(self._trainer, piece):
+            with compat.as_batch(self._trainer, piece, samples):
                 yield
         finally:
             undo()

@@ -1,5 +1,7 @@
-"""A step that does not fit this rank's memory is done in pieces, within the step (layer L).
+"""A step that does not fit this rank's memory, or exceeds its ``max_samples``, is done in pieces (layer L).
 
+    planned    training_step, inside of what DDP wraps, runs on pieces of the batch: on as many on every rank, so that
+               they meet; the last one's graph is left to the step's backward pass, which DDP's exchange accompanies
     forward    training_step, inside of what DDP wraps, runs out of memory: what it has changed is put back, it runs on
                pieces of the batch, the gradients of their losses are summed up, and the step goes on with a loss that
                stands in for the batch's
@@ -25,7 +27,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightning_hetero import lightning_compat as compat
 from lightning_hetero.balanced.fit.piece_logs import PieceLogs
-from lightning_hetero.balanced.runtime.batch_norm import least_samples
+from lightning_hetero.balanced.runtime.batch_norm import least_samples, statistics_kept
 from lightning_hetero.balanced.runtime.loss_weight import LossWeight
 from lightning_hetero.balanced.runtime.memory import MemoryWatch
 from lightning_hetero.balanced.runtime.pieces import (
@@ -48,8 +50,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Recovery"]
 
-_Done = Callable[[Any, int, Callable[[], Any]], None]
-"""Takes a piece, its samples, and what runs the step on it."""
+_Done = Callable[[Any, int, Callable[[], Any], bool], None]
+"""Takes a piece, its samples, what runs the step on it, and whether its graph may be kept for the backward pass."""
 
 
 class Recovery:
@@ -91,6 +93,7 @@ class Recovery:
         self._taken = GradientsTaken(self._parameters)
         self._least = 1
         self._samples = 0
+        self._planned: Sequence[int] = ()
         self._arguments: tuple[tuple[Any, ...], dict[str, Any]] | None = None  # of the forward pass that fitted
         self._arrived: Tensor | None = None  # gradient of the user's loss
         self._exchanged = 0  # collectives of this forward pass
@@ -105,16 +108,18 @@ class Recovery:
 
     # ---- forward ----------------------------------------------------------------------------------------------
 
-    def guarding(self, samples: int | None) -> AbstractContextManager[None]:
-        """Inside, ``training_step`` of the module survives a lack of memory.
+    def guarding(self, samples: int | None, planned: Sequence[int] = ()) -> AbstractContextManager[None]:
+        """Inside, ``training_step`` of the module runs in the pieces that are planned, and survives a lack of memory.
 
         For the length of a step only: another patch of the module's, e.g. an emulated device's, stays below this one.
 
         Args:
             samples: of this rank's batch; None: as Lightning counts them, once memory has been short.
+            planned: samples of each piece, 0: one that counts nothing, see `piece_sizes`; fewer than two: none are.
         """
         self._original = self._module.training_step
         self._samples = -1 if samples is None else samples
+        self._planned = planned if len(planned) > 1 else ()
         return patched(self._module, "training_step", self._step)
 
     def _step(self, *args: Any, **kwargs: Any) -> Any:
@@ -124,6 +129,11 @@ class Recovery:
         cap = self.cap
         if cap.failed is not None:
             self._count(args)
+        if self._planned:
+            output = self._by_pieces(args, kwargs, cap.safe if cap.exceeded_by(max(self._planned)) else self._samples)
+            if self.tried:
+                self._tell(max(self._planned))
+            return output
         if cap.exceeded_by(self._samples):
             self._reason = self._reason or f"{self._samples} samples do not fit, as an earlier run has learned"
             return self._by_pieces(args, kwargs, cap.safe)
@@ -165,13 +175,19 @@ class Recovery:
         outputs: list[Any] = []
         sizes: list[int] = []
         values: list[Tensor | None] = []
+        kept: list[Tensor] = []
 
-        def done(piece: Any, size: int, run: Callable[[], Any]) -> None:
-            with logs.collecting(piece):
+        def done(piece: Any, size: int, run: Callable[[], Any], last: bool) -> None:
+            with logs.collecting(piece, size):
                 output = run()
-            loss, weight = _loss_of(output), self._weight.of_piece(piece, size, self._samples)
-            if loss is not None:
+            loss = _loss_of(output)
+            weight = self._weight.of_piece(piece, size, self._samples) if size else 0.0
+            if last and loss is not None and weight:
+                kept.append(loss if weight == 1.0 else loss * weight)
+            elif loss is not None:
                 gradients.add(loss, weight)
+            if not size:  # it counts nothing
+                return
             values.append(None if loss is None else loss.detach() * weight if weight else torch.zeros_like(loss))
             outputs.append(_detached(_without_loss(output)))
             sizes.append(size)
@@ -182,36 +198,54 @@ class Recovery:
         if any(value is None for value in values):
             return None  # Lightning says what that means
         value, found = torch.stack(values).sum(0), gradients.gradients()  # type: ignore[arg-type]
-        self._check_reached(p in found for p in self._trained())
-        return _with_loss(join_outputs(outputs, sizes), stand_in(value, found))
+        if kept:  # its part of the value and of the gradients comes by its own graph
+            loss = stand_in(value - kept[0].detach(), found) + kept[0]
+        else:
+            self._check_reached(p in found for p in self._trained())
+            loss = stand_in(value, found)
+        return _with_loss(join_outputs(outputs, sizes), loss)
 
     def _each_piece(self, args: tuple[Any, ...], kwargs: dict[str, Any], most: int, done: _Done) -> None:
-        """Runs the step on pieces of at most ``most`` samples, smaller ones where these do not fit either."""
+        """Runs the step on pieces as planned or of ``most`` samples at most, smaller ones where these do not fit."""
         assert self._original is not None
-        self.believed, self._in_pieces = False, True
+        planned = [size for size in self._planned if size]
+        self._in_pieces = not planned
         self._least = least_samples(self._module)
         original = self._original
-        todo: deque[tuple[Any, int]] = deque([(args[0], self._samples)])
+        todo = deque([(args[0], self._samples)])
+        if planned:
+            todo = deque(zip(self._split(args[0], planned), planned, strict=True))
+        first, empty = todo[0][0], len(self._planned) - len(planned)
         try:
             while todo:
                 piece, size = todo.popleft()
                 if len(sizes := cut(size, most, self._least)) > 1:
+                    self._in_pieces = True
                     todo.extendleft(reversed(list(zip(self._split(piece, sizes), sizes, strict=True))))
                     continue
-                put_back = self._save()
+                untried = self.cap.untried(size)
+                put_back = self._save() if self._in_pieces or untried else None
+                last = bool(planned) and not (todo or empty or untried or self._in_pieces)
                 try:
-                    done(piece, size, lambda piece=piece: original(piece, *args[1:], **kwargs))
+                    done(piece, size, lambda piece=piece: original(piece, *args[1:], **kwargs), last)
                 except Exception as error:
                     if not is_memory_error(error):
+                        if planned and not self._in_pieces:
+                            raise
                         _give_up(self._reason, f"{type(error).__name__}: {error}", error)
                     self._check(error, size)
                 else:
                     self.cap.fits(size)
                     continue
-                put_back()
+                if put_back is not None:
+                    put_back()
                 most = self._failed(size)
                 todo.appendleft((piece, size))
+            for _ in range(empty):  # peers have more pieces, in which a step may communicate
+                with compat.metrics_frozen(self._module), statistics_kept(self._module):
+                    done(first, 0, lambda: original(first, *args[1:], **kwargs), False)
         finally:
+            self.believed &= not self._in_pieces
             self._in_pieces = False
 
     def _split(self, piece: Any, sizes: list[int]) -> list[Any]:
@@ -274,7 +308,8 @@ class Recovery:
         (args, kwargs), self._arguments = self._arguments, None
         gradients, arrived = GradientSum(parameters), self._arrived
 
-        def done(piece: Any, size: int, run: Callable[[], Any]) -> None:
+        def done(piece: Any, size: int, run: Callable[[], Any], last: bool) -> None:
+            del last
             loss = _loss_of(run())
             if loss is not None:
                 gradients.add(loss, self._weight.of_piece(piece, size, self._samples), arrived)

@@ -117,7 +117,6 @@ class BalancedRun(EngineRun[BalancedBinder]):
         self.automatic = self.module.automatic_optimization
         self.part: Part | None = None
         self.binder = BalancedBinder(trainer, self.channel, self.policy, shared, settings.batches)
-        self.undo.callback(self.binder.restore_trainer)
         self.undo.callback(compat.watch_train_source(trainer, self.binder.announce))
         self.weight = LossWeight(
             channel=self.channel,
@@ -145,6 +144,7 @@ class BalancedRun(EngineRun[BalancedBinder]):
         self._returned_s: float | None = None
         self._sent = False
         self._synced = False
+        self._told: int | None = None  # the most samples of a part, by an earlier run
 
     def attach(self, model: nn.Module | None) -> None:
         """Takes the module as it is trained, wrapped or not, once set-up is over."""
@@ -178,7 +178,7 @@ class BalancedRun(EngineRun[BalancedBinder]):
             self.policy.load_state_dict(state["policy"])
             told = state["policy"].get("most_samples", ())
             if len(told) == self.channel.world_size and (most := told[self.channel.rank]) is not None:
-                self.cap.goes_on(most)
+                self._told = most
 
     def state_dict(self) -> dict[str, Any]:
         return self.binder.state_dict()
@@ -187,10 +187,6 @@ class BalancedRun(EngineRun[BalancedBinder]):
 
     def current_samples(self) -> int | None:
         return None if self.part is None else self.part.samples
-
-    @property
-    def user_accumulation(self) -> int:
-        return self.binder.user_accumulation
 
     @property
     def shares(self) -> tuple[int, ...]:
@@ -245,6 +241,9 @@ class BalancedRun(EngineRun[BalancedBinder]):
             return
         part = self.binder.open(compat.upcoming_batch(self.trainer))
         self.part = part
+        if self._told is not None:
+            self.cap.goes_on(-(-self._told // self.binder.pieces))
+            self._told = None
         self._sent = self._synced = False
         self._returned_s = None
         self.weight.open(part, batch)
@@ -252,10 +251,12 @@ class BalancedRun(EngineRun[BalancedBinder]):
         self.probe.arm(part.fetch_s + transfer_s)
 
     def memory_guard(self) -> AbstractContextManager[Any]:
-        """Around ``training_step``: a batch that does not fit is computed in pieces."""
+        """Around ``training_step``: a batch that does not fit, or exceeds ``max_samples``, is computed in pieces."""
         if self._recovery is None:
             return nullcontext()
-        return self._recovery.guarding(None if self.part is None else self.part.computed)
+        if self.part is None:
+            return self._recovery.guarding(None)
+        return self._recovery.guarding(self.part.computed, self.binder.piece_sizes(self.part))
 
     def _work_of(self, part: Part, batch: Any) -> float:
         """Returns the work of the batch; NaN, which counts as that of mean samples, where a weight of 0 tells none."""
@@ -390,7 +391,7 @@ class BalancedRun(EngineRun[BalancedBinder]):
         return RankState(
             free_cpu=free_cpu,
             free_mem=free_mem,
-            most_samples=math.nan if (most := self.cap.most) is None else most,
+            most_samples=math.nan if (most := self.cap.most) is None else most * self.binder.pieces,
             checksum=math.nan if self._checksum is None else self._checksum.take(),
         )
 

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import assume, example, given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 from torch.utils.data import DistributedSampler
 
 from lightning_hetero.data import GlobalBatchSampler, ShuffledOrder
-from lightning_hetero.data.batches import micro_batch_size
 from tests.pure.predictors.simulated import any_split, cut, epoch_of, simulate, together
 
 sizes = st.integers(1, 60)
@@ -56,41 +55,15 @@ def test_same_sets_as_stock_ddp_without_its_padding(
         assert 0 <= len(theirs) - len(ours) <= (1 if drop_last else 0)
 
 
-@given(st.integers(1, 80), st.integers(1, 16), worlds, st.integers(1, 4), st.integers(1, 3), st.integers(1, 3), seeds)
-@example(n=29, size=8, world=2, micro=2, quantum=1, least=2, seed=0)  # 5 = 4 + 1, made 3 + 2
-def test_every_sample_counts_the_same_with_micro_batches(
-    n: int, size: int, world: int, micro: int, quantum: int, least: int, seed: int
-) -> None:
-    try:
-        full = micro_batch_size(size, micro, quantum)
-    except ValueError:
-        assume(False)
+@given(st.integers(1, 80), st.integers(1, 16), worlds, seeds)
+def test_every_sample_counts_the_same(n: int, size: int, world: int, seed: int) -> None:
     order = ShuffledOrder(n, seed=0, shuffle=True, global_batch_size=size, drop_last=False)
-    ranks = simulate(order, any_split(world, seed), world, micro_batches=micro, quantum=quantum, least=least)
-    pieces = together(ranks)
-    sized = GlobalBatchSampler(order, split=any_split(world, 0), rank=0, micro_batches=micro, quantum=quantum)
-    assert len(pieces) == len(sized)
-    assert all(0 < len(piece) <= full for piece in pieces)
-    if micro > 1 and full >= least + quantum * -(-least // quantum):  # room to move samples to a micro-batch of few
-        assert all(len(piece) >= least for piece in pieces[:-1])
-        assert len(pieces[-1]) >= least or (len(pieces) - 1) % micro == 0
+    ranks = simulate(order, any_split(world, seed), world)
     value = np.random.default_rng(seed).normal(size=n)
     for t, batch in enumerate(cut(order.indices(0), size)):
-        mine = range(t * micro, min((t + 1) * micro, len(pieces)))  # the accumulation window, shorter at the end only
-        assert [i for k in mine for i in pieces[k]] == batch
-        # what Lightning's accumulation and DDP's mean over ranks make of the weighted local means
-        local = [
-            part.weight * value[indices].mean() if indices else 0.0
-            for rank in ranks
-            for part, indices in [rank[k] for k in mine]
-        ]
-        assert sum(local) / world / micro == pytest.approx(value[batch].mean(), abs=1e-12)
-
-
-@pytest.mark.parametrize(("size", "micro", "quantum"), [(9, 4, 1), (10, 0, 1), (10, 3, 8), (4, 5, 1)])
-def test_micro_batches_that_cannot_be(size: int, micro: int, quantum: int) -> None:
-    with pytest.raises(ValueError, match=f"not micro_batches={micro}"):
-        micro_batch_size(size, micro, quantum)
+        # what DDP's mean over ranks makes of the weighted local means
+        local = [part.weight * value[indices].mean() if indices else 0.0 for part, indices in (r[t] for r in ranks)]
+        assert sum(local) / world == pytest.approx(value[batch].mean(), abs=1e-12)
 
 
 @given(sizes, st.integers(1, 12), worlds, st.integers(0, 200), seeds)

@@ -100,7 +100,7 @@ def job(rank: int, world: int) -> dict[str, Any]:
         "tail of 3": noted(rank, world, 19),
         "tail of 1 part": noted(rank, world, 18),
         "accumulated": noted(rank, world, 19, module=Normed, trainer={"accumulate_grad_batches": 2}),
-        "micro-batches": noted(rank, world, 29, module=Normed, max_samples=3),
+        "pieces": noted(rank, world, 29, module=Normed, max_samples=3),
         "uneven": noted(rank, world, 43, module=Normed, policy=Uneven()),
         "none allowed": noted(rank, world, 43, module=Normed, min_samples=0, policy=Scripted()),
         "stream": noted(rank, world, 0, module=Normed, policy=Uneven(), stream="shared",
@@ -122,7 +122,6 @@ def runs() -> list[dict[str, Any]]:
         ("tail of 3", [8, 8, 3]),
         ("tail of 1 part", [8, 8, 2]),
         ("accumulated", [8, 8, 3]),
-        ("micro-batches", [4, 4, 4, 4, 4, 4, 3, 2]),
         ("uneven", [8, 8, 8, 8, 8, 3]),
         ("none allowed", [8, 8, 8, 8, 8, 3]),
         ("stream", [8, 8, 8, 3]),
@@ -135,6 +134,13 @@ def test_a_rank_gets_two_samples_or_none(name: str, totals: list[int]) -> None:
     for samples, computed in (part for step in steps for part in step):
         assert samples == 0 or samples >= 2
         assert computed == (samples or 2)
+
+
+def test_pieces_have_two_samples() -> None:
+    """Parts of 4 are computed by two, and of a last batch of 5 one rank has 3 samples, which cannot be cut."""
+    for run in runs():
+        assert [part for part in run["pieces"][:6]] == [(4, 2)] * 6
+        assert all(computed >= 2 for _, computed in run["pieces"])
 
 
 def test_where_stock_ddp_has_one_sample_per_rank_so_have_we() -> None:

@@ -304,6 +304,45 @@ def test_ranks_that_together_hold_too_little_go_on_in_pieces_and_are_balanced() 
         assert all(s > 0 for s in compute_s), "what is there to stay is measured"
 
 
+PLANNED: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
+    "accumulation, clipping": (Toy, {}, {"accumulate_grad_batches": 3, "gradient_clip_val": 0.05}),
+    "parameters in turns": (TwoHeads, {"find_unused_parameters": True}, {}),
+    "parameters used twice": (Twice, {}, {}),
+    "static graph": (Toy, {"static_graph": True}, {}),
+    "sum": (SumLoss, {"loss_reduction": "sum"}, {}),
+    "tokens": (Tokens, {"batch_weight": tokens_of}, {}),
+    "hook on a parameter": (Hooked, {}, {}),
+    "dict": (Dict, {}, {}),
+    "checkpointed activations": (Checkpointed, {}, {}),
+    "views of buckets": (Toy, {"gradient_as_bucket_view": True}, {"accumulate_grad_batches": 3}),
+    "gradients zeroed": (KeepsZeros, {"gradient_as_bucket_view": True, "bucket_cap_mb": 0.0002}, {}),
+    "of the user's own": (OwnBackward, {}, {}),
+}
+
+
+@pytest.mark.parametrize("name", PLANNED)
+def test_pieces_that_are_planned(name: str) -> None:
+    """`max_samples` is less than the parts: weights are one process's, and no step is tried in vain."""
+    make, args, trainer = PLANNED[name]
+    outcomes = run_ranks(2, job, make, "forward", {0: 3, 1: 3}, {**args, "max_samples": 3}, trainer)
+    expected = make(2) if make is SumLoss else make()
+    data = sequences() if make is Tokens else regression(SAMPLES)
+    single(expected, data, BATCH, **{"max_epochs": EPOCHS, **trainer})
+    for trained, samples, failures, told, _ in outcomes:
+        assert trained.distance(weights(expected)) <= EXACT
+        assert max(samples) > 3 and not failures and not told
+
+
+@pytest.mark.parametrize("where", ["forward", "backward"])
+def test_planned_pieces_that_do_not_fit_are_cut_again(where: str) -> None:
+    outcomes = run_ranks(2, job, Toy, where, {1: 2}, {"max_samples": 3}, {})
+    expected = Toy()
+    single(expected, regression(SAMPLES), BATCH, max_epochs=EPOCHS)
+    for rank, (trained, _, failures, told, _) in enumerate(outcomes):
+        assert trained.distance(weights(expected)) <= EXACT
+        assert bool(failures) == bool(told) == (rank == 1)
+
+
 # ---- what else a step leaves ----------------------------------------------------------------------------------
 
 

@@ -215,20 +215,24 @@ def test_no_process_group_is_left_for_the_garbage_collector(sampler: bool) -> No
     assert run_ranks(2, after_the_fit, sampler) == [(1, 0)] * 2
 
 
-# ---- a chosen global batch, accumulated where it does not fit ----------------------------------------------
+# ---- a chosen global batch, in pieces where it does not fit -------------------------------------------------
 
 
 class Sizes(Callback):
-    """Notes what the strategy and the Trainer say while training."""
+    """Notes what the strategy and the Trainer say while training, and the batches that hooks see."""
 
     def __init__(self) -> None:
         self.said: set[tuple[Any, ...]] = set()
+        self.numbers: list[int] = []
+        self.batches: list[list[int]] = []
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
         strategy = trainer.strategy
         self.said.add(
             (strategy.global_batch_size, strategy.effective_batch_size, trainer.accumulate_grad_batches)
         )
+        self.numbers.append(batch_idx)
+        self.batches.append(batch[0].tolist() if strategy.current_samples() else [])
 
 
 BIG = {"global_batch_size": 20}
@@ -250,7 +254,7 @@ def chosen(rank: int, world: int) -> dict[str, Fit]:
             data or loader(FIFTY),
             strategy=strategy,
             callbacks=[sizes],
-            extra=lambda trainer: (sizes.said, trainer.accumulate_grad_batches),
+            extra=lambda trainer: (sizes.said, sizes.numbers, sizes.batches),
             **kwargs,
         )
         return done
@@ -258,13 +262,13 @@ def chosen(rank: int, world: int) -> dict[str, Fit]:
     pairs = DataLoader(indexed(14), batch_sampler=Pairs())  # 7 pairs: pools of 4, 4, 4 and 2
     return {
         "size": run(BIG),
-        "micro": run({**BIG, "max_samples": 4}),
-        "micro dropped": run({**BIG, "max_samples": 4}, loader(FIFTY, drop_last=True)),
-        "micro twice": run({**BIG, "max_samples": 4}, accumulate_grad_batches=2),
-        "micro lazy": run({**BIG, "max_samples": (3, 4), "min_samples": 0}),
-        "micro quantum": run({**BIG, "max_samples": (5, 7), "quantum": 4}),
-        "micro ahead": run({**BIG, "max_samples": 4}, loader(FIFTY, workers=1)),
-        "micro pooled": run({"batch_sampler": "pool", "max_samples": 1}, pairs),
+        "pieces": run({**BIG, "max_samples": 4}),
+        "dropped": run({**BIG, "max_samples": 4}, loader(FIFTY, drop_last=True)),
+        "accumulated": run({**BIG, "max_samples": 4}, accumulate_grad_batches=2),
+        "lazy": run({**BIG, "max_samples": (3, 4), "min_samples": 0}),
+        "quantum": run({**BIG, "max_samples": (5, 7), "quantum": 4}),
+        "ahead": run({**BIG, "max_samples": 4}, loader(FIFTY, workers=1)),
+        "pooled": run({"batch_sampler": "pool", "max_samples": 1}, pairs),
     }
 
 
@@ -274,49 +278,40 @@ def chosen_runs() -> dict[str, list[Fit]]:
 
 
 @pytest.mark.parametrize(
-    ("name", "pieces", "largest"),
+    ("name", "most"),
     [
-        ("size", 1, 20),
-        ("micro", 3, 7),  # 20 = 7 + 7 + 6, the tail of 10 = 7 + 3
-        ("micro dropped", 3, 7),
-        ("micro twice", 3, 7),
-        ("micro lazy", 3, 7),
-        ("micro quantum", 3, 8),
-        ("micro ahead", 3, 7),
+        ("size", (20, 20)),
+        ("pieces", (4, 4)),
+        ("dropped", (4, 4)),
+        ("accumulated", (4, 4)),
+        ("lazy", (3, 4)),
+        ("quantum", (4, 4)),
+        ("ahead", (4, 4)),
     ],
 )
-def test_accumulated_global_batches_train_like_one_process(name: str, pieces: int, largest: int) -> None:
-    dropped, twice = name == "micro dropped", name == "micro twice"
+def test_global_batches_in_pieces_train_like_one_process(name: str, most: tuple[int, int]) -> None:
+    dropped, own = name == "dropped", 2 if name == "accumulated" else 1
     runs = chosen_runs()[name]
-    batches = together(runs)
     whole = ddp_order(FIFTY, 20, drop_last=dropped)
-    per_epoch = [part for batch in whole[: len(whole) // 3] for part in cut(batch, largest)]
-    assert batches == [part for batch in whole for part in cut(batch, largest)]
-    assert len(batches) == 3 * len(per_epoch)
+    assert [a + b for a, b in zip(*(run.extra[2] for run in runs), strict=True)] == whole
     oracle = Noting()
     trainer = single(
-        oracle,
-        indexed(FIFTY),
-        20,
-        max_epochs=3,
-        accumulate_grad_batches=2 if twice else 1,
-        loader_args={"drop_last": dropped},
+        oracle, indexed(FIFTY), 20, max_epochs=3, accumulate_grad_batches=own, loader_args={"drop_last": dropped}
     )
-    own = 2 if twice else 1
-    for run in runs:
+    for run, cap in zip(runs, most, strict=True):
         assert run.weights.distance(weights(oracle)) < EXACT
         assert run.updates == trainer.global_step
-        said, after = run.extra
-        assert said == {(20, 20 * own, pieces * own)}
-        assert after == own
+        said, numbers, batches = run.extra
+        assert said == {(20, 20 * own, own)}
+        assert numbers == list(range(len(whole) // 3)) * 3
+        assert max(map(len, run.seen)) <= cap
+        assert [i for piece in run.seen for i in piece] == [i for batch in batches for i in batch]
 
 
-def test_accumulated_pools_stay_in_step() -> None:
-    """A batch sampler's pools vary in size; each is accumulated over the same number of batches, and no more."""
-    runs = chosen_runs()["micro pooled"]
-    batches = together(runs)
-    assert len(batches) == 3 * 4 * 2  # epochs, pools, micro-batches
-    pools = [batches[i] + batches[i + 1] for i in range(0, len(batches), 2)]
+def test_pools_in_pieces() -> None:
+    """A batch sampler's pools vary in size."""
+    runs = chosen_runs()["pooled"]
+    pools = [a + b for a, b in zip(*(run.extra[2] for run in runs), strict=True)]
     expected = []
     for epoch in range(3):
         pairs = Pairs()
@@ -350,7 +345,7 @@ def too_big(rank: int, world: int) -> list[str]:
     ]
 
 
-def test_batches_that_cannot_be_accumulated_are_refused() -> None:
+def test_batches_that_cannot_be_in_pieces_are_refused() -> None:
     zero, one = run_ranks(2, too_big)
     assert zero == one
     manual, none, ambiguous, several = zero
