@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from lightning_hetero import lightning_compat as compat
 from lightning_hetero.balanced.decide.controlled import ControlledPolicy
@@ -214,11 +215,21 @@ class LoadBalancedStrategy(HeteroStrategy[BalancedRun]):
         run = self._run
         if run is None:
             return super().training_step(*args, **kwargs)
+        if run.wants_wrapping():
+            self._wrap_again(run)
         with run.dummy_guard(), run.memory_guard():
             output = super().training_step(*args, **kwargs)
         if not run.automatic:
             run.manual_step_done()
         return output
+
+    def _wrap_again(self, run: BalancedRun) -> None:
+        wrapped = self.model
+        assert isinstance(wrapped, DistributedDataParallel)
+        wrapped._remove_autograd_hooks()
+        self.model = wrapped.module
+        self.configure_ddp()
+        run.attach(self.model)
 
     def pre_backward(self, closure_loss: Tensor) -> None:
         self._closure_loss = closure_loss if self._run is not None else None  # holds the graph, also if it gets scaled

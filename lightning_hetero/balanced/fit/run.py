@@ -44,6 +44,8 @@ if TYPE_CHECKING:
 
 __all__ = ["BalanceSettings", "BalancedRun"]
 
+_CHECKED_AFTER_CHANGE = 100  # optimizer steps for a checksum of all parameters, once others are trained than at first
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BalanceSettings:
@@ -145,12 +147,19 @@ class BalancedRun(EngineRun[BalancedBinder]):
         self._sent = False
         self._synced = False
         self._told: int | None = None  # the most samples of a part, by an earlier run
+        self._epoch = -1
+        self._parameters: list[nn.Parameter] = []
+        self._flags: list[bool] = []  # which of them required gradients in the last step
 
     def attach(self, model: nn.Module | None) -> None:
-        """Takes the module as it is trained, wrapped or not, once set-up is over."""
+        """Takes the module as it is trained, wrapped or not, once set-up is over or it was wrapped again."""
         self._model = model
-        self._trained = {id(p) for p in self.module.parameters() if p.requires_grad}
+        self._parameters = list(self.module.parameters())
+        self._flags = [p.requires_grad for p in self._parameters]
+        self._trained = {id(p) for p in self._parameters if p.requires_grad}
         self.probe.attach(self.module)
+        if self._recovery is not None:
+            self._recovery.close()
         if self.automatic and model is not None and not compat.uses_dataloader_iter(self.trainer):
             self._recovery = Recovery(
                 self.trainer,
@@ -161,6 +170,27 @@ class BalancedRun(EngineRun[BalancedBinder]):
                 waiting=self._waiting,
             )
             self.undo.callback(self._recovery.close)
+
+    def wants_wrapping(self) -> bool:
+        """Whether DDP has to wrap the module again, since other parameters are trained than when it did.
+
+        It synchronises those that required gradients then: what is thawed later each rank would train for itself, and
+        for what is frozen later it would wait. All ranks come to the same answer, as they run the same program; from
+        then on they compare their parameters.
+        """
+        if self._epoch != self.trainer.current_epoch:  # a module may have got others
+            self._epoch = self.trainer.current_epoch
+            self._parameters = list(self.module.parameters())
+        flags = [p.requires_grad for p in self._parameters]
+        if flags == self._flags:
+            return False
+        self._flags = flags
+        model, trained = self._model, {id(p) for p in self._parameters if p.requires_grad}
+        if not (isinstance(model, DistributedDataParallel) and trained):
+            return False
+        if self._checksum is None:
+            self._checksum = ParameterChecksum(_CHECKED_AFTER_CHANGE, self._optimized, device=self._device)
+        return not (trained <= self._trained if model.find_unused_parameters else trained == self._trained)
 
     def _optimized(self) -> Iterator[Tensor]:
         """What is trained: neither frozen nor averaged weights, which one rank alone may hold.
