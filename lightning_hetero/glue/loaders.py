@@ -150,6 +150,14 @@ class LoaderBinder(ABC, Generic[Bound]):
             return None
         return primary.order.global_batch_size if primary.order is not None else primary.full
 
+    def stands_for_part(self, batch_size: int) -> bool:
+        """Whether a number given as ``self.log(..., batch_size=)`` is a constant that means a rank's equal part.
+
+        The loader's own ``batch_size``, and 1, by which batches count alike.
+        """
+        primary = self.primary
+        return batch_size == 1 or (primary is not None and batch_size == primary.spec.batch_size)
+
     def state_dict(self) -> dict[str, Any]:
         """Returns what a resumed run needs, as plain types."""
         primary = self.primary

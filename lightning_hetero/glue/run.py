@@ -6,7 +6,7 @@ import math
 import time
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from datetime import timedelta
 from itertools import chain
@@ -148,6 +148,11 @@ class EngineRun(Reporting, ABC, Generic[Binder]):
     def waiting(self) -> AbstractContextManager[None]:
         """Returns what surrounds a wait for other ranks in a step; where it counts as a rank's work, nothing."""
         return nullcontext()
+
+    def weigh_logs(self, samples: Callable[[], int | None]) -> None:
+        """Lets values logged in a training batch count ``samples()`` of this rank in the mean of an epoch."""
+        if self.fitting:
+            self.undo.callback(compat.weigh_logs(self.trainer, samples, lambda n: self.binder.stands_for_part(n)))
 
     def step_events(self) -> list[Event]:
         return self.events.take(self.channel.rank)

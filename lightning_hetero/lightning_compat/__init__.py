@@ -82,6 +82,7 @@ from lightning_hetero.lightning_compat.results import (
     save_metrics,
     show_on_progress_bar,
     unlogged,
+    weigh_logs,
 )
 from lightning_hetero.lightning_compat.transfer import batch_to_device
 
@@ -143,6 +144,7 @@ __all__ = [
     "uses_distributed_sampler",
     "val_loaders",
     "watch_train_source",
+    "weigh_logs",
     "write_checkpoint",
     "zeroes_now",
 ]

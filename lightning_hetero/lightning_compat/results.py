@@ -26,6 +26,7 @@ __all__ = [
     "save_metrics",
     "show_on_progress_bar",
     "unlogged",
+    "weigh_logs",
 ]
 
 
@@ -70,6 +71,40 @@ def batch_results_open(trainer: Trainer) -> bool:
 def _epoch_ends(trainer: Trainer) -> bool:
     """Whether values are reduced over the epoch now."""
     return trainer._logger_connector._first_loop_iter is None
+
+
+def weigh_logs(
+    trainer: Trainer, samples: Callable[[], int | None], constant: Callable[[int], bool]
+) -> Callable[[], None]:
+    """Lets what is logged in a training batch count this rank's samples in the mean of an epoch; returns undo.
+
+    Lightning infers the number from a tensor of the batch, which may have time steps, nodes or classes in front. Of
+    batches of one size that cancels out; of parts of unequal size it does not.
+
+    Args:
+        samples: of the batch that begins, on this rank; None: as Lightning infers them.
+        constant: whether a given ``batch_size=`` stands for equal parts, and the samples are to be counted instead.
+    """
+    connector, results = trainer._logger_connector, trainer.fit_loop.epoch_loop._results
+
+    def on_batch_start(batch: Any, *args: Any, **kwargs: Any) -> None:
+        type(connector).on_batch_start(connector, batch, *args, **kwargs)
+        if trainer._results is results:
+            results.batch_size = samples()
+
+    def extract(value: Any, batch_size: int | None, meta: Any) -> int:
+        if batch_size is not None and results.batch_size is not None and constant(batch_size):
+            batch_size = None
+        return type(results)._extract_batch_size(results, value, batch_size, meta)
+
+    vars(connector)["on_batch_start"] = on_batch_start  # instance attributes over methods
+    vars(results)["_extract_batch_size"] = extract
+
+    def undo() -> None:
+        vars(connector).pop("on_batch_start", None)
+        vars(results).pop("_extract_batch_size", None)
+
+    return undo
 
 
 @contextmanager

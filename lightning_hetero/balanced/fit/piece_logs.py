@@ -35,10 +35,15 @@ class _Logged:
 
 
 class PieceLogs:
-    """Stands between ``self.log`` in the pieces of one step and Lightning."""
+    """Stands between ``self.log`` in the pieces of one step and Lightning.
 
-    def __init__(self, trainer: Trainer) -> None:
-        self._trainer = trainer
+    Args:
+        trainer: the running trainer.
+        constant: see `compat.weigh_logs`.
+    """
+
+    def __init__(self, trainer: Trainer, constant: Callable[[int], bool]) -> None:
+        self._trainer, self._constant = trainer, constant
         self._piece: dict[_Key, tuple[Any, Any, float, dict[str, Any]]] = {}
         self._step: dict[_Key, _Logged] = {}
 
@@ -58,7 +63,7 @@ class PieceLogs:
 
     def _take(self, log: Callable[..., None], fx: str, name: str, value: Any, **options: Any) -> None:
         size = options.get("batch_size")
-        if size is None:
+        if size is None or self._constant(size):
             mean = isinstance(value, Tensor) and compat.logged_reduction(fx, name, options) == "mean"
             size = compat.size_of_batch(self._trainer, required=mean and options["on_epoch"])
         call = sum(known[:2] == (fx, name) for known in self._piece)

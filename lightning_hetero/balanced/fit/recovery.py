@@ -64,6 +64,7 @@ class Recovery:
         weight: tells what a piece counts.
         cap: what is known of this rank's memory; kept up to date.
         waiting: module types that communicate inside forward or backward.
+        constant: see `compat.weigh_logs`.
 
     Attributes:
         believed: whether the last step was done at once, so that its time says how fast this rank is.
@@ -79,6 +80,7 @@ class Recovery:
         weight: LossWeight,
         cap: MemoryCap,
         waiting: tuple[type[nn.Module], ...],
+        constant: Callable[[int], bool],
     ) -> None:
         self.cap = cap
         self.believed = True
@@ -86,7 +88,7 @@ class Recovery:
         self._learned: Mapping[str, Any] = {}
         self._trainer, self._model = trainer, model
         self._module: LightningModule = trainer.lightning_module
-        self._device, self._weight = device, weight
+        self._device, self._weight, self._constant = device, weight, constant
         self._memory = MemoryWatch(device, cap)
         self._communicates = next((type(m).__name__ for m in self._module.modules() if isinstance(m, waiting)), None)
         self._parameters = list(self._module.parameters())
@@ -171,7 +173,7 @@ class Recovery:
         """Returns the whole batch's output, with a loss that stands in for its own."""
         scaler = getattr(self._trainer.precision_plugin, "scaler", None)
         gradients = GradientSum(self._trained(), scale=1.0 if scaler is None else float(scaler.get_scale()))
-        logs = PieceLogs(self._trainer)
+        logs = PieceLogs(self._trainer, self._constant)
         outputs: list[Any] = []
         sizes: list[int] = []
         values: list[Tensor | None] = []

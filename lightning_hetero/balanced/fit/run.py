@@ -120,6 +120,7 @@ class BalancedRun(EngineRun[BalancedBinder]):
         self.part: Part | None = None
         self.binder = BalancedBinder(trainer, self.channel, self.policy, shared, settings.batches)
         self.undo.callback(compat.watch_train_source(trainer, self.binder.announce))
+        self.weigh_logs(self.current_samples)
         self.weight = LossWeight(
             channel=self.channel,
             world_size=self.channel.world_size,
@@ -168,6 +169,7 @@ class BalancedRun(EngineRun[BalancedBinder]):
                 weight=self.weight,
                 cap=self.cap,
                 waiting=self._waiting,
+                constant=self.binder.stands_for_part,
             )
             self.undo.callback(self._recovery.close)
 

@@ -168,6 +168,7 @@ class StaleRun(ElasticRun[GrantedBinder]):
             weight=settings.shared.weight_in(module),
             sums=settings.server.divide_by is not None,
         )
+        self.weigh_logs(lambda: None if self.loop_in_use is None else self.loop_in_use.computed)
         self.undo.callback(compat.stop_sigterm_broadcast(trainer))
         self.undo.callback(normalise_single_samples(module))
         self.undo.callback(redirect_steps(module, trainer.optimizers, self.loop, self._members.warn_once))

@@ -74,6 +74,12 @@ class TickLoop:
         return None if work is None else work.samples
 
     @property
+    def computed(self) -> int | None:
+        """Samples of the micro-batch that it computes."""
+        work = self.ticks.work
+        return None if work is None else work.piece_samples
+
+    @property
     def dummy(self) -> bool:
         return self.samples == 0
 
@@ -218,7 +224,7 @@ class TickLoop:
         """Another batch within the same step of Lightning's loop."""
         trainer = self._trainer
         batch = compat.batch_to_device(trainer, self.ticks.open(reply, wait_s=self._work.wait_s, fill_in=True))
-        with compat.as_batch(trainer, batch):
+        with compat.as_batch(trainer, batch, self._work.piece_samples):
             for callback in compat.trainer_callbacks(trainer):
                 hook = getattr(callback, "on_extra_batch_start", None)
                 if callable(hook):
@@ -237,7 +243,7 @@ class TickLoop:
             batch = compat.batch_to_device(self._trainer, ticks.source.batch(piece, due=0))  # weighs it
             before = worker.gradients()
             self._drop_gradients()
-            with compat.as_batch(self._trainer, batch):
+            with compat.as_batch(self._trainer, batch, work.piece_samples):
                 compat.run_again(self._trainer, batch, ticks.tick, optimizer, zero=False)()
             self._stepped &= self.ticks.scale.unscale(worker.gradients())
             work.weight, old_part, new_part = joint(done, work.weight, sums=self._sums)
