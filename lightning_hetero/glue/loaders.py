@@ -87,6 +87,7 @@ class LoaderBinder(ABC, Generic[Bound]):
 
     Attributes:
         orders: finds each loader's order; its ``resume`` is set before the loaders are processed.
+        trained: see `EngineRun.trained`.
     """
 
     def __init__(
@@ -110,6 +111,12 @@ class LoaderBinder(ABC, Generic[Bound]):
         self._channel = channel
         self._strategy_name = strategy_name
         self._bound: list[Bound] = []
+        self.trained: tuple[int, int] | None = None
+
+    def count(self, samples: int) -> None:
+        """A global batch of so many samples is trained."""
+        before = self.trained or (0, 0)
+        self.trained = before[0] + samples, before[1] + 1
 
     @abstractmethod
     def process(self, loader: object) -> DataLoader:
@@ -188,6 +195,7 @@ class PartBinder(LoaderBinder[Bound]):
         part = self._bound[0].handed.take(step)
         if part is None:
             raise RuntimeError(f"no part is known for training batch {step}; this is a bug of lightning_hetero")
+        self.count(sum(part.shares))
         return part
 
     def _inspect(self, loader: object) -> tuple[DataLoader, LoaderSpec, int]:

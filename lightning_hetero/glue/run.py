@@ -130,6 +130,7 @@ class EngineRun(Reporting, ABC, Generic[Binder]):
             check_same_settings(self.channel.all_gather_object({**common, **settings}))
         if self.fitting:
             self.undo.callback(compat.keep_train_sampler(trainer))
+            self.undo.callback(compat.count_throughput(trainer, self.trained))
             self.undo.callback(compat.note_sigterm(trainer))
 
     @abstractmethod
@@ -144,6 +145,10 @@ class EngineRun(Reporting, ABC, Generic[Binder]):
     def shares(self) -> tuple[int, ...]:
         """Samples per rank of a full batch, as last decided; empty before anything is."""
         return ()
+
+    def trained(self) -> tuple[int, int] | None:
+        """Returns the samples of all ranks and the global batches trained so far; None: stock DDP's equal parts."""
+        return self.binder.trained
 
     def waiting(self) -> AbstractContextManager[None]:
         """Returns what surrounds a wait for other ranks in a step; where it counts as a rank's work, nothing."""

@@ -84,6 +84,7 @@ from lightning_hetero.lightning_compat.results import (
     unlogged,
     weigh_logs,
 )
+from lightning_hetero.lightning_compat.throughput import count_throughput
 from lightning_hetero.lightning_compat.transfer import batch_to_device
 
 __all__ = [
@@ -100,6 +101,7 @@ __all__ = [
     "combine_metric_with",
     "count_started",
     "count_step",
+    "count_throughput",
     "count_val_batches",
     "defer_requeue",
     "divert_logs",

@@ -384,6 +384,7 @@ class BalancedBinder(PartBinder[_Balanced]):
         if not parts:
             return super().open(step)  # raises
         chosen = parts.get(id(self._largest()), next(iter(parts.values())))
+        self.count(sum(chosen.shares))
         if len({p.samples / p.weight_base for p in parts.values()}) > 1:
             rank_zero_warn(
                 "the last batches of the train loaders do not divide among the ranks alike, so their common loss is"

@@ -170,10 +170,13 @@ class Course:
         self._accumulate = accumulate
         self._windows = math.inf if again else -(-clients[rank].batches // accumulate)
 
+    def step_of(self, slot: int) -> int:
+        """Returns the number of the local step within the round."""
+        return (slot - self.began) // self._accumulate
+
     def trains(self, slot: int, plan: RoundPlan, chosen: Collection[int]) -> bool:
         """Tells whether this rank trains in ``slot``, or rests."""
-        step = (slot - self.began) // self._accumulate
-        takes_part = self.rank in chosen and step < plan.steps[self.rank]
+        takes_part = self.rank in chosen and self.step_of(slot) < plan.steps[self.rank]
         return takes_part and slot // self._accumulate < self._windows
 
     def ends_round(self, slot: int, plan: RoundPlan, last: int) -> bool:

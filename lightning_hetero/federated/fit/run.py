@@ -311,6 +311,8 @@ class FederatedRun(ElasticRun[OwnBinder]):
             self._let_in()
         self._joined = False
         trains = self._course.trains(self._slot, self.plan, self._chosen)
+        step, sizes = self._course.step_of(self._slot), self.plan.sizes
+        self.binder.count(sum(sizes[r] for r in self._chosen if step < self.plan.steps[r]))
         if trains:
             self._watch.resume()
         return trains

@@ -210,6 +210,9 @@ class StaleRun(ElasticRun[GrantedBinder]):
         """This rank's ticks, while it trains and is connected."""
         return self.loop if self.worker is not None and self.trainer.training else None
 
+    def trained(self) -> tuple[int, int] | None:
+        return None if self.binder.ticks is None else self.binder.ticks.trained()
+
     def current_samples(self) -> int | None:
         """Samples of the batch this rank is training on; 0 means a dummy that counts nothing."""
         loop = self.loop_in_use

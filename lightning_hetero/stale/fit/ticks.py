@@ -79,6 +79,9 @@ class Ticks:
         self._before_epoch = before_epoch
         self._resume = resume
         self._automatic = trainer.lightning_module.automatic_optimization
+        self._before = 0, 0  # samples and ticks of the epochs before
+        self._ends: Sequence[int] = ()  # of this one's ticks
+        self._first = 0  # of them
         self._words: deque[int] = deque()  # ticks the server has passed and Lightning has not
         self._seen_tick = -1  # the server's last tick whose hinted samples were taken in
 
@@ -108,8 +111,10 @@ class Ticks:
     def _begin(self) -> None:
         trainer, sampler = self._trainer, self._sampler
         self._before_epoch()
+        self._before = self.trained()
         self.epoch = sampler.epoch
-        self.tick = compat.upcoming_batch(trainer)
+        self._first = self.tick = compat.upcoming_batch(trainer)
+        self._ends = sampler.ends
         self._words.clear()
         ends = list(sampler.ends[: self._last_tick(len(sampler.ends))])
         spans: Sequence[Sequence[int]] = ()
@@ -120,6 +125,15 @@ class Ticks:
         reply = self.worker.begin_epoch(self.epoch, ends, tick=self.tick, applied=spans)
         self._seen_tick = reply.tick - 1
         self.source.begin(sampler.indices, pairs(reply.numbers))
+
+    def trained(self) -> tuple[int, int]:
+        """Returns the samples and the ticks of all ranks so far, with those of this rank's tick."""
+        samples, ticks = self._before
+        if not self._ends:
+            return samples, ticks
+        start = self._ends[self._first - 1] if self._first else 0
+        here = min(self.tick, len(self._ends) - 1)  # a look ahead at an epoch's end
+        return samples + self._ends[here] - start, ticks + here + 1 - self._first
 
     def _last_tick(self, ticks: int) -> int:
         """Number of the epoch's ticks that Lightning will train; samples beyond are nobody's."""
