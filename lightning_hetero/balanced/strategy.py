@@ -252,6 +252,13 @@ class LoadBalancedStrategy(HeteroStrategy[BalancedRun]):
             self._run.optimizer_stepped()
         return output
 
+    def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
+        """In a step, of a rank without samples, no row of its dummy is gathered; a mean of numbers is warned of."""
+        run = self._run
+        if run is not None and run.part is not None and compat.batch_results_open(run.trainer):
+            tensor = run.gathers(tensor)
+        return super().all_gather(tensor, group, sync_grads)
+
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
         """Means of integers are exact; means of floats logged for a training batch count samples."""
         with self.waiting_for_peers():

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal, TypeVar
 
 import torch
@@ -24,6 +25,7 @@ from lightning_hetero.glue.checks import (
     check_flags,
     name_lost_peer,
 )
+from lightning_hetero.glue.gathered import gather_unequal
 from lightning_hetero.glue.loaders import SharedSettings
 from lightning_hetero.glue.nodes import UnevenNodesStrategy
 from lightning_hetero.glue.one_device import OneDeviceFit
@@ -279,8 +281,12 @@ class HeteroStrategy(UnevenNodesStrategy, Reporting, Generic[Run]):
     # ---- collectives ------------------------------------------------------------------------------------------
 
     def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
+        """Gathers also tensors that differ in one dimension, see `gather_unequal`."""
+        gather = partial(super().all_gather, group=group, sync_grads=sync_grads)
         with self.waiting_for_peers():
-            return super().all_gather(tensor, group, sync_grads)
+            if self.world_size == 1 or not isinstance(tensor, Tensor):
+                return gather(tensor)
+            return gather_unequal(tensor, gather, group=group, engine=self.engine)
 
     def broadcast(self, obj: Any, src: int = 0) -> Any:
         with self.waiting_for_peers():

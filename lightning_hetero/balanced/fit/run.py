@@ -12,6 +12,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 import torch
+from lightning.fabric.utilities.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -148,6 +149,7 @@ class BalancedRun(EngineRun[BalancedBinder]):
         self._sent = False
         self._synced = False
         self._told: int | None = None  # the most samples of a part, by an earlier run
+        self._warned = False  # of numbers that are gathered
         self._epoch = -1
         self._parameters: list[nn.Parameter] = []
         self._flags: list[bool] = []  # which of them required gradients in the last step
@@ -309,6 +311,22 @@ class BalancedRun(EngineRun[BalancedBinder]):
         stack.enter_context(statistics_kept(self.module))
         stack.enter_context(compat.dummy_batch_unlogged(self.trainer))
         return stack
+
+    def gathers(self, tensor: Tensor) -> Tensor:
+        """Returns what this rank gives to a gathering within a step."""
+        part = self.part
+        assert part is not None
+        if tensor.dim() and not part.samples and len(tensor) == part.dummy:
+            return tensor[:0]
+        if tensor.numel() == 1 and tensor.is_floating_point() and len(set(part.shares)) > 1 and not self._warned:
+            self._warned = True
+            rank_zero_warn(
+                "self.all_gather of a number in a training step: the ranks have parts of unequal size (now"
+                f" {'/'.join(map(str, part.shares))}), so the plain mean of a loss of each is not the mean over the"
+                " samples. self.trainer.strategy.reduce(loss.detach(), reduce_op='mean') is, as is"
+                " self.log(..., sync_dist=True); or gather loss * n and n, the rank's samples. Sums are right as they are"
+            )
+        return tensor
 
     @property
     def weighs_means(self) -> bool:

@@ -236,7 +236,7 @@ class ElasticDDPStrategy(HeteroStrategy[Run], TolerantDDPStrategy):
         if self._alone:
             return tensor.unsqueeze(0)
         base = super().all_gather
-        return self._together(f"all_gather {tuple(tensor.shape)}", lambda: base(tensor, group, sync_grads))
+        return self._together(f"all_gather, {tensor.dim()} dimensions", lambda: base(tensor, group, sync_grads))
 
     def broadcast(self, obj: Any, src: int = 0) -> Any:
         if self._alone:
