@@ -22,6 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 from lightning_hetero import lightning_compat as compat
 from lightning_hetero.balanced.decide.controlled import ControlledPolicy
 from lightning_hetero.balanced.fit.loaders import BatchSettings
+from lightning_hetero.balanced.fit.plain_backward import PlainBackward
 from lightning_hetero.balanced.fit.rebalancer import BatchRebalancer
 from lightning_hetero.balanced.fit.refusals import PolicyName, chosen_policy, controlled_policy
 from lightning_hetero.balanced.fit.run import BalancedRun, BalanceSettings
@@ -145,6 +146,7 @@ class LoadBalancedStrategy(HeteroStrategy[BalancedRun]):
             }
             self.policy = controlled_policy(self.controller, [name for name, given in idle.items() if given])
         self._closure_loss: Tensor | None = None
+        self._plain = PlainBackward()
         self.sample_weighted_metrics = sample_weighted_metrics
         self.settings = BalanceSettings(
             policy=self.policy,
@@ -217,10 +219,12 @@ class LoadBalancedStrategy(HeteroStrategy[BalancedRun]):
             return super().training_step(*args, **kwargs)
         if run.wants_wrapping():
             self._wrap_again(run)
-        with run.dummy_guard(), run.memory_guard():
+        if run.automatic:
+            with run.dummy_guard(), run.memory_guard():
+                return super().training_step(*args, **kwargs)
+        with run.dummy_guard(), self._plain.taken(run.module, self.model):
             output = super().training_step(*args, **kwargs)
-        if not run.automatic:
-            run.manual_step_done()
+        run.manual_step_done()
         return output
 
     def _wrap_again(self, run: BalancedRun) -> None:
@@ -240,11 +244,12 @@ class LoadBalancedStrategy(HeteroStrategy[BalancedRun]):
         run, plugin = self._run, self.precision_plugin
         assert run is not None
         closure_loss, self._closure_loss = self._closure_loss, None
-        run.backward(
-            tensor,
-            lambda loss: type(plugin).backward(plugin, loss, model, optimizer, *args, **kwargs),
-            [] if closure_loss is None else [closure_loss],
-        )
+        with patched(self._plain, "manual", True):
+            run.backward(
+                tensor,
+                lambda loss: type(plugin).backward(plugin, loss, model, optimizer, *args, **kwargs),
+                [] if closure_loss is None else [closure_loss],
+            )
 
     def optimizer_step(self, optimizer: Any, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
         output = super().optimizer_step(optimizer, closure, model, **kwargs)

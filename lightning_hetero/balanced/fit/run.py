@@ -324,7 +324,7 @@ class BalancedRun(EngineRun[BalancedBinder]):
                 "self.all_gather of a number in a training step: the ranks have parts of unequal size (now"
                 f" {'/'.join(map(str, part.shares))}), so the plain mean of a loss of each is not the mean over the"
                 " samples. self.trainer.strategy.reduce(loss.detach(), reduce_op='mean') is, as is"
-                " self.log(..., sync_dist=True); or gather loss * n and n, the rank's samples. Sums are right as they are"
+                " self.log(..., sync_dist=True); or gather loss * n and n, the rank's samples. Sums stay right"
             )
         return tensor
 

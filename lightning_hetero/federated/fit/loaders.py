@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 from torch.utils.data import DataLoader
@@ -74,7 +74,6 @@ class OwnBinder(LoaderBinder[BoundLoader]):
         self.clients: list[Client] = []
         self.asked_batch = shared.global_batch_size
         self._rounds, self._resizes = rounds, resizes
-        self._epoch: int | None = None  # that a loader was bound in
         self._sampler: OwnBatches | None = None
 
     def inspect(self, loader: object) -> LoaderSpec:
@@ -93,6 +92,23 @@ class OwnBinder(LoaderBinder[BoundLoader]):
         except IndivisibleError as error:
             raise TypeError(f"{error}. FederatedStrategy reads each rank's own map-style DataLoader") from None
 
+    def announce(self, loaders: Sequence[object]) -> None:
+        """Takes the train loaders that will be processed next.
+
+        Raises:
+            TypeError: there are several, or a learning rate is to be found.
+        """
+        if compat.finds_learning_rate(self._trainer):
+            raise TypeError(
+                "a learning-rate finder needs the loss of one update after the other, and here ranks make local steps"
+                " between two averages: find the rate on one device, or with strategy='hetero_balanced'"
+            )
+        if len(loaders) > 1:
+            raise TypeError(
+                "several train loaders: a rank's own data are one loader. Combine the datasets"
+                " (torch.utils.data.StackDataset or ConcatDataset), or use strategy='hetero_balanced'"
+            )
+
     def process(self, loader: object) -> DataLoader:
         """Returns the copy of this rank's train loader that it trains on.
 
@@ -108,15 +124,8 @@ class OwnBinder(LoaderBinder[BoundLoader]):
                 " and how large its batches may be: use a map-style dataset, or strategy='hetero_balanced' with"
                 " stream='infinite'"
             )
-        epoch = compat.epoch_running(self._trainer)
-        if self._bound and epoch == self._epoch:
-            raise TypeError(
-                "several train loaders: a rank's own data are one loader. Combine the datasets"
-                " (torch.utils.data.StackDataset or ConcatDataset), or use strategy='hetero_balanced'"
-            )
         if self._bound:  # reloaded: perhaps other data
             self.place = Place(self.place.passes + 1)
-        self._epoch = epoch
         rank, seed = self._trainer.global_rank, int(os.environ.get("PL_GLOBAL_SEED", 0))
         order = OwnOrder(loader, spec, seed=seed * 1_000_003 + rank)
         mine = Client(order.samples, min(order.batch_size, max(1, order.samples)), order.batches)

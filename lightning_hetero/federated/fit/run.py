@@ -102,6 +102,7 @@ class FederatedRun(ElasticRun[OwnBinder]):
         self.samples: int | None = None
         self.rounds = 0
         self.binder = OwnBinder(trainer, self.channel, shared, self, resizes=self.policy.resizes)
+        self.undo.callback(compat.watch_train_source(trainer, self.binder.announce))
         self.weigh_logs(self.current_samples)
         self._settings, self._device = settings, device
         self._automatic = self.module.automatic_optimization

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch.callbacks import LearningRateFinder
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, SequentialSampler
 
 from lightning_hetero import FederatedStrategy
@@ -154,6 +155,18 @@ def test_a_fit_that_cannot_be_is_refused_on_all_ranks(name: str) -> None:
     words = CASES[name][-1]
     for message in run_ranks(2, job, name):
         assert words in message
+
+
+def finding(rank: int, world: int) -> str:
+    with pytest.raises(TypeError) as error:
+        fit(rank, world, federated(), batches_of(rank), module=Plain(), callbacks=[LearningRateFinder(1e-3, 1.0, 5)])
+    return str(error.value)
+
+
+def test_a_learning_rate_finder_is_refused() -> None:
+    """PL#19611: it was taken for several train loaders."""
+    for message in run_ranks(2, finding):
+        assert "a learning-rate finder needs the loss of one update after the other" in message
 
 
 def kept_anyway(rank: int, world: int) -> float:

@@ -1,4 +1,4 @@
-"""Means of an epoch and rates, where a rank's part is not an equal one and the batch's first dimension is something else."""
+"""Means of an epoch and rates, where parts are not equal and a batch's first dimension is not the samples."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, Dataset
 from tests.ranks.strangers import kit
 
 SAMPLES = 40  # two global batches of 16 and one of 8
-OPTIONS = {"balanced": kit.UNEVEN, "stale": {}, "federated": {"min_samples": [12, 4], "max_samples": [12, 4]}}
+OPTIONS = {"balanced": kit.UNEVEN, "stale": {"policy": "bsp"}, "federated": {"min_samples": [12, 4], "max_samples": [12, 4]}}
 
 
 class Numbers(Dataset):
