@@ -60,7 +60,7 @@ class LoadBalancedStrategy(HeteroStrategy[BalancedRun]):
         cooldown: measurements to let pass after a change of shares.
         min_samples: least samples per rank (one number, or one per rank); default a quarter of the equal share.
         max_samples: most samples per rank; default four times the equal share. If together they hold less than the
-            global batch, it is accumulated over several batches.
+            global batch, each rank computes its part in pieces, within the step.
         quantum: shares are multiples of this. ``"auto"``: 1, but where the module is compiled anew for each number of
             samples, and where tensor cores compute in half precision, a power of two that divides the global batch.
         policy: how shares are decided: ``"predictive"`` (the default): by a predictor's times; ``"tuning"``: by trial,

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, Dataset
 from tests.ranks.strangers import kit
 
 SAMPLES = 40  # two global batches of 16 and one of 8
-OPTIONS = {"balanced": kit.UNEVEN, "stale": {"policy": "bsp"}, "federated": {"min_samples": [12, 4], "max_samples": [12, 4]}}
+OPTIONS = {"balanced": kit.UNEVEN, "stale": {"policy": "bsp"}, "federated": kit.UNEVEN}
 
 
 class Numbers(Dataset):
