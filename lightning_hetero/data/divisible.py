@@ -21,14 +21,14 @@ class ProvedCollate:
 
     Args:
         collate: the loader's own function.
-        why: why batches are cut, and the way out, for the error.
+        most: samples that a rank may compute at once, for the error.
 
     Raises:
         TypeError: from the first batch on: batches cannot be cut.
     """
 
-    def __init__(self, collate: Callable[[list[Any]], Any], why: str) -> None:
-        self.collate, self._why, self._proved = collate, why, False
+    def __init__(self, collate: Callable[[list[Any]], Any], most: object) -> None:
+        self.collate, self._most, self._proved = collate, most, False
 
     def __call__(self, samples: list[Any]) -> Any:
         if not self._proved:
@@ -40,14 +40,15 @@ class ProvedCollate:
     def _prove(self, sample: Any) -> None:
         want = [self.collate([sample] * 2), self.collate([sample])]
         try:
-            pieces = split_batch(self.collate([sample] * 3), [2, 1], samples=3)
+            if _alike(split_batch(self.collate([sample] * 3), [2, 1], samples=3), want):
+                return
+            why = f"cut along the first dimension, a batch is not what is collated of fewer samples; {WAY_OUT}"
         except (TypeError, ValueError) as error:
-            raise TypeError(f"{self._why}. {error}") from None
-        if not _alike(pieces, want):
-            raise TypeError(
-                f"{self._why}. Cut along the first dimension, a batch is not what the loader collates of fewer samples;"
-                f" {WAY_OUT}"
-            )
+            why = str(error)
+        raise TypeError(
+            f"max_samples={self._most!r} is less than a rank's part of a batch, which is computed in pieces: raise it, or"
+            f" lower the batch. As it is, it cannot be cut: {why}"
+        )
 
 
 def _alike(one: Any, other: Any) -> bool:

@@ -163,11 +163,7 @@ class BalancedBinder(PartBinder[_Balanced]):
         self.orders.check_position(order.global_batch_size)
         copy = self._read_parts(bound, loader, least=least, costs=costs)
         if pieces > 1 and not hasattr(self._trainer.lightning_module, "split_batch"):
-            copy.collate_fn = ProvedCollate(
-                copy.collate_fn,
-                f"max_samples={self.settings.bounds.upper!r} is less than a rank's part of a batch, which is computed"
-                " in pieces: raise it, or lower the batch",
-            )
+            copy.collate_fn = ProvedCollate(copy.collate_fn, self.settings.bounds.upper)
         return copy
 
     def _settle(self, loaders: Sequence[object]) -> None:
