@@ -46,8 +46,8 @@ class ProvedCollate:
         except (TypeError, ValueError) as error:
             why = str(error)
         raise TypeError(
-            f"max_samples={self._most!r} is less than a rank's part of a batch, which is computed in pieces: raise it, or"
-            f" lower the batch. As it is, it cannot be cut: {why}"
+            f"max_samples={self._most!r} is less than a rank's part of a batch, which is computed in pieces: raise it,"
+            f" or lower the batch. As it is, it cannot be cut: {why}"
         )
 
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import chain, pairwise
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import assume, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import BatchSampler, DistributedSampler, RandomSampler, Sampler, WeightedRandomSampler
 
@@ -209,20 +209,17 @@ class Buckets(Sampler[list[int]]):
 
 
 @settings(max_examples=40)
-@given(st.lists(st.integers(1, 9), min_size=1, max_size=12), st.integers(1, 4), st.integers(1, 3), seeds)
-def test_pooled_batches_are_world_batches_in_a_row(
-    sizes: list[int], world: int, micro: int, seed: int
-) -> None:
+@given(st.lists(st.integers(1, 9), min_size=1, max_size=12), st.integers(1, 4), seeds)
+def test_pooled_batches_are_world_batches_in_a_row(sizes: list[int], world: int, seed: int) -> None:
     largest = max(sizes) * world
-    assume(-(-largest // -(-largest // micro)) == micro)
 
     def steps(channel: FakeChannel) -> list[list[Step]]:
         own = torch.Generator().manual_seed(seed + channel.rank)  # only rank 0's counts
         order = PooledBatches(Buckets(sizes, own), seed=0, channel=channel)
         assert order.global_batch_size == largest
-        sampler = GlobalBatchSampler(order, split=any_split(world, seed), rank=channel.rank, micro_batches=micro)
+        sampler = GlobalBatchSampler(order, split=any_split(world, seed), rank=channel.rank)
         result = [epoch_of(sampler, e) for e in range(2)]
-        assert {len(r) for r in result} == {len(sampler)} == {micro * -(-len(sizes) // world)}
+        assert {len(r) for r in result} == {len(sampler)} == {-(-len(sizes) // world)}
         return result
 
     ranks = on_ranks(world, steps)
@@ -230,11 +227,9 @@ def test_pooled_batches_are_world_batches_in_a_row(
     for epoch in range(2):
         drawn = list(users)
         pools = [[i for b in drawn[k : k + world] for i in b] for k in range(0, len(drawn), world)]
-        pieces = together([r[epoch] for r in ranks])
-        # exactly `micro` pieces per pool, whatever its size: Lightning's accumulation counts batches
-        assert [list(chain(*pieces[k : k + micro])) for k in range(0, len(pieces), micro)] == pools
+        assert together([r[epoch] for r in ranks]) == pools
         weight = [p.samples / p.weight_base for r in ranks for p, _ in r[epoch]]
-        assert sum(weight) == pytest.approx(micro * len(pools))
+        assert sum(weight) == pytest.approx(len(pools))
 
 
 @pytest.mark.parametrize("told", [False, True])

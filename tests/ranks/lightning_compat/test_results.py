@@ -9,6 +9,9 @@ from typing import Any
 import pytest
 import torch
 import torchmetrics
+from lightning.pytorch.callbacks import ThroughputMonitor
+from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from torchmetrics import CatMetric, MaxMetric, MetricCollection, SumMetric
@@ -200,6 +203,76 @@ class Sized(Toy):
 def test_as_batch() -> None:
     """What is logged inside counts the samples of the other batch."""
     assert float(train(Sized()).callback_metrics["mean"]) == pytest.approx(2 / 5)
+
+
+class Weighed(Toy):
+    """Logs batch by batch its number: by the number of its rows, or as if a constant were that."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        where: dict[str, Any] = {"on_step": False, "on_epoch": True}
+        self.log("inferred", float(batch_idx), **where)
+        self.log("constant", float(batch_idx), batch_size=7, **where)
+        self.log("own", float(batch_idx), batch_size=1, **where)
+        return self.loss(batch)
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.log("hook", float(batch_idx), on_step=False, on_epoch=True)
+
+    def on_train_start(self) -> None:
+        sizes = iter([1, 0, *[2] * STEPS])
+        self.undo = compat.weigh_logs(self.trainer, lambda: next(sizes), lambda given: given == 7)
+
+    def on_train_end(self) -> None:
+        self.undo()
+
+
+def test_weigh_logs() -> None:
+    """Batch 0 counts 1, batch 1 nothing, the others 2 each."""
+    trainer = train(Weighed())
+    right = sum(2 * i for i in range(2, STEPS)) / (1 + 2 * (STEPS - 2))
+    found = {name: float(value) for name, value in trainer.callback_metrics.items()}
+    assert [found[name] for name in ("inferred", "constant", "hook")] == pytest.approx([right] * 3), VERSIONS
+    assert found["own"] == pytest.approx((STEPS - 1) / 2), VERSIONS
+    assert "_extract_batch_size" not in vars(trainer.fit_loop.epoch_loop._results)
+
+
+class Counted(Toy):
+    def __init__(self) -> None:
+        super().__init__()
+        self.trained = [0, 0]
+
+    def on_fit_start(self) -> None:
+        self.undo = compat.count_throughput(self.trainer, lambda: (self.trained[0], self.trained[1]))
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.trained = [self.trained[0] + 5 * BATCH, self.trained[1] + 1]
+
+    def on_fit_end(self) -> None:
+        self.undo()
+
+
+def throughput(rank: int, world: int) -> list[dict[str, float]]:
+    rows: list[dict[str, float]] = []
+
+    class Rows(CSVLogger):
+        def log_metrics(self, metrics: Any, step: int | None = None) -> None:
+            rows.append(dict(metrics))
+
+    monitor = ThroughputMonitor(lambda batch: len(batch[0]), window_size=2)
+    arguments: dict[str, Any] = {"callbacks": [monitor], "logger": Rows("."), "log_every_n_steps": 1}
+    trainer = rank_trainer(rank, world, DDPStrategy(process_group_backend="gloo"), **arguments)
+    trainer.fit(Counted(), DataLoader(regression(SAMPLES), batch_size=BATCH // world))
+    assert "_start" not in vars(monitor)
+    return [row for row in rows if "train/samples_per_sec" in row]
+
+
+def test_count_throughput() -> None:
+    rows = run_ranks(2, throughput)[0]
+    assert rows, VERSIONS
+    for row in rows:
+        batches = row["train/batches_per_sec"] / 2
+        assert row["train/samples_per_sec"] == pytest.approx(5 * BATCH * batches), VERSIONS
+        assert row["train/device/samples_per_sec"] == pytest.approx(BATCH // 2 * batches), VERSIONS
 
 
 class Names(Toy):
