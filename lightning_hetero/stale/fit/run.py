@@ -78,6 +78,7 @@ class StaleRun(ElasticRun[GrantedBinder]):
             self.admission,
             liveness_s=settings.server.liveness_s,
             leave_step=self._leave_step,
+            take_over_changes=self._take_over_changes,
         )
         self.admission.expect()
         self.binder = GrantedBinder(trainer, channel, members, settings)
@@ -180,8 +181,13 @@ class StaleRun(ElasticRun[GrantedBinder]):
         elif self.session.outdated:
             self._disconnect("parameters were added to an optimizer")
             self._connect()
-        elif compat.only_forward(self.trainer):
-            self._disconnect("averaged weights are in the parameters' place")
+        elif self.session.changed().any:  # in on_train_epoch_start; nobody waits there otherwise
+            self._take_over_changes()
+
+    def _take_over_changes(self) -> None:
+        """The user's code has perhaps changed the model where the ranks met: the server starts again with it."""
+        if self.meetings.agree_on_changes():
+            self._disconnect("the model was changed other than by optimizers")
             self._connect()
 
     # ---- state ------------------------------------------------------------------------------------------------

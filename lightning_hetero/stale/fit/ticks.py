@@ -53,6 +53,7 @@ class Ticks:
         scale: as given.
         epoch, tick: where this rank is.
         work: what it trains on; None between two batches.
+        others: see `Session.others_now`.
     """
 
     def __init__(
@@ -78,6 +79,7 @@ class Ticks:
         self._events = events
         self._before_epoch = before_epoch
         self._resume = resume
+        self.others = session.others_now
         self._automatic = trainer.lightning_module.automatic_optimization
         self._words: deque[int] = deque()  # ticks the server has passed and Lightning has not
         self._seen_tick = -1  # the server's last tick whose hinted samples were taken in

@@ -215,17 +215,15 @@ class GradientWriter:
         return False
 
     def _write_buffer(self, index: int, buffer: Tensor, clean: Tensor) -> bool:
-        """Writes how a buffer changed since the last pull or push; returns whether it did."""
+        """Writes a buffer, or how it changed since the last pull or push; returns whether it did."""
         if torch.equal(buffer, clean):
             return False
-        out = self.layout.buffer_of(self.link.gradient, index)
-        if buffer.dtype.is_floating_point or buffer.dtype.is_complex:
-            out.copy_(
-                torch.where(buffer == clean, 0.0, buffer - clean)
-            )  # an infinity that stays is no change
-            clean.copy_(buffer)
+        entry, out = self.layout.buffers[index], self.layout.buffer_of(self.link.gradient, index)
+        if entry.statistic or entry.counts:
+            out.copy_((buffer - clean).masked_fill_(buffer == clean, 0))  # an infinity that stays is no change
         else:
             out.copy_(buffer)
+        clean.copy_(buffer)
         return True
 
 
