@@ -71,7 +71,7 @@ def difference(module: nn.Module, oracle: nn.Module) -> float:
 
 def ends(situation: Callable[..., Any], engine: str, *args: Any, ranks: int = 2, timeout_s: float = 60.0) -> list[Any]:
     """What each rank ended with."""
-    return run_ranks(situation, ranks, engine, *args, timeout_s=timeout_s)
+    return run_ranks(ranks, situation, engine, *args, timeout_s=timeout_s)
 
 
 def refusal(situation: Callable[..., Any], engine: str, *args: Any, ranks: int = 2, timeout_s: float = 60.0) -> str:
