@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn.parameter import is_lazy
 
-__all__ = ["ALIGN_BYTES", "FINITE", "NONFINITE", "STATISTICS", "Entry"]
+__all__ = ["ALIGN_BYTES", "CHANGE", "FINITE", "NONFINITE", "STATISTICS", "VALUE", "Entry"]
 
 ALIGN_BYTES = 64
 """A cache line, and enough for every dtype and vector unit."""
@@ -20,6 +20,9 @@ STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
 
 FINITE, NONFINITE = 1, 2
 """What a push says of a gradient that is present: the worker looks, which has just had it in its cache."""
+
+CHANGE, VALUE = 1, 2
+"""What a push has of a buffer: what to add to it, or what it is to be."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -61,7 +64,7 @@ class Entry:
 
     @property
     def counts(self) -> bool:
-        """Whether it is a single number. It may count, so its changes are added, also late ones."""
+        """Whether it is a single number. It may be a counter, so changes are added, also late ones."""
         return self.numel == 1 and self.dtype is not torch.bool
 
     @property

@@ -2,7 +2,7 @@
 
     running_mean, running_var    change since the pull   move by the mean change, weighted by samples
     num_batches_tracked          change since the pull   moves by the greatest one
-    any other single number      change since the pull   moves by that of one contribution
+    any other single number      change since the pull   moves by that of one contribution (from infinity: the value)
     any other buffer             value                   is that of one contribution
 
 For BatchNorm's running mean that is exactly the statistics of the global batch; its running variance becomes the mean
@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from lightning_hetero.stale.runtime.memory.codecs import pool_dtype
+from lightning_hetero.stale.runtime.memory.entry import VALUE
 from lightning_hetero.stale.runtime.memory.layout import FlatLayout
 
 __all__ = ["PushedBuffers"]
@@ -37,7 +38,7 @@ class PushedBuffers:
 
     layout: FlatLayout
     _moved: dict[int, tuple[Tensor, int]] = field(default_factory=dict[int, tuple[Tensor, int]])
-    _set: dict[int, Tensor] = field(default_factory=dict[int, Tensor])
+    _set: dict[int, tuple[int, Tensor]] = field(default_factory=dict[int, tuple[int, Tensor]])
     _of: tuple[int, int] | None = None  # minus the version, and the rank, of the contribution in `_set`
 
     def add(self, slot: Tensor, *, samples: int, base: int, rank: int) -> None:
@@ -48,11 +49,11 @@ class PushedBuffers:
             base: version of the parameters that it was computed with.
             rank: of its worker.
         """
-        present = self.layout.flags_of(slot)[1].nonzero().flatten().tolist()
+        present = {i: flag for i, flag in enumerate(self.layout.flags_of(slot)[1].tolist()) if flag}
         own = [i for i in present if not self.layout.buffers[i].statistic]
         if own and (self._of is None or (-base, rank) < self._of):
             self._of = (-base, rank)
-            self._set = {i: self.layout.buffer_of(slot, i).clone() for i in own}
+            self._set = {i: (present[i], self.layout.buffer_of(slot, i).clone()) for i in own}
         for i in present:
             if self.layout.buffers[i].statistic:
                 self._move(i, self.layout.buffer_of(slot, i), samples)
@@ -80,16 +81,11 @@ class PushedBuffers:
                 buffers[i].add_(total)
             elif samples:
                 buffers[i].add_((total * (worth / samples)).to(buffers[i].dtype))
-        values = [i for i in self._set if not self.layout.buffers[i].counts]
-        late = self._of is not None and any(changed.get(i, 0) > -self._of[0] for i in values)
-        for i, given in self._set.items():
-            if late:
-                break
-            if self.layout.buffers[i].counts:
-                buffers[i].add_(given)
-            else:
-                buffers[i].copy_(given)
-                changed[i] = version
+        values = [i for i, (flag, _) in self._set.items() if flag == VALUE]
+        if self._of is not None and not any(changed.get(i, 0) > -self._of[0] for i in values):
+            for i, (flag, given) in self._set.items():
+                buffers[i].copy_(given if flag == VALUE else buffers[i] + given)
+            changed.update(dict.fromkeys(values, version))
         self._moved.clear()
         self._set.clear()
         self._of = None

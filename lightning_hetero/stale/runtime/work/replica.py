@@ -98,10 +98,11 @@ class Replica:
 
     def adopt(self) -> None:
         """Parameters and buffers that lie elsewhere, e.g. because a module replaced them, come into flat memory."""
-        for tensor, view in zip(self._tensors(), self._views, strict=True):
+        for i, (tensor, view) in enumerate(zip(self._tensors(), self._views, strict=True)):
             if tensor.data_ptr() != view.data_ptr() and tensor.numel():
                 view.copy_(tensor.detach())
                 tensor.data = view
+                self.watch.moved(i)
 
     def detach(self) -> None:
         """Gives parameters and buffers memory of their own, with their present values; idempotent."""

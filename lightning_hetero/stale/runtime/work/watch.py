@@ -34,12 +34,21 @@ class Place(NamedTuple):
     key: str
 
     def now(self) -> Tensor:
-        """Returns what is there now; what was there, if it is gone or has another shape."""
-        found = self.held.get(self.key)
-        if found is None or found is self.tensor:
-            return self.tensor
-        alike = (found.shape, found.dtype, found.device) == (self.tensor.shape, self.tensor.dtype, self.tensor.device)
-        return found if alike else self.tensor
+        """Returns what is there now; what was there, if there is nothing.
+
+        Raises:
+            RuntimeError: it has another shape, dtype or device.
+        """
+        found, own = self.held.get(self.key), self.tensor
+        if found is None or found is own:
+            return own
+        if (found.shape, found.dtype, found.device) != (own.shape, own.dtype, own.device):
+            raise RuntimeError(
+                f"{self.name} was {tuple(own.shape)}, {own.dtype} on {own.device}, and is {tuple(found.shape)},"
+                f" {found.dtype} on {found.device} now: under hetero_stale it has a place in the parameter server, and"
+                " keeps shape, dtype and device. Use strategy='hetero_balanced'"
+            )
+        return found
 
 
 def places(module: nn.Module) -> tuple[list[Place], list[Place]]:
@@ -96,6 +105,7 @@ class Watch:
         self._versions: list[int] = []
         self._held_buffers: list[Tensor] = []
         self._buffer_versions: list[int] = []
+        self._moved = set[int]()  # which of all tensors got other memory by ``.data = ...``
 
     def attach(self, areas: Iterable[Tensor]) -> None:
         """Begins; all is as it should be.
@@ -114,7 +124,8 @@ class Watch:
             if words:
                 self._areas.append((area.view(torch.int32), torch.tensor(words, device=area.device)))
         self.came()
-        self.settle()
+        self._settle_parameters()
+        self.settle_buffers()
 
     def detach(self) -> None:
         """Ends, and lets go of all memory."""
@@ -126,13 +137,17 @@ class Watch:
         for i in self._whole:
             self._whole[i] = self._parameters[i].detach().clone()
 
-    def settle(self) -> None:
-        """What is there now counts as unchanged."""
+    def moved(self, index: int) -> None:
+        """A tensor, of parameters and then buffers, had other memory, and has its place in flat memory again."""
+        self._moved.add(index)
+
+    def _settle_parameters(self) -> None:
         self._versions = [parameter._version for parameter in self._parameters]
-        self.settle_buffers()
+        self._moved = {i for i in self._moved if i >= len(self._parameters)}
 
     def settle_buffers(self) -> None:
         """The buffers that are there now count as unchanged."""
+        self._moved = {i for i in self._moved if i < len(self._parameters)}
         self._held_buffers = list(self._buffers())
         self._buffer_versions = [buffer._version for buffer in self._held_buffers]
 
@@ -140,10 +155,11 @@ class Watch:
 
     def _counted(self) -> set[int]:
         """Parameters that were written in place, or in whose stead there is another."""
-        now = [parameter._version for parameter in self._parameters]
-        if now == self._versions:
-            return self._replaced()
-        return self._replaced() | {i for i, (a, b) in enumerate(zip(now, self._versions, strict=True)) if a != b}
+        now, found = [parameter._version for parameter in self._parameters], self._replaced()
+        found |= {i for i in self._moved if i < len(now)}
+        if now != self._versions:
+            found |= {i for i, (a, b) in enumerate(zip(now, self._versions, strict=True)) if a != b}
+        return found
 
     def _replaced(self) -> set[int]:
         """Parameters in whose stead the module has another."""
@@ -182,18 +198,16 @@ class Watch:
                 self._whole.setdefault(i, None)
             elif not torch.equal(self._parameters[i].detach().to(clean.device), clean):
                 found.add(i)
-        self._versions = [parameter._version for parameter in self._parameters]
+        self._settle_parameters()
         return sorted(found)
 
     # ---- buffers ----------------------------------------------------------------------------------------------
 
     def written_buffers(self) -> list[int]:
         """Buffers that were written, or in whose stead there is another."""
-        now = self._buffers()
+        first, known = len(self._parameters), zip(self._held_buffers, self._buffer_versions, strict=True)
         return [
             i
-            for i, (buffer, held, version) in enumerate(
-                zip(now, self._held_buffers, self._buffer_versions, strict=True)
-            )
-            if buffer is not held or buffer._version != version
+            for i, (buffer, (held, version)) in enumerate(zip(self._buffers(), known, strict=True))
+            if buffer is not held or buffer._version != version or first + i in self._moved
         ]

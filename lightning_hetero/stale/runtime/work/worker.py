@@ -161,6 +161,7 @@ class Worker:
             raise RuntimeError("call Worker.attach before pull")
         if self._kept:
             return self.version
+        self._replica.adopt()
         if self.is_newest:
             self._replica.restore_buffers()
         else:
