@@ -14,12 +14,12 @@ from torch.utils.data import DataLoader, DistributedSampler
 
 from tests.ranks.kit import FEATURES, Toy, regression
 from tests.ranks.stale.fits import Late
-from tests.ranks.strangers.kit import ends, everyone, refusal, trainer
+from tests.ranks.strangers.kit import UNEVEN, ends, everyone, refusal, trainer
 
 pytestmark = pytest.mark.ranks
 
 Facts = dict[str, Tensor]
-BSP = {"stale": {"policy": "bsp"}}
+BSP = {"stale": {"policy": "bsp"}, "balanced": UNEVEN}
 
 
 class Net(Toy):
@@ -50,7 +50,7 @@ def fit(
     order = DistributedSampler(data, num_replicas=1, rank=0, seed=0) if world == 1 else None  # that of DDP
     train = DataLoader(data, batch_size=size, sampler=order)
     valid = DataLoader(regression(16), batch_size=size) if getattr(module, "validates", False) else None
-    one = trainer(rank, world, engine, options, max_epochs=epochs, num_sanity_val_steps=0, **kwargs)
+    one = trainer(rank, world, engine, options or {"balanced": UNEVEN}, max_epochs=epochs, num_sanity_val_steps=0, **kwargs)
     one.fit(module, train, valid)
     facts = {name: value.detach().clone() for name, value in module.state_dict().items()}
     return facts if valid is None else {**facts, "validated": one.callback_metrics["valid"].clone()}
@@ -98,10 +98,15 @@ def rolls_back(rank: int, world: int, engine: str, where: str) -> Facts:
     return fit(RolledBack(where), rank, world, engine)
 
 
-@pytest.mark.stock_ddp("hooks: weights loaded or set between two epochs", "stale")
-@pytest.mark.parametrize("where", ["on_train_start", "on_train_epoch_start", "on_train_epoch_end", "on_validation_end"])
-def test_weights_that_all_ranks_set_between_two_epochs_are_trained_on(where: str) -> None:
-    same(ends(rolls_back, "stale", where), rolls_back(0, 1, "single", where))
+WHERE = ["on_train_start", "on_train_epoch_start", "on_train_epoch_end", "on_validation_end"]
+
+
+@pytest.mark.stock_ddp("state: weights loaded or set between two epochs", "balanced", "stale")
+@pytest.mark.parametrize(
+    ("engine", "where"), [*(("stale", where) for where in WHERE), ("balanced", "on_train_epoch_end")]
+)
+def test_weights_that_all_ranks_set_between_two_epochs_are_trained_on(engine: str, where: str) -> None:
+    same(ends(rolls_back, engine, where), rolls_back(0, 1, "single", where))
 
 
 def prunes(rank: int, world: int, engine: str) -> Facts:
@@ -130,7 +135,7 @@ def clamps_on_one_rank(rank: int, world: int, engine: str) -> Facts:
     return fit(OnOneRank(), rank, world, engine)
 
 
-@pytest.mark.stock_ddp("hooks: weights changed on one rank only", refused="ranks would part")
+@pytest.mark.stock_ddp("state: weights set on one rank only (under DDP its model parts from the others')", "stale", refused="there is one model")
 def test_weights_that_one_rank_sets_are_refused() -> None:
     said = refusal(clamps_on_one_rank, "stale")
     assert "net.0.bias was changed" in said and "not alike on ranks 0 and 1" in said
@@ -186,7 +191,7 @@ def swaps(rank: int, world: int, engine: str) -> Facts:
     )
 
 
-@pytest.mark.stock_ddp("callbacks: averages in the weights' place while validation runs", "stale")
+@pytest.mark.stock_ddp("state: averages in the weights' place while validation runs", "stale")
 def test_weights_that_are_swapped_for_validation_and_back_are_no_change() -> None:
     same(ends(swaps, "stale"), swaps(0, 1, "single"))
 
@@ -251,7 +256,13 @@ def clamps(rank: int, world: int, engine: str, how: str) -> Facts:
     return fit(Clamped(how), rank, world, engine, samples=64, epochs=1)
 
 
-@pytest.mark.stock_ddp("hooks: weights clamped or set in every batch", refused="the server has them")
+@pytest.mark.stock_ddp("state: weights clamped or set in a batch", "balanced")
+@pytest.mark.parametrize("how", ["hook", "step"])
+def test_weights_that_are_set_in_a_batch_stay_set(how: str) -> None:
+    same(ends(clamps, "balanced", how), clamps(0, 1, "single", how))
+
+
+@pytest.mark.stock_ddp("state: weights clamped or set in a batch", "stale", refused="the server has them")
 @pytest.mark.parametrize("how", ["manual", "forward", "hook", "data", "assigned", "another", "step"])
 def test_weights_that_are_set_in_a_batch_are_refused(how: str) -> None:
     said = refusal(clamps, "stale", how)
@@ -276,7 +287,7 @@ def renormalises(rank: int, world: int, engine: str) -> Facts:
     return fit(PaddingRow(), rank, world, engine, samples=64)
 
 
-@pytest.mark.stock_ddp("modules: Embedding(max_norm=...)", refused="forward writes a parameter")
+@pytest.mark.stock_ddp("state: Embedding(max_norm=...)", "stale", refused="its forward pass writes a parameter")
 def test_an_embedding_that_renormalises_itself_is_refused() -> None:
     assert "table.weight was changed" in refusal(renormalises, "stale")
 
@@ -341,13 +352,13 @@ def follows(rank: int, world: int, engine: str, where: str, late: int) -> Facts:
     )  # fmt: skip
 
 
-@pytest.mark.stock_ddp("hooks: a teacher by moving average, every rank in time (policy='bsp')", "stale")
-@pytest.mark.parametrize("where", ["hook", "step"])
-def test_a_teacher_is_one_processs_while_all_ranks_see_every_update(where: str) -> None:
-    same(ends(follows, "stale", where, 0), follows(0, 1, "single", where, 0))
+@pytest.mark.stock_ddp("state: a teacher by moving average, all ranks in time", "balanced", "stale")
+@pytest.mark.parametrize(("engine", "where"), [("stale", "hook"), ("stale", "step"), ("balanced", "step")])
+def test_a_teacher_is_one_processs_while_all_ranks_see_every_update(engine: str, where: str) -> None:
+    same(ends(follows, engine, where, 0), follows(0, 1, "single", where, 0))
 
 
-@pytest.mark.stock_ddp("hooks: a teacher by moving average, a rank misses an update", refused="teachers differ")
+@pytest.mark.stock_ddp("state: a teacher by moving average, a rank is late", "stale", refused="it missed an update")
 @pytest.mark.parametrize("where", ["hook", "step"])
 def test_a_teacher_that_missed_an_update_on_a_rank_is_refused(where: str) -> None:
     said = refusal(follows, "stale", where, 2)
@@ -379,7 +390,7 @@ def counts(rank: int, world: int, engine: str) -> Facts:
     return fit(Counting(), rank, world, engine, samples=128, epochs=2, callbacks=callbacks)
 
 
-@pytest.mark.stock_ddp("modules: counters in buffers", "stale")
+@pytest.mark.stock_ddp("state: counters in buffers", "stale")
 def test_counters_in_buffers_count_updates() -> None:
     for facts in ends(counts, "stale"):
         assert int(facts["calls"]) == 16 and float(facts["share"]) == 2.0
@@ -410,12 +421,34 @@ def enqueues(rank: int, world: int, engine: str) -> tuple[Facts, Any]:
     return facts, everyone(facts["queue"])
 
 
-@pytest.mark.stock_ddp("modules: queues and pointers in buffers", "stale")
+@pytest.mark.stock_ddp("state: queues and pointers in buffers", "stale")
 def test_a_queue_holds_whole_keys_and_is_one_for_all_ranks() -> None:
     for facts, (mine, others) in ends(enqueues, "stale"):
         torch.testing.assert_close(facts["queue"].norm(dim=1), torch.ones(32, dtype=torch.float64))
         assert 0 <= int(facts["pointer"]) < 32
         assert torch.equal(mine, others)
+
+
+class Observed(Net):
+    """A range that begins at infinity (torch.ao.quantization's observers)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("least", torch.tensor(float("inf")))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.least.copy_(torch.minimum(self.least, batch[0].min()))
+        return self.loss(batch)
+
+
+def observes(rank: int, world: int, engine: str) -> Facts:
+    """torch.ao.quantization.MinMaxObserver."""
+    return fit(Observed(), rank, world, engine)
+
+
+def test_a_range_that_begins_at_infinity_is_a_ranks() -> None:
+    a, b = ends(observes, "stale")
+    assert float(a["least"]) == float(b["least"]) and abs(float(a["least"])) < 5.0
 
 
 class Shadow(Net):
@@ -434,6 +467,6 @@ def shadows(rank: int, world: int, engine: str) -> Facts:
     return fit(Shadow(), rank, world, engine, samples=64)
 
 
-@pytest.mark.stock_ddp("hooks: averages in buffers, moved behind a step", refused="the server has them")
+@pytest.mark.stock_ddp("state: averages in buffers, moved behind a step", "stale", refused="the server has them")
 def test_averages_in_buffers_that_a_hook_moves_are_refused() -> None:
     assert "shadow was changed" in refusal(shadows, "stale")
