@@ -8,7 +8,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import torch.distributed as dist
 from lightning.pytorch import Callback
@@ -19,7 +19,6 @@ from lightning_hetero.glue.elastic.groups import Groups
 from lightning_hetero.glue.elastic.members import Members
 from lightning_hetero.stale.decide.report import summary as report
 from lightning_hetero.stale.decide.report.counts import Counts
-from lightning_hetero.stale.fit.changed import Changed, refuse_different
 from lightning_hetero.stale.fit.session import Session
 from lightning_hetero.stale.runtime.messages import Met
 
@@ -45,7 +44,7 @@ class _MeetingPoints(Callback):
         members: Members,
         admission: Admission,
         leave_step: Callable[[], None],
-        take_over_changes: Callable[[], None],
+        take_over_changes: Callable[[bool], None],
     ) -> None:
         self._meetings, self._members, self._admission = meetings, members, admission
         self._leave_step, self._take_over_changes = leave_step, take_over_changes
@@ -76,15 +75,13 @@ class _MeetingPoints(Callback):
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Before anybody's hook: a newcomer goes through all hooks of its first epoch."""
         self._admission.admit()
-        self._take_over_changes()
+        self._take_over_changes(False)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Before callbacks put their averages in place of the parameters."""
         self._meetings.meet("last batch trained", pull=True)
         self._meetings.agree_on_averages()
-        if self._meetings.agree_on_changes():
-            for buffer in pl_module.buffers():
-                dist.broadcast(buffer.data, 0)  # as before an epoch: the lowest rank's count
+        self._take_over_changes(True)
 
 
 class Meetings:
@@ -97,7 +94,7 @@ class Meetings:
         groups: rebuilt without those that have died.
         admission: told when somebody is missing.
         liveness_s: silence from which on a rank counts as silent [s].
-        take_over_changes: called where ranks meet before an epoch, with what the user's code has changed since.
+        take_over_changes: called before an epoch, and when training ends (True), for what the user's code has changed.
         leave_step: called when an epoch ends; a hook may have skipped the rest of it in the middle of a batch.
 
     Attributes:
@@ -115,7 +112,7 @@ class Meetings:
         *,
         liveness_s: float,
         leave_step: Callable[[], None],
-        take_over_changes: Callable[[], None],
+        take_over_changes: Callable[[bool], None],
     ) -> None:
         self.trainer = trainer
         self.counts: Counts | None = None
@@ -175,30 +172,6 @@ class Meetings:
             for tensor in compat.averaged_weights(self.trainer):
                 dist.broadcast(tensor.data, 0)  # the lowest of those left
 
-    def agree_on_changes(self) -> bool:
-        """Looks at what the user's code has changed of the model where the ranks met.
-
-        Returns:
-            Whether the lowest rank's model is another one than the server's.
-
-        Raises:
-            RuntimeError: see `refuse_different`.
-        """
-        session, members = self._session, self._members
-        if session.worker is None:
-            return False
-        own = session.changed()
-        why = "changes of the model other than by optimizers, which all ranks must make"
-        everyone: list[Changed] = self.together(why, lambda: _gathered(own))
-        refuse_different(members.alive, everyone)
-        session.settle_others()
-        if everyone[0].trained or everyone[0].buffers or everyone[0].new:
-            return True
-        if own.buffers:
-            session.worker.discard()
-            session.worker.pull()
-        return False
-
     def _regroup(self, alive: tuple[int, ...], *, anew: bool = False) -> None:
         members = self._members
         if alive == members.alive and not anew:
@@ -217,10 +190,3 @@ class Meetings:
     def close(self) -> None:
         """Takes the callback out again."""
         self._callbacks.remove(self._point)
-
-
-def _gathered(own: T) -> list[T]:
-    """Returns what each rank gives, in the order of ranks."""
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, own)
-    return everyone

@@ -50,7 +50,7 @@ def fit(
     order = DistributedSampler(data, num_replicas=1, rank=0, seed=0) if world == 1 else None  # that of DDP
     train = DataLoader(data, batch_size=size, sampler=order)
     valid = DataLoader(regression(16), batch_size=size) if getattr(module, "validates", False) else None
-    one = trainer(rank, world, engine, options or {"balanced": UNEVEN}, max_epochs=epochs, num_sanity_val_steps=0, **kwargs)
+    one = trainer(rank, world, engine, options or {"balanced": UNEVEN}, max_epochs=epochs, **kwargs)
     one.fit(module, train, valid)
     facts = {name: value.detach().clone() for name, value in module.state_dict().items()}
     return facts if valid is None else {**facts, "validated": one.callback_metrics["valid"].clone()}
@@ -135,7 +135,7 @@ def clamps_on_one_rank(rank: int, world: int, engine: str) -> Facts:
     return fit(OnOneRank(), rank, world, engine)
 
 
-@pytest.mark.stock_ddp("state: weights set on one rank only (under DDP its model parts from the others')", "stale", refused="there is one model")
+@pytest.mark.stock_ddp("state: weights set on one rank only", "stale", refused="under DDP the ranks' models part")
 def test_weights_that_one_rank_sets_are_refused() -> None:
     said = refusal(clamps_on_one_rank, "stale")
     assert "net.0.bias was changed" in said and "not alike on ranks 0 and 1" in said
