@@ -260,6 +260,7 @@ class Rank:
             self.admission,
             liveness_s=LIVENESS_S,
             leave_step=lambda: None,
+            take_over_changes=lambda at_end: self._reduce("changes of the model"),
         )
         if invitation is not None:
             self._first_epoch = simulation.checkpoints[invitation.checkpoint]

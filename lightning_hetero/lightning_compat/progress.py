@@ -19,7 +19,6 @@ __all__ = [
     "is_last_prediction",
     "last_batch_done",
     "logging_step",
-    "only_forward",
     "resume_from",
     "step_limit",
     "steps_uncounted",
@@ -79,11 +78,6 @@ def logging_step(trainer: Trainer) -> int:
 def accumulates_now(trainer: Trainer) -> bool:
     """Whether the batch that is running only accumulates gradients."""
     return trainer.fit_loop._should_accumulate()
-
-
-def only_forward(trainer: Trainer) -> bool:
-    """Whether batches are not trained on: `StochasticWeightAveraging` renews statistics of BatchNorm."""
-    return trainer.fit_loop._skip_backward
 
 
 def zeroes_now(trainer: Trainer) -> bool:

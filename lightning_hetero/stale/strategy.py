@@ -226,7 +226,7 @@ class BoundedStalenessStrategy(ElasticDDPStrategy[StaleRun]):
             yield
         except BaseException:
             if (loop := self._loop) is not None:
-                loop.leave_step()
+                loop.leave_step(failed=True)
             raise
 
     @contextmanager

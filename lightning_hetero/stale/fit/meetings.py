@@ -39,10 +39,15 @@ class _MeetingPoints(Callback):
     """
 
     def __init__(
-        self, meetings: Meetings, members: Members, admission: Admission, leave_step: Callable[[], None]
+        self,
+        meetings: Meetings,
+        members: Members,
+        admission: Admission,
+        leave_step: Callable[[], None],
+        take_over_changes: Callable[[bool], None],
     ) -> None:
         self._meetings, self._members, self._admission = meetings, members, admission
-        self._leave_step = leave_step
+        self._leave_step, self._take_over_changes = leave_step, take_over_changes
         self._validating = set[int]()
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -70,11 +75,13 @@ class _MeetingPoints(Callback):
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Before anybody's hook: a newcomer goes through all hooks of its first epoch."""
         self._admission.admit()
+        self._take_over_changes(False)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Before callbacks put their averages in place of the parameters."""
         self._meetings.meet("last batch trained", pull=True)
         self._meetings.agree_on_averages()
+        self._take_over_changes(True)
 
 
 class Meetings:
@@ -87,6 +94,7 @@ class Meetings:
         groups: rebuilt without those that have died.
         admission: told when somebody is missing.
         liveness_s: silence from which on a rank counts as silent [s].
+        take_over_changes: called before an epoch, and when training ends (True), for what the user's code has changed.
         leave_step: called when an epoch ends; a hook may have skipped the rest of it in the middle of a batch.
 
     Attributes:
@@ -104,6 +112,7 @@ class Meetings:
         *,
         liveness_s: float,
         leave_step: Callable[[], None],
+        take_over_changes: Callable[[bool], None],
     ) -> None:
         self.trainer = trainer
         self.counts: Counts | None = None
@@ -113,7 +122,7 @@ class Meetings:
         self._generation = 0
         self._advised = False
         self._callbacks = compat.trainer_callbacks(trainer)
-        self._point = _MeetingPoints(self, members, admission, leave_step)
+        self._point = _MeetingPoints(self, members, admission, leave_step, take_over_changes)
         self._callbacks.insert(0, self._point)
 
     def meet(self, what: str, *, pull: bool = False) -> None:

@@ -20,6 +20,7 @@ from lightning_hetero.glue.elastic.members import Members
 from lightning_hetero.stale.decide.policy import Bsp
 from lightning_hetero.stale.decide.report import summary as report
 from lightning_hetero.stale.decide.report.counts import Counts, Measures
+from lightning_hetero.stale.fit.changed import Changed, refuse_different
 from lightning_hetero.stale.fit.loaders import GrantedBinder
 from lightning_hetero.stale.fit.meetings import Meetings
 from lightning_hetero.stale.fit.optimizer_hooks import redirect_steps
@@ -78,6 +79,7 @@ class StaleRun(ElasticRun[GrantedBinder]):
             self.admission,
             liveness_s=settings.server.liveness_s,
             leave_step=self._leave_step,
+            take_over_changes=self._take_over_changes,
         )
         self.admission.expect()
         self.binder = GrantedBinder(trainer, channel, members, settings)
@@ -181,8 +183,36 @@ class StaleRun(ElasticRun[GrantedBinder]):
         elif self.session.outdated:
             self._disconnect("parameters were added to an optimizer")
             self._connect()
-        elif compat.only_forward(self.trainer):
-            self._disconnect("averaged weights are in the parameters' place")
+        elif self.session.changed().any:  # in on_train_epoch_start; nobody waits there otherwise
+            self._take_over_changes(False)
+
+    def _take_over_changes(self, at_end: bool) -> None:
+        """The user's code has perhaps changed the model where the ranks met: the server starts again with it.
+
+        Args:
+            at_end: it does not, as nobody will train; the lowest rank's buffers count all the same.
+
+        Raises:
+            RuntimeError: parameters were not changed alike.
+        """
+        worker = self.session.worker
+        if worker is None:
+            return
+        own = self.session.changed()
+        why = "changes of the model other than by optimizers, which all ranks must make"
+        everyone: list[Changed] = self.meetings.together(why, lambda: _gather(own))
+        refuse_different(self._members.alive, everyone)
+        self.session.settle_others()
+        lowest = everyone[0]
+        if not (lowest.trained or lowest.buffers or lowest.new):
+            if own.buffers:  # which are not the server's
+                worker.discard()
+                worker.pull()
+        elif at_end:
+            for buffer in self.module.buffers():
+                dist.broadcast(buffer.data, 0)
+        else:
+            self._disconnect("the model was changed other than by optimizers")
             self._connect()
 
     # ---- state ------------------------------------------------------------------------------------------------
@@ -315,3 +345,10 @@ def _broadcast(value: Any) -> Any:
     box = [value]
     dist.broadcast_object_list(box, 0)
     return box[0]
+
+
+def _gather(value: Any) -> list[Any]:
+    """Returns the value of every rank, in their order."""
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, value)
+    return everyone

@@ -18,11 +18,13 @@ from torch.nn import Parameter
 
 from lightning_hetero.glue.elastic.members import Members
 from lightning_hetero.stale.decide.policy import Policy
+from lightning_hetero.stale.fit.changed import Changed
 from lightning_hetero.stale.fit.settings import StaleSettings
 from lightning_hetero.stale.runtime.memory.layout import FlatLayout
 from lightning_hetero.stale.runtime.messages import Met
 from lightning_hetero.stale.runtime.processes.fork import ServerProcess
 from lightning_hetero.stale.runtime.processes.start import Address, connect, start_server
+from lightning_hetero.stale.runtime.work.watch import Numbers, Place, places
 from lightning_hetero.stale.runtime.work.worker import Worker
 from lightning_hetero.transport.pulse import Pulse
 
@@ -39,9 +41,19 @@ class _Shared:
     """What a server is started with: all it trains, and by identity which parameters each group of optimizers has."""
 
     layout: FlatLayout
-    parameters: list[Parameter]
-    buffers: list[Tensor]
+    trained: list[Place]
+    buffers: list[Place]
+    others: list[Place]  # parameters that no optimizer has
+    numbers: dict[str, Numbers]  # of each of these, as they were
     groups: list[list[list[int]]]
+
+    @property
+    def parameters(self) -> list[Parameter]:
+        return [place.tensor for place in self.trained]  # type: ignore[misc]
+
+    def present_buffers(self) -> list[Tensor]:
+        """Returns them as the module has them now."""
+        return [place.now() for place in self.buffers]
 
 
 class Session:
@@ -89,7 +101,8 @@ class Session:
             ValueError: an optimizer updates a parameter that is not the module's.
         """
         module, optimizers = self._trainer.lightning_module, self._trainer.optimizers
-        named = {id(p): (name, p) for name, p in module.named_parameters()}
+        held, buffers = places(module)
+        named = {id(place.tensor): place for place in held}
         owned = {id(p): p for o in optimizers for g in o.param_groups for p in g["params"]}
         stray = [tuple(p.shape) for i, p in owned.items() if i not in named]
         if stray:
@@ -97,10 +110,15 @@ class Session:
                 f"an optimizer updates {len(stray)} parameters that are not the LightningModule's (shapes"
                 f" {stray[:3]}); register their module on the LightningModule"
             )
-        entries = [entry for i, entry in named.items() if i in owned]
-        buffers = list(module.named_buffers())
-        layout = FlatLayout.of(entries, buffers, optimizers=optimizers, codec=self._settings.codec)
-        self._shared = _Shared(layout, [p for _, p in entries], [b for _, b in buffers], self._groups_now())
+        trained = [place for i, place in named.items() if i in owned]
+        layout = FlatLayout.of(
+            [(place.name, place.tensor) for place in trained],
+            [(place.name, place.tensor) for place in buffers],
+            optimizers=optimizers,
+            codec=self._settings.codec,
+        )
+        others = [place for i, place in named.items() if i not in owned]
+        self._shared = _Shared(layout, trained, buffers, others, _numbers_of(others), self._groups_now())
 
     def serve(self, *, ahead: int, state: Mapping[str, Any], policy: Policy | None = None) -> Address:
         """Starts the server for what is shared; returns where it is.
@@ -116,7 +134,7 @@ class Session:
         self._process, address = start_server(
             layout=shared.layout,
             parameters=shared.parameters,
-            buffers=shared.buffers,
+            buffers=shared.present_buffers(),
             optimizers=self._trainer.optimizers,
             settings=settings.server if policy is None else replace(settings.server, policy=policy),
             ranks=members.alive,
@@ -138,8 +156,9 @@ class Session:
             connect(address, self._members.rank),
             shared.layout,
             shared.parameters,
-            shared.buffers,
+            shared.present_buffers,
             optimizers,
+            held=shared.trained,
             # A scaler divides gradients in place after the backward pass, where no hook sees it.
             overlap=None if getattr(self._trainer.precision_plugin, "scaler", None) is None else False,
             tell=self._members.warn_once,
@@ -159,6 +178,29 @@ class Session:
         """Whether the optimizers have other parameters than the server was started with."""
         assert self._shared is not None
         return self._groups_now() != self._shared.groups
+
+    def changed(self) -> Changed:
+        """Returns what the user's code has changed where the ranks met, and of parameters no optimizer has at all."""
+        worker, shared = self.worker, self._shared
+        assert worker is not None and shared is not None
+        names, buffers = worker.changes()
+        trained = [place for place in shared.trained if place.name in set(names)]
+        known = {id(place.tensor) for place in (*shared.trained, *shared.others, *shared.buffers)}
+        found = [place for part in places(self._trainer.lightning_module) for place in part]
+        new = tuple(place.name for place in found if id(place.tensor) not in known)
+        now = _numbers_of(shared.others)
+        others = {name: now[name] for name, numbers in shared.numbers.items() if numbers != now[name]}
+        return Changed(_numbers_of(trained), others, tuple(buffers), new)
+
+    def settle_others(self) -> None:
+        """What parameters that no optimizer has are now counts as unchanged."""
+        assert self._shared is not None
+        self._shared.numbers.update(_numbers_of(self._shared.others))
+
+    def others_now(self) -> list[tuple[int, int]]:
+        """Returns what changes if a parameter that no optimizer has is written in place, or replaced."""
+        assert self._shared is not None
+        return [(tensor._version, tensor.data_ptr()) for tensor in (place.now() for place in self._shared.others)]
 
     # ---- with a worker ----------------------------------------------------------------------------------------
 
@@ -220,3 +262,7 @@ class Session:
         if pulse is not None:
             pulse.stop()
         worker.link.close()
+
+
+def _numbers_of(held: list[Place]) -> dict[str, Numbers]:
+    return {place.name: Numbers.of(place.now()) for place in held}

@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 
 from lightning_hetero import lightning_compat as compat
 from lightning_hetero.stale.decide.weights import joint
+from lightning_hetero.stale.fit.changed import SEES_NOT_ALL
 from lightning_hetero.stale.fit.ticks import Ticks
 from lightning_hetero.stale.runtime.work.chunk import Chunk, combine_means_
 from lightning_hetero.stale.runtime.work.worker import Worker
@@ -93,9 +94,11 @@ class TickLoop:
         assert work is not None, "outside of a step"
         return work
 
-    def leave_step(self) -> None:
+    def leave_step(self, *, failed: bool = False) -> None:
         """The loop has left the batch before its end: an exception, or a hook that skips the rest of the epoch."""
         self.ticks.work = None
+        if failed:
+            self._worker.stop()
 
     def opened(self, batch: Any) -> None:
         """The batch is on the device."""
@@ -229,7 +232,13 @@ class TickLoop:
                 hook = getattr(callback, "on_extra_batch_start", None)
                 if callable(hook):
                     hook(trainer, trainer.lightning_module, batch, self.ticks.tick)
+            before = self.ticks.others()
             yield batch
+            if self.ticks.others() != before:
+                raise RuntimeError(
+                    f"a parameter that no optimizer has was changed in a top-up chunk of batch {self.ticks.tick}, on"
+                    f" rank {trainer.global_rank}, once more than on others. {SEES_NOT_ALL}"
+                )
 
     def _more_micro_batches(self, optimizer: Optimizer) -> None:
         """Computes the rest of a grant in micro-batches, and returns early once it is asked to (SaPS)."""

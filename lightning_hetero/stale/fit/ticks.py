@@ -53,6 +53,7 @@ class Ticks:
         scale: as given.
         epoch, tick: where this rank is.
         work: what it trains on; None between two batches.
+        others: see `Session.others_now`.
     """
 
     def __init__(
@@ -78,6 +79,7 @@ class Ticks:
         self._events = events
         self._before_epoch = before_epoch
         self._resume = resume
+        self.others = session.others_now
         self._automatic = trainer.lightning_module.automatic_optimization
         self._before = 0, 0  # samples and ticks of the epochs before
         self._ends: Sequence[int] = ()  # of this one's ticks

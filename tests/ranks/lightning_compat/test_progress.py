@@ -9,11 +9,10 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import Trainer
-from lightning.pytorch.callbacks import Callback, LambdaCallback, StochasticWeightAveraging
+from lightning.pytorch.callbacks import Callback, LambdaCallback
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.tuner import Tuner
-from torch import nn
 from torch.utils.data import DataLoader, SequentialSampler
 
 from lightning_hetero import lightning_compat as compat
@@ -247,20 +246,6 @@ def test_zeroes_now() -> None:
     trainer = quiet_trainer(devices=1, max_epochs=2, accumulate_grad_batches=3, callbacks=[note])
     trainer.fit(Toy(), DataLoader(regression(40), batch_size=8))  # 5 batches: the last window is short
     assert found == expected == [True, False, False, True, False] * 2
-
-
-def test_only_forward() -> None:
-    """True in the epoch behind the last one, when the averaged weights have taken the place of the parameters."""
-
-    class Normed(Toy):
-        def __init__(self) -> None:
-            super().__init__()
-            self.norm = nn.BatchNorm1d(6, dtype=torch.float64, affine=False)
-
-    ask = Ask(compat.only_forward, "on_train_batch_end", "on_train_end")
-    train(Normed(), StochasticWeightAveraging(0.1, swa_epoch_start=1), ask, max_epochs=2)
-    assert ask.answers["on_train_batch_end"] == [False] * 2 * STEPS + [True] * STEPS, VERSIONS
-    assert ask.answers["on_train_end"] == [False], VERSIONS
 
 
 def test_write_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,13 +10,19 @@ import torch
 from torch import Tensor
 from torch.nn.parameter import is_lazy
 
-__all__ = ["ALIGN_BYTES", "FINITE", "NONFINITE", "Entry"]
+__all__ = ["ALIGN_BYTES", "CHANGE", "FINITE", "NONFINITE", "STATISTICS", "VALUE", "Entry"]
 
 ALIGN_BYTES = 64
 """A cache line, and enough for every dtype and vector unit."""
 
+STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
+"""Names of the buffers that hold running statistics, as torch's normalisation layers have them."""
+
 FINITE, NONFINITE = 1, 2
 """What a push says of a gradient that is present: the worker looks, which has just had it in its cache."""
+
+CHANGE, VALUE = 1, 2
+"""What a push has of a buffer: what to add to it, or what it is to be."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -50,6 +56,16 @@ class Entry:
     @property
     def numel(self) -> int:
         return math.prod(self.shape)
+
+    @property
+    def statistic(self) -> bool:
+        """Whether it is a running statistic, which all contributions move."""
+        return self.name.rpartition(".")[2] in STATISTICS
+
+    @property
+    def counts(self) -> bool:
+        """Whether it is a single number. It may be a counter, so changes are added, also late ones."""
+        return self.numel == 1 and self.dtype is not torch.bool
 
     @property
     def bytes(self) -> int:

@@ -4,8 +4,9 @@
     slot  [ present | numbers | buffer 0 | ... | gradient 0 | ... ]        what a worker pushes
 
 Every entry begins at a multiple of 64 bytes and keeps its dtype and, if it is dense, its strides (channels_last stays
-channels_last), so that one memcpy moves a whole model. ``present`` is one byte per parameter and one per buffer: 0 if
-the push has nothing for it, else `FINITE` or `NONFINITE`. ``numbers`` are float64, see `HyperParameters`.
+channels_last), so that one memcpy moves a whole model. ``present`` is one byte per parameter (`FINITE`, `NONFINITE`)
+and one per buffer (`CHANGE`, `VALUE`): 0 if the push has nothing for it. ``numbers`` are float64, see
+`HyperParameters`.
 """
 
 from __future__ import annotations

@@ -14,10 +14,7 @@ are in it and it is divided. Every number meets the same operations in the same 
 
 Late contributions that complete the mean of an earlier update are in neither sum; what they change is added at the end.
 
-Buffers travel as changes since the worker's pull, so that those of late contributions do not turn back what happened
-meanwhile: floating ones move by the mean change, weighted by samples, of the contributions that changed them; others
-take the greatest value. For BatchNorm's running mean that is exactly the statistics of the global batch; its running
-variance becomes the mean of the workers' variances. (DDP keeps those of rank 0.)
+What becomes of the buffers is in `PushedBuffers`.
 """
 
 from __future__ import annotations
@@ -33,6 +30,7 @@ from torch import Tensor
 from lightning_hetero.stale.runtime.memory.codecs import pool_dtype
 from lightning_hetero.stale.runtime.memory.layout import FlatLayout
 from lightning_hetero.stale.runtime.serve.kept_mean import Changes, KeptMean
+from lightning_hetero.stale.runtime.serve.pushed_buffers import PushedBuffers
 
 __all__ = ["BLOCK", "GradientSum", "Spares", "runs"]
 
@@ -101,6 +99,7 @@ class GradientSum:
         ranks: who is in it.
         changes: of the means of earlier updates by late contributions that complete them; not in units of anything.
         mean: where the update's own mean is to be kept, if it is.
+        buffers: what the contributions say of the buffers.
     """
 
     layout: FlatLayout
@@ -116,13 +115,14 @@ class GradientSum:
     ranks: set[int] = field(default_factory=set[int])
     changes: Changes = field(init=False)
     mean: KeptMean | None = None
+    buffers: PushedBuffers = field(init=False)
     _unit: float = 0.0
     _waiting: list[_Waiting] = field(default_factory=list[_Waiting])
-    _buffers: dict[int, tuple[Tensor, int]] = field(default_factory=dict[int, tuple[Tensor, int]])
 
     def __post_init__(self) -> None:
         self.sums = [None] * len(self.layout.parameters)
         self.changes = [None] * len(self.layout.parameters)
+        self.buffers = PushedBuffers(self.layout)
 
     def count(self, weight: float, samples: int, scale: float) -> float:
         """Counts a contribution; returns the factor of its gradients in units of the first."""
@@ -241,26 +241,6 @@ class GradientSum:
         else:
             total.add_(exact, alpha=factor)
             self.spares.give(index, exact)
-
-    def add_buffers(self, slot: Tensor, samples: int) -> None:
-        """Adds what a push says of the buffers."""
-        for i in self.layout.flags_of(slot)[1].nonzero().flatten().tolist():
-            value, (total, before) = self.layout.buffer_of(slot, i), self._buffers.get(i, (None, 0))
-            if not value.dtype.is_floating_point and not value.dtype.is_complex:
-                total = value.clone() if total is None else torch.maximum(total, value)
-            else:
-                wide = value.to(pool_dtype(value.dtype)) * samples
-                total = wide if total is None else total.add_(wide)
-            self._buffers[i] = (total, before + samples)
-
-    def move_buffers(self, buffers: Sequence[Tensor], worth: float) -> None:
-        """Moves the server's buffers by what the pool says."""
-        for i, (total, samples) in self._buffers.items():
-            if not total.dtype.is_floating_point and not total.dtype.is_complex:
-                buffers[i].copy_(torch.maximum(buffers[i], total))
-            elif samples:
-                buffers[i].add_((total * (worth / samples)).to(buffers[i].dtype))
-        self._buffers.clear()
 
     def factor(self, divide_by: float | None) -> float:
         """Returns what `sum_up` turns a sum of the pool into its part of the gradient with."""

@@ -101,6 +101,7 @@ class OpenBatch:
         pool.ranks.add(accepted.rank)
         finite = not request.flags & PushFlag.OVERFLOW
         if finite and (mean := self._means.get(base)) is not None:
+            pool.buffers.add(slot, samples=request.samples, base=base, rank=accepted.rank)
             self._updater.complete(pool, mean, slot, weight=request.weight, samples=request.samples)
             return
         self._add(
@@ -180,6 +181,7 @@ class OpenBatch:
         if overflow or not finite:
             pool.samples += request.samples
             return
+        pool.buffers.add(slot, samples=request.samples, base=base, rank=rank)
         then = self._then.get(base) if stale else None
         self._updater.add(
             pool, slot, weight=request.weight, samples=request.samples, scale=scale, then=then,
@@ -251,7 +253,8 @@ class OpenBatch:
     def _apply(self, pool: GradientSum, substep: int, *, worth: float = 1.0, last: bool = True) -> None:
         began_s = time.perf_counter()
         try:
-            stepped = self._updater.apply(pool, worth=worth, last=last)
+            version = self._coordinator.version
+            stepped = self._updater.apply(pool, version=version, worth=worth, last=last)
         except Exception as error:
             raise HalfUpdateError from error
         self._counts.applied(time.perf_counter() - began_s)

@@ -85,6 +85,7 @@ class Updater:
         ] = {}  # by address; keeps the memory, so addresses are not used again
         self._spent = 0  # bits of accumulating optimizers that have stepped: what comes next begins a window
         self._begun = 0  # ... that were zeroed in this tick
+        self._changed: dict[int, int] = {}  # version from which on a buffer has its value
         views = layout.views(area)
         self.values = views[: len(layout.parameters)]
         self.buffers = views[len(layout.parameters) :]
@@ -144,7 +145,7 @@ class Updater:
         self, pool: GradientSum, slot: Tensor, *, weight: float, samples: int, scale: float = 1.0,
         then: Tensor | None = None, strength: float = 0.0, limit: float = math.inf,
     ) -> None:  # fmt: skip
-        """Adds a slot to a pool, or has it wait for `settle` or `apply`: till then it must stay as it is.
+        """Adds a slot's gradients to a pool, or has them wait for `settle` or `apply`: till then they must stay.
 
         Args:
             then: uint8, the area's parameters as they were when the gradient was computed, for delay compensation.
@@ -154,7 +155,6 @@ class Updater:
         layout, factor = self.layout, pool.count(weight, samples, scale)
         flags, values = layout.flags_of(slot)[0].tolist(), self._values_of(slot)
 
-        pool.add_buffers(slot, samples)
         if then is None and layout.codec.keeps_every_entry:
             pool.wait(flags, values, factor)
             return
@@ -175,7 +175,6 @@ class Updater:
         """Completes the mean of an earlier update by a slot, which is free again then; a pool gets the change."""
         flags, part = self.layout.flags_of(slot)[0].tolist(), mean.count(weight)
         pool.samples += samples
-        pool.add_buffers(slot, samples)
 
         def work(shard: int) -> None:
             for i in self._own[shard]:
@@ -206,10 +205,11 @@ class Updater:
 
     # ---- updates ----------------------------------------------------------------------------------------------
 
-    def apply(self, pool: GradientSum, *, worth: float = 1.0, last: bool = True) -> int:
+    def apply(self, pool: GradientSum, *, version: int = 0, worth: float = 1.0, last: bool = True) -> int:
         """Makes a pool an update; see the module.
 
         Args:
+            version: of the parameters that come of it.
             worth: what it is worth, in batches.
             last: whether it is the tick's last update.
 
@@ -250,7 +250,7 @@ class Updater:
                 with self._learning_rates_times(o, worth if at_once >> o & 1 else 1.0):
                     step(self.optimizers[o], self._shard_of[o], self.shards)
         self._spent |= stepping & ~at_once
-        pool.move_buffers(self.buffers, worth)
+        pool.buffers.apply(self.buffers, worth, self._changed, version)
         return stepping
 
     def _clip_gradients(self, o: int, kind: int, value: float) -> None:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from lightning_hetero.stale.runtime.memory.entry import FINITE, NONFINITE
+from lightning_hetero.stale.runtime.memory.entry import CHANGE, FINITE, NONFINITE, VALUE
 from lightning_hetero.stale.runtime.memory.layout import FlatLayout
 from lightning_hetero.stale.runtime.work.page_locked import synchronize
 from lightning_hetero.transport.base import WorkerLink
@@ -169,7 +169,7 @@ class GradientWriter:
                     self._landing.append((None, layout.gradient_ranges[i]))
         self._copy_all(rest)
         for i, (buffer, clean) in enumerate(buffers):
-            flags[len(self.parameters) + i] = int(self._write_buffer(i, buffer, clean))
+            flags[len(self.parameters) + i] = self._write_buffer(i, buffer, clean)
         numbers(layout.numbers_of(slot))
         synchronize({parameter.device for parameter in self.parameters})
         for i in range(len(self.parameters)):
@@ -214,19 +214,18 @@ class GradientWriter:
                 return True
         return False
 
-    def _write_buffer(self, index: int, buffer: Tensor, clean: Tensor) -> bool:
-        """Writes how a buffer changed since the last pull or push; returns whether it did."""
+    def _write_buffer(self, index: int, buffer: Tensor, clean: Tensor) -> int:
+        """Writes a buffer, or how it changed since the last pull or push; returns which, or 0 if it did not."""
         if torch.equal(buffer, clean):
-            return False
-        out = self.layout.buffer_of(self.link.gradient, index)
-        if buffer.dtype.is_floating_point or buffer.dtype.is_complex:
-            out.copy_(
-                torch.where(buffer == clean, 0.0, buffer - clean)
-            )  # an infinity that stays is no change
-            clean.copy_(buffer)
-        else:
-            out.copy_(buffer)
-        return True
+            return 0
+        entry, out, flag = self.layout.buffers[index], self.layout.buffer_of(self.link.gradient, index), VALUE
+        out.copy_(buffer)
+        if entry.statistic or (entry.counts and bool(clean.isfinite())):
+            # An infinity that stays is no change.
+            out.copy_((buffer - clean).masked_fill_(buffer == clean, 0))
+            flag = CHANGE
+        clean.copy_(buffer)
+        return flag
 
 
 def _buckets(layout: FlatLayout) -> tuple[list[int], list[tuple[int, int]]]:

@@ -9,6 +9,7 @@ what has changed.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from torch.nn import Parameter
 
 from lightning_hetero.stale.runtime.memory.layout import FlatLayout
 from lightning_hetero.stale.runtime.work.page_locked import synchronize
+from lightning_hetero.stale.runtime.work.watch import Place, Watch
 
 __all__ = ["Replica"]
 
@@ -29,8 +31,10 @@ class Replica:
         layout: of the flat memory.
         parameters, buffers: as in the layout; a callable returns the module's present buffers, for modules that
             replace theirs.
+        held: where modules keep the parameters, see `Watch`.
 
     Attributes:
+        watch: what of it is changed.
         parameters: each once, in the layout's order.
         attached: whether parameters and buffers are in flat memory.
         host: uint8 (bytes of the layout,), on the CPU: what `read` reads into. Empty unless attached.
@@ -44,10 +48,11 @@ class Replica:
         layout: FlatLayout,
         parameters: Sequence[Parameter],
         buffers: Sequence[Tensor] | Callable[[], Sequence[Tensor]] = (),
+        held: Sequence[Place] = (),
     ) -> None:
         self.layout = layout
         self.parameters: list[Parameter] = _once(parameters)
-        self._buffers_now = buffers if callable(buffers) else lambda: buffers
+        self._buffers = buffers if callable(buffers) else partial(list, _once(buffers))
         for kind, entries, tensors in (
             ("parameter", layout.parameters, self.parameters),
             ("buffer", layout.buffers, self._buffers()),
@@ -65,9 +70,7 @@ class Replica:
         self._areas: dict[torch.device, Tensor] = {}  # flat memory of the other devices
         self._views: list[Tensor] = []
         self._clean: list[Tensor] = []  # buffers as they came
-
-    def _buffers(self) -> list[Tensor]:
-        return _once(self._buffers_now())
+        self.watch = Watch(layout, self.parameters, self._buffers, held)
 
     def _tensors(self) -> list[Tensor]:
         return [*self.parameters, *self._buffers()]
@@ -91,13 +94,15 @@ class Replica:
         self._views = [_of_its_own(views[tensor.device][i]) for i, tensor in enumerate(tensors)]
         self.adopt()
         self._clean = [view.detach().clone() for view in self._buffer_views()]
+        self.watch.attach((self.host, *self._areas.values()))
 
     def adopt(self) -> None:
         """Parameters and buffers that lie elsewhere, e.g. because a module replaced them, come into flat memory."""
-        for tensor, view in zip(self._tensors(), self._views, strict=True):
+        for i, (tensor, view) in enumerate(zip(self._tensors(), self._views, strict=True)):
             if tensor.data_ptr() != view.data_ptr() and tensor.numel():
                 view.copy_(tensor.detach())
                 tensor.data = view
+                self.watch.moved(i)
 
     def detach(self) -> None:
         """Gives parameters and buffers memory of their own, with their present values; idempotent."""
@@ -109,6 +114,7 @@ class Replica:
                 tensor.data = view.clone()
         self.host = torch.empty(0, dtype=torch.uint8)
         self._views, self._clean, self._areas = [], [], {}
+        self.watch.detach()
 
     def read(self, read_parameters: Callable[[Tensor], int]) -> int:
         """Takes over newer parameters and buffers; returns their version.
@@ -122,12 +128,18 @@ class Replica:
             area.copy_(self.host, non_blocking=True)
         for buffer, clean in self.buffers():
             clean.copy_(buffer)
+        self.watch.came()
         return version
 
     def restore_buffers(self) -> None:
         """Puts the buffers back as they came."""
         for buffer, clean in self.buffers():
             buffer.copy_(clean)
+
+    def changed_buffers(self) -> list[int]:
+        """Returns which buffers are not as they came, or were pushed."""
+        pairs = list(self.buffers())
+        return [i for i in self.watch.written_buffers() if not torch.equal(*pairs[i])]
 
     def buffers(self) -> Iterator[tuple[Tensor, Tensor]]:
         """Yields each buffer with what it was when it came."""

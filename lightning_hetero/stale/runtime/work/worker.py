@@ -3,6 +3,9 @@
 attach   parameters become views of one flat memory [replica], so a pull is one copy
 claim    -> a grant: pull, compute; gradients go into the slot while backward runs, bucket by bucket as in DDP
 push     what changed since (unscaled, edited by hooks) is copied again; the reply is the next grant, or "passed"
+
+What else changes parameters, or buffers after the push, would be overwritten by the next pull: every message looks for
+it. Where all ranks meet it is kept, and `changes` tells of it; else it is refused.
 """
 
 from __future__ import annotations
@@ -10,8 +13,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from enum import Enum
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
@@ -30,6 +35,7 @@ from lightning_hetero.stale.runtime.messages import (
 from lightning_hetero.stale.runtime.work.gradient_writer import BUCKET_BYTES, GradientWriter
 from lightning_hetero.stale.runtime.work.page_locked import Pinned
 from lightning_hetero.stale.runtime.work.replica import Replica
+from lightning_hetero.stale.runtime.work.watch import Place
 from lightning_hetero.transport.base import (
     Ask,
     Reply,
@@ -43,6 +49,14 @@ from lightning_hetero.transport.flags import PushFlag, ReplyFlag
 __all__ = ["Worker"]
 
 
+class _Phase(Enum):
+    """What the user's code is doing; the values say where a change was made."""
+
+    BATCH = "in training_step or in a hook between the batch's start and the optimizer's step"
+    BETWEEN = "behind an optimizer's step, e.g. in on_train_batch_end or in optimizer_step"
+    MET = "where ranks met within an epoch, e.g. in a hook of a validation"  # and nobody trains
+
+
 class Worker:
     """See the module.
 
@@ -51,6 +65,7 @@ class Worker:
         layout: the server's, by digest.
         parameters, buffers: as in the layout; a callable returns the module's present buffers, for modules that
             replace theirs.
+        held: where modules keep the parameters, see `Watch`.
         optimizers: whose hyper-parameters travel with each push.
         overlap: copy gradients while backward runs; None: if they are on a GPU, or so many that it takes time. Pass
             False where gradients are changed behind autograd's back afterwards, as `torch.amp.GradScaler` does.
@@ -73,6 +88,7 @@ class Worker:
         buffers: Sequence[Tensor] | Callable[[], Sequence[Tensor]] = (),
         optimizers: Sequence[Optimizer] = (),
         *,
+        held: Sequence[Place] = (),
         overlap: bool | None = None,
         tell: Callable[[str], None] | None = None,
     ) -> None:
@@ -82,7 +98,7 @@ class Worker:
         self._clips = [(0, 0.0)] * len(optimizers)
         if self._hyper.digest != layout.meaning:
             raise ValueError("the layout was made for other optimizers: pass optimizers= to FlatLayout.of")
-        self._replica = Replica(layout, parameters, buffers)
+        self._replica = Replica(layout, parameters, buffers, held)
         self._pinned: list[Pinned] = []
         self.version = -1
         self._writer = GradientWriter(link, layout, self.parameters)
@@ -90,6 +106,8 @@ class Worker:
         self._overlap = on_cuda or layout.slot_bytes > BUCKET_BYTES if overlap is None else overlap
         self._substeps_used = False
         self._buffers_pushed = False  # since the last pull
+        self._phase = _Phase.MET
+        self._kept = False  # what the user's code has changed where ranks met
         self._wanted = PushFlag(0)  # besides, with claims and pushes
         self.brought: Measures | None = None
 
@@ -141,13 +159,73 @@ class Worker:
         """
         if not self._replica.attached:
             raise RuntimeError("call Worker.attach before pull")
+        if self._kept:
+            return self.version
         self._replica.adopt()
         if self.is_newest:
             self._replica.restore_buffers()
         else:
             self.version = self._replica.read(self.link.read_parameters)
             self._buffers_pushed = False
+        self._replica.watch.settle_buffers()
         return self.version
+
+    # ---- what else changes them -------------------------------------------------------------------------------
+
+    def changes(self) -> tuple[list[str], list[str]]:
+        """Returns the names of parameters and buffers that the user's code has changed where the ranks met.
+
+        They stay as they are until `discard`, or for good if the worker leaves.
+        """
+        replica = self._replica
+        replica.adopt()
+        parameters = replica.watch.changed(self._published)
+        buffers = replica.changed_buffers()
+        self._kept = bool(parameters or buffers)
+        return ([self.layout.parameters[i].name for i in parameters], [self.layout.buffers[i].name for i in buffers])
+
+    def discard(self) -> None:
+        """Has the next pull bring everything."""
+        self._kept, self.version = False, -1
+
+    def _published(self) -> Tensor | None:
+        """Returns the area of `version`, or None if that is not to be had any more."""
+        if self._phase is not _Phase.MET and not self.is_newest:
+            return None
+        area = torch.empty_like(self._replica.host)
+        return area if self.link.read_parameters(area) == self.version else None
+
+    def _look(self) -> None:
+        """Raises RuntimeError if the user's code has changed what the next pull overwrites."""
+        replica, phase = self._replica, self._phase
+        if replica.attached:
+            replica.adopt()
+        if not replica.attached or self.version < 0:
+            return
+        names = [self.layout.parameters[i].name for i in replica.watch.changed(self._published)]
+        if phase is not _Phase.BATCH:
+            entries = [self.layout.buffers[i] for i in replica.changed_buffers()]
+            names += [entry.name for entry in entries if phase is _Phase.MET or not entry.statistic]
+        if names:
+            self.stop()
+            raise RuntimeError(
+                f"{_listed(names)} changed on rank {self.link.rank} other than by an optimizer, {phase.value}. Under"
+                " hetero_stale the parameter server has the parameters and buffers, and what it sends next would undo"
+                " the change. Change them in on_train_epoch_start or on_train_epoch_end, on all ranks alike, or use"
+                " strategy='hetero_balanced'"
+            )
+
+    def _look_where_all_meet(self) -> None:
+        """Keeps what was changed since they met; what was changed before is refused."""
+        if self._phase is not _Phase.MET:
+            self._look()
+        elif self._replica.attached and self.version >= 0:
+            self._replica.adopt()
+            self._kept = self._kept or self._replica.watch.touched
+
+    def stop(self) -> None:
+        """The batch is left by an error: what is changed from here on stays, e.g. weights that a finder restores."""
+        self._phase = _Phase.MET
 
     def gradients(self) -> list[Tensor | None]:
         """Returns the present gradients, in the order of `parameters`."""
@@ -193,7 +271,9 @@ class Worker:
             RemoteFailureError: the workers disagree, or the run has failed.
         """
         text = EpochBegin.of(self.layout.digest, tick, applied).text()
-        return self._call(Request(kind=Ask.EPOCH, epoch=epoch, numbers=ends, text=text))
+        reply = self._call(Request(kind=Ask.EPOCH, epoch=epoch, numbers=ends, text=text))
+        self._phase, self._kept = _Phase.BETWEEN, False
+        return reply
 
     def claim(self, epoch: int, tick: int) -> Reply:
         """Asks for work in a batch; returns ``Say.GRANT`` or ``Say.PASSED``, perhaps after a while.
@@ -205,7 +285,14 @@ class Worker:
             RemoteFailureError: the run has failed.
             ServerLostError: the server is gone.
         """
-        return self._call(Request(kind=Ask.CLAIM, epoch=epoch, tick=tick, flags=int(self._wanted)))
+        self._look()
+        return self._answered(self._call(Request(kind=Ask.CLAIM, epoch=epoch, tick=tick, flags=int(self._wanted))))
+
+    def _answered(self, reply: Reply) -> Reply:
+        self._phase = _Phase.BETWEEN if reply.kind is Say.PASSED else _Phase.BATCH
+        self._kept = False
+        self._replica.watch.settle_buffers()
+        return reply
 
     def push(
         self,
@@ -239,7 +326,7 @@ class Worker:
         Raises:
             RemoteFailureError, ServerLostError: see `claim`.
         """
-        self._replica.adopt()
+        self._look()
         self._buffers_pushed = bool(self.layout.buffers)
         slot = self._writer.write(self._replica.buffers(), lambda numbers: self._hyper.write(numbers, self._clips))
         self._clips = [(0, 0.0)] * len(self._clips)
@@ -247,7 +334,7 @@ class Worker:
             kind=Ask.PUSH, epoch=epoch, tick=tick, substep=substep, lease=lease, samples=samples, weight=weight,
             compute_s=compute_s, flags=int(flags | self._wanted), steps=steps, zeroes=zeroes, slot=slot,
         )  # fmt: skip
-        reply = self._call(request)
+        reply = self._answered(self._call(request))
         self._substeps_used = self._substeps_used or not flags & PushFlag.FINAL
         return reply
 
@@ -258,7 +345,9 @@ class Worker:
             number: of the meeting; the same everywhere.
             what: its purpose; the same everywhere, or the run fails and names both sides.
         """
+        self._look_where_all_meet()
         reply = self._call(Request(kind=Ask.MEET, tick=number, text=what))
+        self._phase = _Phase.MET
         self._wanted = PushFlag(0)  # for a batch that is over
         return Met.read(reply.numbers, reply.generation, reply.text)
 
@@ -289,8 +378,8 @@ class Worker:
         if not pull:
             self._call(Request(kind=Ask.STATE))
             return state_of(self.link.read_state())
-        self._replica.adopt()
-        self._call(Request(kind=Ask.STATE, numbers=(self.version if self._is_whole else -1,)))
+        self._look_where_all_meet()
+        self._call(Request(kind=Ask.STATE, numbers=(self.version if self._is_whole or self._kept else -1,)))
         state = state_of(self.link.read_state())
         area = state.pop("area", None)
 
@@ -337,3 +426,7 @@ class Worker:
             raise ValueError(f"gradient clipping by {kind!r} must be by 'norm' or 'value'")
         number = CLIP_NORM if kind == "norm" else CLIP_VALUE
         self._clips[optimizer] = (number, float(value)) if value else (0, 0.0)
+
+
+def _listed(names: Sequence[str]) -> str:
+    return f"{names[0]} was" if len(names) == 1 else f"{names[0]} and {len(names) - 1} more were"

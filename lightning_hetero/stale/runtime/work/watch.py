@@ -1,0 +1,213 @@
+"""Notices what a rank changes in its copy of the model other than by a push (layer T).
+
+    in place, or another tensor in its stead    torch counts the version of a tensor: cheap, and nothing is missed
+    through ``.data``                           not counted: a few numbers of each parameter are compared
+
+What is written and looks the same may have been changed and put back, or changed in few places. From then on such a
+parameter is kept as it came, to be compared as a whole. So what is not noticed is a change through ``.data`` of a few
+numbers among many, and the first change of that kind that others' updates overtake.
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import Parameter
+
+from lightning_hetero.stale.runtime.memory.layout import FlatLayout
+
+__all__ = ["Numbers", "Place", "Watch", "places"]
+
+_SAMPLES, _WORD_BYTES = 1024, 4  # words that are compared, of all parameters together
+
+
+class Place(NamedTuple):
+    """Where a module keeps a parameter or buffer, in whose stead its user may put another one."""
+
+    name: str
+    tensor: Tensor
+    held: dict[str, Tensor | None]
+    key: str
+
+    def now(self) -> Tensor:
+        """Returns what is there now; what was there, if there is nothing.
+
+        Raises:
+            RuntimeError: it has another shape, dtype or device.
+        """
+        found, own = self.held.get(self.key), self.tensor
+        if found is None or found is own:
+            return own
+        if (found.shape, found.dtype, found.device) != (own.shape, own.dtype, own.device):
+            raise RuntimeError(
+                f"{self.name} was {tuple(own.shape)}, {own.dtype} on {own.device}, and is {tuple(found.shape)},"
+                f" {found.dtype} on {found.device} now: under hetero_stale it has a place in the parameter server, and"
+                " keeps shape, dtype and device. Use strategy='hetero_balanced'"
+            )
+        return found
+
+
+def places(module: nn.Module) -> tuple[list[Place], list[Place]]:
+    """Returns where a module's parameters and its buffers are, each once."""
+    found: tuple[list[Place], list[Place]] = [], []
+    seen = set[int]()
+    for prefix, layer in module.named_modules():
+        for into, held in zip(found, (layer._parameters, layer._buffers), strict=True):
+            for key, tensor in held.items():
+                if tensor is not None and id(tensor) not in seen:
+                    seen.add(id(tensor))
+                    into.append(Place(f"{prefix}.{key}" if prefix else key, tensor, held, key))  # type: ignore[arg-type]
+    return found
+
+
+class Numbers(NamedTuple):
+    """Some numbers of a tensor, evenly spread, and how exact its dtype is."""
+
+    eps: float
+    values: list[float]
+
+    @classmethod
+    def of(cls, tensor: Tensor, most: int = 16) -> Numbers:
+        """Looks at a tensor."""
+        flat = tensor.detach().reshape(-1)
+        some = flat[:: max(1, -(-flat.numel() // most))]
+        some = torch.view_as_real(some).reshape(-1) if some.is_complex() else some
+        return cls(torch.finfo(some.dtype).eps if some.is_floating_point() else 0.0, some.double().tolist())
+
+
+class Watch:
+    """See the module; of one replica in flat memory.
+
+    Args:
+        layout: of the flat memory.
+        parameters: in the layout's order.
+        buffers: returns the present ones, in the layout's order.
+        held: where modules keep the parameters; none: that is not looked at.
+    """
+
+    def __init__(
+        self,
+        layout: FlatLayout,
+        parameters: Sequence[Parameter],
+        buffers: Callable[[], Sequence[Tensor]],
+        held: Sequence[Place] = (),
+    ) -> None:
+        self._layout, self._parameters, self._buffers = layout, parameters, buffers
+        index = {id(p): i for i, p in enumerate(parameters)}
+        self._held = [(index[id(p.tensor)], p.held, p.key, p.tensor) for p in held if id(p.tensor) in index]
+        self._areas: list[tuple[Tensor, Tensor]] = []  # flat memory in words, and which of them are compared
+        self._words: list[Tensor] = []  # what they were
+        self._whole: dict[int, Tensor | None] = {}  # parameters that are compared as a whole; None: at the next read
+        self._versions: list[int] = []
+        self._held_buffers: list[Tensor] = []
+        self._buffer_versions: list[int] = []
+        self._moved = set[int]()  # which of all tensors got other memory by ``.data = ...``
+
+    def attach(self, areas: Iterable[Tensor]) -> None:
+        """Begins; all is as it should be.
+
+        Args:
+            areas: uint8, the flat memory that parameters are views of, of each device.
+        """
+        each = max(2, min(16, _SAMPLES // max(1, len(self._parameters))))
+        for area in areas:
+            words = list[int]()
+            for (start, stop), parameter in zip(self._layout.ranges, self._parameters, strict=False):
+                if parameter.device == area.device and parameter.numel():
+                    first, last = start // _WORD_BYTES, (stop - 1) // _WORD_BYTES
+                    step = max(1, -(-(last - first + 1) // each))
+                    words += range(first, last + 1, step)
+            if words:
+                self._areas.append((area.view(torch.int32), torch.tensor(words, device=area.device)))
+        self.came()
+        self._settle_parameters()
+        self.settle_buffers()
+
+    def detach(self) -> None:
+        """Ends, and lets go of all memory."""
+        self._areas, self._words, self._whole = [], [], {}
+
+    def came(self) -> None:
+        """Other parameters have come by a read."""
+        self._words = [area.index_select(0, words) for area, words in self._areas]
+        for i in self._whole:
+            self._whole[i] = self._parameters[i].detach().clone()
+
+    def moved(self, index: int) -> None:
+        """A tensor, of parameters and then buffers, had other memory, and has its place in flat memory again."""
+        self._moved.add(index)
+
+    def _settle_parameters(self) -> None:
+        self._versions = [parameter._version for parameter in self._parameters]
+        self._moved = {i for i in self._moved if i >= len(self._parameters)}
+
+    def settle_buffers(self) -> None:
+        """The buffers that are there now count as unchanged."""
+        self._moved = {i for i in self._moved if i < len(self._parameters)}
+        self._held_buffers = list(self._buffers())
+        self._buffer_versions = [buffer._version for buffer in self._held_buffers]
+
+    # ---- parameters -------------------------------------------------------------------------------------------
+
+    def _counted(self) -> set[int]:
+        """Parameters that were written in place, or in whose stead there is another."""
+        now, found = [parameter._version for parameter in self._parameters], self._replaced()
+        found |= {i for i in self._moved if i < len(now)}
+        if now != self._versions:
+            found |= {i for i, (a, b) in enumerate(zip(now, self._versions, strict=True)) if a != b}
+        return found
+
+    def _replaced(self) -> set[int]:
+        """Parameters in whose stead the module has another."""
+        return {i for i, held, key, tensor in self._held if held.get(key, tensor) is not tensor}
+
+    def _seen(self) -> set[int]:
+        """Parameters of which some number is another one."""
+        found = set[int]()
+        for (area, words), before in zip(self._areas, self._words, strict=True):
+            now = area.index_select(0, words)
+            if not torch.equal(now, before):
+                starts = [start for start, _ in self._layout.ranges[: len(self._parameters)]]
+                at = (words[now != before] * _WORD_BYTES).tolist()
+                found |= {bisect.bisect_right(starts, byte) - 1 for byte in at}
+        return found
+
+    @property
+    def touched(self) -> bool:
+        """Whether a parameter or a buffer may have been changed."""
+        return bool(self._counted() or self._seen() or self.written_buffers())
+
+    def changed(self, published: Callable[[], Tensor | None]) -> list[int]:
+        """Returns which parameters are not as they came; what looks the same counts as unchanged from here on.
+
+        Args:
+            published: returns the area as it came (uint8, on the CPU), or None if it is not to be had any more.
+        """
+        counted, found = self._counted(), self._seen() | self._replaced()
+        doubtful = counted - found
+        area = published() if doubtful else None
+        for i in doubtful:
+            (start, stop), clean = self._layout.ranges[i], self._whole.get(i)
+            if area is not None:
+                clean = self._layout.parameters[i].view(area[start:stop])
+            if clean is None:
+                self._whole.setdefault(i, None)
+            elif not torch.equal(self._parameters[i].detach().to(clean.device), clean):
+                found.add(i)
+        self._settle_parameters()
+        return sorted(found)
+
+    # ---- buffers ----------------------------------------------------------------------------------------------
+
+    def written_buffers(self) -> list[int]:
+        """Buffers that were written, or in whose stead there is another."""
+        first, known = len(self._parameters), zip(self._held_buffers, self._buffer_versions, strict=True)
+        return [
+            i
+            for i, (buffer, (held, version)) in enumerate(zip(self._buffers(), known, strict=True))
+            if buffer is not held or buffer._version != version or first + i in self._moved
+        ]
