@@ -105,6 +105,7 @@ class BalancedRun(EngineRun[BalancedBinder]):
         agreed |= {
             "global_batch_size": str(shared.global_batch_size),
             "batch_sampler": shared.batch_sampler,
+            "own_data": str(shared.own_data),
             "loss_reduction": shared.loss_reduction,
             "rebalance": str(self.rebalancer.enabled),
             "batch_cost": getattr(cost, "__qualname__", str(cost is not None)),

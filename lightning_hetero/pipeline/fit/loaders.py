@@ -126,6 +126,7 @@ class PipelineBinder(PartBinder[BoundLoader]):
 
     def process(self, loader: object) -> DataLoader:
         loader, spec, self.lag = self._inspect(loader)
+        self.refuse_own_data(loader)
         if spec.kind == "stream":
             self._require_stream()
             # Without a length Lightning fetches one batch ahead, to know which is the last.
@@ -141,7 +142,7 @@ class PipelineBinder(PartBinder[BoundLoader]):
             raise TypeError(
                 "the train dataset is an IterableDataset, and every rank of a pipeline would read a stream of its own."
                 f" Say {self._strategy_name}(stream='shared') if all ranks read the same stream (each group keeps its"
-                " part of every global batch); otherwise use a map-style dataset, or strategy='ddp'"
+                " part of every global batch); otherwise use a map-style dataset, or strategy='hetero_balanced'"
             )
 
     # ---- running ---------------------------------------------------------------------------------------------------

@@ -73,6 +73,10 @@ class PipelineRun(EngineRun[PipelineBinder]):
         """Whether rank 0 has received SIGTERM, as it has told all with the batch before."""
         return self.batches is not None and self.batches.sigterm
 
+    def sizes_differ(self, error: BaseException, *again: Callable[..., Any]) -> bool:
+        """Also on ranks that are told of rank 0's rehearsal."""
+        return self.batches is None or super().sizes_differ(error, *again)
+
     # ---- set-up -----------------------------------------------------------------------------------------------
 
     def install(

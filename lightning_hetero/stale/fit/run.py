@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
@@ -322,6 +322,9 @@ class StaleRun(ElasticRun[GrantedBinder]):
         host, port = _broadcast(None if hosted is None else (settings.host, hosted.port))
         store = dist.TCPStore(host, port, is_master=False) if hosted is None else hosted  # lives with the group
         self._groups.rebuild(members.alive, 0, store=store)
+
+    def sizes_differ(self, error: BaseException, *again: Callable[..., Any]) -> bool:
+        return super().sizes_differ(error, TickLoop._until_passed, *again)
 
     def fail(self, error: BaseException) -> None:
         """This rank failed: tells the others why. They go on if it was only told to go (SIGTERM), or not yet one of

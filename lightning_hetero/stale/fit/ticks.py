@@ -114,6 +114,7 @@ class Ticks:
         trainer, sampler = self._trainer, self._sampler
         self._before_epoch()
         self._before = self.trained()
+        sampler.draw()
         self.epoch = sampler.epoch
         self._first = self.tick = compat.upcoming_batch(trainer)
         self._ends = sampler.ends
