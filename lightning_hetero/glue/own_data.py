@@ -64,8 +64,8 @@ def check_own_batches(loader: DataLoader, why: str, trainer: Trainer, channel: C
     batches = channel.all_gather_object(mine)
     if len(set(batches)) > 1:
         raise ValueError(
-            f"{why}. These are {dict(enumerate(batches))} batches, and the rank with the fewest would end its epoch alone"
-            f": pass Trainer(limit_train_batches={min(batches)})"
+            f"{why}. These are {dict(enumerate(batches))} batches, and the rank with the fewest would end its epoch"
+            f" alone: pass Trainer(limit_train_batches={min(batches)})"
         )
 
 
