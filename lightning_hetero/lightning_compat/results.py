@@ -21,11 +21,13 @@ __all__ = [
     "dummy_batch_unlogged",
     "log_interval",
     "metrics_frozen",
+    "metrics_of",
     "reduced_names",
     "save_logs",
     "save_metrics",
     "show_on_progress_bar",
     "unlogged",
+    "watch_epoch_values",
     "weigh_logs",
 ]
 
@@ -204,6 +206,40 @@ def save_metrics(module: nn.Module) -> Callable[[], None]:
             metric._update_count, metric._computed = count, computed
 
     return put_back
+
+
+def metrics_of(module: nn.Module) -> list[nn.Module]:
+    """Returns the module's torchmetrics."""
+    from torchmetrics import Metric
+
+    return [metric for metric in module.modules() if isinstance(metric, Metric)]
+
+
+def watch_epoch_values(trainer: Trainer, note: Callable[[Callable[[], None]], None]) -> Callable[[], None]:
+    """Has ``note(take_back)`` called before a value logged in training counts in its epoch; returns the undo function.
+
+    ``take_back`` leaves the value of the step as it is. There is no public place behind ``self.log``'s checks; an
+    update makes new tensors, so that the old ones are all there is to keep.
+    """
+    results: Any = trainer.fit_loop.epoch_loop._results
+
+    def update(key: str, value: Any, batch_size: int) -> None:
+        metric = results[key]
+        if metric.is_tensor and metric.meta.on_epoch:
+            before = {name: vars(metric)[name] for name in ("value", "cumulated_batch_size") if name in vars(metric)}
+
+            def take_back() -> None:  # in the type that the other ranks have
+                vars(metric).update({n: old.to(vars(metric)[n]) for n, old in before.items()}, _computed=None)
+
+            note(take_back)
+        type(results).update_metrics(results, key, value, batch_size)
+
+    vars(results)["update_metrics"] = update
+
+    def undo() -> None:
+        vars(results).pop("update_metrics", None)
+
+    return undo
 
 
 def save_logs(trainer: Trainer) -> Callable[[], None]:

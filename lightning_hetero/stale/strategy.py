@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
+from lightning_hetero import lightning_compat as compat
 from lightning_hetero.glue.checks import check_choice, check_counts
 from lightning_hetero.glue.elastic.ddp import ElasticDDPStrategy
 from lightning_hetero.glue.refusals import refuse_saving_in_step
@@ -23,12 +24,15 @@ from lightning_hetero.predictors import Predictor, PredictorName
 from lightning_hetero.predictors import by_name as predictor_by_name
 from lightning_hetero.stale.decide.policy import Policy, PolicyName
 from lightning_hetero.stale.decide.policy import by_name as policy_by_name
+from lightning_hetero.stale.fit.dry_run import refuse_unusual_steps
+from lightning_hetero.stale.fit.held_state import released
 from lightning_hetero.stale.fit.meetings import Meetings
 from lightning_hetero.stale.fit.refusals import (
     REFUSALS,
     refuse_controller,
     refuse_entangled,
     refuse_manual_scaling,
+    refuse_monitored_steps,
 )
 from lightning_hetero.stale.fit.run import StaleRun
 from lightning_hetero.stale.fit.settings import StaleSettings
@@ -169,7 +173,11 @@ class BoundedStalenessStrategy(ElasticDDPStrategy[StaleRun]):
 
     def setup_optimizers(self, trainer: Trainer) -> None:
         super().setup_optimizers(trainer)
-        if self.world_size > 1 and self.policy.compensation > 0.0:
+        if self.world_size == 1:
+            return
+        refuse_unusual_steps(self.optimizers)
+        refuse_monitored_steps(self.lr_scheduler_configs)
+        if self.policy.compensation > 0.0:
             refuse_entangled(self.optimizers, self.policy.name)
 
     def configure_ddp(self) -> None:
@@ -202,9 +210,9 @@ class BoundedStalenessStrategy(ElasticDDPStrategy[StaleRun]):
         if not self.lightning_module.automatic_optimization:
             base = super().training_step
 
-            def again(batch: Any) -> None:
+            def again(batch: Any) -> Any:
                 with loop.guard():
-                    base(batch, *args[1:], **kwargs)
+                    return compat.manual_outputs(base(batch, *args[1:], **kwargs))
 
             with self._left_on_errors():
                 loop.training_step_done(again)
@@ -228,6 +236,12 @@ class BoundedStalenessStrategy(ElasticDDPStrategy[StaleRun]):
             if (loop := self._loop) is not None:
                 loop.leave_step(failed=True)
             raise
+
+    def backward(self, *args: Any, **kwargs: Any) -> Any:
+        output = super().backward(*args, **kwargs)
+        if (loop := self._loop) is not None:
+            loop.backward_done()
+        return output
 
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:
@@ -286,6 +300,12 @@ class BoundedStalenessStrategy(ElasticDDPStrategy[StaleRun]):
         run = self._connected
         if run is not None and self.is_global_zero:
             state = run.session.state["optimizers"][self._index(getattr(optimizer, "_optimizer", optimizer))]
-            mine = super().optimizer_state(optimizer)
-            return {**mine, **state} if mine else mine  # none, for what stands in the place of no optimizer
-        return super().optimizer_state(optimizer)
+            with released(self.optimizers):
+                mine: dict[str, Any] = super().optimizer_state(optimizer)
+            if not mine:  # of what stands in the place of no optimizer
+                return mine
+            for group, changed in zip(mine["param_groups"], state["groups"], strict=False):  # perhaps more than then
+                group.update(changed)
+            return {**mine, "state": state["state"]}
+        with released(self.optimizers):
+            return super().optimizer_state(optimizer)
