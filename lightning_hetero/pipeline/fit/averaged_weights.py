@@ -22,6 +22,7 @@ from lightning_hetero.pipeline.runtime.own.full_state import WholeState
 from lightning_hetero.pipeline.runtime.own.owner_groups import raise_together, share_initial
 from lightning_hetero.pipeline.runtime.own.ownership import Ownership
 from lightning_hetero.pipeline.runtime.own.pruning import movable, prune, restore
+from lightning_hetero.pipeline.runtime.own.stand_ins import Here
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
@@ -36,14 +37,15 @@ class Averages:
         trainer: with its callbacks, which have made their copies.
         ownership: who holds what, in the module and so in its copies.
         group: over all ranks, one that takes CPU tensors (gloo).
+        here: what runs on this rank.
 
     Attributes:
         ownership: in force; whoever changes it moves the copies' tensors.
         copies: that are divided at present.
     """
 
-    def __init__(self, trainer: Trainer, ownership: Ownership, group: dist.ProcessGroup) -> None:
-        self._trainer, self.ownership, self._group = trainer, ownership, group
+    def __init__(self, trainer: Trainer, ownership: Ownership, group: dist.ProcessGroup, here: Here) -> None:
+        self._trainer, self.ownership, self._group, self._here = trainer, ownership, group, here
         self.copies: list[LightningModule] = []
         self._movable = ExitStack()
 
@@ -51,7 +53,7 @@ class Averages:
         """Leaves of each copy on this rank what it holds of the module; collective."""
         for _, copy in averaging_callbacks(self._trainer):
             share_initial(copy, self.ownership, self._group)
-            prune(copy, (), self.ownership)
+            prune(copy, (), self.ownership, self._here)
             self._movable.enter_context(movable(copy))  # a callback moves its copy when averaging begins
             self.copies.append(copy)
 

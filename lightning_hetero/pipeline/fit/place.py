@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from lightning_hetero import lightning_compat as compat
 from lightning_hetero.controller.messages import LinkTime
 from lightning_hetero.emulate.scenario import Scenario
 from lightning_hetero.glue.run import gloo_group
@@ -47,6 +48,7 @@ from lightning_hetero.pipeline.runtime.own.near_ways import NearWays
 from lightning_hetero.pipeline.runtime.own.owner_groups import OwnerGroups, share_buffers, share_initial
 from lightning_hetero.pipeline.runtime.own.ownership import Ownership
 from lightning_hetero.pipeline.runtime.own.pruning import prune, restore, to_device
+from lightning_hetero.pipeline.runtime.own.stand_ins import Here
 from lightning_hetero.pipeline.runtime.step.backbone import Backbone
 from lightning_hetero.pipeline.runtime.step.undivided import Undivided
 from lightning_hetero.transport.one_node.near_round import NearRound
@@ -83,6 +85,7 @@ class Place:
         group_index: of this rank's group in the plan; None for a rank at rest.
         leads: whether this rank runs the training step of its group.
         ownership: who holds what.
+        here: what runs on this rank, for what stands for tensors that others hold.
         whole: collects and divides state dicts.
         averages: averaged weights, divided as the module is.
         owner_groups: the process groups of those that hold the same.
@@ -125,8 +128,9 @@ class Place:
         self.watched = watched
         self.ownership = self._ownership_under(planned.plan)
         share_initial(module, self.ownership, world)
-        prune(module, optimizers, self.ownership)
-        self.averages = Averages(trainer, self.ownership, world)
+        self.here = Here(channel.rank, partial(compat.running_hook, trainer))
+        prune(module, optimizers, self.ownership, self.here, device=settings.device)
+        self.averages = Averages(trainer, self.ownership, world, self.here)
         self.averages.divide()
         to_device(module, optimizers, settings.device)
         self._node, others = Neighbours(channel, settings.device), range(1, channel.world_size)
@@ -194,6 +198,7 @@ class Place:
             wait=self.failures.wait,
             ways=self.ways.by_peer,
             near=self._near,
+            here=self.here,
         )
         began_s = time.monotonic()
         migration.stage(ticket)

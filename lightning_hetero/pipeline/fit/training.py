@@ -260,6 +260,7 @@ class TrainBatches:
         """
         kept: dict[nn.Parameter, Tensor] = {}
         if compat.zeroes_now(self._trainer):
+            self._place.here.gradients = False
             for p in self._place.own:
                 if p.grad is not None and self._keeps_gradients:
                     kept[p] = p.grad
@@ -276,17 +277,20 @@ class TrainBatches:
         pending, self._pending = self._pending, {}
         for p, grad in pending.items():
             p.grad = grad if p.grad is None else p.grad.add_(grad)
+        self._place.here.gradients = True
 
     @contextmanager
     def clipping(self) -> Iterator[None]:
-        """Inside, clipping by norm means the norm of the whole model's gradients."""
+        """Inside, clipping takes what this rank holds, and clipping by norm means that of the whole model's gradients."""
+        stock = self._precision.main_params
+
+        def own(optimizer: Any) -> list[Any]:
+            return [p for p in stock(optimizer) if not p.is_meta]
 
         def clip(optimizer: Any, clip_val: float) -> None:
-            own = set(map(id, self._place.own))
-            parameters = [p for p in self._precision.main_params(optimizer) if id(p) in own]
-            self._place.sync.clip_by_norm(parameters, clip_val)
+            self._place.sync.clip_by_norm(own(optimizer), clip_val)
 
-        with patched(self._precision, "clip_grad_by_norm", clip):
+        with patched(self._precision, "main_params", own), patched(self._precision, "clip_grad_by_norm", clip):
             yield
 
     @contextmanager

@@ -291,4 +291,6 @@ class GradientSync:
 
 
 def _gradient(parameter: Tensor) -> Tensor | None:
-    return parameter.grad if parameter.numel() else None  # of no elements, an infinity norm is an error
+    if parameter.is_meta or not parameter.numel():  # of no elements, an infinity norm is an error
+        return None
+    return parameter.grad

@@ -29,6 +29,7 @@ from lightning_hetero.pipeline.runtime.own.near_ways import NearWays
 from lightning_hetero.pipeline.runtime.own.owner_groups import Wait, gathered
 from lightning_hetero.pipeline.runtime.own.ownership import Ownership
 from lightning_hetero.pipeline.runtime.own.pruning import like, prune, put_in_place
+from lightning_hetero.pipeline.runtime.own.stand_ins import Here
 
 __all__ = ["CancelledError", "Migration", "Move", "moves"]
 
@@ -112,6 +113,7 @@ class Migration:
         wait: see `Wait`.
         ways: from device to device, by peer.
         near: between ranks of one node; without, gloo carries all that no other way does.
+        here: what runs on this rank.
 
     Attributes:
         moves: see `moves`.
@@ -132,12 +134,14 @@ class Migration:
         wait: Wait,
         ways: Mapping[int, Way] | None = None,
         near: NearWays | None = None,
+        here: Here | None = None,
     ) -> None:
         self._modules, self._optimizers = (module, *copies), tuple(optimizers)
         self._old, self._new = old, new
         self._gradients = gradients
         self._device, self._group, self._wait = device, group, wait
         self._ways, self._near = ways or {}, near
+        self._here = Here(old.rank) if here is None else here
         self._staged: dict[Any, Any] | None = None
         self.moves = moves(old, new, module)
         self.sent_bytes: dict[tuple[int, int], int] = {}
@@ -256,7 +260,8 @@ class Migration:
                     states += [(i, now, staged[key]) for i in self._numbers if (key := ("state", i, name)) in staged]
                     now.grad = staged.get(("gradient", 0, name))
             put_in_place(module, self._optimizers if number == 0 else (), replaced)
-            prune(module, self._optimizers if number == 0 else (), self._new)
+            optimizers = self._optimizers if number == 0 else ()
+            prune(module, optimizers, self._new, self._here, device=self._device)
             for (kind, of, path), value in staged.items():
                 if kind == "extra" and of == number:
                     module.get_submodule(path).set_extra_state(value)
