@@ -80,6 +80,7 @@ class Place:
         scenario_step: returns the scenario's step from the number of batches trained so far.
 
     Attributes:
+        module: of which this rank has a part.
         planned: the plan in force, and what it was made from.
         settings, channel, failures, watched: as given.
         group_index: of this rank's group in the plan; None for a rank at rest.
@@ -122,7 +123,7 @@ class Place:
         module, world = trainer.lightning_module, channel.group
         folder = trainer.default_root_dir
         self._folder = folder if os.access(folder, os.W_OK) else None
-        self._module, self._optimizers, self._backbone = module, optimizers, backbone
+        self.module, self._optimizers, self._backbone = module, optimizers, backbone
         self._scenario, self._scenario_step = scenario, scenario_step
         self.planned, self.settings, self.channel, self.failures = planned, settings, channel, failures
         self.watched = watched
@@ -187,7 +188,7 @@ class Place:
         self.owner_groups.prepare(new.holders(name) for name in (*new.parameters, *new.buffers))
         self.ways.prepare(self._pairs(planned.plan))
         migration = Migration(
-            self._module,
+            self.module,
             self._optimizers,
             self.ownership,
             new,
@@ -225,7 +226,7 @@ class Place:
                 node.close()
 
     def _ownership_under(self, plan: PipelinePlan) -> Ownership:
-        return Ownership(self._module, self._backbone.layers, plan, rank=self.channel.rank)
+        return Ownership(self.module, self._backbone.layers, plan, rank=self.channel.rank)
 
     def _pairs(self, plan: PipelinePlan) -> list[tuple[int, int]]:
         """Between which ranks of a plan there are direct ways."""
@@ -234,17 +235,17 @@ class Place:
     def _hold(self) -> None:
         """What follows from who holds what."""
         device = self.settings.device
-        self.whole = WholeState(self._module, self.ownership, group=self.channel.group, folder=self._folder)
+        self.whole = WholeState(self.module, self.ownership, group=self.channel.group, folder=self._folder)
         wait = partial(self.failures.wait, polled=device.type != "cpu")
         self.sync = GradientSync(
-            self._module,
+            self.module,
             self.ownership,
             groups=self.owner_groups,
             least_bytes=_LEAST_BYTES,
             wait=wait,
             near=self._control,
         )
-        self.own = [p for p in self._module.parameters() if not p.is_meta]
+        self.own = [p for p in self.module.parameters() if not p.is_meta]
 
     def _follow(self, planned: PlanResult) -> None:
         """What follows from the plan besides."""
@@ -361,7 +362,7 @@ class Place:
 
     def share_buffers(self) -> None:
         """Before an evaluation: statistics such as BatchNorm's are those of the first group, as rank 0's under DDP."""
-        share_buffers(self._module, self.ownership, self.owner_groups)
+        share_buffers(self.module, self.ownership, self.owner_groups)
 
     def close(self) -> None:
         """Makes the module whole again on every rank, on the CPU; after a failure, does only what needs no peer."""
@@ -374,8 +375,8 @@ class Place:
             if self.runner is not None:
                 self.runner.close()
             if not self.failures.reported:
-                to_device(self._module, self._optimizers, torch.device("cpu"))
-                restore(self._module, self.ownership, self.channel.group)
+                to_device(self.module, self._optimizers, torch.device("cpu"))
+                restore(self.module, self.ownership, self.channel.group)
                 self.averages.restore()
         except Exception as error:
             if not self.failures.reported:  # else there is a cause already, which this would hide

@@ -17,6 +17,7 @@ from lightning_hetero.emulate.scenario import Scenario
 from lightning_hetero.glue.run import EngineRun
 from lightning_hetero.pipeline.decide.recorded_costs import model_to_plain
 from lightning_hetero.pipeline.fit.loaders import PipelineBinder
+from lightning_hetero.pipeline.fit.norms import WholeNorms
 from lightning_hetero.pipeline.fit.place import Place
 from lightning_hetero.pipeline.fit.plan.planning import PipelineSettings, PlanResult
 from lightning_hetero.pipeline.fit.replans import Decides, Replans
@@ -108,6 +109,8 @@ class PipelineRun(EngineRun[PipelineBinder]):
             scenario_step=self.scenario_step,
         )
         self._hide_example(planned.plan)
+        norms = WholeNorms(place)
+        self.undo.enter_context(compat.norms_by(norms.total, norms.each))
         if self.channel.rank == 0 and self.fitting:
             self.events.note("plan", 0, 0, _plan_data(planned))
 

@@ -14,7 +14,7 @@ of them, and one that was used nowhere keeps ``None``, without a further exchang
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -229,6 +229,22 @@ class GradientSync:
         if gradients:
             norms = torch.stack([n.to(torch.float64) for n in torch._foreach_norm(gradients)]).to("cpu")
         return self._total(norms.pow(2).sum()).sqrt().to(self._dtype)
+
+    @torch.no_grad()
+    def own_norms(self, parameters: Sequence[Tensor], norm_type: float) -> list[float | None]:
+        """Returns the norms of the gradients that count on this rank; None of others, and where there is none.
+
+        Args:
+            parameters: of this module, this rank's or stand-ins.
+            norm_type: see `torch.linalg.vector_norm`.
+        """
+        found: list[float | None] = [None] * len(parameters)
+        own = [i for i, p in enumerate(parameters) if id(p) in self._counted and p.grad is not None]
+        if own:
+            norms = torch._foreach_norm([parameters[i].grad for i in own], norm_type)
+            for i, norm in zip(own, torch.stack([n.to(torch.float64) for n in norms]).tolist(), strict=True):
+                found[i] = norm
+        return found
 
     @torch.no_grad()
     def clip_by_norm(self, parameters: Iterable[Tensor] | None, max_norm: float) -> Tensor:
