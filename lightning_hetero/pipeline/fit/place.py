@@ -34,6 +34,7 @@ from lightning_hetero.pipeline.decide.schedule import PipelineTimes, SchedulePol
 from lightning_hetero.pipeline.decide.wire_times import parcels_s, sums_s
 from lightning_hetero.pipeline.fit.averaged_weights import Averages
 from lightning_hetero.pipeline.fit.evaluation import EvaluationBatches
+from lightning_hetero.pipeline.fit.layer_hooks import refuse_kept
 from lightning_hetero.pipeline.fit.logs import StepLogs
 from lightning_hetero.pipeline.fit.plan.planning import PipelineSettings, PlanResult
 from lightning_hetero.pipeline.runtime.execute.emulated_pace import BusyTime, ScenarioPace, parts_of
@@ -359,6 +360,11 @@ class Place:
         self.sync.finish()
         if self.settings.emulate_links:
             time.sleep(sums_s(self.planned.cluster, self.sync.sizes_bytes(), self.channel.rank))
+
+    def refuse_kept(self) -> None:
+        """Checks what layers keep of the first batch, where they are divided or may be; see there."""
+        if self.watched or any(len(group.ranks) > 1 for group in self.planned.plan.groups):
+            refuse_kept(self._backbone)
 
     def share_buffers(self) -> None:
         """Before an evaluation: statistics such as BatchNorm's are those of the first group, as rank 0's under DDP."""

@@ -16,6 +16,7 @@ from lightning_hetero.controller.replans import Replan
 from lightning_hetero.emulate.scenario import Scenario
 from lightning_hetero.glue.run import EngineRun
 from lightning_hetero.pipeline.decide.recorded_costs import model_to_plain
+from lightning_hetero.pipeline.fit.acting import rank_zero_acts
 from lightning_hetero.pipeline.fit.loaders import PipelineBinder
 from lightning_hetero.pipeline.fit.norms import WholeNorms
 from lightning_hetero.pipeline.fit.place import Place
@@ -109,6 +110,7 @@ class PipelineRun(EngineRun[PipelineBinder]):
             scenario_step=self.scenario_step,
         )
         self._hide_example(planned.plan)
+        self.undo.enter_context(rank_zero_acts(self.channel.rank))
         norms = WholeNorms(place)
         self.undo.enter_context(compat.norms_by(norms.total, norms.each))
         if self.channel.rank == 0 and self.fitting:
