@@ -24,10 +24,10 @@ def norms_by(
     total: Callable[[Sequence[Tensor], float], Tensor | None],
     each: Callable[[Sequence[Tensor], float], list[float | None] | None],
 ) -> Iterator[None]:
-    """Inside, ``clip_grad_norm_``, ``get_total_norm`` and ``grad_norm`` ask here, whatever names they are imported under.
+    """Inside, ``clip_grad_norm_``, ``get_total_norm`` and ``grad_norm`` ask here, whoever has imported them.
 
-    `torch.nn.utils.clip_grad_norm_` looks for ``_get_total_norm`` in its module (torch 2.6 and newer; before it computes
-    by itself). Lightning's ``grad_norm`` calls nothing that could be replaced, so its code is.
+    `torch.nn.utils.clip_grad_norm_` looks for ``_get_total_norm`` in its module (torch 2.6 and newer; older ones
+    compute by themselves). Lightning's ``grad_norm`` calls nothing that could be replaced, so its code is.
 
     Args:
         total: returns the norm of all gradients together, from these and the order of the norm; None: stock's.
@@ -45,7 +45,8 @@ def norms_by(
             return stock_total(tensors, norm_type, error_if_nonfinite, foreach)
         if error_if_nonfinite and not bool(torch.isfinite(found)):
             raise RuntimeError(
-                f"The total norm of order {norm_type} for gradients from `parameters` is non-finite, so it cannot be clipped"
+                f"The total norm of order {norm_type} for gradients from `parameters` is non-finite, so it cannot be"
+                " clipped"
             )
         return found
 

@@ -1,4 +1,4 @@
-"""For which rank a step runs, where its leader is another one: `is_global_zero` and `rank_zero_only` follow (layer L)."""
+"""For which rank a step runs, if its leader is another: `is_global_zero` and `rank_zero_only` follow (layer L)."""
 
 from __future__ import annotations
 
@@ -53,8 +53,8 @@ class _Rank(int):
         acts = _ACTS.get()
         if acts == 0 and int(self) != 0:
             raise RuntimeError(
-                f"logger.experiment is open on rank 0 only, and in this pipeline rank {int(self)} runs this step: log with"
-                " self.log, or use the experiment in on_train_batch_end; or pass a plan= whose first group begins with"
-                " rank 0, or use strategy='hetero_balanced'"
+                f"logger.experiment is open on rank 0 only, and in this pipeline rank {int(self)} runs this step: log"
+                " with self.log, or use the experiment in on_train_batch_end; or pass a plan= whose first group begins"
+                " with rank 0, or use strategy='hetero_balanced'"
             )
         return int(self if acts is None else acts) > other

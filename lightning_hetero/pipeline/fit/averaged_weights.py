@@ -5,7 +5,7 @@
 
 The callbacks make their copy before training, when the module is whole, and from then on go through both parameter by
 parameter. So a copy that is pruned like the module averages, is swapped and is copied back on each rank for the layers
-which that holds. What a checkpoint gets of it has to be collected.
+which that holds. What a checkpoint gets of it has to be collected, as of any other copy that a callback keeps.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from lightning_hetero.pipeline.runtime.own.stand_ins import Here
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
 
-__all__ = ["Averages", "refuse_parts"]
+__all__ = ["Averages", "complete"]
 
 
 class Averages:
@@ -57,17 +57,6 @@ class Averages:
             self._movable.enter_context(movable(copy))  # a callback moves its copy when averaging begins
             self.copies.append(copy)
 
-    def complete(self, checkpoint: dict[str, Any], whole: WholeState) -> None:
-        """Puts whole state dicts in a checkpoint on rank 0, where callbacks have left this rank's part; collective."""
-        if "averaging_state" in checkpoint:
-            checkpoint["state_dict"] = whole.collect(lambda: checkpoint["state_dict"])
-        states = checkpoint.get("callbacks", {})
-        for callback, _ in averaging_callbacks(self._trainer):
-            state = states.get(callback.state_key, {})
-            if state.get("average_model_state") is not None:
-                part = state["average_model_state"]
-                state["average_model_state"] = whole.collect(lambda part=part: part)
-
     def restore(self) -> None:
         """Makes the copies whole again, on the CPU; collective."""
         self.release()
@@ -80,31 +69,35 @@ class Averages:
         self._movable.close()
 
 
-def refuse_parts(checkpoint: dict[str, Any], group: dist.ProcessGroup) -> None:
-    """Checks that rank 0 has values for every tensor that it is about to write; collective.
+def complete(checkpoint: dict[str, Any], whole: WholeState) -> None:
+    """Puts tensors in a checkpoint on rank 0 where callbacks and hooks have left stand-ins; collective.
+
+    They come from the rank that has values in the same place of its own checkpoint.
 
     Raises:
-        RuntimeError: it does not: somebody put a state dict of the divided module into it.
+        RuntimeError: no rank has; or the place cannot be written to.
     """
-    lost = [path for path, tensor in _tensors(checkpoint, "") if tensor.is_meta] if dist.get_rank(group) == 0 else []
+    slots = {path: slot for path, *slot in _slots(checkpoint, "")}
+    found = whole.collect_apart({path: box[key] for path, (box, key) in slots.items()})
     problem = None
-    if lost:
-        problem = ValueError(
-            f"the checkpoint's {', '.join(lost[:3])} are of layers that other ranks hold: a callback or hook has put"
-            " weights of the module, or of a copy of it, into the checkpoint, but each rank has those of its own layers"
-            " only. Leave them out ('state_dict' has them all), or average with Lightning's WeightAveraging"
-        )
-    raise_together(problem, group)
+    try:
+        for path, tensor in found.items():
+            box, key = slots[path]
+            box[key] = tensor
+    except TypeError:
+        problem = ValueError(f"the checkpoint's {path} is in a tuple, where nothing can be put: use a list")
+    raise_together(problem, whole.group)
 
 
-def _tensors(value: Any, path: str) -> Iterator[tuple[str, Tensor]]:
-    if isinstance(value, Tensor):
-        yield path, value
-        return
+def _slots(box: Any, path: str) -> Iterator[tuple[str, Any, Any]]:
+    """Yields where tensors are: a path, the container, and the key in it."""
     items: Iterable[tuple[Any, Any]] = ()
-    if isinstance(value, dict):
-        items = value.items()
-    elif isinstance(value, list | tuple):
-        items = enumerate(value)
+    if isinstance(box, dict):
+        items = box.items()
+    elif isinstance(box, list | tuple):
+        items = enumerate(box)
     for key, item in items:
-        yield from _tensors(item, f"{path}[{key!r}]")
+        if isinstance(item, Tensor):
+            yield f"{path}[{key!r}]", box, key
+        else:
+            yield from _slots(item, f"{path}[{key!r}]")

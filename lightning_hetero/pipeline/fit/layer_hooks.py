@@ -104,13 +104,13 @@ def _said(layer: str, hook: Any, what: str) -> str:
     name = getattr(hook, "__qualname__", type(hook).__name__)
     if what.startswith("returns"):
         return (
-            f"the forward hook {name} of {layer} {what} is where the layer is, and in a pipeline training_step may run on"
-            f" another rank, which does not see it. If a step reads what it keeps, {_OUT}; if none does, let the hook return"
-            " the layer's output (of a pre-hook: its arguments)"
+            f"the forward hook {name} of {layer} {what} is where the layer is, and in a pipeline training_step may run"
+            f" on another rank, which does not see it. If a step reads what it keeps, {_OUT}. If none does, let the"
+            " hook return the layer's output (of a pre-hook: its arguments)"
         )
     return (
-        f"the forward hook {name} of {layer} {what}, and in a pipeline the layer may be on another rank, where it is not:"
-        f" {_OUT}"
+        f"the forward hook {name} of {layer} {what}, and in a pipeline the layer may be on another rank, where it is"
+        f" not: {_OUT}"
     )
 
 

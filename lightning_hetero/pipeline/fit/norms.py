@@ -64,9 +64,9 @@ class WholeNorms:
         notes = place.failures.meet(own, world, PATIENCE_S, place=name, heed=True)
         if late := [rank for rank, note in enumerate(notes) if not note]:
             raise RuntimeError(
-                f"a norm of gradients in {place.here.hook()}: rank {place.channel.rank} asks for it, and rank(s) {late} did"
-                f" not in {PATIENCE_S:g} s. Each rank in a pipeline has the gradients of its own layers: let all ranks call"
-                " clip_grad_norm_, get_total_norm or grad_norm, also where only rank 0 uses the result; or use"
+                f"a norm of gradients in {place.here.hook()}: rank {place.channel.rank} asks for it, and rank(s) {late}"
+                f" did not in {PATIENCE_S:g} s. Each rank in a pipeline has the gradients of its own layers: let all"
+                " ranks call clip_grad_norm_, get_total_norm or grad_norm, also if only rank 0 uses the result; or use"
                 " strategy='hetero_balanced'"
             )
         if self._asked > 1:

@@ -108,9 +108,10 @@ def refuse_optimizers(optimizers: Sequence[torch.optim.Optimizer], backbone: Bac
             raise TypeError(f"{name}.step calls its closure {passes} times, but {_SECOND_PASS}")
         if not treats_each_by_itself(optimizer):
             raise TypeError(
-                f"{name}.step of one parameter depends on the gradients of others, such as by a norm over all of them, and"
-                " in a pipeline each rank has those of its own layers only. Use an optimizer that treats each parameter"
-                " by itself (gradient_clip_val clips by the norm of the whole model), or strategy='hetero_balanced'"
+                f"{name}.step of one parameter depends on the gradients of others, such as by a norm over all of them,"
+                " and in a pipeline each rank has those of its own layers only. Use an optimizer that treats each"
+                " parameter by itself (gradient_clip_val clips by the norm of the whole model), or"
+                " strategy='hetero_balanced'"
             )
 
 

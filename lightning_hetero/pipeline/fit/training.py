@@ -288,11 +288,12 @@ class TrainBatches:
 
     @contextmanager
     def clipping(self) -> Iterator[None]:
-        """Inside, clipping takes what this rank holds, and clipping by norm means that of the whole model's gradients."""
+        """Inside, clipping takes what this rank holds, and by norm means by that of the whole model's gradients."""
         stock = self._precision.main_params
 
         def own(optimizer: Any) -> list[Any]:
-            return [p for p in stock(optimizer) if not p.is_meta]
+            known = set(map(id, self._place.own))
+            return [p for p in stock(optimizer) if id(p) in known]
 
         def clip(optimizer: Any, clip_val: float) -> None:
             self._place.sync.clip_by_norm(own(optimizer), clip_val)

@@ -171,6 +171,7 @@ class Migration:
         staged: dict[Any, Any] = {}
         text = b""
         try:
+            self._refuse_copies()
             for target in sorted({move.target for move in self.moves if move.source == rank}):
                 outgoing[target] = parcels.packed(self._values(target), self._device, direct=target in self._ways)
             text = pickle.dumps({target: parcel.manifest for target, parcel in outgoing.items()})
@@ -206,6 +207,17 @@ class Migration:
             for target, manifest in to.items()
         }
         self._staged = staged
+
+    def _refuse_copies(self) -> None:
+        """What the user has made of tensors that others hold would be where they were, while they move."""
+        for optimizer in self._optimizers:  # state goes with the real parameter
+            for parameter in [p for p in optimizer.state if p.is_meta]:
+                del optimizer.state[parameter]
+        if kept := sorted({copy.held.name for copy in self._here.made.values()}):
+            raise RuntimeError(
+                f"layers stay where they are, because somebody keeps copies of {', '.join(kept[:3])}, which do not go"
+                " with them"
+            )
 
     def _values(self, target: int) -> dict[Any, Any]:
         """Returns what this rank sends to another, by kind, number of the module or optimizer, and name."""

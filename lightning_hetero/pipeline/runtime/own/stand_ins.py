@@ -187,7 +187,8 @@ class StandIn(Tensor):
             " to save trainer.save_checkpoint on all ranks; after trainer.fit the model is whole"
         )
         raise RuntimeError(
-            f"{self.held} in this pipeline, and rank {here.rank} has no values of it for {what}{where}: {out}; or use strategy='hetero_balanced', where each rank has the whole model"
+            f"{self.held} in this pipeline, and rank {here.rank} has no values of it for {what}{where}: {out}; or use"
+            " strategy='hetero_balanced', where each rank has the whole model"
         )
 
 
