@@ -114,6 +114,9 @@ class TrainBatches:
         self.in_step = True
         try:
             return self._train(batch, args, kwargs, accumulates=accumulates)
+        except RuntimeError:
+            self._place.refuse_kept()  # whose graphs end somewhere else
+            raise
         finally:
             self.in_step = False
 
