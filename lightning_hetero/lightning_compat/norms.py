@@ -34,7 +34,7 @@ def norms_by(
         each: returns the norm of each parameter's gradient, None where there is none; or None: stock's.
     """
     stock_total: Any = getattr(clip_grad, "_get_total_norm", None)
-    stock_grad_norm = types.FunctionType(grads.grad_norm.__code__, vars(grads), argdefs=grads.grad_norm.__defaults__)
+    stock_grad_norm = types.FunctionType(grads.grad_norm.__code__, grads.__dict__, argdefs=grads.grad_norm.__defaults__)
 
     def total_norm(
         tensors: Any, norm_type: float = 2.0, error_if_nonfinite: bool = False, foreach: bool | None = None

@@ -79,14 +79,12 @@ def complete(checkpoint: dict[str, Any], whole: WholeState) -> None:
     """
     slots = {path: slot for path, *slot in _slots(checkpoint, "")}
     found = whole.collect_apart({path: box[key] for path, (box, key) in slots.items()})
-    problem = None
-    try:
-        for path, tensor in found.items():
-            box, key = slots[path]
-            box[key] = tensor
-    except TypeError:
-        problem = ValueError(f"the checkpoint's {path} is in a tuple, where nothing can be put: use a list")
+    fixed = [path for path in found if isinstance(slots[path][0], tuple)]
+    problem = ValueError(f"the checkpoint's {fixed[0]} is in a tuple: use a list") if fixed else None
     raise_together(problem, whole.group)
+    for path, tensor in found.items():
+        box, key = slots[path]
+        box[key] = tensor
 
 
 def _slots(box: Any, path: str) -> Iterator[tuple[str, Any, Any]]:

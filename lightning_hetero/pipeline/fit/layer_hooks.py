@@ -59,7 +59,10 @@ def hooks_return(backbone: Backbone) -> Iterator[None]:
 
         def register(part: nn.Module, hook: Any, *args: Any, **kwargs: Any) -> Any:
             if id(part) in names and acting_rank() is not None:
-                raise RuntimeError(_said(names[id(part)], hook, "is registered inside of a step"))
+                raise RuntimeError(
+                    f"the forward hook {_name(hook)} of {names[id(part)]} is registered inside of a step, and in a pipeline"
+                    f" the layer may be on another rank, where it is not: {_OUT}"
+                )
             handle = stock(part, hook, *args, **kwargs)
             if id(part) in names:
                 check(part, _KINDS[method])
@@ -96,22 +99,16 @@ class _Returns:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         returned = self._hook(*args, **kwargs)
         if returned is None:
-            raise RuntimeError(_said(self._layer, self._hook, "returns nothing, so what it keeps"))
+            raise RuntimeError(
+                f"the forward hook {_name(self._hook)} of {self._layer} returns nothing, so what it keeps is where the layer"
+                " is, and in a pipeline training_step may run on another rank, which does not see it. If a step reads what"
+                f" it keeps, {_OUT}. If none does, let the hook return the layer's output (of a pre-hook: its arguments)"
+            )
         return returned
 
 
-def _said(layer: str, hook: Any, what: str) -> str:
-    name = getattr(hook, "__qualname__", type(hook).__name__)
-    if what.startswith("returns"):
-        return (
-            f"the forward hook {name} of {layer} {what} is where the layer is, and in a pipeline training_step may run"
-            f" on another rank, which does not see it. If a step reads what it keeps, {_OUT}. If none does, let the"
-            " hook return the layer's output (of a pre-hook: its arguments)"
-        )
-    return (
-        f"the forward hook {name} of {layer} {what}, and in a pipeline the layer may be on another rank, where it is"
-        f" not: {_OUT}"
-    )
+def _name(hook: Any) -> str:
+    return getattr(hook, "__qualname__", type(hook).__name__)
 
 
 def refuse_kept(backbone: Backbone) -> None:

@@ -123,7 +123,7 @@ def test_pruning_frees_the_memory_and_keeps_names_positions_and_attributes() -> 
     prune(model, optimizers, held)
     gc.collect()
     assert all(ref() is None for ref in gone)
-    with pytest.raises(RuntimeError, match="reference to embed.weight"):
+    with pytest.raises(RuntimeError, match=r"reference to embed\.weight"):
         reference.numel()
     assert list(model.state_dict()) == keys
     for name, tensor in model.state_dict(keep_vars=True).items():

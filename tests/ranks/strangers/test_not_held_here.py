@@ -164,7 +164,11 @@ class ChangesLayer(Toy):
 
     def __init__(self) -> None:
         super().__init__()
-        self.net[3].register_forward_hook(lambda module, args, y: y * 0.5)
+        self.net[3].register_forward_hook(self.halve)
+
+    @staticmethod
+    def halve(module: nn.Module, args: Any, y: Tensor) -> Tensor:
+        return y * 0.5
 
 
 class Thaws(BaseFinetuning):
@@ -231,7 +235,9 @@ class Average(Callback):
         self.copy = copy.deepcopy(pl_module.net)
 
     @torch.no_grad()
-    def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
+    def on_train_batch_end(
+        self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
         for old, new in zip(self.copy.parameters(), pl_module.net.parameters(), strict=True):
             old.mul_(0.7).add_(new, alpha=0.3)
 
@@ -367,6 +373,16 @@ def logs_norm(module: Toy) -> None:
     module.log("norm", sum(p.detach().norm() for p in module.parameters()))  # type: ignore[arg-type]
 
 
+def foreach_averages(module: Toy) -> None:
+    own = [torch.zeros_like(p) if p.is_meta else torch.zeros(p.shape).double() for p in module.parameters()]
+    torch._foreach_lerp_(own[2:] + own[:2], [p.data for p in module.parameters()][:2] * 3, 0.5)
+
+
+def norm_by_hand(module: Toy) -> None:
+    norms = [p.grad.norm() for p in module.parameters() if p.grad is not None]
+    module.noted.append(torch.stack(norms).norm())
+
+
 class Kept(Toy):
     """A list of parameters made in the constructor."""
 
@@ -384,23 +400,26 @@ class Features(Toy):
     def __init__(self) -> None:
         super().__init__()
         self.features: list[Tensor] = []
-        self.net[3].register_forward_hook(lambda module, args, y: self.features.append(y))
+        self.net[3].register_forward_hook(self.keep)
+
+    def keep(self, module: nn.Module, args: Any, y: Tensor) -> None:
+        self.features.append(y)
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         self.features.clear()
         loss = self.loss(*batch)
-        return loss + 0.1 * sum(f.pow(2).mean() for f in self.features)
+        return loss + 0.1 * torch.stack(self.features).pow(2).mean()
 
 
 class FeaturesForNow(Toy):
     """The same with a hook that is there during the step."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        found: list[Tensor] = []
+        found: list[Any] = []
         handle = self.net[3].register_forward_hook(lambda module, args, y: found.append(y))
         loss = self.loss(*batch)
         handle.remove()
-        return loss + sum(f.pow(2).mean() for f in found)
+        return loss + torch.stack(found).pow(2).mean()
 
 
 class Balanced(nn.Linear):
@@ -408,8 +427,8 @@ class Balanced(nn.Linear):
 
     aux_loss: Any = 0.0
 
-    def forward(self, x: Tensor) -> Tensor:
-        y = super().forward(x)
+    def forward(self, input: Tensor) -> Tensor:
+        y = super().forward(input)
         self.aux_loss = y.pow(2).mean()
         return y
 
@@ -460,9 +479,9 @@ class Optimized(Toy):
 class TwoSteps(Toy):
     """PL#17650: the hook calls the closure twice."""
 
-    def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, closure: Any = None) -> None:
-        closure()
-        optimizer.step(closure=closure)
+    def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
+        optimizer_closure()
+        optimizer.step(closure=optimizer_closure)
 
 
 class DrawsOnZero(Toy):
@@ -497,11 +516,9 @@ REFUSED: dict[str, tuple[Callable[[], Toy], str, Callable[[], list[Callback]]]] 
     "compared": (at_end(lambda m: [bool((p > 0).any()) for p in m.parameters()]), "is held by rank", list),
     "printed": (at_end(lambda m: [f"{p.mean():.3f}" for p in m.parameters()]), "is held by rank", list),
     "list of floats": (at_end(lambda m: torch.tensor([p.sum() for p in m.parameters()])), "is held by rank", list),
-    "lists": (at_end(lambda m: torch._foreach_lerp_([torch.zeros(5, 5).double()], [m.net[2].weight.data], 0.5)),
-              "is held by rank 1 .*_foreach_lerp_", list),
+    "lists": (at_end(foreach_averages), "is held by rank .*_foreach_lerp_", list),
     "gradients not finite": (lambda: AfterBackward(skips_nan), r"net.\d.weight.grad is held by rank .*on_after", list),
-    "norm of gradients": (lambda: AfterBackward(lambda m: sum(p.grad.norm() ** 2 for p in m.parameters()).sqrt()),
-                          "grad is held by rank", list),
+    "norm of gradients": (lambda: AfterBackward(norm_by_hand), "grad is held by rank", list),
     "kept list": (Kept, "reference to net.*hetero_balanced", list),
     "pruned": (Toy, "is held by rank", prunes),
     "picture": (DrawsOnZero, "is held by rank 1 .*in on_train_epoch_end", list),

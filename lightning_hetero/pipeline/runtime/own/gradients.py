@@ -239,9 +239,9 @@ class GradientSync:
             norm_type: see `torch.linalg.vector_norm`.
         """
         found: list[float | None] = [None] * len(parameters)
-        own = [i for i, p in enumerate(parameters) if id(p) in self._counted and p.grad is not None]
+        own = {i: p.grad for i, p in enumerate(parameters) if id(p) in self._counted and p.grad is not None}
         if own:
-            norms = torch._foreach_norm([parameters[i].grad for i in own], norm_type)
+            norms = torch._foreach_norm([*own.values()], norm_type)
             for i, norm in zip(own, torch.stack([n.to(torch.float64) for n in norms]).tolist(), strict=True):
                 found[i] = norm
         return found

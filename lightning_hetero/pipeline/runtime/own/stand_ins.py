@@ -84,7 +84,7 @@ class StandIn(Tensor):
     held: Held
     own = frozenset({"held", "gradient"})  # attributes that are not of the tensor it stands for
 
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__ = torch._C._disabled_torch_function_impl  # pyright: ignore[reportAssignmentType]
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
