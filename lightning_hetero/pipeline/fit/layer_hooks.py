@@ -60,8 +60,8 @@ def hooks_return(backbone: Backbone) -> Iterator[None]:
         def register(part: nn.Module, hook: Any, *args: Any, **kwargs: Any) -> Any:
             if id(part) in names and acting_rank() is not None:
                 raise RuntimeError(
-                    f"the forward hook {_name(hook)} of {names[id(part)]} is registered inside of a step, and in a pipeline"
-                    f" the layer may be on another rank, where it is not: {_OUT}"
+                    f"the forward hook {_name(hook)} of {names[id(part)]} is registered inside of a step, and in a"
+                    f" pipeline the layer may be on another rank, where it is not: {_OUT}"
                 )
             handle = stock(part, hook, *args, **kwargs)
             if id(part) in names:
@@ -100,9 +100,10 @@ class _Returns:
         returned = self._hook(*args, **kwargs)
         if returned is None:
             raise RuntimeError(
-                f"the forward hook {_name(self._hook)} of {self._layer} returns nothing, so what it keeps is where the layer"
-                " is, and in a pipeline training_step may run on another rank, which does not see it. If a step reads what"
-                f" it keeps, {_OUT}. If none does, let the hook return the layer's output (of a pre-hook: its arguments)"
+                f"the forward hook {_name(self._hook)} of {self._layer} returns nothing, so what it keeps is where the"
+                " layer is, and in a pipeline training_step may run on another rank, which does not see it. If a step"
+                f" reads what it keeps, {_OUT}. If none does, let the hook return the layer's output (of a pre-hook: its"
+                " arguments)"
             )
         return returned
 
