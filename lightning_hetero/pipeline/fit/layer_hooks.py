@@ -102,8 +102,8 @@ class _Returns:
             raise RuntimeError(
                 f"the forward hook {_name(self._hook)} of {self._layer} returns nothing, so what it keeps is where the"
                 " layer is, and in a pipeline training_step may run on another rank, which does not see it. If a step"
-                f" reads what it keeps, {_OUT}. If none does, let the hook return the layer's output (of a pre-hook: its"
-                " arguments)"
+                f" reads what it keeps, {_OUT}. If none does, let the hook return the layer's output (of a pre-hook:"
+                " its arguments)"
             )
         return returned
 

@@ -121,10 +121,11 @@ def test_gradients_are_there_for_hooks_and_not_for_optimizers() -> None:
     p: Any = stand_in_for(real, "net.2.bias", (1,), here, device=CPU)
     assert p.grad is None
     here.gradients = True
-    assert p.grad is p.grad and p.grad.clamp_(-1, 1) is p.grad
-    p.grad = p.grad / 2
+    gradient: Any = p.grad
+    assert p.grad is gradient and gradient.clamp_(-1, 1) is gradient
+    p.grad = gradient / 2
     with pytest.raises(RuntimeError, match=r"net\.2\.bias\.grad is held by rank 1"):
-        p.grad.norm().item()
+        gradient.norm().item()
     hook[0] = "optimizer_step"
     optimizer = torch.optim.Adam([p], lr=0.1)
     optimizer.step()

@@ -105,7 +105,7 @@ class StandIn(Tensor):
         self.check_step("data = ...")  # the rank that holds it sets its own
 
     @property
-    def grad(self) -> Tensor | None:  # type: ignore[override]
+    def grad(self) -> Tensor | None:
         here = self.held.here
         if not (here.gradients and self.requires_grad and self.is_leaf) or here.hook() in _NO_GRADIENTS:
             return None
@@ -115,7 +115,7 @@ class StandIn(Tensor):
         return vars(self)["gradient"]
 
     @grad.setter
-    def grad(self, _: Tensor | None) -> None:
+    def grad(self, _: Tensor | None) -> None:  # pyright: ignore[reportIncompatibleVariableOverride]
         pass  # as `data`
 
     @grad.deleter
