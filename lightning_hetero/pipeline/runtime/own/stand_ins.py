@@ -115,11 +115,11 @@ class StandIn(Tensor):
         return vars(self)["gradient"]
 
     @grad.setter
-    def grad(self, _: Tensor | None) -> None:  # pyright: ignore[reportIncompatibleVariableOverride]
+    def grad(self, _: Tensor | None) -> None:
         pass  # as `data`
 
     @grad.deleter
-    def grad(self) -> None:
+    def grad(self) -> None:  # pyright: ignore[reportIncompatibleVariableOverride]
         pass
 
     def __deepcopy__(self, memo: dict[int, Any]) -> StandIn:
