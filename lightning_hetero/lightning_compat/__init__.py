@@ -4,6 +4,7 @@
 ``loaders``        the loaders of a fit, and how Lightning would change them
 ``results``        values logged and metrics updated: what counts in them
 ``logs``           ``self.log`` diverted and made again, metrics combined over some of the ranks
+``norms``          norms of gradients that torch and Lightning are asked for
 ``batches``        what the loop does with one batch, and the callbacks it calls
 ``empty_batches``  batches that are None, and which hooks hear of them
 ``launchers``      launchers that let a run go on without a process that was killed; import them from there
@@ -55,6 +56,7 @@ from lightning_hetero.lightning_compat.logs import (
     running_hook,
     size_of_batch,
 )
+from lightning_hetero.lightning_compat.norms import norms_by
 from lightning_hetero.lightning_compat.progress import (
     accumulates_now,
     batches_of_all_epochs,
@@ -123,6 +125,7 @@ __all__ = [
     "manual_outputs",
     "metrics_frozen",
     "metrics_of",
+    "norms_by",
     "note_sigterm",
     "outputs_of",
     "overfits",

@@ -23,6 +23,7 @@ from lightning.fabric.utilities.apply_func import move_data_to_device
 from lightning.pytorch import LightningModule
 
 from lightning_hetero.pipeline.decide.plans import resting
+from lightning_hetero.pipeline.fit.acting import acting_as
 from lightning_hetero.pipeline.fit.logs import StepLogs
 from lightning_hetero.pipeline.runtime.execute.failures import FailureBoard
 from lightning_hetero.pipeline.runtime.execute.stage_runner import StageRunner
@@ -153,7 +154,7 @@ class EvaluationBatches:
                         " Use a dataset with a length, or limit_val_batches and limit_test_batches"
                     )
                 clients.append(rank)
-                yield rank, self._body(*asked, own=rank == self._leader)
+                yield rank, self._body(*asked, rank=rank)
 
         outputs = self._runner.evaluate(-self._turn, bodies(), samples=1)
         found = dict(zip(clients, outputs, strict=True))
@@ -162,10 +163,12 @@ class EvaluationBatches:
         return _Answer(found.get(self._leader), not clients)
 
     def _body(
-        self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], *, own: bool
+        self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], *, rank: int
     ) -> Callable[[], Any]:
+        own = rank == self._leader
+
         def body() -> Any:
-            with self._logs.collecting(None, None if own or not args else args[0]):
+            with acting_as(rank), self._logs.collecting(None, None if own or not args else args[0]):
                 return getattr(self._module, name)(*args, **kwargs)
 
         return body

@@ -30,8 +30,10 @@ from lightning_hetero.data.micro_batches import join_outputs, split_batch
 from lightning_hetero.glue.run import EventLog
 from lightning_hetero.lightning_compat.patches import patched
 from lightning_hetero.pipeline.decide.told import Told, telling_layers
+from lightning_hetero.pipeline.fit.acting import acting_as
 from lightning_hetero.pipeline.fit.loaders import PipelineBinder
 from lightning_hetero.pipeline.fit.place import Place
+from lightning_hetero.pipeline.fit.refusals import refuse_second_pass
 from lightning_hetero.pipeline.fit.replans import Replans
 from lightning_hetero.pipeline.runtime.execute.stage_runner import MicroBatch
 from lightning_hetero.pipeline.runtime.step.tensor_trees import loss_of
@@ -78,6 +80,7 @@ class TrainBatches:
         self.sigterm = False
         self.in_step = False
         self._last: tuple[Part, Told] | None = None  # of all ranks' last step
+        self._kept_known = False  # whether layers have been looked at for what they keep
         self._pending: dict[nn.Parameter, Tensor] = {}
         self._skips = False  # whether some rank's gradients overflowed, for a gradient scaler
         self._exchange_s = 0.0  # of the last batch: from the message to all ranks on
@@ -107,9 +110,13 @@ class TrainBatches:
             args, kwargs: further arguments of ``training_step``.
             accumulates: gradients stay on the ranks; a later batch synchronises them.
         """
+        refuse_second_pass(self._last, self.part)
         self.in_step = True
         try:
             return self._train(batch, args, kwargs, accumulates=accumulates)
+        except RuntimeError:
+            self._place.refuse_kept()  # whose graphs end somewhere else
+            raise
         finally:
             self.in_step = False
 
@@ -166,7 +173,7 @@ class TrainBatches:
         self, batch: Any, samples: int, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Callable[[], Any]:
         def body() -> Any:
-            with self._place.logs.collecting(samples):
+            with acting_as(self._place.group_index or 0), self._place.logs.collecting(samples):
                 return self._module.training_step(batch, *args, **kwargs)
 
         return body
@@ -260,6 +267,7 @@ class TrainBatches:
         """
         kept: dict[nn.Parameter, Tensor] = {}
         if compat.zeroes_now(self._trainer):
+            self._place.here.gradients = False
             for p in self._place.own:
                 if p.grad is not None and self._keeps_gradients:
                     kept[p] = p.grad
@@ -276,17 +284,24 @@ class TrainBatches:
         pending, self._pending = self._pending, {}
         for p, grad in pending.items():
             p.grad = grad if p.grad is None else p.grad.add_(grad)
+        if not self._kept_known:
+            self._kept_known = True
+            self._place.refuse_kept()
+        self._place.here.gradients = True
 
     @contextmanager
     def clipping(self) -> Iterator[None]:
-        """Inside, clipping by norm means the norm of the whole model's gradients."""
+        """Inside, clipping takes what this rank holds, and by norm means by that of the whole model's gradients."""
+        stock = self._precision.main_params
+
+        def own(optimizer: Any) -> list[Any]:
+            known = set(map(id, self._place.own))
+            return [p for p in stock(optimizer) if id(p) in known]
 
         def clip(optimizer: Any, clip_val: float) -> None:
-            own = set(map(id, self._place.own))
-            parameters = [p for p in self._precision.main_params(optimizer) if id(p) in own]
-            self._place.sync.clip_by_norm(parameters, clip_val)
+            self._place.sync.clip_by_norm(own(optimizer), clip_val)
 
-        with patched(self._precision, "clip_grad_by_norm", clip):
+        with patched(self._precision, "main_params", own), patched(self._precision, "clip_grad_by_norm", clip):
             yield
 
     @contextmanager

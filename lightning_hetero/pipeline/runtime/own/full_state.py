@@ -1,6 +1,6 @@
 """Checkpoints of the whole model, though no rank has it: the keys stock training writes, tensor by tensor (layer T).
 
-    state_dict()    every rank: its own ``module.state_dict()``, others' tensors on meta
+    state_dict()    every rank: its own ``module.state_dict()``, stand-ins for others' tensors
                     group 0's owners ──one tensor after the other──► rank 0: files without a name, mapped into memory
     load            every rank reads its part of the whole state dict, which may be mapped, too
 
@@ -72,20 +72,28 @@ class WholeState:
             RuntimeError: on all ranks, if one could not make its part: which, and why.
         """
         # Not keep_vars: then a `state_dict` that somebody has overridden without arguments works, too.
-        return self.collect(self._module.state_dict)
-
-    def collect(self, make: Callable[[], Mapping[str, Any]]) -> dict[str, Any]:
-        """Returns the same of another state dict with the module's keys, such as of a copy of it that was pruned alike.
-
-        Args:
-            make: returns this rank's part; others' tensors in it are on meta.
-        """
         ownership = self._ownership
 
         def source(key: str) -> int:
             return (ownership.owners(key) if key in ownership.layer_of else ownership.owners_of_key(key))[0]
 
-        return self._collect(make, source, ownership.layer_of.keys())
+        return self._collect(self._module.state_dict, source, ownership.layer_of.keys())
+
+    def collect_apart(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Returns, on rank 0, those tensors for which it has stand-ins, from ranks that have them; elsewhere {}.
+
+        Args:
+            values: this rank's, by any keys, which are the same on all ranks.
+
+        Raises:
+            RuntimeError: no rank has values for one of them.
+        """
+        apart: list[set[str] | None] = [None] * dist.get_world_size(self.group)
+        own = {key for key, tensor in values.items() if tensor.is_meta}
+        dist.all_gather_object(apart, own if self._ownership.rank == 0 else set(), group=self.group)
+        if not (wanted := apart[0]):
+            return {}
+        return self._collect(lambda: {k: v for k, v in values.items() if k in wanted}, lambda _: 0, ())
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """Returns what ``optimizer.state_dict()`` of the whole model would be, on rank 0; elsewhere an empty dict.
@@ -138,7 +146,7 @@ class WholeState:
         Raises:
             RuntimeError: keys or shapes do not fit, as from torch.
         """
-        with warnings.catch_warnings():  # what is on meta is not copied: on purpose
+        with warnings.catch_warnings():  # nothing is copied to stand-ins: on purpose
             warnings.filterwarnings("ignore", message="for .*: copying from a non-meta parameter")
             return self._module.load_state_dict(state, strict=strict)
 
@@ -181,7 +189,7 @@ class WholeState:
         """Returns all ranks' parts of a mapping as one, on rank 0; it keeps what ``make`` returned there besides.
 
         Args:
-            make: this rank's part, in which what others hold is on meta or missing.
+            make: this rank's part, in which what others hold is a stand-in or missing.
             source: the rank that a key is to come from.
             certain: keys that come from there only; others from any rank of group 0 that has values for them.
         """
@@ -240,7 +248,10 @@ class WholeState:
                         if tensor is not None:
                             places[rank, spec].copy_(tensor)
             if lost := [key for key in whole if key not in chosen]:
-                raise KeyError(f"no rank has values for {lost[:5]}")
+                raise KeyError(
+                    f"no rank of the pipeline has values for {lost[:5]}: all ranks must keep the same in their"
+                    " checkpoints; or use strategy='hetero_balanced'"
+                )
         except Exception as error:
             problem = error
         raise_together(problem, self.group)
