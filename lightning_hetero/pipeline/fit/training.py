@@ -33,6 +33,7 @@ from lightning_hetero.pipeline.decide.told import Told, telling_layers
 from lightning_hetero.pipeline.fit.loaders import PipelineBinder
 from lightning_hetero.pipeline.fit.place import Place
 from lightning_hetero.pipeline.fit.replans import Replans
+from lightning_hetero.pipeline.fit.step_limits import within_limits
 from lightning_hetero.pipeline.runtime.execute.stage_runner import MicroBatch
 from lightning_hetero.pipeline.runtime.step.tensor_trees import loss_of
 from lightning_hetero.transport.one_round import Sum
@@ -166,7 +167,7 @@ class TrainBatches:
         self, batch: Any, samples: int, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Callable[[], Any]:
         def body() -> Any:
-            with self._place.logs.collecting(samples):
+            with self._place.logs.collecting(samples), within_limits(self._trainer):
                 return self._module.training_step(batch, *args, **kwargs)
 
         return body
