@@ -6,6 +6,7 @@ for the oracle, then on two ranks, and names each fact that differs on a rank.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -17,7 +18,18 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler, TensorData
 from tests.ranks.kit import rank_trainer
 from tests.ranks.strangers.kit import UNEVEN, ends, trainer, two_stages
 
-__all__ = ["BATCH", "DIVIDED", "Small", "batches", "fit", "numbers", "right", "right_or_refused", "state", "unused"]
+__all__ = [
+    "BATCH",
+    "DIVIDED",
+    "Small",
+    "batches",
+    "fit",
+    "numbers",
+    "right",
+    "right_or_refused",
+    "state",
+    "unused",
+]
 
 BATCH = 16  # of all ranks
 DIVIDED: dict[str, dict[str, Any]] = {
@@ -61,12 +73,20 @@ def numbers(samples: int = 32) -> TensorDataset:
 def batches(dataset: Dataset, world: int, **kwargs: Any) -> DataLoader:
     """A loader as a user writes it: one rank's part of `BATCH`. In one process: stock DDP's order."""
     if world == 1:
-        kwargs.setdefault("sampler", DistributedSampler(dataset, num_replicas=1, rank=0, shuffle=True, seed=0))
+        kwargs.setdefault(
+            "sampler", DistributedSampler(dataset, num_replicas=1, rank=0, shuffle=True, seed=0)
+        )
     return DataLoader(dataset, batch_size=BATCH // world, **kwargs)
 
 
 def fit(
-    rank: int, world: int, engine: str, module: LightningModule, loader: Any = None, val: Any = None, **kwargs: Any
+    rank: int,
+    world: int,
+    engine: str,
+    module: LightningModule,
+    loader: Any = None,
+    val: Any = None,
+    **kwargs: Any,
 ) -> Trainer:
     """Trains `numbers`, or the loader, on shares of 12 and 4, at a server, or in two stages."""
     fits = trainer(rank, world, engine, DIVIDED, **kwargs)
@@ -99,17 +119,29 @@ def _apart(got: Any, want: Any, tolerance: float) -> str | None:
         off = float((got.double() - want.double()).abs().max()) if want.numel() else 0.0
         return None if off <= tolerance else f"off by {off:.2e}"
     if isinstance(want, float):
-        return None if isinstance(got, float | int) and abs(got - want) <= tolerance else f"{got} is not {want}"
+        return (
+            None if isinstance(got, float | int) and abs(got - want) <= tolerance else f"{got} is not {want}"
+        )
     if isinstance(want, list) and isinstance(got, list) and len(want) == len(got):
-        return "; ".join(text for pair in zip(got, want, strict=True) if (text := _apart(*pair, tolerance))) or None
+        return (
+            "; ".join(text for pair in zip(got, want, strict=True) if (text := _apart(*pair, tolerance)))
+            or None
+        )
     return None if got == want else f"{got} is not {want}"
 
 
 def outcome(
-    situation: Callable[..., Any], engine: str, *args: Any, tolerance: float = 1e-9, ranks: int = 2, timeout_s: float = 60.0
+    situation: Callable[..., Any],
+    engine: str,
+    *args: Any,
+    tolerance: float = 1e-9,
+    ranks: int = 2,
+    timeout_s: float = 60.0,
 ) -> str:
     """What differs from one process with the whole batch, rank by rank; empty: nothing does."""
-    want = situation(0, 1, "single", *args)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        want = situation(0, 1, "single", *args)
     ended = ends(situation, engine, *args, ranks=ranks, timeout_s=timeout_s)
     said = {rank: _apart(got, want, tolerance) for rank, got in enumerate(ended)}
     return "\n".join(f"rank {rank}: {text}" for rank, text in said.items() if text)

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import copy
 import math
+import os
+import tempfile
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -18,18 +21,16 @@ from lightning.pytorch.callbacks import (
     ModelCheckpoint,
     ModelSummary,
     OnExceptionCheckpoint,
-    RichProgressBar,
     SpikeDetection,
     TQDMProgressBar,
 )
 from lightning.pytorch.loggers import CSVLogger
 from torch import nn
 
-from tests.ranks.strangers.kit import ENGINES, everyone
+from tests.ranks.strangers.kit import ENGINES, ends, everyone
 from tests.ranks.strangers.more_kit import Small, batches, fit, numbers, right, right_or_refused, state
 
 
-# ---- BYOL's callback
 class Twins(Small):
     def __init__(self) -> None:
         super().__init__()
@@ -46,7 +47,9 @@ class Twins(Small):
 class MovingTarget(Callback):
     tau = initial = 0.9
 
-    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_end(
+        self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
         with torch.no_grad():
             for (name, online), (_, target) in zip(
                 pl_module.net.named_parameters(), pl_module.target.named_parameters(), strict=True
@@ -58,13 +61,12 @@ class MovingTarget(Callback):
 
 
 def byol_target(rank: int, world: int, engine: str) -> dict[str, Any]:
-    """bolts' BYOLMAWeightUpdate."""
+    """bolts#150: BYOLMAWeightUpdate, a target that follows the network, slower and slower."""
     module, callback = Twins(), MovingTarget()
     fit(rank, world, engine, module, max_epochs=2, callbacks=[callback])
     return {**state(module), "tau": callback.tau}
 
 
-# ---- SSL online evaluator
 class OnlineEvaluator(Callback):
     def __init__(self) -> None:
         self.head = nn.Linear(6, 1).double()
@@ -79,7 +81,9 @@ class OnlineEvaluator(Callback):
         if trainer.world_size > 1:
             self.model = nn.parallel.DistributedDataParallel(self.head)
 
-    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_end(
+        self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
         x, y = batch
         with torch.no_grad():
             seen = pl_module.net[:4](x)
@@ -91,13 +95,12 @@ class OnlineEvaluator(Callback):
 
 
 def online_evaluator(rank: int, world: int, engine: str) -> dict[str, Any]:
-    """bolts' SSLOnlineEvaluator: a head of its own, trained by the callback through a DDP wrapper of its own."""
+    """bolts#947, bolts#309: SSLOnlineEvaluator, a head that the callback trains through a DDP wrapper of its own."""
     module, callback = Small(), OnlineEvaluator()
     fit(rank, world, engine, module, callbacks=[callback])
     return {**state(module), "head": callback.head.weight.detach().clone()}
 
 
-# ---- data monitor: hooks on all submodules
 class ModuleMonitor(Callback):
     def __init__(self) -> None:
         self.seen: dict[str, int] = {}
@@ -117,7 +120,7 @@ class ModuleMonitor(Callback):
 
 
 def module_monitor(rank: int, world: int, engine: str) -> dict[str, Any]:
-    """bolts' ModuleDataMonitor."""
+    """bolts#839: ModuleDataMonitor, forward hooks on all submodules."""
     module, callback = Small(), ModuleMonitor()
     fit(rank, world, engine, module, callbacks=[callback])
     seen = callback.seen
@@ -127,7 +130,6 @@ def module_monitor(rank: int, world: int, engine: str) -> dict[str, Any]:
     return {**state(module), "seen": dict(sorted(seen.items()))}
 
 
-# ---- verification
 class GradientVerification(Callback):
     def __init__(self) -> None:
         self.clean: bool | None = None
@@ -145,13 +147,12 @@ class GradientVerification(Callback):
 
 
 def gradient_verification(rank: int, world: int, engine: str) -> dict[str, Any]:
-    """bolts' BatchGradientVerificationCallback: a backward pass of its own before the first batch."""
+    """bolts#839: BatchGradientVerificationCallback, a backward pass of its own before the first batch."""
     module, callback = Small(), GradientVerification()
     fit(rank, world, engine, module, callbacks=[callback])
     return {**state(module), "clean": callback.clean}
 
 
-# ---- summary
 class Exampled(Small):
     def __init__(self) -> None:
         super().__init__()
@@ -162,15 +163,14 @@ class Exampled(Small):
 
 
 def summary_of_sizes(rank: int, world: int, engine: str) -> dict[str, Any]:
-    """ModelSummary with example_input_array: a forward pass before training."""
+    """Lightning's ModelSummary with example_input_array: a forward pass before training."""
     module = Exampled()
     fit(rank, world, engine, module, callbacks=[ModelSummary(max_depth=2)], enable_model_summary=True)
     return state(module)
 
 
-# ---- counted hooks
 def counted_hooks(rank: int, world: int, engine: str) -> dict[str, Any]:
-    """LambdaCallback."""
+    """Lightning's LambdaCallback: each hook is called as often as under DDP."""
     counts: dict[str, int] = {}
 
     def count(name: str) -> Any:
@@ -197,12 +197,13 @@ def counted_hooks(rank: int, world: int, engine: str) -> dict[str, Any]:
     return {**state(module), "counts": counts}
 
 
-# ---- exception
 class Breaks(Callback):
     def __init__(self, kind: type[BaseException], only: int | None = None) -> None:
         self.kind, self.only = kind, only
 
-    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_end(
+        self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
         if batch_idx == 1 and self.only in (None, trainer.global_rank):
             raise self.kind("broken by the user")
 
@@ -213,10 +214,7 @@ class KeepsFile(OnExceptionCheckpoint):
 
 
 def saved_on_exception(rank: int, world: int, engine: str, kind: str, only: int | None) -> dict[str, Any]:
-    """PL#20187."""
-    import os
-    import tempfile
-
+    """PL#20187, PL#19827: OnExceptionCheckpoint, where all ranks raise, or one does (stock DDP hangs then)."""
     folder = "kept" if world > 1 else tempfile.mkdtemp()
     module = Small()
     error = {"ZeroDivisionError": ZeroDivisionError, "KeyboardInterrupt": KeyboardInterrupt}[kind]
@@ -229,13 +227,16 @@ def saved_on_exception(rank: int, world: int, engine: str, kind: str, only: int 
     except BaseException as e:
         raised = type(e).__name__ + str(e)[:100]
     path = os.path.join(folder, "on_exception.ckpt")
-    kept = torch.load(path, weights_only=False) if os.path.exists(path) else {"state_dict": {}, "global_step": None}
+    kept = (
+        torch.load(path, weights_only=False)
+        if os.path.exists(path)
+        else {"state_dict": {}, "global_step": None}
+    )
     return {"raised": raised, "step": kept["global_step"], **{k: v for k, v in kept["state_dict"].items()}}
 
 
-# ---- spikes
 def spikes(rank: int, world: int, engine: str, bad: bool) -> dict[str, Any]:
-    """SpikeDetection."""
+    """Lightning's SpikeDetection: ranks decide together in each batch."""
 
     class Spiked(Small):
         def training_step(self, batch: Any, batch_idx: int) -> Any:
@@ -251,8 +252,9 @@ def spikes(rank: int, world: int, engine: str, bad: bool) -> dict[str, Any]:
     return {"raised": raised, **({} if bad else state(module))}
 
 
-# ---- early stopping on train loss
 def stopped_by_train_loss(rank: int, world: int, engine: str) -> dict[str, Any]:
+    """Lightning's EarlyStopping on a value of training steps, checked at the end of a train epoch."""
+
     class Logged(Small):
         def training_step(self, batch: Any, batch_idx: int) -> Any:
             loss = self.loss(batch)
@@ -265,31 +267,29 @@ def stopped_by_train_loss(rank: int, world: int, engine: str) -> dict[str, Any]:
     return {**state(module), "epochs": fits.current_epoch, "best": stop.best_score}
 
 
-# ---- checkpoints by time
 def saved_by_time(rank: int, world: int, engine: str) -> dict[str, Any]:
-    """ModelCheckpoint(train_time_interval=...)."""
-    import os
-    import tempfile
-    from datetime import timedelta
+    """Lightning's ModelCheckpoint(train_time_interval=...): rank 0's clock decides."""
 
     folder = "timed" if world > 1 else tempfile.mkdtemp()
     module = Small()
-    keep = ModelCheckpoint(folder, train_time_interval=timedelta(microseconds=1), save_top_k=-1, filename="{step}")
+    keep = ModelCheckpoint(
+        folder, train_time_interval=timedelta(microseconds=1), save_top_k=-1, filename="{step}"
+    )
     fit(rank, world, engine, module, batches(numbers(64), world), callbacks=[keep], enable_checkpointing=True)
     files = sorted(os.listdir(folder))
     one = torch.load(os.path.join(folder, files[0]), weights_only=False)["state_dict"]
     return {**state(module), "files": files, "first": one}
 
 
-# ---- monitors
 def monitors(rank: int, world: int, engine: str) -> dict[str, Any]:
-    """LearningRateMonitor, DeviceStatsMonitor, progress bars."""
-    import tempfile
+    """Lightning's LearningRateMonitor, DeviceStatsMonitor and progress bar, with a cyclic momentum."""
 
     class Scheduled(Small):
         def configure_optimizers(self) -> Any:
             optimizer = torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
-            schedule = torch.optim.lr_scheduler.CyclicLR(optimizer, 0.01, 0.1, step_size_up=2, cycle_momentum=True)
+            schedule = torch.optim.lr_scheduler.CyclicLR(
+                optimizer, 0.01, 0.1, step_size_up=2, cycle_momentum=True
+            )
             return [optimizer], [{"scheduler": schedule, "interval": "step"}]
 
     module = Scheduled()
@@ -304,8 +304,9 @@ def monitors(rank: int, world: int, engine: str) -> dict[str, Any]:
     return {**state(module), "told": everyone(told)[0] if world > 1 else told}
 
 
-# ---- BackboneFinetuning
 def backbone_finetuning(rank: int, world: int, engine: str) -> dict[str, Any]:
+    """PL#20340: BackboneFinetuning; the ranks' weights part under stock DDP when it thaws."""
+
     class Tuned(Small):
         def __init__(self) -> None:
             super().__init__()
@@ -320,7 +321,6 @@ def backbone_finetuning(rank: int, world: int, engine: str) -> dict[str, Any]:
     return state(module)
 
 
-# ---- table of metrics
 class Table(Callback):
     def __init__(self) -> None:
         self.rows: list[dict[str, float]] = []
@@ -330,7 +330,7 @@ class Table(Callback):
 
 
 def table_of_metrics(rank: int, world: int, engine: str) -> dict[str, Any]:
-    """bolts' PrintTableMetricsCallback."""
+    """bolts#839: PrintTableMetricsCallback, a table of each epoch's values."""
 
     class Logged(Small):
         def training_step(self, batch: Any, batch_idx: int) -> Any:
@@ -342,11 +342,18 @@ def table_of_metrics(rank: int, world: int, engine: str) -> dict[str, Any]:
             self.log("val", self.loss(batch), sync_dist=True)
 
     module, table = Logged(), Table()
-    fit(rank, world, engine, module, val=batches(numbers(), world, sampler=None), max_epochs=2, callbacks=[table])
+    fit(
+        rank,
+        world,
+        engine,
+        module,
+        val=batches(numbers(), world, sampler=None),
+        max_epochs=2,
+        callbacks=[table],
+    )
     return {"rows": table.rows}
 
 
-# ---- kNN
 class Neighbours(Callback):
     def __init__(self) -> None:
         self.kept: list[Any] = []
@@ -365,7 +372,7 @@ class Neighbours(Callback):
 
 
 def neighbours(rank: int, world: int, engine: str) -> dict[str, Any]:
-    """bolts' KNNOnlineEvaluator: the callback keeps batches of validation, gathers them at its end."""
+    """bolts#839: KNNOnlineEvaluator, the callback keeps batches of validation, gathers them at its end."""
 
     class Validated(Small):
         def validation_step(self, batch: Any, batch_idx: int) -> None:
@@ -374,3 +381,74 @@ def neighbours(rank: int, world: int, engine: str) -> dict[str, Any]:
     module, callback = Validated(), Neighbours()
     fit(rank, world, engine, module, val=batches(numbers(), world, sampler=None), callbacks=[callback])
     return {"sum": callback.sum, "total": callback.total}
+
+
+@pytest.mark.stock_ddp("callbacks: hooks on layers, tables, batches kept for an epoch's end (lightning-bolts)",
+                       "balanced", "stale", "pipeline")  # fmt: skip
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("situation", [module_monitor, table_of_metrics, neighbours])
+def test_watchers_of_lightning_bolts(situation: Any, engine: str) -> None:
+    right(situation, engine)
+
+
+@pytest.mark.stock_ddp(
+    "callbacks: a moving target, a pass before training (lightning-bolts)", "balanced", "stale"
+)
+@pytest.mark.parametrize("engine", ["balanced", "stale"])
+@pytest.mark.parametrize("situation", [byol_target, gradient_verification])
+def test_callbacks_of_lightning_bolts_that_run_layers(situation: Any, engine: str) -> None:
+    right(situation, engine)
+
+
+@pytest.mark.stock_ddp("callbacks: a moving target, a pass before training (lightning-bolts)", "pipeline",
+                       refused="a rank has its own layers only")  # fmt: skip
+@pytest.mark.parametrize("situation", [byol_target, gradient_verification, online_evaluator])
+def test_callbacks_that_run_layers_are_refused(situation: Any) -> None:
+    assert right_or_refused(situation, "pipeline")
+
+
+@pytest.mark.stock_ddp("callbacks: a head of its own in a DistributedDataParallel of its own", "stale")
+def test_a_head_of_a_callback() -> None:
+    """Under balanced the head's gradient is the mean over ranks, whose parts differ in size; nobody can notice."""
+    right(online_evaluator, "stale")
+
+
+@pytest.mark.stock_ddp("callbacks: BackboneFinetuning", "balanced", "stale")
+@pytest.mark.parametrize("engine", ENGINES)
+def test_finetuning(engine: str) -> None:
+    right_or_refused(backbone_finetuning, engine)
+
+
+@pytest.mark.stock_ddp("callbacks: summary with an example, every hook, EarlyStopping on training, checkpoints by time",
+                       "balanced", "stale", "pipeline")  # fmt: skip
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize(
+    "situation", [summary_of_sizes, counted_hooks, stopped_by_train_loss, saved_by_time, monitors]
+)
+def test_callbacks_of_lightning(situation: Any, engine: str) -> None:
+    right(situation, engine, tolerance=1e-7)
+
+
+@pytest.mark.stock_ddp("callbacks: SpikeDetection", "balanced", "stale", "pipeline")
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("bad", [False, True])
+def test_spike_detection(engine: str, bad: bool) -> None:
+    right(spikes, engine, bad)
+
+
+@pytest.mark.stock_ddp("callbacks: OnExceptionCheckpoint, all ranks raise", "balanced", "stale", "pipeline")
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("kind", ["ZeroDivisionError", "KeyboardInterrupt"])
+def test_saved_on_an_exception_of_all_ranks(engine: str, kind: str) -> None:
+    right(saved_on_exception, engine, kind, None)
+
+
+@pytest.mark.stock_ddp(
+    "callbacks: OnExceptionCheckpoint, one rank raises (stock DDP hangs)", "stale", "pipeline"
+)
+@pytest.mark.parametrize("engine", ["stale", "pipeline"])
+def test_saved_on_an_exception_of_one_rank(engine: str) -> None:
+    first, second = ends(saved_on_exception, engine, "ZeroDivisionError", 1)
+    assert (
+        first["raised"] and first["step"] == 2 and second["raised"] == "ZeroDivisionErrorbroken by the user"
+    )

@@ -10,12 +10,21 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from tests.ranks.strangers.kit import ENGINES, everyone
-from tests.ranks.strangers.more_kit import Small, batches, fit, numbers, right, right_or_refused, state, unused
+from tests.ranks.strangers.kit import ENGINES, ends, refusal, trainer
+from tests.ranks.strangers.more_kit import (
+    Small,
+    batches,
+    fit,
+    numbers,
+    right,
+    right_or_refused,
+    state,
+    unused,
+)
 
 
 def rate_in_the_step(rank: int, world: int, engine: str) -> dict[str, Any]:
-    """Warm-up by hand in training_step."""
+    """PL#328, PL#17972 kind: warm-up by hand, in training_step."""
 
     class Warm(Small):
         def training_step(self, batch: Any, batch_idx: int) -> Any:
@@ -29,7 +38,7 @@ def rate_in_the_step(rank: int, world: int, engine: str) -> dict[str, Any]:
 
 
 def rate_before_the_step(rank: int, world: int, engine: str) -> dict[str, Any]:
-    """Warm-up by hand in on_train_batch_start."""
+    """PL#2934 kind: warm-up by hand, in on_train_batch_start."""
 
     class Warm(Small):
         def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
@@ -42,12 +51,18 @@ def rate_before_the_step(rank: int, world: int, engine: str) -> dict[str, Any]:
 
 
 def schedule_in_the_step(rank: int, world: int, engine: str) -> dict[str, Any]:
-    """self.lr_schedulers().step() in training_step, in automatic optimization."""
+    """voicepaw/so-vits-svc-fork#291 kind: training_step steps a scheduler, in automatic optimization."""
 
     class Stepped(Small):
         def configure_optimizers(self) -> Any:
             optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
-            return [optimizer], [{"scheduler": torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5), "interval": "epoch", "frequency": 1000}]
+            return [optimizer], [
+                {
+                    "scheduler": torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5),
+                    "interval": "epoch",
+                    "frequency": 1000,
+                }
+            ]
 
         def training_step(self, batch: Any, batch_idx: int) -> Any:
             if self.trainer.global_step:
@@ -78,7 +93,7 @@ class Reverse(nn.Module):
 
 
 def attribute_of_a_layer(rank: int, world: int, engine: str, where: str) -> dict[str, Any]:
-    """DANN: alpha of a gradient reversal grows with the steps; it is written in the step, or in a hook."""
+    """DANN (wearepal/conduit#4): alpha of a gradient reversal grows; it is written in the step, or in a hook."""
 
     class Dann(Small):
         def __init__(self) -> None:
@@ -103,7 +118,7 @@ def attribute_of_a_layer(rank: int, world: int, engine: str, where: str) -> dict
 
 
 def frozen_in_the_step(rank: int, world: int, engine: str) -> dict[str, Any]:
-    """training_step freezes a layer after two steps."""
+    """PL#18457 kind: training_step freezes a layer after two steps."""
 
     class Freezes(Small):
         def training_step(self, batch: Any, batch_idx: int) -> Any:
@@ -120,17 +135,23 @@ def frozen_in_the_step(rank: int, world: int, engine: str) -> dict[str, Any]:
 
 
 def clip_changed(rank: int, world: int, engine: str, how: str) -> dict[str, Any]:
-    """trainer.gradient_clip_val is written in a hook; configure_gradient_clipping clips by the epoch (Lightning's docs)."""
+    """Lightning's documentation: the clip value depends on the epoch; or it is written on the trainer."""
 
     class Clips(Small):
         def on_train_epoch_start(self) -> None:
             if how == "trainer":
                 self.trainer.gradient_clip_val = 0.1 * (1 + self.current_epoch)
 
-        def configure_gradient_clipping(self, optimizer: Any, gradient_clip_val: Any = None, gradient_clip_algorithm: Any = None) -> None:
+        def configure_gradient_clipping(
+            self, optimizer: Any, gradient_clip_val: Any = None, gradient_clip_algorithm: Any = None
+        ) -> None:
             if how == "docs":
                 gradient_clip_val = 0.1 * (1 + self.current_epoch)
-            self.clip_gradients(optimizer, gradient_clip_val=gradient_clip_val, gradient_clip_algorithm=gradient_clip_algorithm)
+            self.clip_gradients(
+                optimizer,
+                gradient_clip_val=gradient_clip_val,
+                gradient_clip_algorithm=gradient_clip_algorithm,
+            )
 
     module = Clips()
     fit(rank, world, engine, module, max_epochs=3, **({"gradient_clip_val": 5.0} if how == "trainer" else {}))
@@ -138,7 +159,7 @@ def clip_changed(rank: int, world: int, engine: str, how: str) -> dict[str, Any]
 
 
 def own_backward(rank: int, world: int, engine: str) -> dict[str, Any]:
-    """backward() is overridden."""
+    """Lightning's documentation: backward() is overridden."""
 
     class Twice(Small):
         def backward(self, loss: Any, *args: Any, **kwargs: Any) -> None:
@@ -150,7 +171,7 @@ def own_backward(rank: int, world: int, engine: str) -> dict[str, Any]:
 
 
 def accumulated_by_hand(rank: int, world: int, engine: str) -> dict[str, Any]:
-    """Manual optimization that accumulates two batches without synchronising the first."""
+    """PL#2595, PL#5771: manual optimization that accumulates two batches without synchronising the first."""
 
     class Manual(Small):
         def __init__(self) -> None:
@@ -171,7 +192,7 @@ def accumulated_by_hand(rank: int, world: int, engine: str) -> dict[str, Any]:
 
 
 def clamped_data(rank: int, world: int, engine: str, how: str) -> dict[str, Any]:
-    """WGAN's clamp, by p.data, in three spellings."""
+    """PL#2382, WassersteinGAN#32: WGAN's clamp, by p.data, in three spellings."""
 
     class Clamped(Small):
         def on_train_batch_end(self, *args: Any) -> None:
@@ -190,12 +211,15 @@ def clamped_data(rank: int, world: int, engine: str, how: str) -> dict[str, Any]
 
 
 def loaded_at_the_start(rank: int, world: int, engine: str, when: str) -> dict[str, Any]:
-    """Pretrained weights are loaded in a hook."""
+    """PL#1982 kind: pretrained weights are loaded in a hook."""
 
     class Pretrained(Small):
         def load(self) -> None:
             g = torch.Generator().manual_seed(9)
-            own = {k: torch.randn(v.shape, generator=g, dtype=torch.float64) for k, v in Small().net.state_dict().items()}
+            own = {
+                k: torch.randn(v.shape, generator=g, dtype=torch.float64)
+                for k, v in Small().net.state_dict().items()
+            }
             self.net.load_state_dict(own)
 
         def on_fit_start(self) -> None:
@@ -212,17 +236,22 @@ def loaded_at_the_start(rank: int, world: int, engine: str, when: str) -> dict[s
 
 
 def device_of_parameters(rank: int, world: int, engine: str) -> dict[str, Any]:
-    """Hooks ask next(self.parameters()).device, numel(), size(), dtype, and whether there are gradients."""
+    """PL#19662 kind: hooks ask next(self.parameters()).device, numel(), size() and dtype."""
     told: dict[str, Any] = {}
 
     class Asks(Small):
         def on_train_batch_end(self, *args: Any) -> None:
             first, last = next(self.parameters()), self.net[4].weight
             told["device"] = [str(first.device), str(last.device)]
-            told["ones"] = float(torch.ones(2, device=first.device).sum() + torch.ones(2, device=last.device).sum())
+            told["ones"] = float(
+                torch.ones(2, device=first.device).sum() + torch.ones(2, device=last.device).sum()
+            )
             told["numel"] = sum(p.numel() for p in self.parameters() if p.requires_grad)
             told["sizes"] = [tuple(p.size()) for p in self.parameters()]
-            told["kinds"] = [isinstance(p, nn.Parameter) and p.is_floating_point() and p.dim() > 0 for p in self.parameters()]
+            told["kinds"] = [
+                isinstance(p, nn.Parameter) and p.is_floating_point() and p.dim() > 0
+                for p in self.parameters()
+            ]
 
     module = Asks()
     fit(rank, world, engine, module)
@@ -230,7 +259,7 @@ def device_of_parameters(rank: int, world: int, engine: str) -> dict[str, Any]:
 
 
 def functional_inner_loop(rank: int, world: int, engine: str) -> dict[str, Any]:
-    """MAML: an inner step by functional_call, the loss behind it."""
+    """learn2learn#197, MAML: an inner step by functional_call, the loss behind it."""
 
     class Maml(Small):
         def loss(self, batch: Any) -> Any:
@@ -238,7 +267,9 @@ def functional_inner_loop(rank: int, world: int, engine: str) -> dict[str, Any]:
             params = dict(self.net.named_parameters())
             inner = (torch.func.functional_call(self.net, params, x) - y).square().mean()
             slopes = torch.autograd.grad(inner, tuple(params.values()), create_graph=True)
-            moved = {k: p - 0.1 * g.mean() * 0 - 0.0 * g for (k, p), g in zip(params.items(), slopes, strict=True)}
+            moved = {
+                k: p - 0.1 * g.mean() * 0 - 0.0 * g for (k, p), g in zip(params.items(), slopes, strict=True)
+            }
             return (torch.func.functional_call(self.net, moved, x) - y).square().mean()
 
     module = Maml()
@@ -247,7 +278,7 @@ def functional_inner_loop(rank: int, world: int, engine: str) -> dict[str, Any]:
 
 
 def old_model_kept(rank: int, world: int, engine: str) -> dict[str, Any]:
-    """Learning without forgetting: a copy of the network is kept at each epoch's start."""
+    """PL#2026 kind, learning without forgetting: a copy of the network is kept at each epoch's start."""
 
     class Keeps(Small):
         def on_train_epoch_start(self) -> None:
@@ -264,7 +295,7 @@ def old_model_kept(rank: int, world: int, engine: str) -> dict[str, Any]:
 
 
 def loss_summed_over_ranks(rank: int, world: int, engine: str) -> dict[str, Any]:
-    """on_train_batch_end sums losses over ranks, weighted by rows, with a collective of its own."""
+    """PL#6200 kind: on_train_batch_end sums losses over ranks, weighted by rows, with a collective of its own."""
     told: list[float] = []
 
     class Sums(Small):
@@ -280,7 +311,7 @@ def loss_summed_over_ranks(rank: int, world: int, engine: str) -> dict[str, Any]
 
 
 def names_of_gradients(rank: int, world: int, engine: str) -> dict[str, Any]:
-    """Names of parameters without gradient after backward: the usual search for unused ones."""
+    """PL#17212: names of parameters without gradient after backward: the usual search for unused ones."""
     told: list[str] = []
 
     class Searches(Small):
@@ -297,7 +328,7 @@ def names_of_gradients(rank: int, world: int, engine: str) -> dict[str, Any]:
 
 
 def copy_at_the_start(rank: int, world: int, engine: str, when: str) -> dict[str, Any]:
-    """A frozen copy of the network, made in a hook before the first batch, teaches it."""
+    """fairscale#1061 kind: a frozen copy of the network, made in a hook before the first batch, teaches it."""
 
     class Taught(Small):
         def take(self) -> None:
@@ -324,3 +355,122 @@ def copy_at_the_start(rank: int, world: int, engine: str, when: str) -> dict[str
     module = Taught()
     fit(rank, world, engine, module, max_epochs=3)
     return state(module)
+
+
+@pytest.mark.stock_ddp(
+    "optimization: rates, clipping and layers' attributes set in hooks", "balanced", "stale", "pipeline"
+)
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize(
+    ("situation", "how"),
+    [
+        (rate_before_the_step, []),
+        (attribute_of_a_layer, ["hook"]),
+        (clip_changed, ["trainer"]),
+        (clip_changed, ["docs"]),
+        (loaded_at_the_start, ["fit"]),
+        (loaded_at_the_start, ["train"]),
+    ],
+)
+def test_set_in_hooks(situation: Any, how: list[Any], engine: str) -> None:
+    right(situation, engine, *how)
+
+
+IN_STEPS = [(rate_in_the_step, []), (schedule_in_the_step, [])]
+OF_LAYERS = [(attribute_of_a_layer, ["step"]), (frozen_in_the_step, [])]
+
+
+@pytest.mark.stock_ddp("optimization: rates and layers' attributes set in training_step", "balanced", "stale")
+@pytest.mark.parametrize("engine", ["balanced", "stale"])
+@pytest.mark.parametrize(("situation", "how"), [*IN_STEPS, *OF_LAYERS])
+def test_set_in_steps(situation: Any, how: list[Any], engine: str) -> None:
+    right(situation, engine, *how)
+
+
+@pytest.mark.stock_ddp("optimization: rates and layers' attributes set in training_step", "pipeline",
+                       refused="one rank of each group runs it")  # fmt: skip
+@pytest.mark.parametrize(("situation", "how"), IN_STEPS)
+def test_settings_changed_in_steps_are_refused(situation: Any, how: list[Any]) -> None:
+    assert "has changed 'lr' of parameter group 0" in refusal(situation, "pipeline", *how)
+
+
+@pytest.mark.parametrize(("situation", "how"), OF_LAYERS)
+def test_layers_of_others_changed_in_steps(situation: Any, how: list[Any]) -> None:
+    assert right_or_refused(situation, "pipeline", *how)
+
+
+@pytest.mark.stock_ddp("optimization: backward() overridden, batches accumulated without no_sync's gradients",
+                       "balanced", "stale")  # fmt: skip
+@pytest.mark.parametrize("engine", ["balanced", "stale"])
+@pytest.mark.parametrize("situation", [own_backward, accumulated_by_hand])
+def test_backward_by_hand(situation: Any, engine: str) -> None:
+    right(situation, engine)
+
+
+@pytest.mark.stock_ddp("optimization: weights clamped, by .data or in place", "balanced", "pipeline")
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("how", ["data", "assign", "copy"])
+def test_clamped(engine: str, how: str) -> None:
+    (right if engine != "stale" else right_or_refused)(clamped_data, engine, how)
+
+
+@pytest.mark.stock_ddp("models: functional_call and steps inside of a step (MAML)", "balanced", "stale")
+@pytest.mark.parametrize("engine", ENGINES)
+def test_inner_loop(engine: str) -> None:
+    if engine == "pipeline":
+        assert "torch.autograd.grad cannot go through it" in refusal(functional_inner_loop, engine)
+    else:
+        right(functional_inner_loop, engine)
+
+
+@pytest.mark.stock_ddp("models: copies of the network, made before or while training", "balanced", "stale")
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize(
+    ("situation", "how"),
+    [(old_model_kept, []), (copy_at_the_start, ["setup"]), (copy_at_the_start, ["train"])],
+)
+def test_copies(situation: Any, how: list[Any], engine: str) -> None:
+    (right if engine != "pipeline" or how == ["setup"] else right_or_refused)(situation, engine, *how)
+
+
+@pytest.mark.stock_ddp("models: devices, sizes and dtypes of parameters asked in hooks", "balanced", "stale")
+@pytest.mark.parametrize("engine", ENGINES)
+def test_devices_asked(engine: str) -> None:
+    (right if engine != "pipeline" else right_or_refused)(device_of_parameters, engine)
+
+
+@pytest.mark.stock_ddp("callbacks: collectives in on_train_batch_end, names of parameters without gradient",
+                       "balanced", "stale")  # fmt: skip
+@pytest.mark.parametrize(
+    "engine", ["balanced", "stale"]
+)  # pipeline: members have no batch, and no others' gradients
+@pytest.mark.parametrize("situation", [loss_summed_over_ranks, names_of_gradients])
+def test_looked_at_after_batches(situation: Any, engine: str) -> None:
+    right(situation, engine)
+
+
+class NeedsHooks(Small):
+    """PL#2026 kind: training_step needs what a hook has made."""
+
+    def on_train_start(self) -> None:
+        self.scale = 2.0
+
+    def loss(self, batch: Any) -> Any:
+        return super().loss(batch) * self.scale
+
+
+def made_in_a_hook(rank: int, world: int, engine: str) -> None:
+    trainer(rank, world, engine, {"pipeline": {"backbone": "net"}}).fit(
+        NeedsHooks(), batches(numbers(), world)
+    )
+
+
+def test_a_step_tried_before_hooks_says_so() -> None:
+    """Nothing is measured with a plan given, so nothing is tried."""
+    assert "make what it needs in __init__, setup" in refusal_of(made_in_a_hook, "pipeline")
+
+
+def refusal_of(situation: Any, engine: str) -> str:
+    with pytest.raises((AttributeError, RuntimeError)) as raised:
+        ends(situation, engine)
+    return str(raised.value)

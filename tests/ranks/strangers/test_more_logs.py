@@ -6,23 +6,34 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
-from torchmetrics import MaxMetric, MeanMetric, MeanSquaredError, Metric, MetricCollection, MetricTracker, MinMaxMetric, R2Score, SumMetric
-from torchmetrics.aggregation import CatMetric, RunningMean
-from torchmetrics.classification import BinaryAccuracy, BinaryF1Score, BinaryConfusionMatrix, BinaryAUROC
+from torchmetrics import (
+    MaxMetric,
+    MeanMetric,
+    MeanSquaredError,
+    Metric,
+    MetricCollection,
+    MetricTracker,
+    MinMaxMetric,
+    R2Score,
+    SumMetric,
+)
+from torchmetrics.aggregation import CatMetric
+from torchmetrics.classification import BinaryAccuracy, BinaryAUROC, BinaryF1Score
 from torchmetrics.regression import MeanAbsoluteError, PearsonCorrCoef
 
-from tests.ranks.strangers.kit import ENGINES, everyone, trainer
-from tests.ranks.strangers.more_kit import DIVIDED, Small, batches, fit, numbers, right, right_or_refused, state
+from tests.ranks.strangers.kit import ENGINES, trainer
+from tests.ranks.strangers.more_kit import DIVIDED, Small, batches, fit, numbers, right
 
 
 def collection(rank: int, world: int, engine: str) -> dict[str, Any]:
-    """MetricCollection with compute groups, logged as a whole."""
+    """PL#13254, PL#15580: MetricCollection with compute groups, logged as a whole."""
 
     class Measured(Small):
         def __init__(self) -> None:
             super().__init__()
-            both = MetricCollection({"acc": BinaryAccuracy(), "f1": BinaryF1Score(), "matrix": BinaryAccuracy(threshold=0.4)})
+            both = MetricCollection(
+                {"acc": BinaryAccuracy(), "f1": BinaryF1Score(), "matrix": BinaryAccuracy(threshold=0.4)}
+            )
             self.train_metrics, self.val_metrics = both.clone(prefix="train/"), both.clone(prefix="val/")
 
         def step(self, batch: Any, metrics: Any) -> Any:
@@ -39,12 +50,20 @@ def collection(rank: int, world: int, engine: str) -> dict[str, Any]:
             self.step(batch, self.val_metrics)
 
     module = Measured()
-    fits = fit(rank, world, engine, module, batches(numbers(64), world), batches(numbers(), world, sampler=None), max_epochs=2)
+    fits = fit(
+        rank,
+        world,
+        engine,
+        module,
+        batches(numbers(64), world),
+        batches(numbers(), world, sampler=None),
+        max_epochs=2,
+    )
     return {"told": {k: v.double() for k, v in sorted(fits.callback_metrics.items())}}
 
 
 def computed_by_hand(rank: int, world: int, engine: str) -> dict[str, Any]:
-    """Metrics updated in steps, computed, logged and reset in on_train_epoch_end."""
+    """torchmetrics#2231: metrics updated in steps, computed, logged and reset in on_train_epoch_end."""
 
     class Measured(Small):
         def __init__(self) -> None:
@@ -63,7 +82,9 @@ def computed_by_hand(rank: int, world: int, engine: str) -> dict[str, Any]:
             return (out - y).square().mean()
 
         def on_train_epoch_end(self) -> None:
-            self.log_dict({"auroc": self.auroc.compute(), "r": self.pearson.compute(), "r2": self.r2.compute()})
+            self.log_dict(
+                {"auroc": self.auroc.compute(), "r": self.pearson.compute(), "r2": self.r2.compute()}
+            )
             self.log("kept", self.cat.compute().sum())
             self.log("most", self.most.compute())
             for m in (self.auroc, self.pearson, self.r2, self.cat, self.most):
@@ -75,7 +96,7 @@ def computed_by_hand(rank: int, world: int, engine: str) -> dict[str, Any]:
 
 
 def tracked(rank: int, world: int, engine: str) -> dict[str, Any]:
-    """MetricTracker over epochs, MinMaxMetric over validation."""
+    """torchmetrics#718: MetricTracker over epochs, MinMaxMetric over validation."""
 
     class Tracked(Small):
         def __init__(self) -> None:
@@ -101,13 +122,25 @@ def tracked(rank: int, world: int, engine: str) -> dict[str, Any]:
             self.log_dict({k: v for k, v in told.items()})
 
     module = Tracked()
-    fits = fit(rank, world, engine, module, batches(numbers(64), world), batches(numbers(), world, sampler=None), max_epochs=3)
+    fits = fit(
+        rank,
+        world,
+        engine,
+        module,
+        batches(numbers(64), world),
+        batches(numbers(), world, sampler=None),
+        max_epochs=3,
+    )
     best, which = module.tracker.best_metric(return_step=True)
-    return {"told": {k: v.double() for k, v in sorted(fits.callback_metrics.items())}, "best": float(best), "which": which}
+    return {
+        "told": {k: v.double() for k, v in sorted(fits.callback_metrics.items())},
+        "best": float(best),
+        "which": which,
+    }
 
 
 def ignored_nan(rank: int, world: int, engine: str) -> dict[str, Any]:
-    """MeanMetric(nan_strategy='ignore') weighted by rows, and SumMetric."""
+    """torchmetrics' documentation: MeanMetric(nan_strategy='ignore') weighted by rows, and SumMetric."""
 
     class Nan(Small):
         def __init__(self) -> None:
@@ -115,7 +148,7 @@ def ignored_nan(rank: int, world: int, engine: str) -> dict[str, Any]:
             self.mean, self.sum = MeanMetric(nan_strategy="ignore"), SumMetric()
 
         def training_step(self, batch: Any, batch_idx: int) -> Any:
-            x, y = batch
+            x = batch[0]
             values = torch.where(x[:, 0] > 0, x[:, 0], torch.nan)
             self.mean.update(values)
             self.sum.update(len(x))
@@ -129,13 +162,15 @@ def ignored_nan(rank: int, world: int, engine: str) -> dict[str, Any]:
 
 
 def two_validation_loaders(rank: int, world: int, engine: str) -> dict[str, Any]:
-    """log_dict with add_dataloader_idx=False and names of its own."""
+    """Lightning's documentation: log_dict with add_dataloader_idx=False and names of its own."""
 
     class Two(Small):
         def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
             loss = self.loss(batch)
             name = ["near", "far"][dataloader_idx]
-            self.log_dict({f"{name}/loss": loss, f"{name}/root": loss.sqrt()}, add_dataloader_idx=False, sync_dist=True)
+            self.log_dict(
+                {f"{name}/loss": loss, f"{name}/root": loss.sqrt()}, add_dataloader_idx=False, sync_dist=True
+            )
             self.log("plain", loss, sync_dist=True)
 
     module = Two()
@@ -145,7 +180,7 @@ def two_validation_loaders(rank: int, world: int, engine: str) -> dict[str, Any]
 
 
 def logged_everywhere(rank: int, world: int, engine: str) -> dict[str, Any]:
-    """self.log in hooks around the step."""
+    """PL#9791: self.log in hooks around the step."""
 
     class Everywhere(Small):
         def on_train_epoch_start(self) -> None:
@@ -158,7 +193,14 @@ def logged_everywhere(rank: int, world: int, engine: str) -> dict[str, Any]:
             self.log("zero", 1.0, on_step=False, on_epoch=True, reduce_fx="sum")
 
         def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-            self.log("batch_end", outputs["loss"], on_step=False, on_epoch=True, sync_dist=True, batch_size=len(batch[0]))
+            self.log(
+                "batch_end",
+                outputs["loss"],
+                on_step=False,
+                on_epoch=True,
+                sync_dist=True,
+                batch_size=len(batch[0]),
+            )
 
         def on_train_epoch_end(self) -> None:
             self.log("epoch_end", torch.tensor(float(self.global_step)), sync_dist=True)
@@ -168,8 +210,8 @@ def logged_everywhere(rank: int, world: int, engine: str) -> dict[str, Any]:
     return {"told": {k: v.double() for k, v in sorted(fits.callback_metrics.items())}}
 
 
-def running_mean(rank: int, world: int, engine: str) -> dict[str, Any]:
-    """A metric with a state of its own: lists of tensors, and one that counts batches."""
+def own_metric(rank: int, world: int, engine: str) -> dict[str, Any]:
+    """torchmetrics#338: a metric of one's own with lists of tensors, and an extreme."""
 
     class Lists(Metric):
         def __init__(self) -> None:
@@ -201,7 +243,7 @@ def running_mean(rank: int, world: int, engine: str) -> dict[str, Any]:
 
 
 def kept_metric(rank: int, world: int, engine: str) -> dict[str, Any]:
-    """A metric that is never reset, computed by hand after each epoch; rank 1 has no samples."""
+    """PL#20223: a metric that is never reset, computed by hand after each epoch; rank 1 has no samples."""
     told: list[float] = []
 
     class Kept(Small):
@@ -220,3 +262,26 @@ def kept_metric(rank: int, world: int, engine: str) -> dict[str, Any]:
     options = {**DIVIDED, "balanced": {"min_samples": [16, 0], "max_samples": [16, 1]}}
     trainer(rank, world, engine, options, max_epochs=3).fit(module, batches(numbers(32), world))
     return {"told": told}
+
+
+@pytest.mark.stock_ddp("logging: MetricCollection, MetricTracker, metrics of one's own and computed by hand",
+                       "balanced", "stale", "pipeline")  # fmt: skip
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("situation", [collection, computed_by_hand, tracked, ignored_nan, own_metric])
+def test_metrics(situation: Any, engine: str) -> None:
+    right(situation, engine, tolerance=1e-5)
+
+
+@pytest.mark.stock_ddp("logging: metrics that are never reset", "balanced", "stale", "pipeline")
+@pytest.mark.parametrize("engine", ENGINES)
+def test_kept_metric(engine: str) -> None:
+    right(kept_metric, engine, tolerance=1e-5)
+
+
+@pytest.mark.stock_ddp(
+    "logging: self.log in every hook, several validation loaders", "balanced", "stale", "pipeline"
+)
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("situation", [two_validation_loaders, logged_everywhere])
+def test_logged(situation: Any, engine: str) -> None:
+    right(situation, engine, tolerance=1e-6)

@@ -10,12 +10,21 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import CosineAnnealingLR, CosineAnnealingWarmRestarts, LambdaLR
 
-from tests.ranks.strangers.kit import ENGINES
-from tests.ranks.strangers.more_kit import Small, batches, fit, numbers, right, right_or_refused, state, unused
+from tests.ranks.strangers.kit import ENGINES, refusal
+from tests.ranks.strangers.more_kit import (
+    Small,
+    batches,
+    fit,
+    numbers,
+    right,
+    right_or_refused,
+    state,
+    unused,
+)
 
 
 def gradient_penalty(rank: int, world: int, engine: str) -> dict[str, Any]:
-    """Penalty on the gradient by the input, in automatic optimization."""
+    """pytorch#47562: a penalty on the gradient by the input, in automatic optimization."""
 
     class Penalised(Small):
         def loss(self, batch: Any) -> Any:
@@ -31,7 +40,7 @@ def gradient_penalty(rank: int, world: int, engine: str) -> dict[str, Any]:
 
 
 def two_backwards(rank: int, world: int, engine: str) -> dict[str, Any]:
-    """manual_backward twice before one step."""
+    """PL#4976: manual_backward twice before one step."""
 
     class Manual(Small):
         def __init__(self) -> None:
@@ -52,7 +61,7 @@ def two_backwards(rank: int, world: int, engine: str) -> dict[str, Any]:
 
 
 def toggled(rank: int, world: int, engine: str) -> dict[str, Any]:
-    """toggle_optimizer in a GAN-like module."""
+    """PL#5292, PL#5775: toggle_optimizer with two optimizers."""
 
     class Gan(Small):
         def __init__(self) -> None:
@@ -80,7 +89,10 @@ def toggled(rank: int, world: int, engine: str) -> dict[str, Any]:
             self.untoggle_optimizer(critic)
 
         def configure_optimizers(self) -> Any:
-            return [torch.optim.Adam(self.net.parameters(), 0.02), torch.optim.SGD(self.critic.parameters(), 0.1)]
+            return [
+                torch.optim.Adam(self.net.parameters(), 0.02),
+                torch.optim.SGD(self.critic.parameters(), 0.1),
+            ]
 
     module = Gan()
     unused(rank, world, engine, max_epochs=2).fit(module, batches(numbers(), world))
@@ -88,7 +100,7 @@ def toggled(rank: int, world: int, engine: str) -> dict[str, Any]:
 
 
 def hook_on_parameter(rank: int, world: int, engine: str, when: str) -> dict[str, Any]:
-    """p.register_hook halves each gradient."""
+    """pytorch#8023: hooks of parameters change each gradient."""
 
     class Halved(Small):
         def __init__(self) -> None:
@@ -114,7 +126,7 @@ def hook_on_parameter(rank: int, world: int, engine: str, when: str) -> dict[str
 
 
 def hook_on_layer(rank: int, world: int, engine: str) -> dict[str, Any]:
-    """A forward hook scales a layer's output; a backward hook scales its gradient."""
+    """pytorch#127964 kind: a forward hook scales a layer's output; a backward hook scales its gradient."""
 
     class Hooked(Small):
         def __init__(self) -> None:
@@ -127,13 +139,14 @@ def hook_on_layer(rank: int, world: int, engine: str) -> dict[str, Any]:
     return state(module)
 
 
-def weight_norm(rank: int, world: int, engine: str, old: bool) -> dict[str, Any]:
+def weight_norm(rank: int, world: int, engine: str) -> dict[str, Any]:
+    """pytorch#22095 kind: weights computed from others by a parametrization."""
+
     class Normed(Small):
         def __init__(self) -> None:
             super().__init__()
-            norm = nn.utils.weight_norm if old else nn.utils.parametrizations.weight_norm
-            norm(self.net[0])
-            norm(self.net[4])
+            for layer in (self.net[0], self.net[4]):
+                nn.utils.parametrizations.weight_norm(layer)
 
     module = Normed()
     fit(rank, world, engine, module)
@@ -141,7 +154,7 @@ def weight_norm(rank: int, world: int, engine: str, old: bool) -> dict[str, Any]
 
 
 def learned_loss_weights(rank: int, world: int, engine: str) -> dict[str, Any]:
-    """Uncertainty weights are parameters beside the network."""
+    """Uncertainty weights of several losses are parameters beside the network."""
 
     class Weighted(Small):
         def __init__(self) -> None:
@@ -160,7 +173,7 @@ def learned_loss_weights(rank: int, world: int, engine: str) -> dict[str, Any]:
 
 
 def prototypes_normalised(rank: int, world: int, engine: str, when: str) -> dict[str, Any]:
-    """SwAV: rows of the last layer are normalised before each batch; its gradients are dropped at first."""
+    """SwAV (bolts#648): rows of the last layer are normalised before each batch; or its first gradients are dropped."""
 
     class Swav(Small):
         def normalise(self) -> None:
@@ -184,7 +197,7 @@ def prototypes_normalised(rank: int, world: int, engine: str, when: str) -> dict
 
 
 def clipped_by_unit(rank: int, world: int, engine: str) -> dict[str, Any]:
-    """Adaptive clipping of each parameter in configure_gradient_clipping."""
+    """PL#14598 kind: adaptive clipping of each parameter in configure_gradient_clipping."""
 
     class Agc(Small):
         def configure_gradient_clipping(self, optimizer: Any, *args: Any, **kwargs: Any) -> None:
@@ -229,6 +242,8 @@ class Lookahead(torch.optim.Optimizer):
 
 
 def lookahead(rank: int, world: int, engine: str) -> dict[str, Any]:
+    """lonePatient/lookahead_pytorch#3: an optimizer around another one, with weights of its own."""
+
     class Looking(Small):
         def configure_optimizers(self) -> Any:
             return Lookahead(torch.optim.Adam(self.parameters(), lr=0.05))
@@ -256,6 +271,8 @@ class Lars(torch.optim.SGD):
 
 
 def lars(rank: int, world: int, engine: str) -> dict[str, Any]:
+    """bolts#648: LARS, which scales by norms of weights and gradients."""
+
     class Scaled(Small):
         def configure_optimizers(self) -> Any:
             return Lars(self.parameters(), lr=0.1, momentum=0.9)
@@ -266,6 +283,8 @@ def lars(rank: int, world: int, engine: str) -> dict[str, Any]:
 
 
 def adafactor(rank: int, world: int, engine: str) -> dict[str, Any]:
+    """torch's Adafactor: factored moments."""
+
     class Factored(Small):
         def configure_optimizers(self) -> Any:
             return torch.optim.Adafactor(self.parameters(), lr=0.05)
@@ -276,13 +295,15 @@ def adafactor(rank: int, world: int, engine: str) -> dict[str, Any]:
 
 
 def warm_restarts(rank: int, world: int, engine: str) -> dict[str, Any]:
-    """lr_scheduler_step with fractions of an epoch (timm's way)."""
+    """PL#2849, PL#2851: lr_scheduler_step with fractions of an epoch."""
     rates: list[float] = []
 
     class Restarted(Small):
         def configure_optimizers(self) -> Any:
             optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
-            return [optimizer], [{"scheduler": CosineAnnealingWarmRestarts(optimizer, 1, 2), "interval": "step"}]
+            return [optimizer], [
+                {"scheduler": CosineAnnealingWarmRestarts(optimizer, 1, 2), "interval": "step"}
+            ]
 
         def lr_scheduler_step(self, scheduler: Any, metric: Any) -> None:
             scheduler.step(self.trainer.global_step / self.trainer.num_training_batches)
@@ -294,11 +315,14 @@ def warm_restarts(rank: int, world: int, engine: str) -> dict[str, Any]:
 
 
 def two_groups_of_rates(rank: int, world: int, engine: str) -> dict[str, Any]:
-    """LambdaLR with a list of functions, and CosineAnnealingLR to estimated_stepping_batches after it."""
+    """PL#4902: LambdaLR with a list of functions, and CosineAnnealingLR to estimated_stepping_batches after it."""
 
     class Grouped(Small):
         def configure_optimizers(self) -> Any:
-            groups = [{"params": self.net[:2].parameters()}, {"params": self.net[2:].parameters(), "lr": 0.05}]
+            groups = [
+                {"params": self.net[:2].parameters()},
+                {"params": self.net[2:].parameters(), "lr": 0.05},
+            ]
             optimizer = torch.optim.SGD(groups, lr=0.1)
             first = LambdaLR(optimizer, [lambda step: 0.9**step, lambda step: 1 / (1 + step)])
             second = CosineAnnealingLR(optimizer, int(self.trainer.estimated_stepping_batches))
@@ -310,7 +334,7 @@ def two_groups_of_rates(rank: int, world: int, engine: str) -> dict[str, Any]:
 
 
 def zeroed_not_dropped(rank: int, world: int, engine: str) -> dict[str, Any]:
-    """optimizer_zero_grad with set_to_none=False, and gradients read in on_before_zero_grad."""
+    """Lightning's documentation: optimizer_zero_grad(set_to_none=False), and on_before_zero_grad."""
     norms: list[float] = []
 
     class Zeroed(Small):
@@ -326,7 +350,7 @@ def zeroed_not_dropped(rank: int, world: int, engine: str) -> dict[str, Any]:
 
 
 def momentum_dropped(rank: int, world: int, engine: str, how: str) -> dict[str, Any]:
-    """The optimizer's state is dropped, or made anew, at the start of an epoch."""
+    """PL#9982, pytorch#37410: the optimizer's state is dropped, or made anew, at the start of an epoch."""
 
     class Dropped(Small):
         def on_train_epoch_start(self) -> None:
@@ -352,7 +376,7 @@ def momentum_dropped(rank: int, world: int, engine: str, how: str) -> dict[str, 
 
 
 def swapped_optimizer(rank: int, world: int, engine: str) -> dict[str, Any]:
-    """Adam first, SGD after an epoch: trainer.optimizers is assigned."""
+    """PL#18279: Adam first, SGD after an epoch, by assigning trainer.optimizers."""
 
     class Swapped(Small):
         def configure_optimizers(self) -> Any:
@@ -368,7 +392,7 @@ def swapped_optimizer(rank: int, world: int, engine: str) -> dict[str, Any]:
 
 
 def regrouped(rank: int, world: int, engine: str) -> dict[str, Any]:
-    """Hyper-parameters of a group are written in a hook; weight decay comes on later."""
+    """PL#18279 kind: settings of a group are written in a hook."""
 
     class Regrouped(Small):
         def on_train_epoch_start(self) -> None:
@@ -382,7 +406,7 @@ def regrouped(rank: int, world: int, engine: str) -> dict[str, Any]:
 
 
 def momentum_read(rank: int, world: int, engine: str) -> dict[str, Any]:
-    """A callback reads Adam's second moments while training."""
+    """PL#4974 kind: a hook reads Adam's second moments while training."""
     read: list[float] = []
 
     class Read(Small):
@@ -399,7 +423,7 @@ def momentum_read(rank: int, world: int, engine: str) -> dict[str, Any]:
 
 
 def head_reset(rank: int, world: int, engine: str) -> dict[str, Any]:
-    """The last layer is made anew at the start of each epoch."""
+    """PL#2382 kind: the last layer is made anew at the start of each epoch."""
 
     class Reset(Small):
         def on_train_epoch_start(self) -> None:
@@ -410,3 +434,94 @@ def head_reset(rank: int, world: int, engine: str) -> dict[str, Any]:
     module = Reset()
     fit(rank, world, engine, module, max_epochs=3)
     return state(module)
+
+
+@pytest.mark.stock_ddp("optimization: penalties on gradients, create_graph", "balanced", "stale")
+@pytest.mark.parametrize("engine", ["balanced", "stale"])
+def test_gradient_penalty(engine: str) -> None:
+    right(gradient_penalty, engine)
+
+
+@pytest.mark.stock_ddp("optimization: penalties on gradients, create_graph", "pipeline",
+                       refused="layers are on several ranks")  # fmt: skip
+def test_gradient_penalty_in_a_pipeline() -> None:
+    assert "torch.autograd.grad cannot go through it" in refusal(gradient_penalty, "pipeline")
+
+
+@pytest.mark.stock_ddp("optimization: two backward passes per step, toggle_optimizer", "balanced", "stale")
+@pytest.mark.parametrize("engine", ["balanced", "stale"])
+@pytest.mark.parametrize("situation", [two_backwards, toggled])
+def test_manual(situation: Any, engine: str) -> None:
+    right(situation, engine)
+
+
+@pytest.mark.stock_ddp("models: hooks of parameters and layers, weight_norm, learned weights of losses",
+                       "balanced", "stale", "pipeline")  # fmt: skip
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize(
+    ("situation", "how"),
+    [(hook_on_parameter, ["init"]), (hook_on_parameter, ["train"]), (hook_on_layer, []),
+     (weight_norm, []), (learned_loss_weights, [])],
+)  # fmt: skip
+def test_hooks_and_parametrizations(situation: Any, how: list[Any], engine: str) -> None:
+    right(situation, engine, *how)
+
+
+@pytest.mark.stock_ddp("optimization: weights normalised or made anew in hooks", "balanced", "pipeline")
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize(
+    ("situation", "how"),
+    [(prototypes_normalised, ["batch"]), (prototypes_normalised, ["cancel"]), (head_reset, [])],
+)
+def test_weights_changed_in_hooks(situation: Any, how: list[Any], engine: str) -> None:
+    (right if engine != "stale" else right_or_refused)(situation, engine, *how)
+
+
+@pytest.mark.stock_ddp("optimization: gradients clipped one by one", "balanced")
+@pytest.mark.parametrize("engine", ENGINES)
+def test_clipped_by_unit(engine: str) -> None:
+    right_or_refused(clipped_by_unit, engine)
+
+
+@pytest.mark.stock_ddp("optimization: Lookahead", "balanced")
+@pytest.mark.parametrize("engine", ENGINES)
+def test_lookahead(engine: str) -> None:
+    right_or_refused(lookahead, engine)
+
+
+@pytest.mark.stock_ddp("optimization: LARS, Adafactor, restarts by fractions of an epoch, two schedulers by group",
+                       "balanced", "stale", "pipeline")  # fmt: skip
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize(
+    "situation", [lars, adafactor, warm_restarts, two_groups_of_rates, zeroed_not_dropped, regrouped]
+)
+def test_optimizers_and_schedules(situation: Any, engine: str) -> None:
+    right(situation, engine)
+
+
+STATES = [(momentum_dropped, [how]) for how in ("clear", "default", "buffers", "load")]
+OTHERS = [(momentum_dropped, ["setup"]), (swapped_optimizer, [])]
+
+
+@pytest.mark.stock_ddp("optimization: state or optimizer made anew in mid-fit", "balanced", "pipeline")
+@pytest.mark.parametrize("engine", ["balanced", "pipeline"])
+@pytest.mark.parametrize(("situation", "how"), [*STATES, *OTHERS])
+def test_state_made_anew(situation: Any, how: list[Any], engine: str) -> None:
+    right(situation, engine, *how)
+
+
+@pytest.mark.stock_ddp("optimization: state or optimizer made anew in mid-fit", "stale",
+                       refused="the parameter server has both")  # fmt: skip
+@pytest.mark.parametrize(("situation", "how"), [*OTHERS])
+def test_other_optimizers_are_refused(situation: Any, how: list[Any]) -> None:
+    assert "was given other optimizers" in refusal(situation, "stale", *how)
+
+
+@pytest.mark.parametrize(("situation", "how"), [*STATES, (momentum_read, [])])
+def test_state_used_on_a_rank_is_refused(situation: Any, how: list[Any]) -> None:
+    assert right_or_refused(situation, "stale", *how)
+
+
+def test_moments_read() -> None:
+    """Under the pipeline a rank has those of its own layers: nobody can notice that code counts on all."""
+    right(momentum_read, "balanced")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 from typing import Any
 
 import pytest
@@ -9,15 +10,34 @@ import torch
 from lightning.pytorch import LightningDataModule
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import nn
-from torch.utils.data import ConcatDataset, Dataset, IterableDataset, Sampler, Subset, TensorDataset, WeightedRandomSampler
 from torch.utils.checkpoint import checkpoint
+from torch.utils.data import (
+    ConcatDataset,
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    Subset,
+    TensorDataset,
+    WeightedRandomSampler,
+)
 
-from tests.ranks.strangers.kit import ENGINES, UNEVEN, everyone, trainer, two_stages
-from tests.ranks.strangers.more_kit import BATCH, DIVIDED, Small, batches, fit, numbers, right, right_or_refused, state, unused
+from tests.ranks.strangers.kit import ENGINES, everyone, refusal, trainer
+from tests.ranks.strangers.more_kit import (
+    BATCH,
+    DIVIDED,
+    Small,
+    batches,
+    fit,
+    numbers,
+    right,
+    right_or_refused,
+    state,
+    unused,
+)
 
 
 def weights_of_classes(rank: int, world: int, engine: str) -> dict[str, Any]:
-    """Weights in a buffer are renewed at the start of each epoch."""
+    """pytorch#63916 kind: weights in a buffer are renewed at the start of each epoch."""
 
     class Weighted(Small):
         def __init__(self) -> None:
@@ -38,7 +58,7 @@ def weights_of_classes(rank: int, world: int, engine: str) -> dict[str, Any]:
 
 
 def frozen_statistics(rank: int, world: int, engine: str) -> dict[str, Any]:
-    """train() is overridden so that BatchNorm stays in eval mode."""
+    """PL#2551, PL#18930: train() is overridden so that BatchNorm stays in eval mode."""
 
     class Frozen(Small):
         def __init__(self) -> None:
@@ -66,7 +86,7 @@ def frozen_statistics(rank: int, world: int, engine: str) -> dict[str, Any]:
 
 
 def buffer_outside_of_checkpoints(rank: int, world: int, engine: str) -> dict[str, Any]:
-    """register_buffer(persistent=False): a table in a layer, and a scale set in a hook."""
+    """pytorch#63916 kind: register_buffer(persistent=False), a table in a layer, and a scale set in a hook."""
 
     class Rotated(nn.Module):
         def __init__(self) -> None:
@@ -95,7 +115,7 @@ def buffer_outside_of_checkpoints(rank: int, world: int, engine: str) -> dict[st
 
 
 def counted_confusion(rank: int, world: int, engine: str) -> dict[str, Any]:
-    """A matrix of counts as plain attribute, summed over ranks at the end of an epoch."""
+    """PL#3728 kind: a matrix of counts as plain attribute, summed over ranks at the end of an epoch."""
     told: list[Any] = []
 
     class Counted(Small):
@@ -120,7 +140,7 @@ def counted_confusion(rank: int, world: int, engine: str) -> dict[str, Any]:
 
 
 def loss_on_the_module(rank: int, world: int, engine: str) -> dict[str, Any]:
-    """Losses are summed on the module, their mean is logged at the end of the epoch."""
+    """PL#2026 kind: losses are summed on the module, their mean is logged at the end of the epoch."""
 
     class Summed(Small):
         def on_train_epoch_start(self) -> None:
@@ -143,7 +163,7 @@ def loss_on_the_module(rank: int, world: int, engine: str) -> dict[str, Any]:
 
 
 def moving_loss_in_a_buffer(rank: int, world: int, engine: str) -> dict[str, Any]:
-    """A running mean of the loss in a buffer; the ranks end with one value of it."""
+    """pytorch#63916: a running mean of the loss in a buffer; the ranks end with one value of it."""
 
     class Smoothed(Small):
         def __init__(self) -> None:
@@ -163,9 +183,7 @@ def moving_loss_in_a_buffer(rank: int, world: int, engine: str) -> dict[str, Any
 
 
 def keys_of_a_checkpoint(rank: int, world: int, engine: str) -> dict[str, Any]:
-    """on_save_checkpoint reads weights and the optimizer's state; on_load_checkpoint changes them; ckpt_path='last'."""
-    import tempfile
-
+    """PL#3545, PL#1982: on_save_checkpoint reads states, on_load_checkpoint changes them; ckpt_path='last'."""
     folder = "kept" if world > 1 else tempfile.mkdtemp()
     facts: dict[str, Any] = {}
 
@@ -197,9 +215,7 @@ def keys_of_a_checkpoint(rank: int, world: int, engine: str) -> dict[str, Any]:
 
 
 def best_of_a_fit(rank: int, world: int, engine: str) -> dict[str, Any]:
-    """fit, then test and validate of the best checkpoint."""
-    import tempfile
-
+    """Lightning's documentation: fit, then test and validate of the best checkpoint."""
     folder = "best" if world > 1 else tempfile.mkdtemp()
 
     class Tested(Small):
@@ -215,7 +231,9 @@ def best_of_a_fit(rank: int, world: int, engine: str) -> dict[str, Any]:
     module = Tested()
     best = ModelCheckpoint(folder, monitor="val", save_top_k=1)
     val = batches(numbers(), world, sampler=None)
-    fits = fit(rank, world, engine, module, val=val, max_epochs=3, callbacks=[best], enable_checkpointing=True)
+    fits = fit(
+        rank, world, engine, module, val=val, max_epochs=3, callbacks=[best], enable_checkpointing=True
+    )
     (tested,) = fits.test(module, val, ckpt_path="best", verbose=False)
     (again,) = fits.validate(module, val, ckpt_path="best", verbose=False)
     told = fits.predict(module, val)
@@ -225,7 +243,7 @@ def best_of_a_fit(rank: int, world: int, engine: str) -> dict[str, Any]:
 
 
 def weighted_sampler(rank: int, world: int, engine: str) -> dict[str, Any]:
-    """A WeightedRandomSampler whose weights are changed at an epoch's end."""
+    """PL#12866, PL#10946: a WeightedRandomSampler whose weights are changed at an epoch's end."""
     seen: list[set[int]] = []
 
     class Seen(Small):
@@ -243,20 +261,16 @@ def weighted_sampler(rank: int, world: int, engine: str) -> dict[str, Any]:
     x, y = numbers().tensors
     sampler = WeightedRandomSampler([1.0] * 16 + [0.0] * 16, 32)
     module = Seen()
-    fit(rank, world, engine, module, batches(TensorDataset(x, y, torch.arange(32)), world, sampler=sampler), max_epochs=2)
+    fit(
+        rank,
+        world,
+        engine,
+        module,
+        batches(TensorDataset(x, y, torch.arange(32)), world, sampler=sampler),
+        max_epochs=2,
+    )
     told = [set().union(*parts) for parts in zip(*everyone(seen), strict=True)] if world > 1 else seen
     return {"first": max(told[0]) < 16, "second": min(told[1]) >= 16}
-
-
-class ByLength(Sampler):
-    def __init__(self, lengths: list[int]) -> None:
-        self.lengths, self.epoch = lengths, 0
-
-    def __len__(self) -> int:
-        return len(self.lengths)
-
-    def __iter__(self) -> Any:
-        return iter(sorted(range(len(self.lengths)), key=lambda i: (self.lengths[i], i)))
 
 
 class Sentences(Dataset):
@@ -298,7 +312,7 @@ class Recurrent(Small):
 
 
 def sorted_sentences(rank: int, world: int, engine: str) -> dict[str, Any]:
-    """Sentences sorted by length, padded by the collate function, an LSTM over packed sequences."""
+    """PL#3668 kind: sentences padded by the collate function, an LSTM over packed sequences."""
     data = Sentences()
     module = Recurrent()
     loader = batches(data, world, collate_fn=padded)
@@ -307,7 +321,7 @@ def sorted_sentences(rank: int, world: int, engine: str) -> dict[str, Any]:
 
 
 def reentrant_checkpoint(rank: int, world: int, engine: str, reentrant: bool) -> dict[str, Any]:
-    """A layer is computed again in backward."""
+    """torch.utils.checkpoint inside a layer, reentrant or not."""
 
     class Again(nn.Module):
         def __init__(self) -> None:
@@ -331,7 +345,7 @@ def reentrant_checkpoint(rank: int, world: int, engine: str, reentrant: bool) ->
 
 
 def views_after_transfer(rank: int, world: int, engine: str, before: bool) -> dict[str, Any]:
-    """A batch hook makes two rows of each."""
+    """PL#3399, PL#10469: a batch hook makes two rows of each."""
 
     class Doubled(Small):
         def double_rows(self, batch: Any) -> Any:
@@ -350,7 +364,7 @@ def views_after_transfer(rank: int, world: int, engine: str, before: bool) -> di
 
 
 def two_branches(rank: int, world: int, engine: str) -> dict[str, Any]:
-    """Which head is used depends on the epoch."""
+    """PL#17212 kind: which head is used depends on the epoch."""
 
     class Branched(Small):
         def __init__(self) -> None:
@@ -371,7 +385,7 @@ def two_branches(rank: int, world: int, engine: str) -> dict[str, Any]:
 
 
 def more_epochs(rank: int, world: int, engine: str) -> dict[str, Any]:
-    """A hook raises max_epochs, another ends an epoch by -1."""
+    """PL#4481, PL#21296: a hook ends an epoch by -1, another raises max_epochs."""
 
     class Longer(Small):
         def on_train_epoch_end(self) -> None:
@@ -387,7 +401,7 @@ def more_epochs(rank: int, world: int, engine: str) -> dict[str, Any]:
 
 
 def last_batches(rank: int, world: int, engine: str) -> dict[str, Any]:
-    """Hooks ask is_last_batch, num_training_batches, len(dataset), what the loader is made of."""
+    """Lightning's documentation: hooks ask is_last_batch, num_training_batches and the loader."""
     told: list[Any] = []
 
     class Asks(Small):
@@ -418,9 +432,7 @@ class Rows(IterableDataset):
 
 
 def stream_with_a_length(rank: int, world: int, engine: str) -> dict[str, Any]:
-    """An IterableDataset with a length, divided by rank."""
-    from torch.utils.data import DataLoader
-
+    """PL#15734 kind: an IterableDataset with a length, divided by rank."""
     module = Small()
     loader = DataLoader(Rows(rank, world), batch_size=BATCH // world)
     fits = fit(rank, world, engine, module, loader, max_epochs=2)
@@ -434,7 +446,9 @@ class Modular(LightningDataModule):
 
     def setup(self, stage: str) -> None:
         full = numbers(48)
-        self.data = ConcatDataset([Subset(full, range(0, 32)), Subset(full, range(40, 48)), Subset(full, range(32, 40))])
+        self.data = ConcatDataset(
+            [Subset(full, range(0, 32)), Subset(full, range(40, 48)), Subset(full, range(32, 40))]
+        )
 
     def train_dataloader(self) -> Any:
         return batches(self.data, self.world)
@@ -447,7 +461,7 @@ class Modular(LightningDataModule):
 
 
 def hooks_of_a_datamodule(rank: int, world: int, engine: str) -> dict[str, Any]:
-    """ConcatDataset of Subsets in a data module that scales batches; the module changes the scale each epoch."""
+    """PL#3399: a data module with hooks and ConcatDataset of Subsets; the module changes its scale each epoch."""
 
     class Scales(Small):
         def on_train_epoch_start(self) -> None:
@@ -460,9 +474,16 @@ def hooks_of_a_datamodule(rank: int, world: int, engine: str) -> dict[str, Any]:
 
 
 def kept_workers(rank: int, world: int, engine: str) -> dict[str, Any]:
-    """persistent_workers and a worker_init_fn."""
+    """torch's documentation: persistent_workers and a worker_init_fn."""
     module = Small()
-    loader = batches(numbers(), world, num_workers=1, persistent_workers=True, worker_init_fn=first_of_worker, multiprocessing_context="fork")
+    loader = batches(
+        numbers(),
+        world,
+        num_workers=1,
+        persistent_workers=True,
+        worker_init_fn=first_of_worker,
+        multiprocessing_context="fork",
+    )
     fit(rank, world, engine, module, loader, max_epochs=2)
     return state(module)
 
@@ -472,7 +493,7 @@ def first_of_worker(worker: int) -> None:
 
 
 def validated_in_a_hook(rank: int, world: int, engine: str) -> dict[str, Any]:
-    """After each epoch the module runs over its validation loader by itself."""
+    """PL#15860 kind: after each epoch the module runs over its validation loader by itself."""
     told: list[Any] = []
 
     class Runs(Small):
@@ -486,3 +507,90 @@ def validated_in_a_hook(rank: int, world: int, engine: str) -> dict[str, Any]:
     module = Runs()
     fit(rank, world, engine, module, max_epochs=2)
     return {"told": told}
+
+
+@pytest.mark.stock_ddp("models: frozen BatchNorm by train(), checkpointed layers, heads by epoch",
+                       "balanced", "stale", "pipeline")  # fmt: skip
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize(
+    ("situation", "how"),
+    [
+        (frozen_statistics, []),
+        (reentrant_checkpoint, [True]),
+        (reentrant_checkpoint, [False]),
+        (two_branches, []),
+    ],
+)
+def test_layers(situation: Any, how: list[Any], engine: str) -> None:
+    right(situation, engine, *how)
+
+
+@pytest.mark.stock_ddp(
+    "models: buffers set in hooks, also those outside of checkpoints", "balanced", "pipeline"
+)
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("situation", [weights_of_classes, buffer_outside_of_checkpoints])
+def test_buffers_set_in_hooks(situation: Any, engine: str) -> None:
+    (right if engine != "stale" else right_or_refused)(situation, engine)
+
+
+@pytest.mark.stock_ddp("models: counts, sums and running means kept by steps", "balanced", "stale")
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("situation", [counted_confusion, loss_on_the_module, moving_loss_in_a_buffer])
+def test_kept_by_steps(situation: Any, engine: str) -> None:
+    (right if engine == "balanced" else right_or_refused)(situation, engine)
+
+
+@pytest.mark.stock_ddp(
+    "checkpoints: on_save_checkpoint and on_load_checkpoint read and change states", "balanced", "stale"
+)
+@pytest.mark.parametrize("engine", ["balanced", "stale"])  # pipeline: ranks but rank 0 get an empty state
+def test_keys_of_a_checkpoint(engine: str) -> None:
+    right(keys_of_a_checkpoint, engine, tolerance=1e-8)
+
+
+@pytest.mark.stock_ddp(
+    "evaluation: test, validate and predict of the best checkpoint", "balanced", "stale", "pipeline"
+)
+@pytest.mark.parametrize("engine", ENGINES)
+def test_best_of_a_fit(engine: str) -> None:
+    right(best_of_a_fit, engine, tolerance=1e-7)
+
+
+@pytest.mark.stock_ddp("data: WeightedRandomSampler with other weights per epoch, padded sequences, persistent workers",
+                       "balanced", "stale", "pipeline")  # fmt: skip
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize(
+    "situation", [weighted_sampler, sorted_sentences, kept_workers, hooks_of_a_datamodule]
+)
+def test_data(situation: Any, engine: str) -> None:
+    right(situation, engine, tolerance=1e-7)
+
+
+@pytest.mark.stock_ddp("data: hooks that make two rows of each", "balanced", "stale")
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("before", [True, False])
+def test_views(engine: str, before: bool) -> None:
+    if engine == "pipeline":
+        assert "split_batch" in refusal(views_after_transfer, engine, before)
+    else:
+        right(views_after_transfer, engine, before)
+
+
+@pytest.mark.stock_ddp("data: iterable datasets with a length, divided by the user", "balanced")
+def test_stream_with_a_length() -> None:
+    right(stream_with_a_length, "balanced")
+
+
+@pytest.mark.stock_ddp("callbacks: epochs ended early or added by hooks, hooks that ask for the last batch",
+                       "balanced", "stale", "pipeline")  # fmt: skip
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("situation", [more_epochs, last_batches])
+def test_loops(situation: Any, engine: str) -> None:
+    right(situation, engine)
+
+
+@pytest.mark.stock_ddp("evaluation: a hook that runs over data by itself", "balanced", "stale")
+@pytest.mark.parametrize("engine", ENGINES)
+def test_validated_in_a_hook(engine: str) -> None:
+    (right if engine != "pipeline" else right_or_refused)(validated_in_a_hook, engine)
