@@ -6,13 +6,19 @@ import sysconfig
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
+from operator import is_
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
 
-__all__ = ["add_hint", "within_limits"]
+    from lightning_hetero.pipeline.fit.place import Place
+    from lightning_hetero.pipeline.fit.plan.planning import PlanResult
+
+__all__ = ["Elsewhere", "add_hint", "within_limits"]
 
 _OURS = str(Path(__file__).parents[2])
 _LIBRARIES = sysconfig.get_path("purelib")
@@ -44,6 +50,58 @@ def within_limits(trainer: Trainer) -> Iterator[None]:
                 " optimizers of the others keep theirs. Change it in on_train_batch_start or by a scheduler that"
                 " Lightning steps, or use strategy='hetero_balanced'"
             )
+
+
+class Elsewhere:
+    """The layers that a leader's group runs on other ranks; notices what a training step changes of them.
+
+    Args:
+        place: of this rank.
+    """
+
+    def __init__(self, place: Place) -> None:
+        self._place = place
+        self._planned: PlanResult | None = None
+        self._modules: list[tuple[str, dict[str, Any]]] = []
+        self._parameters: list[nn.Parameter] = []
+
+    @contextmanager
+    def kept(self) -> Iterator[None]:
+        """Inside are the training steps of a batch.
+
+        Raises:
+            RuntimeError: a step has changed attributes of such a layer, or what of it is trained.
+        """
+        if self._planned is not self._place.planned:
+            self._planned, layers = self._place.planned, self._place.elsewhere()
+            self._modules = [
+                (f"{name}.{inner}".rstrip("."), vars(m)) for name, layer in layers for inner, m in layer.named_modules()
+            ]
+            self._parameters = [p for _, layer in layers for p in layer.parameters()]
+        before = [held.copy() for _, held in self._modules]
+        trained = [p.requires_grad for p in self._parameters]
+        yield
+        for (name, now), was in zip(self._modules, before, strict=True):
+            if len(now) != len(was) or not all(map(is_, now.values(), was.values())):
+                changed = next((key for key in {**was, **now} if not _same(was.get(key), now.get(key))), None)
+                if changed is not None:
+                    self._refuse(f"{name}.{changed}")
+        if trained != [p.requires_grad for p in self._parameters]:
+            self._refuse("requires_grad of a parameter")
+
+    def _refuse(self, what: str) -> None:
+        raise RuntimeError(
+            f"training_step on rank {self._place.channel.rank} has changed {what}, of a layer that another rank runs:"
+            " in a pipeline only the first rank of each group runs training_step. Change it in on_train_batch_start,"
+            " which all ranks run, or use strategy='hetero_balanced'"
+        )
+
+
+def _same(was: Any, now: Any) -> bool:
+    try:
+        return was is now or bool(was == now)
+    except (RuntimeError, ValueError):  # arrays of several numbers
+        return False
 
 
 def add_hint(error: Exception) -> None:

@@ -395,8 +395,8 @@ def test_settings_changed_in_steps_are_refused(situation: Any, how: list[Any]) -
 
 
 @pytest.mark.parametrize(("situation", "how"), OF_LAYERS)
-def test_layers_of_others_changed_in_steps(situation: Any, how: list[Any]) -> None:
-    assert right_or_refused(situation, "pipeline", *how)
+def test_layers_of_others_changed_in_steps_are_refused(situation: Any, how: list[Any]) -> None:
+    assert ", of a layer that another rank runs" in refusal(situation, "pipeline", *how)
 
 
 @pytest.mark.stock_ddp("optimization: backward() overridden, batches accumulated without no_sync's gradients",
