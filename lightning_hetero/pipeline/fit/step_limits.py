@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import sysconfig
-import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from operator import is_
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
+
+from lightning_hetero.pipeline.fit.hints import NO_GRAPH, add_hint
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
@@ -18,11 +17,7 @@ if TYPE_CHECKING:
     from lightning_hetero.pipeline.fit.place import Place
     from lightning_hetero.pipeline.fit.plan.planning import PlanResult
 
-__all__ = ["Elsewhere", "add_hint", "within_limits"]
-
-_OURS = str(Path(__file__).parents[2])
-_LIBRARIES = sysconfig.get_path("purelib")
-_NO_GRAPH = "to not have been used in the graph"  # torch's words, in torch.autograd.grad
+__all__ = ["Elsewhere", "within_limits"]
 
 
 @contextmanager
@@ -38,7 +33,7 @@ def within_limits(trainer: Trainer) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        if _NO_GRAPH in str(error):
+        if NO_GRAPH in str(error):
             add_hint(error)
         raise
     for index, (was, now) in enumerate(zip(before, groups, strict=True)):
@@ -102,24 +97,3 @@ def _same(was: Any, now: Any) -> bool:
         return was is now or bool(was == now)
     except (RuntimeError, ValueError):  # arrays of several numbers
         return False
-
-
-def add_hint(error: Exception) -> None:
-    """Adds to an error of the user's step what may help; nothing, if it is no such error."""
-    if len(error.args) != 1 or not isinstance(error.args[0], str):
-        return
-    files = [frame.filename for frame in traceback.extract_tb(error.__traceback__)]
-    if _NO_GRAPH in str(error):
-        hint = (
-            "In a pipeline the backbone's layers are on several ranks, so torch.autograd.grad cannot go through it,"
-            " neither to its input nor to its parameters; use strategy='hetero_balanced'"
-        )
-    elif not files[-1].startswith(_OURS) and any(not name.startswith((_OURS, _LIBRARIES)) for name in files):
-        hint = (
-            "In a pipeline training_step is tried before training, when on_fit_start, on_train_start and"
-            " on_train_epoch_start have not run: make what it needs in __init__, setup or configure_model; or say"
-            " plan=, or use strategy='hetero_balanced'"
-        )
-    else:
-        return
-    error.args = (f"{str(error).rstrip('.')}. {hint}",)

@@ -25,8 +25,8 @@ from lightning_hetero.glue.loaders import SharedSettings
 from lightning_hetero.measure.probe import probe_cluster
 from lightning_hetero.pipeline.decide.plans import best_plan, check_plan, emulated, in_one_piece, unit_costs
 from lightning_hetero.pipeline.decide.recorded_costs import recorded
+from lightning_hetero.pipeline.fit.hints import add_hint
 from lightning_hetero.pipeline.fit.plan.rehearsal import Rehearsal, measure_model
-from lightning_hetero.pipeline.fit.step_limits import add_hint
 from lightning_hetero.pipeline.runtime.measure.around_backbone import NeverCalledError
 from lightning_hetero.pipeline.runtime.measure.memory import tensor_bytes
 from lightning_hetero.pipeline.runtime.own.ownership import tied
