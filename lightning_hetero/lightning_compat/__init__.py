@@ -50,6 +50,7 @@ from lightning_hetero.lightning_compat.loaders import (
 from lightning_hetero.lightning_compat.logs import (
     combine_metric_with,
     divert_logs,
+    forget_computed,
     log_again,
     logged_reduction,
     results_of,
@@ -114,6 +115,7 @@ __all__ = [
     "epoch_running",
     "fetch_limit",
     "finds_learning_rate",
+    "forget_computed",
     "is_last_prediction",
     "is_train_iterator",
     "keep_train_sampler",

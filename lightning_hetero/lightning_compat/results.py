@@ -189,7 +189,8 @@ def metrics_frozen(module: nn.Module) -> Iterator[None]:
 def save_metrics(module: nn.Module) -> Callable[[], None]:
     """Returns what puts the module's torchmetrics back as they are now, once.
 
-    ``metric_state`` is public, the update counter and the cached value are not.
+    ``metric_state`` is public, the update counter and the cached value are not. What was updated meanwhile computes
+    anew: ranks whose updates stay have no cached value, and gather.
     """
     from torchmetrics import Metric
 
@@ -203,7 +204,8 @@ def save_metrics(module: nn.Module) -> Callable[[], None]:
         for metric, state, count, computed in saved:
             for name, value in state.items():
                 setattr(metric, name, value)
-            metric._update_count, metric._computed = count, computed
+            metric._computed = computed if metric._update_count == count else None
+            metric._update_count = count
 
     return put_back
 

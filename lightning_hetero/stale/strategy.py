@@ -15,6 +15,8 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
+from lightning.pytorch.strategies import Strategy
+from torch.optim import Optimizer
 
 from lightning_hetero import lightning_compat as compat
 from lightning_hetero.glue.checks import check_choice, check_counts
@@ -179,6 +181,22 @@ class BoundedStalenessStrategy(ElasticDDPStrategy[StaleRun]):
         refuse_monitored_steps(self.lr_scheduler_configs)
         if self.policy.compensation > 0.0:
             refuse_entangled(self.optimizers, self.policy.name)
+
+    @property
+    def optimizers(self) -> list[Optimizer]:
+        return super().optimizers
+
+    @optimizers.setter
+    def optimizers(self, optimizers: list[Optimizer]) -> None:
+        """Sets them; not while the server has those that were set before."""
+        if self._loop is not None and [*map(id, optimizers)] != [*map(id, self.optimizers)]:
+            names = ", ".join(type(optimizer).__name__ for optimizer in optimizers)
+            raise RuntimeError(
+                f"rank {self.global_rank} was given other optimizers ({names}) in the middle of a fit, by"
+                " trainer.optimizers = ... or setup_optimizers: the parameter server has those that it was started"
+                " with. Change their param_groups, begin another fit, or use strategy='hetero_balanced'"
+            )
+        Strategy.optimizers.__set__(self, optimizers)  # a property of its
 
     def configure_ddp(self) -> None:
         """No wrapper: gradients go to the server. Ranks start from rank 0's parameters and buffers, as under DDP."""

@@ -163,6 +163,12 @@ class Place:
         if trainer.predicting:
             self.evaluation.expect()
 
+    def elsewhere(self) -> list[tuple[str, nn.Module]]:
+        """Returns the layers that other ranks of the group run which this one leads, by their names."""
+        assert self.group is not None
+        layers = list(zip(self._backbone.names, self._backbone.layers, strict=True))
+        return layers[self.group.cuts[1] :] if len(self.group.ranks) > 1 else []
+
     # ---- what a plan gives this rank -------------------------------------------------------------------------------
 
     def apply(self, planned: PlanResult, ticket: object, *, gradients: bool = False) -> int:

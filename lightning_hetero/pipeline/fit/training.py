@@ -35,6 +35,7 @@ from lightning_hetero.pipeline.fit.loaders import PipelineBinder
 from lightning_hetero.pipeline.fit.place import Place
 from lightning_hetero.pipeline.fit.refusals import refuse_second_pass
 from lightning_hetero.pipeline.fit.replans import Replans
+from lightning_hetero.pipeline.fit.step_limits import Elsewhere, within_limits
 from lightning_hetero.pipeline.runtime.execute.stage_runner import MicroBatch
 from lightning_hetero.pipeline.runtime.step.tensor_trees import loss_of
 from lightning_hetero.transport.one_round import Sum
@@ -74,6 +75,7 @@ class TrainBatches:
     ) -> None:
         self._trainer, self._module, self._precision = trainer, trainer.lightning_module, trainer.precision_plugin
         self._place, self._binder, self._events, self.replans = place, binder, events, replans
+        self._elsewhere = Elsewhere(place)
         self._requeue = requeue
         self._keeps_gradients = is_overridden("optimizer_zero_grad", self._module)
         self.part: Part | None = None
@@ -143,7 +145,8 @@ class TrainBatches:
                     )
                     for i, (batch, size, weight) in enumerate(zip(batches, sizes, weights, strict=True))
                 ]
-                outputs = place.runner.train(step, micro_batches, scale=self._scale, before_last_backward=arm)
+                with self._elsewhere.kept():
+                    outputs = place.runner.train(step, micro_batches, scale=self._scale, before_last_backward=arm)
             else:
                 numbers = range(first, first + len(sizes))
                 place.runner.serve(step, sizes, numbers, before_last_backward=arm)
@@ -173,7 +176,8 @@ class TrainBatches:
         self, batch: Any, samples: int, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Callable[[], Any]:
         def body() -> Any:
-            with acting_as(self._place.group_index or 0), self._place.logs.collecting(samples):
+            limits = within_limits(self._trainer)
+            with acting_as(self._place.group_index or 0), self._place.logs.collecting(samples), limits:
                 return self._module.training_step(batch, *args, **kwargs)
 
         return body
