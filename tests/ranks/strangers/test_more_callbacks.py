@@ -27,7 +27,7 @@ from lightning.pytorch.callbacks import (
 from lightning.pytorch.loggers import CSVLogger
 from torch import nn
 
-from tests.ranks.strangers.kit import ENGINES, ends, everyone
+from tests.ranks.strangers.kit import ENGINES, ends, everyone, refusal
 from tests.ranks.strangers.more_kit import Small, batches, fit, numbers, right, right_or_refused, state
 
 
@@ -383,12 +383,24 @@ def neighbours(rank: int, world: int, engine: str) -> dict[str, Any]:
     return {"sum": callback.sum, "total": callback.total}
 
 
-@pytest.mark.stock_ddp("callbacks: hooks on layers, tables, batches kept for an epoch's end (lightning-bolts)",
+@pytest.mark.stock_ddp("callbacks: tables, batches kept for an epoch's end (lightning-bolts)",
                        "balanced", "stale", "pipeline")  # fmt: skip
 @pytest.mark.parametrize("engine", ENGINES)
-@pytest.mark.parametrize("situation", [module_monitor, table_of_metrics, neighbours])
+@pytest.mark.parametrize("situation", [table_of_metrics, neighbours])
 def test_watchers_of_lightning_bolts(situation: Any, engine: str) -> None:
     right(situation, engine)
+
+
+@pytest.mark.stock_ddp("callbacks: forward hooks that note what layers give (lightning-bolts)", "balanced", "stale")
+@pytest.mark.parametrize("engine", ["balanced", "stale"])
+def test_watchers_of_layers(engine: str) -> None:
+    right(module_monitor, engine)
+
+
+@pytest.mark.stock_ddp("callbacks: forward hooks that note what layers give (lightning-bolts)", "pipeline",
+                       refused="what such a hook keeps is on the rank that has the layer")  # fmt: skip
+def test_watchers_of_layers_are_refused() -> None:
+    assert "the forward hook" in refusal(module_monitor, "pipeline")
 
 
 @pytest.mark.stock_ddp(
