@@ -549,6 +549,10 @@ def test_keys_of_a_checkpoint(engine: str) -> None:
     right(keys_of_a_checkpoint, engine, tolerance=1e-8)
 
 
+def test_what_of_a_checkpoint_is_on_rank_0_only_is_told_elsewhere() -> None:
+    assert "on rank 0 only" in refusal(keys_of_a_checkpoint, "pipeline")
+
+
 @pytest.mark.stock_ddp(
     "evaluation: test, validate and predict of the best checkpoint", "balanced", "stale", "pipeline"
 )

@@ -27,12 +27,22 @@ from lightning_hetero.pipeline.runtime.own.file_tensors import empty_in_file
 from lightning_hetero.pipeline.runtime.own.owner_groups import as_bytes, raise_together
 from lightning_hetero.pipeline.runtime.own.ownership import Ownership
 
-__all__ = ["WholeState"]
+__all__ = ["OnRankZero", "WholeState"]
 
 K = TypeVar("K", bound=Hashable)
 
 PACKED_BYTES = 1 << 14
 """Smaller tensors of a rank travel in one message."""
+
+
+class OnRankZero(dict[Any, Any]):
+    """The state of the whole model on another rank than 0: without entries; one that is asked for is an error."""
+
+    def __missing__(self, key: Any) -> Any:
+        raise RuntimeError(
+            f"{key!r} of a checkpoint is on rank 0 only, because in a pipeline each rank has its own layers: read and"
+            " change it under `if self.trainer.is_global_zero`, or use strategy='hetero_balanced'"
+        )
 
 
 class WholeState:
@@ -64,7 +74,7 @@ class WholeState:
     # ---- saving ------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns what ``module.state_dict()`` of the whole model would be, on rank 0; elsewhere an empty dict.
+        """Returns what ``module.state_dict()`` of the whole model would be, on rank 0; elsewhere an `OnRankZero`.
 
         Tensors are on the CPU. Rank 0's own are not copied, as with stock torch; the others cost no memory.
 
@@ -96,7 +106,7 @@ class WholeState:
         return self._collect(lambda: {k: v for k, v in values.items() if k in wanted}, lambda _: 0, ())
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """Returns what ``optimizer.state_dict()`` of the whole model would be, on rank 0; elsewhere an empty dict.
+        """Returns what ``optimizer.state_dict()`` of the whole model would be, on rank 0; elsewhere an `OnRankZero`.
 
         Settings in ``param_groups`` are rank 0's; they are the same everywhere unless an optimizer derives them from
         its own parameters.
@@ -123,7 +133,7 @@ class WholeState:
 
         collected = self._collect(state, source, names.keys())
         if ownership.rank != 0:
-            return {}
+            return OnRankZero()
         order = {key: i for i, key in enumerate(names)}
         return {
             **whole,
@@ -229,7 +239,7 @@ class WholeState:
         for bundle in _bundles(tensors):
             data = torch.cat([as_bytes(tensors[spec]) for spec in bundle])
             dist.send(data, 0, group=self.group)
-        return {}
+        return OnRankZero()
 
     def _receive(
         self, whole: dict[K, Any], offered: Sequence[Mapping[K, Any]], chosen: Mapping[K, int]
