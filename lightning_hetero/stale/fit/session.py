@@ -191,7 +191,8 @@ class Session:
         assert worker is not None and shared is not None
         names, buffers = worker.changes()
         trained = [place for place in shared.trained if place.name in set(names)]
-        known = {id(place.tensor) for place in (*shared.trained, *shared.others, *shared.buffers)}
+        known = {id(place.tensor) for place in shared.trained}
+        known |= {id(place.now()) for place in (*shared.others, *shared.buffers)}  # compared by what they are
         found = [place for part in places(self._trainer.lightning_module) for place in part]
         new = tuple(place.name for place in found if id(place.tensor) not in known)
         now = _numbers_of(shared.others)
