@@ -210,7 +210,14 @@ class HeteroPipelineStrategy(WholeCheckpointsDDP):
         if run.fitting and isinstance(backbone, Undivided):
             warn_undivided(backbone)
         self._replans = run.replans
-        self._install(run, planned, backbone, start=self._starts(backbone), in_force=self._in_force)
+        self._install(
+            run,
+            planned,
+            backbone,
+            start=self._starts(backbone),
+            in_force=self._in_force,
+            to_device=super().batch_to_device,
+        )
         if any(len(group.ranks) > 1 for group in planned.plan.groups) or len(planned.plan.groups) < self.world_size:
             rank_zero_info(f"hetero_pipeline:\n{describe_plan(planned.plan, planned.cluster, backbone.names)}")
         self.setup_precision_plugin()

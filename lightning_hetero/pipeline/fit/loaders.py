@@ -8,13 +8,15 @@ Ranks that lead no group read one sample, a dummy, so that Lightning's loop has 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from lightning.pytorch.utilities import CombinedLoader
 from torch.utils.data import DataLoader
 
 from lightning_hetero.data import Channel, LoaderSpec, Part
+from lightning_hetero.data.layouts import Layout
 from lightning_hetero.glue.loaders import BoundLoader, PartBinder, SharedSettings
 from lightning_hetero.pipeline.decide.changeover import Position
 from lightning_hetero.pipeline.decide.plans import micro_sizes
@@ -33,7 +35,14 @@ _SEVERAL = (
 )
 
 
-class PipelineBinder(PartBinder[BoundLoader]):
+@dataclass(eq=False, kw_only=True, slots=True)
+class CutLoader(BoundLoader):
+    """One train loader, its copy, and how its batches are cut; None: they are not."""
+
+    layout: Layout | None
+
+
+class PipelineBinder(PartBinder[CutLoader]):
     """Replaces the train loader by a re-batched copy, and knows the parts of each batch on all ranks.
 
     Args:
@@ -60,6 +69,7 @@ class PipelineBinder(PartBinder[BoundLoader]):
         self._stream_mode = stream
         self._plan: PipelinePlan | None = None
         self._whole = False
+        self._learn: Callable[[DataLoader], Layout] | None = None
         self._drawn_from: list[tuple[Position, PipelinePlan]] = []  # from which batch on which plan's shares
         self.lag = 0
 
@@ -86,20 +96,23 @@ class PipelineBinder(PartBinder[BoundLoader]):
             raise TypeError("a batch sampler decides the size of its batches: pass the loader, not its LoaderSpec")
         return self.orders.order(loader, spec, 0).global_batch_size
 
-    def settle(self, plan: PipelinePlan, *, whole: bool = False) -> None:
+    def settle(
+        self, plan: PipelinePlan, *, whole: bool = False, learn: Callable[[DataLoader], Layout] | None = None
+    ) -> None:
         """Takes the plan that the run begins with; the same on all ranks.
 
         Args:
             plan: with one group or more.
             whole: what a plan leaves in one piece stays so, also where it is larger than planned: batches may be of a
                 class that cannot be cut.
+            learn: finds out how a loader's batches are cut, on all ranks; None: no need to know.
 
         Raises:
             ValueError: a plan without groups.
         """
         if not plan.groups:
             raise ValueError(f"a plan without groups trains nothing: {plan.reason or 'it is empty'}")
-        self._plan, self._whole = plan, whole
+        self._plan, self._whole, self._learn = plan, whole, learn
         self._drawn_from = [((0, 0), plan)]
 
     def follow(self, plan: PipelinePlan) -> None:
@@ -126,15 +139,18 @@ class PipelineBinder(PartBinder[BoundLoader]):
 
     def process(self, loader: object) -> DataLoader:
         loader, spec, self.lag = self._inspect(loader)
+        layout = None if self._learn is None else self._learn(loader)
         if spec.kind == "stream":
             self._require_stream()
             # Without a length Lightning fetches one batch ahead, to know which is the last.
             self.lag += not hasattr(loader.dataset, "__len__")
-            bound = BoundLoader(spec=spec, full=self.orders.batch_of_all(spec), order=None)
+            bound = CutLoader(spec=spec, full=self.orders.batch_of_all(spec), order=None, layout=layout)
             return self._read_stream(bound, loader, "shared")
         order = self.orders.continued(self.orders.order(loader, spec, 0))
         self.orders.check_position(order.global_batch_size)
-        return self._read_parts(BoundLoader(spec=spec, full=order.global_batch_size, order=order), loader)
+        return self._read_parts(
+            CutLoader(spec=spec, full=order.global_batch_size, order=order, layout=layout), loader
+        )
 
     def _require_stream(self) -> None:
         if self._stream_mode is None:
@@ -155,7 +171,12 @@ class PipelineBinder(PartBinder[BoundLoader]):
         if len(self._bound) > 1:
             raise TypeError(f"several train loaders. {_SEVERAL}")
 
-    def split(self, bound: BoundLoader, epoch: int, step: int, total: int) -> tuple[int, ...]:
+    @property
+    def layout(self) -> Layout | None:
+        """How the batches are cut that are handed out now."""
+        return self._bound[0].layout
+
+    def split(self, bound: CutLoader, epoch: int, step: int, total: int) -> tuple[int, ...]:
         assert self._drawn_from or self.plan
         groups = next(plan for at, plan in reversed(self._drawn_from) if at <= (epoch, step)).groups
         planned = [group.samples for group in groups]

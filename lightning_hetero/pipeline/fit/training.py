@@ -34,6 +34,7 @@ from lightning_hetero.pipeline.fit.loaders import PipelineBinder
 from lightning_hetero.pipeline.fit.place import Place
 from lightning_hetero.pipeline.fit.replans import Replans
 from lightning_hetero.pipeline.runtime.execute.stage_runner import MicroBatch
+from lightning_hetero.pipeline.runtime.step.alone import run_alone
 from lightning_hetero.pipeline.runtime.step.tensor_trees import loss_of
 from lightning_hetero.transport.one_round import Sum
 from lightning_hetero.types import SpeedSample, StepReport
@@ -42,6 +43,12 @@ if TYPE_CHECKING:
     from lightning.pytorch import Trainer
 
 __all__ = ["TrainBatches"]
+
+_NO_LOSS = (
+    "training_step returned None on rank {rank}: to skip a batch so is not supported in a pipeline (nor by stock DDP),"
+    " because the other ranks would wait for its gradients. Return a loss that is zero, e.g. 0.0 * output.sum(), or"
+    " leave such samples out of the dataset"
+)
 
 
 class TrainBatches:
@@ -119,7 +126,7 @@ class TrainBatches:
         started_s = time.perf_counter()
         step = compat.batches_of_all_epochs(self._trainer)
         sizes, first = self._binder.micro_batches(part, place.group_index)
-        batches = split_batch(batch, sizes, samples=part.samples, owner=self._module) if place.leads and sizes else []
+        batches = self._cut(batch, sizes, part.samples) if place.leads and sizes else []
         weights = self._weights(batches, sizes, part)
         place.time_layers(place.group_index == telling_layers(step, place.planned.plan.groups))
         place.busy.begin(step)
@@ -162,12 +169,21 @@ class TrainBatches:
         joined = join_outputs(outputs, sizes)
         return {**joined, "loss": loss} if isinstance(joined, dict) else loss
 
+    def _cut(self, batch: Any, sizes: Sequence[int], samples: int) -> list[Any]:
+        try:
+            return split_batch(batch, sizes, self._binder.layout, samples=samples, owner=self._module)
+        except TypeError as error:
+            raise TypeError(f"{error}; or use strategy='hetero_balanced', which cuts no batch") from error
+
     def _body(
         self, batch: Any, samples: int, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Callable[[], Any]:
         def body() -> Any:
-            with self._place.logs.collecting(samples):
-                return self._module.training_step(batch, *args, **kwargs)
+            with self._place.logs.collecting(samples), run_alone("training_step"):
+                output = self._module.training_step(batch, *args, **kwargs)
+            if output is None:
+                raise RuntimeError(_NO_LOSS.format(rank=self._place.channel.rank))
+            return output
 
         return body
 
