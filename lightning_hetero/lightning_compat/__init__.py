@@ -28,6 +28,7 @@ from lightning_hetero.lightning_compat.batches import (
     run_again,
     stop_sigterm_broadcast,
     trainer_callbacks,
+    wrap_training,
 )
 from lightning_hetero.lightning_compat.empty_batches import finds_learning_rate, skip_empty_batches
 from lightning_hetero.lightning_compat.loaders import (
@@ -138,6 +139,7 @@ __all__ = [
     "train_loaders",
     "train_source",
     "trainer_callbacks",
+    "wrap_training",
     "unlogged",
     "upcoming_batch",
     "uses_dataloader_iter",

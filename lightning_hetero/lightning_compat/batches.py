@@ -31,9 +31,37 @@ __all__ = [
     "run_again",
     "stop_sigterm_broadcast",
     "trainer_callbacks",
+    "wrap_training",
 ]
 
 _LOG = logging.getLogger("lightning.pytorch")  # whose level and handlers Lightning has set
+
+
+def wrap_training(
+    trainer: Trainer, outputs: Callable[[Any], Any], epoch_ended: Callable[[], None]
+) -> Callable[[], None]:
+    """Puts something between the loops and the hooks of callbacks and module; returns undo.
+
+    Args:
+        outputs: makes, of what a step has returned, what ``on_train_batch_end`` is given.
+        epoch_ended: called when the last batch of an epoch has been trained, before ``on_train_epoch_end``.
+    """
+    loop, optimization = trainer.fit_loop, trainer.fit_loop.epoch_loop.automatic_optimization
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        return outputs(type(optimization).run(optimization, *args, **kwargs))
+
+    def on_advance_end() -> None:
+        epoch_ended()
+        type(loop).on_advance_end(loop)
+
+    vars(optimization)["run"], vars(loop)["on_advance_end"] = run, on_advance_end  # over methods
+
+    def undo() -> None:
+        vars(optimization).pop("run", None)
+        vars(loop).pop("on_advance_end", None)
+
+    return undo
 
 
 def trainer_callbacks(trainer: Trainer) -> list[Callback]:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -216,7 +217,7 @@ class HeteroPipelineStrategy(WholeCheckpointsDDP):
             backbone,
             start=self._starts(backbone),
             in_force=self._in_force,
-            to_device=super().batch_to_device,
+            to_device=partial(compat.batch_to_device, trainer, move=super().batch_to_device),
         )
         if any(len(group.ranks) > 1 for group in planned.plan.groups) or len(planned.plan.groups) < self.world_size:
             rank_zero_info(f"hetero_pipeline:\n{describe_plan(planned.plan, planned.cluster, backbone.names)}")
@@ -248,7 +249,7 @@ class HeteroPipelineStrategy(WholeCheckpointsDDP):
                 device=self.root_device,
                 loader=loader,
                 optimizers=self.optimizers,
-                to_device=super().batch_to_device,
+                to_device=partial(compat.batch_to_device, run.trainer, move=super().batch_to_device),
                 context=self.precision_plugin.train_step_context,
                 carrier=self.carrier,
             )

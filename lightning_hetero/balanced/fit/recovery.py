@@ -21,13 +21,12 @@ from contextlib import AbstractContextManager, ExitStack
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
-from lightning.pytorch.strategies import Strategy
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import IterableDataset
 
 from lightning_hetero import lightning_compat as compat
+from lightning_hetero.balanced.fit.piece_layout import layout_of
 from lightning_hetero.balanced.fit.piece_logs import PieceLogs
 from lightning_hetero.balanced.runtime.batch_norm import least_samples, statistics_kept
 from lightning_hetero.balanced.runtime.loss_weight import LossWeight
@@ -43,8 +42,7 @@ from lightning_hetero.balanced.runtime.pieces import (
     save_random_states,
     stand_in,
 )
-from lightning_hetero.data.copies import users_own
-from lightning_hetero.data.layouts import Layout, first_samples, learn_layout
+from lightning_hetero.data.layouts import Layout
 from lightning_hetero.data.micro_batches import join_outputs, split_batch
 from lightning_hetero.lightning_compat.patches import patched
 from lightning_hetero.shares.caps import MemoryCap
@@ -97,7 +95,7 @@ class Recovery:
         self._communicates = next((type(m).__name__ for m in self._module.modules() if isinstance(m, waiting)), None)
         self._parameters = list(self._module.parameters())
         self._taken = GradientsTaken(self._parameters)
-        self._known_layout: Layout | None = None
+        self._layout: Layout | None = None
         self._least = 1
         self._samples = 0
         self._planned: Sequence[int] = ()
@@ -257,24 +255,10 @@ class Recovery:
 
     def _split(self, piece: Any, sizes: list[int]) -> list[Any]:
         try:
-            return split_batch(piece, sizes, self._layout(), samples=sum(sizes), owner=self._module)
+            self._layout = self._layout or layout_of(self._trainer, self._save)
+            return split_batch(piece, sizes, self._layout, samples=sum(sizes), owner=self._module)
         except (TypeError, ValueError) as error:
             _give_up(self._reason, str(error), error)
-
-    def _layout(self) -> Layout | None:
-        """Returns how a batch is cut, learned when it is first needed; None: not known, of a stream or several loaders."""
-        if self._known_layout is None:
-            loaders = [users_own(loader) for loader in compat.train_loaders(self._trainer)]
-            if len(loaders) > 1 or isinstance(loaders[0].dataset, IterableDataset):
-                return None
-            strategy, collate = self._trainer.strategy, loaders[0].collate_fn
-            put_back = self._save()
-            with compat.unlogged(self._module):
-                self._known_layout = learn_layout(
-                    lambda part: Strategy.batch_to_device(strategy, collate(part)), first_samples(loaders[0], 4)
-                )
-            put_back()
-        return self._known_layout
 
     # ---- backward ---------------------------------------------------------------------------------------------
 

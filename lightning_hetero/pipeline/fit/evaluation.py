@@ -28,6 +28,7 @@ from lightning.pytorch import LightningModule
 from torch import Tensor
 
 from lightning_hetero.pipeline.decide.plans import resting
+from lightning_hetero.pipeline.fit.kept_by_steps import MACHINERY
 from lightning_hetero.pipeline.fit.logs import StepLogs
 from lightning_hetero.pipeline.runtime.execute.failures import FailureBoard
 from lightning_hetero.pipeline.runtime.execute.stage_runner import StageRunner
@@ -69,8 +70,6 @@ _Call = tuple[str, tuple[Any, ...], dict[str, Any]]
 """The name of the module's method, and its arguments, the batch first."""
 _Request = tuple[*_Call, dict[Path, Any]]
 """What another rank asks for: a call, and those of its module's attributes that may decide what the step does."""
-
-_MACHINERY = frozenset(vars(LightningModule()))  # attributes of Lightning's
 
 
 class EvaluationBatches:
@@ -118,8 +117,22 @@ class EvaluationBatches:
         self._leader = self._party[0]
 
     @property
-    def _leads(self) -> bool:
+    def leads(self) -> bool:
+        """Whether this rank runs the steps of its group."""
         return self._leader == self._channel.rank
+
+    @property
+    def others(self) -> list[int]:
+        """The other ranks that have their steps run by the same leader, without it."""
+        return self._party[1:]
+
+    def tell(self, value: Any, rank: int | None = None) -> None:
+        """Sends what the module keeps to a rank of the group; None: to its leader."""
+        self._send(self._leader if rank is None else rank, value, "what training_step keeps on the module")
+
+    def hear(self, rank: int | None = None) -> Any:
+        """Receives what a rank of the group tells; None: its leader."""
+        return self._receive(self._leader if rank is None else rank)
 
     def expect(self) -> None:
         """An evaluation begins, on all ranks: `finish` is due, even if this rank has no batch."""
@@ -157,12 +170,12 @@ class EvaluationBatches:
 
     def _take_turn(self, call: _Call | None) -> _Answer:
         self._turn += 1
-        if self._leads:
+        if self.leads:
             return self._lead(call)
         request: _Request | None = None
         if call is not None:
             own = {path: value_at(self._module, path) for path in self._exchanged}
-            request = (*call, {**numbers_of(self._module, _MACHINERY), **own})
+            request = (*call, {**numbers_of(self._module, MACHINERY), **own})
         self._send(self._leader, request, "the batch of an evaluation")
         if self._runner is not None:
             self._runner.serve_evaluation(-self._turn)
@@ -193,7 +206,7 @@ class EvaluationBatches:
         assert self._runner is not None
         clients: list[int] = []
         if not self._shadows and len(self._party) > 1:
-            self._shadows = {rank: Shadow(self._module, _MACHINERY) for rank in self._party[1:]}
+            self._shadows = {rank: Shadow(self._module, MACHINERY) for rank in self._party[1:]}
             self._buffers = Buffers(self._module)
 
         def bodies() -> Iterator[tuple[int, Callable[[], Any]]]:

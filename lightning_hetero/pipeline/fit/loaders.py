@@ -16,6 +16,7 @@ from lightning.pytorch.utilities import CombinedLoader
 from torch.utils.data import DataLoader
 
 from lightning_hetero.data import Channel, LoaderSpec, Part
+from lightning_hetero.data.copies import users_own
 from lightning_hetero.data.layouts import Layout
 from lightning_hetero.glue.loaders import BoundLoader, PartBinder, SharedSettings
 from lightning_hetero.pipeline.decide.changeover import Position
@@ -114,6 +115,8 @@ class PipelineBinder(PartBinder[CutLoader]):
             raise ValueError(f"a plan without groups trains nothing: {plan.reason or 'it is empty'}")
         self._plan, self._whole, self._learn = plan, whole, learn
         self._drawn_from = [((0, 0), plan)]
+        for bound in self._bound if learn is not None else ():  # processed already, e.g. to count the steps
+            bound.layout = learn(users_own(bound.loader))
 
     def follow(self, plan: PipelinePlan) -> None:
         """Takes the plan that the next batch is trained under, whatever it was drawn for."""

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 import torch.distributed as dist
+from lightning.fabric.utilities.rank_zero import rank_zero_warn
 
 from lightning_hetero import lightning_compat as compat
 from lightning_hetero.controller.messages import Decision, Observation
@@ -112,6 +113,16 @@ class Replans:
     def news(self) -> bool:
         """Whether this rank has decided something that it has not said yet; to be told with the next batch."""
         return bool(self._held)
+
+    def hold(self) -> None:
+        """The first plan stays; called by all ranks with the same batch."""
+        if self._start is not None:
+            self._start = None
+            rank_zero_warn(
+                "training_step changes a number that it keeps on the module, which is right as long as it runs once per"
+                " batch on every rank: so the first plan stays. Change it in on_train_batch_start or on_train_batch_end"
+                " to let hetero_pipeline replan"
+            )
 
     def observe(self, batch: int, part: Part, told: Told, pause_s: float, *, news: bool) -> None:
         """A batch has been trained: rank 0 decides, now or by `catch_up`; the others are told of it while they go on.

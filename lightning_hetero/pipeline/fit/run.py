@@ -142,6 +142,8 @@ class PipelineRun(EngineRun[PipelineBinder]):
             in_force=took_place,
         )
         self.batches = TrainBatches(self.trainer, place, self.binder, self.events, replans, self._requeue)
+        if self.fitting:
+            self.undo.callback(compat.wrap_training(self.trainer, self.batches.outputs, self.batches.epoch_ended))
         return place
 
     def _hide_example(self, plan: PipelinePlan) -> None:

@@ -30,6 +30,7 @@ from lightning_hetero.data.micro_batches import join_outputs, split_batch
 from lightning_hetero.glue.run import EventLog
 from lightning_hetero.lightning_compat.patches import patched
 from lightning_hetero.pipeline.decide.told import Told, telling_layers
+from lightning_hetero.pipeline.fit.kept_by_steps import KeptBySteps, MemberOutputs
 from lightning_hetero.pipeline.fit.loaders import PipelineBinder
 from lightning_hetero.pipeline.fit.place import Place
 from lightning_hetero.pipeline.fit.replans import Replans
@@ -81,6 +82,10 @@ class TrainBatches:
         self._place, self._binder, self._events, self.replans = place, binder, events, replans
         self._requeue = requeue
         self._keeps_gradients = is_overridden("optimizer_zero_grad", self._module)
+        self._kept = KeptBySteps(self._module, place.channel.rank)
+        self._begins = True  # an epoch, with the next batch
+        self._batches, self._generation = 0, -1
+        self._holds = False  # this rank has found that the plan must stay
         self.part: Part | None = None
         self.sigterm = False
         self.in_step = False
@@ -104,6 +109,8 @@ class TrainBatches:
     def open(self) -> None:
         """The next train batch is on the device: which part of the global batch is it, and does another plan begin."""
         self.part = self._binder.open(compat.upcoming_batch(self._trainer))
+        if self._begins:
+            self._kept.note()  # hooks before the epoch, which all ranks run, may have changed something
         self.replans.begin(self.part, gradients=self._keeps_gradients)
 
     def train(self, batch: Any, args: Sequence[Any], kwargs: Mapping[str, Any], *, accumulates: bool) -> Any:
@@ -134,6 +141,8 @@ class TrainBatches:
         # An emulated device's sleep comes after the real backward pass: sums begun in that would be over before the
         # gradients exist on the device, and wait for nobody.
         arm = None if accumulates or place.busy.pace is not None else place.sync.arm
+        if place.leads and (self._begins or self.replans.generation != self._generation or self._batches < 2):
+            self._kept.watch()
         outputs: list[Any] = []
         if place.runner is not None and sizes:
             if place.leads:
@@ -147,6 +156,7 @@ class TrainBatches:
             else:
                 numbers = range(first, first + len(sizes))
                 place.runner.serve(step, sizes, numbers, before_last_backward=arm)
+        self._look(part, len(sizes))
         place.busy.end()
         rest_s = place.rest_s(step)
         sent_s, busy_s = time.perf_counter(), place.busy.busy_s
@@ -169,6 +179,26 @@ class TrainBatches:
         joined = join_outputs(outputs, sizes)
         return {**joined, "loss": loss} if isinstance(joined, dict) else loss
 
+    def _look(self, part: Part, micro_batches: int) -> None:
+        """What the batch's steps have kept is looked at, where that is due."""
+        changing = self._kept.changing(part.samples, micro_batches)
+        # Right where a step runs once per batch on every rank, and with the plans that keep it so.
+        self._holds = bool(changing) and self._batches == 1
+        self._begins, self._generation = False, self.replans.generation
+        self._batches += 1
+
+    def epoch_ended(self) -> None:
+        """All batches of an epoch have been trained, and its hooks come; collective in each group."""
+        self._kept.share_out(self._place.evaluation)
+        self._begins = True
+
+    def outputs(self, outputs: Any) -> Any:
+        """Returns what hooks are given of a batch."""
+        place = self._place
+        if place.leads or place.group is None or not isinstance(outputs, dict):
+            return outputs
+        return MemberOutputs(outputs, rank=place.channel.rank, leader=place.group.ranks[0])
+
     def _cut(self, batch: Any, sizes: Sequence[int], samples: int) -> list[Any]:
         try:
             return split_batch(batch, sizes, self._binder.layout, samples=samples, owner=self._module)
@@ -179,7 +209,7 @@ class TrainBatches:
         self, batch: Any, samples: int, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Callable[[], Any]:
         def body() -> Any:
-            with self._place.logs.collecting(samples), run_alone("training_step"):
+            with self._place.logs.collecting(samples), run_alone("training_step"), self._kept.step():
                 output = self._module.training_step(batch, *args, **kwargs)
             if output is None:
                 raise RuntimeError(_NO_LOSS.format(rank=self._place.channel.rank))
@@ -223,6 +253,7 @@ class TrainBatches:
             0 if self._requeue is None else self._requeue.take(),
             self._place.channel.rank == 0 and getattr(self._trainer, "received_sigterm", False),
             self.replans.news,
+            self._holds,
         )
         return self._place.logs.send([*map(float, numbers), *told.numbers], start=start)
 
@@ -230,12 +261,14 @@ class TrainBatches:
         """Waits for the sums; returns what all have told, the loss of the global batch, the same on all ranks, how long
         the ranks stood still before it, in the mean [s], and whether rank 0 has decided something."""
         rank, world, number = self._place.channel.rank, self._place.channel.world_size, self.replans.generation
-        loss, numbers, paused_s, stops, signal, sigterm, news, *sums = receive()
+        loss, numbers, paused_s, stops, signal, sigterm, news, holds, *sums = receive()
         self.sigterm = self.sigterm or bool(sigterm)
         if self._requeue is not None:
             self._requeue.hear(signal)
         if stops:  # `training_step` may have said so, which not all ranks run
             self._trainer.should_stop = True
+        if holds:
+            self.replans.hold()
         if numbers != number * world:
             raise RuntimeError(
                 f"rank {rank} trains under plan {number}, and the ranks together under {numbers / world:g} in the mean;"

@@ -92,14 +92,30 @@ def apply_changes(module: nn.Module, changes: Sequence[Change]) -> None:
             where[last].update(change.value)
 
 
-def numbers_of(module: nn.Module, ignore: Iterable[str] = ()) -> dict[Path, Any]:
-    """Returns the module's own attributes that are numbers."""
-    ignored = _OWN.union(ignore)
-    return {
-        ("", key): value
-        for key, value in vars(module).items()
-        if key not in ignored and (isinstance(value, int | float) or (isinstance(value, Tensor) and value.ndim == 0))
-    }
+def numbers_of(module: nn.Module, ignore: Iterable[str] = (), *, whole: bool = False) -> dict[Path, Any]:
+    """Returns the module's own attributes that are numbers, and those in dicts of them.
+
+    Args:
+        module: without its submodules.
+        ignore: names of attributes that are not the user's.
+        whole: also buffers, and those of submodules of the user's own classes.
+    """
+    found: dict[Path, Any] = {}
+    for name, part, ignored in _places(module, ignore) if whole else [("", module, _OWN.union(ignore))]:
+        for key, value in {**vars(part), **(part._buffers if whole else {})}.items():
+            if key in ignored:
+                continue
+            if _is_number(value):
+                found[name, key] = value
+            elif isinstance(value, dict):
+                found.update({(name, key, k): v for k, v in value.items() if _is_number(v)})
+    return found
+
+
+def _is_number(value: Any) -> bool:
+    if isinstance(value, Tensor):
+        return value.ndim == 0 and not value.is_meta and not value.is_complex()
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def _within(value: Any) -> Any:
