@@ -64,6 +64,7 @@ class KeptBySteps:
     def __init__(self, module: LightningModule, rank: int) -> None:
         self._module, self._rank = module, rank
         self._attributes = Attributes(module, MACHINERY)
+        self._of_samples: set[Path] = set()  # numbers that grow by the samples
         self._seen: list[dict[Path, float]] | None = None  # numbers as the micro-batches' steps find and leave them
 
     def note(self) -> None:
@@ -140,7 +141,9 @@ class KeptBySteps:
             if len(set(values)) > 1:
                 changed.append(name_of(path))
             counts = path[0] == "" or all(map(float.is_integer, values))  # or else a statistic, such as BatchNorm's
-            if len(set(values)) > 2 and counts and values[-1] - values[0] != samples:
+            if len(set(values)) > 2 and values[-1] - values[0] == samples:
+                self._of_samples.add(path)
+            elif len(set(values)) > 2 and counts and path not in self._of_samples:
                 raise RuntimeError(
                     f"training_step on rank {self._rank} has changed {name_of(path)} from {values[0]:g} to"
                     f" {values[-1]:g} in one batch: in a pipeline it runs once per micro-batch, {micro_batches} times"

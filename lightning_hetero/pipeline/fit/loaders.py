@@ -20,7 +20,7 @@ from lightning_hetero.data.copies import users_own
 from lightning_hetero.data.layouts import Layout
 from lightning_hetero.glue.loaders import BoundLoader, PartBinder, SharedSettings
 from lightning_hetero.pipeline.decide.changeover import Position
-from lightning_hetero.pipeline.decide.plans import micro_sizes
+from lightning_hetero.pipeline.decide.plans import micro_sizes, resized
 from lightning_hetero.solvers.scale import scale_shares
 from lightning_hetero.types import GroupPlan, PipelinePlan
 
@@ -72,6 +72,7 @@ class PipelineBinder(PartBinder[CutLoader]):
         self._whole = False
         self._learn: Callable[[DataLoader], Layout] | None = None
         self._drawn_from: list[tuple[Position, PipelinePlan]] = []  # from which batch on which plan's shares
+        self._begun = (0, 0)
         self.lag = 0
 
     # ---- set-up ----------------------------------------------------------------------------------------------------
@@ -166,13 +167,25 @@ class PipelineBinder(PartBinder[CutLoader]):
     # ---- running ---------------------------------------------------------------------------------------------------
 
     def bind(self) -> None:
-        """Checks that there is one train loader.
+        """Checks that there is one train loader; a plan for batches of another size is scaled to those it has now.
 
         Raises:
             TypeError: there are several.
+            ValueError: its batches have fewer samples than the plan has groups.
         """
         if len(self._bound) > 1:
             raise TypeError(f"several train loaders. {_SEVERAL}")
+        full = self._bound[0].full
+        if self._plan is not None and sum(group.samples for group in self._plan.groups) != full:
+            self._plan = resized(self._plan, full)
+            self._drawn_from = [((0, 0), self._plan)]
+
+    def _begin(self) -> tuple[int, int]:
+        begun = super()._begin()
+        if begun < self._begun:  # a fit within the fit, e.g. a learning-rate finder's, has ended
+            self._drawn_from = [((0, 0), self.plan)]
+        self._begun = begun
+        return begun
 
     @property
     def layout(self) -> Layout | None:
@@ -183,11 +196,6 @@ class PipelineBinder(PartBinder[CutLoader]):
         assert self._drawn_from or self.plan
         groups = next(plan for at, plan in reversed(self._drawn_from) if at <= (epoch, step)).groups
         planned = [group.samples for group in groups]
-        if sum(planned) != bound.full:
-            raise ValueError(
-                f"the plan divides {sum(planned)} samples, but the train loader's global batch has {bound.full}:"
-                " plan for that, or set global_batch_size"
-            )
         shares = [0] * self._channel.world_size
         # No group gets a single sample, of which BatchNorm can make no statistics, if that can be helped.
         for group, share in zip(groups, scale_shares(planned, total, lower=1, least=2), strict=True):

@@ -205,6 +205,10 @@ class Place:
         self._follow(planned)
         return migration.size_bytes
 
+    def follow(self, planned: PlanResult) -> None:
+        """Goes over to a plan of the same structure, with other micro-batches or calls; between two batches."""
+        self._follow(planned)
+
     def _near_round(self) -> NearRound | None:
         """Returns a way for what all ranks tell one another in each batch, if all are on one node; collective."""
         channel, settings = self.channel, self.settings
@@ -244,7 +248,7 @@ class Place:
     def _follow(self, planned: PlanResult) -> None:
         """What follows from the plan besides."""
         plan, rank, before = planned.plan, self.channel.rank, self.group
-        self.planned = planned
+        called_before, self.planned = self.planned.calls, planned
         self.group_index = next((i for i, group in enumerate(plan.groups) if rank in group.ranks), None)
         self.group = group = None if self.group_index is None else plan.groups[self.group_index]
         self.leads = group is not None and group.ranks[0] == rank
@@ -262,6 +266,7 @@ class Place:
                 pacer=None if self.busy.pace is None else self.busy.pace.pacer,
             )
         same = group is not None and before is not None and (group.ranks, group.cuts) == (before.ranks, before.cuts)
+        same = same and planned.calls == called_before
         if same and isinstance(self.runner, StageRunner):
             assert group is not None
             self.runner.follow(self._times_of(group), self._policy_of(group))

@@ -135,7 +135,7 @@ class PipelineRun(EngineRun[PipelineBinder]):
             place,
             self.binder,
             self.events,
-            start=None if start is None or not self.fitting else partial(start, planned),
+            start=start if self.fitting else None,
             state=self._decided,
             whole=whole,
             records=self.replans,

@@ -33,6 +33,7 @@ from lightning_hetero.pipeline.decide.told import Told, telling_layers
 from lightning_hetero.pipeline.fit.kept_by_steps import KeptBySteps, MemberOutputs
 from lightning_hetero.pipeline.fit.loaders import PipelineBinder
 from lightning_hetero.pipeline.fit.place import Place
+from lightning_hetero.pipeline.fit.plan.planning import declared_calls
 from lightning_hetero.pipeline.fit.replans import Replans
 from lightning_hetero.pipeline.runtime.execute.stage_runner import MicroBatch
 from lightning_hetero.pipeline.runtime.step.alone import run_alone
@@ -111,7 +112,15 @@ class TrainBatches:
         self.part = self._binder.open(compat.upcoming_batch(self._trainer))
         if self._begins:
             self._kept.note()  # hooks before the epoch, which all ranks run, may have changed something
+            self._follow_calls()
         self.replans.begin(self.part, gradients=self._keeps_gradients)
+
+    def _follow_calls(self) -> None:
+        """Goes by what the module says now of how often its step calls the backbone."""
+        planned = self._place.planned
+        calls = declared_calls(self._module)
+        if calls is not None and calls != planned.calls:
+            self._place.follow(replace(planned, calls=calls))
 
     def train(self, batch: Any, args: Sequence[Any], kwargs: Mapping[str, Any], *, accumulates: bool) -> Any:
         """Runs one training batch through all pipelines; returns what ``training_step`` returned, joined.

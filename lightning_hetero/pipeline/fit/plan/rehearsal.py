@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -21,7 +21,7 @@ from torchmetrics import Metric
 
 from lightning_hetero import lightning_compat as compat
 from lightning_hetero.data.layouts import first_samples
-from lightning_hetero.pipeline.runtime.measure.around_backbone import measure_outside
+from lightning_hetero.pipeline.runtime.measure.around_backbone import count_calls, measure_outside
 from lightning_hetero.pipeline.runtime.measure.layers import Example, profile_on_device
 from lightning_hetero.pipeline.runtime.measure.memory import OptimizerSpec, optimizer_bytes
 from lightning_hetero.pipeline.runtime.measure.residence import move_but
@@ -39,7 +39,7 @@ from lightning_hetero.types import ModelCost
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule
 
-__all__ = ["Rehearsal", "measure_model", "measure_series", "nobody_notices"]
+__all__ = ["Rehearsal", "calls_in", "measure_model", "measure_series", "nobody_notices"]
 
 _MOST_SAMPLES = 64  # that a profile is made with
 _FEWEST = 2  # with one size alone a fixed time cannot be told from a time per sample
@@ -103,6 +103,25 @@ def measure_model(
             samples = samples[: len(samples) // 2]
 
 
+def calls_in(step: Rehearsal) -> int:
+    """Returns how often a step calls the backbone, tried on two samples; 1, if it cannot be tried before training."""
+    if isinstance(step.backbone, Undivided) or not isinstance(step.loader, DataLoader):
+        return 1
+    with suppress(Exception), nobody_notices(step.module, step.loader, step.device, leave=(nn.Parameter,)):
+        _move_outside(step)
+        with step.context():
+            batch = step.to_device(step.loader.collate_fn(first_samples(step.loader, _FEWEST)))
+            calls = count_calls(
+                partial(compat.call_training_step, step.module, batch, 0),
+                cut=step.backbone.cut(),
+                layers=step.backbone.layers,
+                device=step.device,
+                carrier=step.carrier,
+            )
+        return max(1, calls)
+    return 1  # the first batch shows what is wrong with it
+
+
 def measure_series(step: Rehearsal, steps: int) -> list[float]:
     """Returns the seconds of successive steps on the same samples, forward and backward. Nothing of the module changes.
 
@@ -125,9 +144,7 @@ def _measured(
 ) -> tuple[ModelCost, int]:
     """Measures with at most these samples."""
     module, layers, device = step.module, step.backbone.layers, step.device
-    if any(not t.is_meta and t.device != device for t in (*module.parameters(), *module.buffers())):
-        left = () if isinstance(step.backbone, Undivided) else layers
-        move_but(module, [t for layer in left for t in (*layer.parameters(), *layer.buffers())], device)
+    _move_outside(step)
     optimizer = _known(list(module.parameters()), step.optimizers)
     assert isinstance(step.loader, DataLoader)
     sizes = sorted({max(1, len(samples) // 4), len(samples)})
@@ -164,6 +181,14 @@ def _measured(
             cache_folder=cache_folder,
         )
     return model, outside.calls
+
+
+def _move_outside(step: Rehearsal) -> None:
+    """What is outside of the layers goes to the device."""
+    module, device = step.module, step.device
+    if any(not t.is_meta and t.device != device for t in (*module.parameters(), *module.buffers())):
+        left = () if isinstance(step.backbone, Undivided) else step.backbone.layers
+        move_but(module, [t for layer in left for t in (*layer.parameters(), *layer.buffers())], device)
 
 
 def _refuse_size(step: Rehearsal, samples: int, error: Exception) -> NoReturn:
