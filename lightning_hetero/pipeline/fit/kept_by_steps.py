@@ -4,15 +4,17 @@
     its end      before its hooks run:                                 leader 8, member 8         all together 16
 
 So ``torch.cat(self.kept)`` at an epoch's end, and a collective over all ranks behind it, are what they are under DDP,
-where each rank has the entries of its own batches. A number that adds up is not: which part of it is whose, and whether
-it counts calls, cannot be known. One that has grown by the samples is right in the sum of all ranks; others are refused.
+where each rank has the entries of its own batches. Sums over samples are right as sums over all ranks. A number that
+counts calls is not, and is refused; one that is computed from its batch, as a running mean, is of micro-batches.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from itertools import groupby, pairwise
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from lightning.pytorch import LightningModule
 
@@ -64,7 +66,7 @@ class KeptBySteps:
     def __init__(self, module: LightningModule, rank: int) -> None:
         self._module, self._rank = module, rank
         self._attributes = Attributes(module, MACHINERY)
-        self._of_samples: set[Path] = set()  # numbers that grow by the samples
+        self._counted: set[Path] = set()
         self._seen: list[dict[Path, float]] | None = None  # numbers as the micro-batches' steps find and leave them
 
     def note(self) -> None:
@@ -92,6 +94,10 @@ class KeptBySteps:
             for change in changes:
                 if isinstance(change.value, list) and change.path not in known:
                     self._divide(change, parts)
+            for path in self._counted - known:  # a step per batch, as on every rank under DDP
+                if (value := value_at(self._module, path)) is not None:
+                    for part in parts.values():
+                        part.append(Change(path, "set", value))
             for rank, part in parts.items():
                 group.tell(part, rank)
 
@@ -107,8 +113,9 @@ class KeptBySteps:
     # ---- numbers ---------------------------------------------------------------------------------------------------
 
     def watch(self) -> None:
-        """The numbers are looked at in the batch that comes."""
-        self._seen = []
+        """The numbers are looked at from here on, until `counters` is asked."""
+        if self._seen is None:
+            self._seen = []
 
     @contextmanager
     def step(self) -> Iterator[None]:
@@ -124,31 +131,42 @@ class KeptBySteps:
         assert self._seen is not None
         self._seen.append({path: float(value) for path, value in numbers_of(self._module, MACHINERY, whole=True).items()})
 
-    def changing(self, samples: int, micro_batches: int) -> list[str]:
-        """Returns numbers that the steps of the batch have changed, by name; none where they are not looked at.
+    def counters(self, samples: int) -> list[Path]:
+        """Returns the numbers that count steps, of those that have run since `watch`.
 
         Args:
-            samples: of the batch, here.
-            micro_batches: that they were in.
-
-        Raises:
-            RuntimeError: several steps have changed one, one after the other, and not by the samples.
+            samples: in all that they were given; numbers that grow by these count samples.
         """
-        seen, self._seen = self._seen, None
-        changed: list[str] = []
-        for path in seen[-1] if seen else ():
-            values = [found[path] for found in seen or () if path in found]
-            if len(set(values)) > 1:
-                changed.append(name_of(path))
-            counts = path[0] == "" or all(map(float.is_integer, values))  # or else a statistic, such as BatchNorm's
-            if len(set(values)) > 2 and values[-1] - values[0] == samples:
-                self._of_samples.add(path)
-            elif len(set(values)) > 2 and counts and path not in self._of_samples:
-                raise RuntimeError(
-                    f"training_step on rank {self._rank} has changed {name_of(path)} from {values[0]:g} to"
-                    f" {values[-1]:g} in one batch: in a pipeline it runs once per micro-batch, {micro_batches} times"
-                    " here, on the first rank of each group only. Change it in on_train_batch_start or"
-                    " on_train_batch_end, which run once per batch on all ranks; log means by self.log; or use"
-                    " strategy='hetero_balanced'"
-                )
-        return changed
+        seen, self._seen = self._seen or [], None
+        found = [
+            path
+            for path in (seen[-1] if seen else ())
+            if counts_calls([numbers[path] for numbers in seen if path in numbers], samples)
+        ]
+        self._counted.update(found)
+        return found
+
+    def refuse(self, path: Path, micro_batches: int) -> NoReturn:
+        """Says why a number must not count steps."""
+        raise RuntimeError(
+            f"training_step on rank {self._rank} counts its calls in {name_of(path)}: in a pipeline it runs once per"
+            f" micro-batch, {micro_batches} times per batch here, and on the first rank of each group only. Count in"
+            " on_train_batch_start or on_train_batch_end, which run once per batch on all ranks, or use"
+            " strategy='hetero_balanced'"
+        )
+
+
+def counts_calls(values: Sequence[float], samples: int) -> bool:
+    """Whether a number grew, or shrank, by the same each time, and not by the samples.
+
+    >>> counts_calls([0, 1, 1, 2, 3], 12), counts_calls([1.0, 0.5, 0.25], 12)
+    (True, True)
+    >>> counts_calls([0, 4, 8, 12], 12), counts_calls([0, 4, 7, 12], 8), counts_calls([0, 1, 1], 12)
+    (False, False, False)
+    """
+    found = [value for value, _ in groupby(values)]
+    if len(found) < 3 or found[-1] - found[0] == samples:
+        return False
+    steps = [b - a for a, b in pairwise(found)]
+    factors = [b / a for a, b in pairwise(found) if a]
+    return any(len(x) == len(steps) and all(math.isclose(x[0], y, rel_tol=1e-5) for y in x) for x in (steps, factors))

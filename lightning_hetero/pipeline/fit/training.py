@@ -189,10 +189,13 @@ class TrainBatches:
         return {**joined, "loss": loss} if isinstance(joined, dict) else loss
 
     def _look(self, part: Part, micro_batches: int) -> None:
-        """What the batch's steps have kept is looked at, where that is due."""
-        changing = self._kept.changing(part.samples, micro_batches)
-        # Right where a step runs once per batch on every rank, and with the plans that keep it so.
-        self._holds = bool(changing) and self._batches == 1
+        """Looks at what the batch's steps have counted, where that is due."""
+        if self._batches or micro_batches > 1:  # of a single step it takes two batches to see
+            counters = self._kept.counters(part.samples * (1 if micro_batches > 1 else 2))
+            if counters and micro_batches > 1:
+                self._kept.refuse(counters[0], micro_batches)
+            # Right where a step runs once per batch on every rank, and with the plans that keep it so.
+            self._holds = bool(counters)
         self._begins, self._generation = False, self.replans.generation
         self._batches += 1
 
