@@ -11,12 +11,14 @@ counts calls is not, and is refused; one that is computed from its batch, as a r
 from __future__ import annotations
 
 import math
+import pickle
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import groupby, pairwise
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from lightning.pytorch import LightningModule
+from torch import nn
 
 from lightning_hetero.pipeline.runtime.step.attributes import (
     Attributes,
@@ -61,11 +63,12 @@ class KeptBySteps:
     Args:
         module: that is trained.
         rank: this process.
+        layers: of the backbone, which run once per micro-batch on whoever holds them.
     """
 
-    def __init__(self, module: LightningModule, rank: int) -> None:
-        self._module, self._rank = module, rank
-        self._attributes = Attributes(module, MACHINERY)
+    def __init__(self, module: LightningModule, rank: int, layers: Sequence[nn.Module]) -> None:
+        self._module, self._rank, self._layers = module, rank, layers
+        self._attributes = Attributes(module, MACHINERY, without=layers)
         self._counted: set[Path] = set()
         self._seen: list[dict[Path, float]] | None = None  # numbers as the micro-batches' steps find and leave them
 
@@ -92,7 +95,7 @@ class KeptBySteps:
             known = {path for rank in others for path in group.hear(rank)}
             parts: dict[int, list[Change]] = {rank: [] for rank in others}
             for change in changes:
-                if isinstance(change.value, list) and change.path not in known:
+                if isinstance(change.value, list) and change.path not in known and _can_be_sent(change.value):
                     self._divide(change, parts)
             for path in self._counted - known:  # a step per batch, as on every rank under DDP
                 if (value := value_at(self._module, path)) is not None:
@@ -129,7 +132,8 @@ class KeptBySteps:
 
     def _look(self) -> None:
         assert self._seen is not None
-        self._seen.append({path: float(value) for path, value in numbers_of(self._module, MACHINERY, whole=True).items()})
+        numbers = numbers_of(self._module, MACHINERY, without=self._layers)
+        self._seen.append({path: float(value) for path, value in numbers.items()})
 
     def counters(self, samples: int) -> list[Path]:
         """Returns the numbers that count steps, of those that have run since `watch`.
@@ -154,6 +158,15 @@ class KeptBySteps:
             " on_train_batch_start or on_train_batch_end, which run once per batch on all ranks, or use"
             " strategy='hetero_balanced'"
         )
+
+
+def _can_be_sent(entries: list[Any]) -> bool:
+    """Whether another rank can be given entries of a list: of other ones the leader keeps all."""
+    try:
+        pickle.dumps(entries[:1])
+    except Exception:
+        return False
+    return True
 
 
 def counts_calls(values: Sequence[float], samples: int) -> bool:

@@ -141,7 +141,9 @@ class PipelineRun(EngineRun[PipelineBinder]):
             records=self.replans,
             in_force=took_place,
         )
-        self.batches = TrainBatches(self.trainer, place, self.binder, self.events, replans, self._requeue)
+        self.batches = TrainBatches(
+            self.trainer, place, self.binder, self.events, replans, self._requeue, backbone.layers
+        )
         if self.fitting:
             self.undo.callback(compat.wrap_training(self.trainer, self.batches.outputs, self.batches.epoch_ended))
         return place

@@ -63,6 +63,7 @@ class TrainBatches:
         events: of this rank.
         replans: other plans, while the run goes on.
         requeue: what SLURM asks for, in a fit; told to all with each batch.
+        layers: of the backbone.
 
     Attributes:
         part: this rank's part of the batch that runs, or ran last.
@@ -78,12 +79,13 @@ class TrainBatches:
         events: EventLog,
         replans: Replans,
         requeue: RequeueTogether | None,
+        layers: Sequence[nn.Module],
     ) -> None:
         self._trainer, self._module, self._precision = trainer, trainer.lightning_module, trainer.precision_plugin
         self._place, self._binder, self._events, self.replans = place, binder, events, replans
         self._requeue = requeue
         self._keeps_gradients = is_overridden("optimizer_zero_grad", self._module)
-        self._kept = KeptBySteps(self._module, place.channel.rank)
+        self._kept = KeptBySteps(self._module, place.channel.rank, layers)
         self._begins = True  # an epoch, with the next batch
         self._batches, self._generation = 0, -1
         self._holds = False  # this rank has found that the plan must stay

@@ -92,17 +92,20 @@ def apply_changes(module: nn.Module, changes: Sequence[Change]) -> None:
             where[last].update(change.value)
 
 
-def numbers_of(module: nn.Module, ignore: Iterable[str] = (), *, whole: bool = False) -> dict[Path, Any]:
+def numbers_of(
+    module: nn.Module, ignore: Iterable[str] = (), *, without: Iterable[nn.Module] | None = None
+) -> dict[Path, Any]:
     """Returns the module's own attributes that are numbers, and those in dicts of them.
 
     Args:
         module: without its submodules.
         ignore: names of attributes that are not the user's.
-        whole: also buffers, and those of submodules of the user's own classes.
+        without: also buffers, and those of submodules of the user's own classes, but not of these.
     """
     found: dict[Path, Any] = {}
-    for name, part, ignored in _places(module, ignore) if whole else [("", module, _OWN.union(ignore))]:
-        for key, value in {**vars(part), **(part._buffers if whole else {})}.items():
+    parts = [("", module, _OWN.union(ignore))] if without is None else _places(module, ignore, without)
+    for name, part, ignored in parts:
+        for key, value in {**vars(part), **({} if without is None else part._buffers)}.items():
             if key in ignored:
                 continue
             if _is_number(value):
@@ -123,13 +126,15 @@ def _within(value: Any) -> Any:
     return value if isinstance(value, list | tuple | Mapping | deque) else vars(value)
 
 
-def _places(module: nn.Module, ignore: Iterable[str]) -> list[tuple[str, nn.Module, frozenset[str]]]:
+def _places(
+    module: nn.Module, ignore: Iterable[str], without: Iterable[nn.Module] = ()
+) -> list[tuple[str, nn.Module, frozenset[str]]]:
     """Returns the submodules of a user's own classes, by name, and which of their attributes are not the user's."""
-    ignored = _OWN.union(ignore)
+    ignored, left = _OWN.union(ignore), {id(part) for layer in without for part in layer.modules()}
     return [
         (name, part, ignored)
         for name, part in module.named_modules()
-        if (part is module or _is_users(type(part))) and not isinstance(part, Metric)
+        if (part is module or _is_users(type(part))) and not isinstance(part, Metric) and id(part) not in left
     ]
 
 
@@ -147,10 +152,13 @@ class Attributes:
     Args:
         module: with its submodules.
         ignore: names of attributes that are not the user's.
+        without: submodules that are not looked into.
     """
 
-    def __init__(self, module: nn.Module, ignore: Iterable[str] = ()) -> None:
-        self._places = _places(module, ignore)
+    def __init__(
+        self, module: nn.Module, ignore: Iterable[str] = (), *, without: Iterable[nn.Module] = ()
+    ) -> None:
+        self._places = _places(module, ignore, without)
         self._noted: list[dict[str, Any]] = []
         self.note()
 
