@@ -41,8 +41,8 @@ class Layout:
     """How one value is cut; picklable.
 
     Attributes:
-        cut: ``"rows"`` of a tensor, ``"items"`` of a list, by the value's own ``"split"``, ``"graphs"``; ``"count"``: it
-            is the number of samples; ``"parts"``: each in its own way; ``"same"``: not at all.
+        cut: ``"rows"`` of a tensor, ``"items"`` of a list, by the value's own ``"split"``, ``"graphs"``; ``"count"``:
+            it is the number of samples; ``"parts"``: each in its own way; ``"same"``: not at all.
         dim: of the samples, for rows.
         parts: by key, index or name.
         shape: of a tensor that is the same for all.
@@ -56,7 +56,9 @@ class Layout:
     @property
     def divides(self) -> bool:
         """Whether something in it belongs to single samples."""
-        return self.cut not in ("same", "count") and (self.cut != "parts" or any(p.divides for p in self.parts.values()))
+        if self.cut == "parts":
+            return any(part.divides for part in self.parts.values())
+        return self.cut not in ("same", "count")
 
 
 def learn_layout(collate: Callable[[list[Any]], Any], samples: Sequence[Any]) -> Layout:
@@ -110,9 +112,9 @@ def _learn(values: Sequence[Any], where: str) -> Layout:
         raise TypeError(f"{where} is a PackedSequence, whose rows are not its samples; {WAY_OUT}")
     if callable(getattr(first, "split", None)):
         return Layout("split")
-    if callable(getattr(first, "to_data_list", None)) and callable(getattr(type(first), "from_data_list", None)):
-        if tuple(len(value.to_data_list()) for value in values) == _SIZES:
-            return Layout("graphs")
+    graphs = callable(getattr(first, "to_data_list", None)) and callable(getattr(type(first), "from_data_list", None))
+    if graphs and tuple(len(value.to_data_list()) for value in values) == _SIZES:
+        return Layout("graphs")
     if isinstance(first, list | tuple) and not hasattr(first, "_make"):
         counts = tuple(map(len, values))
         if counts == _SIZES:

@@ -6,7 +6,7 @@ Which part of a batch belongs to which sample is known from its `Layout`.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from collections.abc import Mapping, MutableMapping, Sequence
 from itertools import accumulate
 from typing import Any
 
@@ -64,7 +64,8 @@ def _split(value: Any, sizes: tuple[int, ...], layout: Layout, where: str) -> li
     Raises:
         TypeError: see `split_batch`.
     """
-    cut, shape = layout.cut, tuple(value.shape) if isinstance(value, Tensor | np.ndarray) else ()
+    cut = layout.cut
+    shape: tuple[int, ...] = tuple(value.shape) if isinstance(value, Tensor | np.ndarray) else ()
     if cut == "same":
         if shape != (layout.shape or ()):
             raise _other(where, f"the shape {shape} and not {layout.shape or ()}, as others had")
@@ -77,8 +78,9 @@ def _split(value: Any, sizes: tuple[int, ...], layout: Layout, where: str) -> li
         return [torch.full_like(value, size) if isinstance(value, Tensor) else type(value)(size) for size in sizes]
     if cut == "split" and callable(own := getattr(value, "split", None)):
         return _counted(own(list(sizes)), sizes, f"{type(value).__name__}.split(sizes)")
-    if cut == "graphs" and callable(own := getattr(value, "to_data_list", None)):
-        return [type(value).from_data_list(part) for part in _slices(_of(own(), sizes, where), sizes)]
+    if cut == "graphs" and hasattr(value, "to_data_list"):
+        graphs: Any = value
+        return [type(graphs).from_data_list(p) for p in _slices(_of(graphs.to_data_list(), sizes, where), sizes)]
     if cut == "items" and isinstance(value, list | tuple):
         return _slices(_of(value, sizes, where), sizes)
     parts = parts_of(value, where)

@@ -6,10 +6,12 @@ import logging
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import torch
 from lightning.fabric.plugins.environments import SLURMEnvironment
+from lightning.pytorch import LightningModule
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch import Tensor
@@ -17,7 +19,7 @@ from torch import Tensor
 from lightning_hetero.lightning_compat.patches import patched
 
 if TYPE_CHECKING:
-    from lightning.pytorch import LightningModule, Trainer
+    from lightning.pytorch import Trainer
 
 __all__ = [
     "averaged_weights",
@@ -25,6 +27,7 @@ __all__ = [
     "call_training_step",
     "collect_clipping",
     "defer_requeue",
+    "module_attributes",
     "note_sigterm",
     "replace_sigterm_broadcast",
     "requeues",
@@ -35,6 +38,12 @@ __all__ = [
 ]
 
 _LOG = logging.getLogger("lightning.pytorch")  # whose level and handlers Lightning has set
+
+
+@cache
+def module_attributes() -> frozenset[str]:
+    """Names of the attributes that every LightningModule has: Lightning's and torch's."""
+    return frozenset(vars(LightningModule()))
 
 
 def wrap_training(

@@ -20,7 +20,8 @@ __all__ = ["layout_of"]
 
 
 def layout_of(trainer: Trainer, save: Callable[[], Callable[[], None]]) -> Layout | None:
-    """Returns how the train batches are cut; None of a stream, which is not read twice, or of several loaders.
+    """Returns how the train batches are cut; None of a stream, which is not read twice, of several loaders, or
+    where the module cuts them.
 
     Args:
         trainer: in the middle of a step.
@@ -29,6 +30,8 @@ def layout_of(trainer: Trainer, save: Callable[[], Callable[[], None]]) -> Layou
     Raises:
         TypeError: it is not known what belongs to which sample.
     """
+    if callable(getattr(trainer.lightning_module, "split_batch", None)):
+        return None
     loaders = [users_own(loader) for loader in compat.train_loaders(trainer)]
     if len(loaders) > 1 or isinstance(loaders[0].dataset, IterableDataset):
         return None

@@ -18,6 +18,7 @@ import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
@@ -42,7 +43,6 @@ from lightning_hetero.balanced.runtime.pieces import (
     save_random_states,
     stand_in,
 )
-from lightning_hetero.data.layouts import Layout
 from lightning_hetero.data.micro_batches import join_outputs, split_batch
 from lightning_hetero.lightning_compat.patches import patched
 from lightning_hetero.shares.caps import MemoryCap
@@ -95,7 +95,7 @@ class Recovery:
         self._communicates = next((type(m).__name__ for m in self._module.modules() if isinstance(m, waiting)), None)
         self._parameters = list(self._module.parameters())
         self._taken = GradientsTaken(self._parameters)
-        self._layout: Layout | None = None
+        self._layout = cache(partial(layout_of, trainer, self._save))
         self._least = 1
         self._samples = 0
         self._planned: Sequence[int] = ()
@@ -255,8 +255,7 @@ class Recovery:
 
     def _split(self, piece: Any, sizes: list[int]) -> list[Any]:
         try:
-            self._layout = self._layout or layout_of(self._trainer, self._save)
-            return split_batch(piece, sizes, self._layout, samples=sum(sizes), owner=self._module)
+            return split_batch(piece, sizes, self._layout(), samples=sum(sizes), owner=self._module)
         except (TypeError, ValueError) as error:
             _give_up(self._reason, str(error), error)
 

@@ -27,8 +27,8 @@ from lightning.fabric.utilities.apply_func import move_data_to_device
 from lightning.pytorch import LightningModule
 from torch import Tensor
 
+from lightning_hetero import lightning_compat as compat
 from lightning_hetero.pipeline.decide.plans import resting
-from lightning_hetero.pipeline.fit.kept_by_steps import MACHINERY
 from lightning_hetero.pipeline.fit.logs import StepLogs
 from lightning_hetero.pipeline.runtime.execute.failures import FailureBoard
 from lightning_hetero.pipeline.runtime.execute.stage_runner import StageRunner
@@ -68,7 +68,7 @@ class _Answer(NamedTuple):
 
 _Call = tuple[str, tuple[Any, ...], dict[str, Any]]
 """The name of the module's method, and its arguments, the batch first."""
-_Request = tuple[*_Call, dict[Path, Any]]
+_Request = tuple[str, tuple[Any, ...], dict[str, Any], dict[Path, Any]]
 """What another rank asks for: a call, and those of its module's attributes that may decide what the step does."""
 
 
@@ -96,7 +96,7 @@ class EvaluationBatches:
         self._failures, self._logs, self._device = failures, logs, device
         self._turn = 0
         self._unfinished = False
-        self._shadows: dict[int, Shadow] = {}  # during an evaluation, on the leader: by the rank whose steps they are for
+        self._shadows: dict[int, Shadow] = {}  # on the leader, of an evaluation: by the rank whose steps they are for
         self._buffers: Buffers | None = None
         self._exchanged: set[Path] = set()  # attributes that steps for this rank have set
 
@@ -175,7 +175,7 @@ class EvaluationBatches:
         request: _Request | None = None
         if call is not None:
             own = {path: value_at(self._module, path) for path in self._exchanged}
-            request = (*call, {**numbers_of(self._module, MACHINERY), **own})
+            request = (*call, {**numbers_of(self._module, compat.module_attributes()), **own})
         self._send(self._leader, request, "the batch of an evaluation")
         if self._runner is not None:
             self._runner.serve_evaluation(-self._turn)
@@ -206,7 +206,7 @@ class EvaluationBatches:
         assert self._runner is not None
         clients: list[int] = []
         if not self._shadows and len(self._party) > 1:
-            self._shadows = {rank: Shadow(self._module, MACHINERY) for rank in self._party[1:]}
+            self._shadows = {rank: Shadow(self._module, compat.module_attributes()) for rank in self._party[1:]}
             self._buffers = Buffers(self._module)
 
         def bodies() -> Iterator[tuple[int, Callable[[], Any]]]:
@@ -216,16 +216,15 @@ class EvaluationBatches:
                     asked = self._receive(rank)
                 if asked is None:
                     continue
-                *asked_call, told = asked
-                if told:
-                    self._shadows[rank].take(told)
+                if rank != self._leader:
+                    self._shadows[rank].take(asked[-1])
                 if call is None and asked[0] != "predict_step":
                     raise RuntimeError(
                         f"rank {rank} has more batches for {asked[0]} than rank {self._leader}: all ranks need as many."
                         " Use a dataset with a length, or limit_val_batches and limit_test_batches"
                     )
                 clients.append(rank)
-                yield rank, self._body(*asked_call, own=rank == self._leader)
+                yield rank, self._body(*asked[:3], own=rank == self._leader)
 
         outputs = self._runner.evaluate(-self._turn, bodies(), samples=1, within=self._within)
         found = dict(zip(clients, outputs, strict=True))

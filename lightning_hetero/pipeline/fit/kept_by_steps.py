@@ -17,9 +17,9 @@ from contextlib import contextmanager
 from itertools import groupby, pairwise
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from lightning.pytorch import LightningModule
 from torch import nn
 
+from lightning_hetero import lightning_compat as compat
 from lightning_hetero.pipeline.runtime.step.attributes import (
     Attributes,
     Change,
@@ -31,12 +31,11 @@ from lightning_hetero.pipeline.runtime.step.attributes import (
 )
 
 if TYPE_CHECKING:
+    from lightning.pytorch import LightningModule
+
     from lightning_hetero.pipeline.fit.evaluation import EvaluationBatches
 
-__all__ = ["MACHINERY", "KeptBySteps", "MemberOutputs"]
-
-MACHINERY = frozenset(vars(LightningModule()))
-"""Attributes of Lightning's."""
+__all__ = ["KeptBySteps", "MemberOutputs"]
 
 
 class MemberOutputs(dict[str, Any]):
@@ -68,7 +67,7 @@ class KeptBySteps:
 
     def __init__(self, module: LightningModule, rank: int, layers: Sequence[nn.Module]) -> None:
         self._module, self._rank, self._layers = module, rank, layers
-        self._attributes = Attributes(module, MACHINERY, without=layers)
+        self._attributes = Attributes(module, compat.module_attributes(), without=layers)
         self._counted: set[Path] = set()
         self._seen: list[dict[Path, float]] | None = None  # numbers as the micro-batches' steps find and leave them
 
@@ -132,7 +131,7 @@ class KeptBySteps:
 
     def _look(self) -> None:
         assert self._seen is not None
-        numbers = numbers_of(self._module, MACHINERY, without=self._layers)
+        numbers = numbers_of(self._module, compat.module_attributes(), without=self._layers)
         self._seen.append({path: float(value) for path, value in numbers.items()})
 
     def counters(self, samples: int) -> list[Path]:

@@ -116,8 +116,8 @@ class PipelineBinder(PartBinder[CutLoader]):
             raise ValueError(f"a plan without groups trains nothing: {plan.reason or 'it is empty'}")
         self._plan, self._whole, self._learn = plan, whole, learn
         self._drawn_from = [((0, 0), plan)]
-        for bound in self._bound if learn is not None else ():  # processed already, e.g. to count the steps
-            bound.layout = learn(users_own(bound.loader))
+        for bound in self._bound:  # processed already, e.g. to count the steps
+            bound.layout = None if learn is None else learn(users_own(bound.loader))
 
     def follow(self, plan: PipelinePlan) -> None:
         """Takes the plan that the next batch is trained under, whatever it was drawn for."""

@@ -199,7 +199,7 @@ def test_what_cannot_be_known_is_refused(collate: Any, reason: str) -> None:
 @pytest.mark.parametrize(
     ("batch", "reason"),
     [
-        ((torch.zeros(N, 6), ["a"] * N, None), r"batch\[0\] has the shape \(7, 6\) in a batch of 7 samples: did the coll"),
+        ((torch.zeros(N, 6), ["a"] * N, None), r"batch\[0\] has the shape \(7, 6\) in a batch of 7 samples: did"),
         ((torch.zeros(6, N), ["a"] * 6, None), r"batch\[1\] has 6 items in a batch of 7 samples"),
         ((torch.zeros(6, N), ["a"] * N, torch.zeros(N)), r"batch\[2\] has the shape \(7,\) and not \(\)"),
         ((torch.zeros(6, N), ["a"] * N), r"batch has other contents \(a tuple\)"),

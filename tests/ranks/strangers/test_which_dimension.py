@@ -106,7 +106,8 @@ def trained(rank: int, world: int, engine: str, plan: str) -> dict[str, float]:
         module = make()
         oracle = copy.deepcopy(module)
         for _ in range(2):
-            grads = torch.autograd.grad(oracle.loss(collate([data[i] for i in range(len(data))])), [*oracle.parameters()])
+            loss = oracle.loss(collate([data[i] for i in range(len(data))]))
+            grads = torch.autograd.grad(loss, [*oracle.parameters()])
             with torch.no_grad():
                 for p, g in zip(oracle.parameters(), grads, strict=True):
                     p -= 0.1 * g

@@ -8,8 +8,8 @@
     shadow = Shadow(module)            # attributes for steps that belong to another rank
     with shadow.worn(): ...            # self.kept.append(x) fills the shadow's list, not the module's
 
-Looked into are the module, its submodules of a user's own classes, and there lists, tuples, dicts, sets, deques, tensors,
-numbers and objects of a user's own classes. What other objects keep, e.g. of a library, is not seen.
+Looked into are the module, its submodules of a user's own classes, and there lists, tuples, dicts, sets, deques,
+tensors, numbers and objects of a user's own classes. What other objects keep, e.g. of a library, is not seen.
 """
 
 from __future__ import annotations
@@ -27,7 +27,6 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torchmetrics import Metric
 
 __all__ = ["Attributes", "Buffers", "Change", "Path", "Shadow", "apply_changes", "name_of", "numbers_of", "value_at"]
 
@@ -129,12 +128,16 @@ def _within(value: Any) -> Any:
 def _places(
     module: nn.Module, ignore: Iterable[str], without: Iterable[nn.Module] = ()
 ) -> list[tuple[str, nn.Module, frozenset[str]]]:
-    """Returns the submodules of a user's own classes, by name, and which of their attributes are not the user's."""
+    """Returns the submodules of a user's own classes, by name, and which of their attributes are not the user's.
+
+    Without torchmetrics', whose states are combined over the ranks.
+    """
     ignored, left = _OWN.union(ignore), {id(part) for layer in without for part in layer.modules()}
     return [
         (name, part, ignored)
         for name, part in module.named_modules()
-        if (part is module or _is_users(type(part))) and not isinstance(part, Metric) and id(part) not in left
+        if part is module
+        or (id(part) not in left and _is_users(type(part)) and not hasattr(type(part), "metric_state"))
     ]
 
 
