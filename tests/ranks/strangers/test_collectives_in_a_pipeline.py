@@ -79,7 +79,7 @@ def asking(rank: int, world: int, engine: str, plan: str, where: str, what: str)
 
 
 @pytest.mark.stock_ddp(
-    "metrics: `self.all_gather`, `torch.distributed` in training_step or validation_step",
+    "logging: `self.all_gather` in a step",
     "pipeline",
     refused="one rank of each group runs the step",
 )

@@ -368,7 +368,7 @@ def searched(rank: int, world: int, engine: str, plan: str) -> Any:
     return module.lr, fits.global_step
 
 
-@pytest.mark.stock_ddp("callbacks: LearningRateFinder", "pipeline")
+@pytest.mark.stock_ddp("callbacks: LearningRateFinder, also in the middle of a fit", "pipeline")
 @pytest.mark.parametrize("plan", ["plan", "measured"])
 def test_a_learning_rate_finder_among_the_callbacks(plan: str) -> None:
     (rate, steps), other = ends(searched, "pipeline", plan)
