@@ -70,7 +70,7 @@ class PipelineBinder(PartBinder[CutLoader]):
         self._stream_mode = stream
         self._plan: PipelinePlan | None = None
         self._whole = False
-        self._learn: Callable[[DataLoader], Layout] | None = None
+        self._learn: Callable[[DataLoader], Layout | None] | None = None
         self._drawn_from: list[tuple[Position, PipelinePlan]] = []  # from which batch on which plan's shares
         self._begun = (0, 0)
         self.lag = 0
@@ -99,7 +99,7 @@ class PipelineBinder(PartBinder[CutLoader]):
         return self.orders.order(loader, spec, 0).global_batch_size
 
     def settle(
-        self, plan: PipelinePlan, *, whole: bool = False, learn: Callable[[DataLoader], Layout] | None = None
+        self, plan: PipelinePlan, *, whole: bool = False, learn: Callable[[DataLoader], Layout | None] | None = None
     ) -> None:
         """Takes the plan that the run begins with; the same on all ranks.
 

@@ -107,9 +107,10 @@ class PipelineRun(EngineRun[PipelineBinder]):
             leader=planned.plan.groups[0].ranks[0] if planned.plan.groups else 0,
             device=self.settings.device,
             to_device=to_device,
+            needed=cuts,
         )
         known = whole or callable(getattr(self.module, "split_batch", None))
-        self.binder.settle(planned.plan, whole=whole, learn=learn if cuts and not known else None)
+        self.binder.settle(planned.plan, whole=whole, learn=None if known else learn)
         self.place = place = Place(
             self.trainer,
             planned,

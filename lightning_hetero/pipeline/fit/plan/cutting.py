@@ -31,8 +31,9 @@ def agree_layout(
     leader: int,
     device: torch.device,
     to_device: Callable[[Any], Any],
-) -> Layout:
-    """Returns how the batches of a loader are cut, the same on all ranks; collective.
+    needed: bool,
+) -> Layout | None:
+    """Returns how the batches of a loader are cut, the same on all ranks; None: it is not known. Collective.
 
     Args:
         loader: the user's.
@@ -41,9 +42,10 @@ def agree_layout(
         leader: the rank that reads a few samples; it holds what is outside of the layers.
         device: of this rank.
         to_device: moves a batch, with all hooks of the user.
+        needed: a plan cuts them, or another one may.
 
     Raises:
-        TypeError: they cannot be cut; on all ranks, with the way out.
+        TypeError: they cannot be cut, but must be; on all ranks, with the way out.
     """
     told: list[Any] = [None]
     cause: Exception | None = None
@@ -55,6 +57,8 @@ def agree_layout(
         except Exception as error:
             cause, told = error, [f"{'' if isinstance(error, TypeError) else type(error).__name__ + ': '}{error}"]
     dist.broadcast_object_list(told, src=leader, group=channel.group)
+    if isinstance(told[0], str) and not needed:
+        return None
     if isinstance(told[0], str):
         raise TypeError(
             f"the batches of the train loader cannot be cut into micro-batches: {told[0]}. Or use"
