@@ -16,6 +16,7 @@ time, or of channels, may happen to have as many entries as there are samples.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
 from itertools import cycle, islice
@@ -82,14 +83,20 @@ def learn_layout(collate: Callable[[list[Any]], Any], samples: Sequence[Any]) ->
     return layout
 
 
-def first_samples(loader: DataLoader, most: int) -> list[Any]:
+def first_samples(loader: DataLoader, most: int, *, in_use: bool = False) -> list[Any]:
     """Returns the first samples of a dataset, as the loader would read them.
 
+    Args:
+        loader: whose dataset it is.
+        most: how many.
+        in_use: somebody reads it already: of a stream a copy is read.
+
     Raises:
+        TypeError: a stream that is in use cannot be copied.
         ValueError: there are none.
     """
     if isinstance(loader.dataset, IterableDataset):
-        samples = list(islice(iter(loader.dataset), most))
+        samples = list(islice(iter(copy.deepcopy(loader.dataset) if in_use else loader.dataset), most))
     else:
         samples = [loader.dataset[i] for i in range(min(most, len(loader.dataset)))]  # type: ignore[arg-type]
     if not samples:

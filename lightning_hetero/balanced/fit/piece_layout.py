@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from lightning.pytorch.strategies import Strategy
-from torch.utils.data import IterableDataset
+from torch.utils._pytree import tree_map
 
 from lightning_hetero import lightning_compat as compat
 from lightning_hetero.data.copies import users_own
@@ -20,8 +20,7 @@ __all__ = ["layout_of"]
 
 
 def layout_of(trainer: Trainer, save: Callable[[], Callable[[], None]]) -> Layout | None:
-    """Returns how the train batches are cut; None of a stream, which is not read twice, of several loaders, or
-    where the module cuts them.
+    """Returns how the train batches are cut; None where the module does it.
 
     Args:
         trainer: in the middle of a step.
@@ -32,14 +31,19 @@ def layout_of(trainer: Trainer, save: Callable[[], Callable[[], None]]) -> Layou
     """
     if callable(getattr(trainer.lightning_module, "split_batch", None)):
         return None
-    loaders = [users_own(loader) for loader in compat.train_loaders(trainer)]
-    if len(loaders) > 1 or isinstance(loaders[0].dataset, IterableDataset):
-        return None
-    move, collate = partial(Strategy.batch_to_device, trainer.strategy), loaders[0].collate_fn
+    move = partial(compat.batch_to_device, trainer, move=partial(Strategy.batch_to_device, trainer.strategy))
     put_back = save()
     try:
         with compat.unlogged(trainer.lightning_module):
-            samples = first_samples(loaders[0], 4)
-            return learn_layout(lambda part: compat.batch_to_device(trainer, collate(part), move), samples)
+            drawn = {id(copy): first_samples(users_own(copy), 4, in_use=True) for copy in compat.train_loaders(trainer)}
+
+            def collate(numbers: list[int]) -> Any:
+                def batch(copy: Any) -> Any:
+                    samples = drawn[id(copy)]
+                    return users_own(copy).collate_fn([samples[i % len(samples)] for i in numbers])
+
+                return move(tree_map(batch, trainer.train_dataloader))
+
+            return learn_layout(collate, range(4))
     finally:
         put_back()

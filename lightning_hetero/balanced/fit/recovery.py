@@ -257,7 +257,12 @@ class Recovery:
         try:
             return split_batch(piece, sizes, self._layout(), samples=sum(sizes), owner=self._module)
         except (TypeError, ValueError) as error:
-            _give_up(self._reason, str(error), error)
+            if self._reason:
+                _give_up(self._reason, str(error), error)
+            raise TypeError(
+                "max_samples is less than a rank's part of a batch, which is computed in pieces: raise it, or lower the"
+                f" batch. As it is, it cannot be cut: {error}"
+            ) from error
 
     # ---- backward ---------------------------------------------------------------------------------------------
 
