@@ -43,6 +43,7 @@ from lightning_hetero.pipeline.runtime.step.attributes import (
     name_of,
     numbers_of,
     value_at,
+    values_of,
 )
 from lightning_hetero.types import PipelinePlan
 
@@ -98,6 +99,7 @@ class EvaluationBatches:
         self._unfinished = False
         self._shadows: dict[int, Shadow] = {}  # on the leader, of an evaluation: by the rank whose steps they are for
         self._buffers: Buffers | None = None
+        self._begun = False  # this rank has had a step of this evaluation run by its leader
         self._exchanged: set[Path] = set()  # attributes that steps for this rank have set
 
     def settle(self, plan: PipelinePlan, runner: StageRunner | WholeStep | None) -> None:
@@ -166,7 +168,7 @@ class EvaluationBatches:
         """
         while self._unfinished:
             self._unfinished = not self._take_turn(None).over
-        self._shadows, self._buffers = {}, None
+        self._shadows, self._buffers, self._begun = {}, None, False
 
     def _take_turn(self, call: _Call | None) -> _Answer:
         self._turn += 1
@@ -174,8 +176,10 @@ class EvaluationBatches:
             return self._lead(call)
         request: _Request | None = None
         if call is not None:
+            told = numbers_of if self._begun else values_of
             own = {path: value_at(self._module, path) for path in self._exchanged}
-            request = (*call, {**numbers_of(self._module, compat.module_attributes()), **own})
+            request = (*call, {**told(self._module, compat.module_attributes()), **own})
+            self._begun = True
         self._send(self._leader, request, "the batch of an evaluation")
         if self._runner is not None:
             self._runner.serve_evaluation(-self._turn)

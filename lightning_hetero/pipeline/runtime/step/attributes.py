@@ -28,13 +28,25 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 
-__all__ = ["Attributes", "Buffers", "Change", "Path", "Shadow", "apply_changes", "name_of", "numbers_of", "value_at"]
+__all__ = [
+    "Attributes",
+    "Buffers",
+    "Change",
+    "Path",
+    "Shadow",
+    "apply_changes",
+    "name_of",
+    "numbers_of",
+    "value_at",
+    "values_of",
+]
 
 Path = tuple[Any, ...]
 """Name of the submodule, of its attribute, then keys, indices and names."""
 
 _ATOMS = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size, type)
 _LARGEST = 1_000_000  # entries of a tensor that is copied
+_DEEPEST = 6  # parts of a path
 _LONGEST = 64  # entries of a list that are looked into, whatever they are
 _OWN = frozenset(vars(nn.Module()))  # attributes of torch's
 
@@ -70,7 +82,10 @@ def value_at(module: nn.Module, path: Path) -> Any:
     value: Any = module.get_submodule(path[0])
     try:
         for key in path[1:]:
-            value = _within(value)[key]
+            value = _within(value)
+            if isinstance(value, Mapping) and key not in value:  # a default dict would make it
+                return None
+            value = value[key]
     except (KeyError, IndexError, TypeError):
         return None
     return value
@@ -111,6 +126,22 @@ def numbers_of(
                 found[name, key] = value
             elif isinstance(value, dict):
                 found.update({(name, key, k): v for k, v in value.items() if _is_number(v)})
+    return found
+
+
+def values_of(module: nn.Module, ignore: Iterable[str] = ()) -> dict[Path, Any]:
+    """Returns what a step may go on from: numbers and tensors, also in dicts, in objects, and numbers in lists."""
+    found: dict[Path, Any] = {}
+    for name, part, ignored in _places(module, ignore):
+        pending = [((name, key), value) for key, value in vars(part).items() if key not in ignored]
+        while pending:
+            path, value = pending.pop()
+            if _is_number(value) or (type(value) is Tensor and value.numel() <= _LARGEST and not value.is_meta):
+                found[path] = value
+            elif len(path) < _DEEPEST and isinstance(value, list) and len(value) <= _LONGEST:
+                pending += [((*path, i), entry) for i, entry in enumerate(value) if not isinstance(entry, Tensor)]
+            elif len(path) < _DEEPEST and (isinstance(value, dict) or _is_object(value)):
+                pending += [((*path, key), entry) for key, entry in _within(value).items()]
     return found
 
 
@@ -191,7 +222,7 @@ class Shadow(Attributes):
     """
 
     def __init__(self, module: nn.Module, ignore: Iterable[str] = ()) -> None:
-        self._module = module
+        self._module, self._ignore = module, frozenset(ignore)
         copies: dict[int, Any] = {}
         self._worn = [
             (part, {key: value if key in ignored else _copied(value, copies) for key, value in vars(part).items()})
@@ -219,7 +250,9 @@ class Shadow(Attributes):
     def take(self, values: Mapping[Path, Any]) -> None:
         """Takes attributes as the other rank has them."""
         with self.worn():
-            apply_changes(self._module, [Change(path, "set", value) for path, value in values.items()])
+            here = values_of(self._module, self._ignore)
+            known = [Change(path, "set", value) for path, value in values.items() if path in here]
+            apply_changes(self._module, known)
             self.note()
 
 
