@@ -15,6 +15,7 @@ from lightning.pytorch.plugins.precision import HalfPrecision
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from lightning.pytorch.utilities.seed import isolate_rng
+from torch.utils.data import DataLoader
 
 from lightning_hetero import lightning_compat as compat
 from lightning_hetero.auto.choice import ENGINES, Choice, ChosenName, choose, without_measuring
@@ -22,6 +23,7 @@ from lightning_hetero.auto.warm_up import WarmUp
 from lightning_hetero.balanced.strategy import LoadBalancedStrategy
 from lightning_hetero.callbacks import ThrottleCallback
 from lightning_hetero.emulate.scenario import Scenario
+from lightning_hetero.glue.own_data import own_data_in
 from lightning_hetero.glue.run import EngineRun, gloo_group
 from lightning_hetero.glue.setup import CHECKPOINT_KEY
 from lightning_hetero.glue.strategy import HeteroStrategy
@@ -174,16 +176,27 @@ class AutoStrategy(HeteroStrategy[EngineRun[Any]], TolerantDDPStrategy):
         return refused
 
     def _choice(self, trainer: Trainer, module: LightningModule, refused: Mapping[str, str]) -> Choice:
+        channel = SideChannel(gloo_group(self.timeout))
+        try:
+            return self._chosen_for(trainer, module, refused, channel)
+        finally:
+            channel.close()
+
+    def _chosen_for(
+        self, trainer: Trainer, module: LightningModule, refused: Mapping[str, str], channel: SideChannel
+    ) -> Choice:
+        loader: Any = compat.train_source(trainer)
+        indexed = [loader] if isinstance(loader, DataLoader) else []
+        if why := own_data_in(indexed, self.shared.own_data, trainer, channel):
+            refused = {**dict.fromkeys(set(self.engines) - {"balanced"}, why), **refused}
         able = [name for name in self.engines if name not in refused]
         if len(able) < 2:
             return without_measuring(self.engines, refused, "no other is in question")
-        loader: Any = compat.train_source(trainer)
         batch = self.shared.global_batch_size or (getattr(loader, "batch_size", None) or 0) * self.world_size
         if not batch:
             return without_measuring(self.engines, refused, "the train loader does not tell the size of its batches")
         if not module.automatic_optimization:
             return without_measuring(self.engines, refused, "with manual optimization a step cannot be tried")
-        channel = SideChannel(gloo_group(self.timeout))
         if isinstance(self.precision_plugin, HalfPrecision):  # its context expects it
             self.precision_plugin.convert_module(module)
         warm_up = WarmUp(
@@ -203,8 +216,6 @@ class AutoStrategy(HeteroStrategy[EngineRun[Any]], TolerantDDPStrategy):
         except RuntimeError as error:
             first = ("pipeline", *self.engines) if "OutOfMemoryError" in str(error) else self.engines
             return without_measuring([name for name in first if name in self.engines], refused, str(error))
-        finally:
-            channel.close()
 
     def _agreed(self, channel: SideChannel, setup: Setup, refused: Mapping[str, str]) -> Choice:
         """Returns rank 0's choice: others may round otherwise."""

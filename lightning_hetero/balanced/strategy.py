@@ -21,6 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightning_hetero import lightning_compat as compat
 from lightning_hetero.balanced.decide.controlled import ControlledPolicy
+from lightning_hetero.balanced.fit.in_step import InStep
 from lightning_hetero.balanced.fit.loaders import BatchSettings
 from lightning_hetero.balanced.fit.plain_backward import PlainBackward
 from lightning_hetero.balanced.fit.rebalancer import BatchRebalancer
@@ -147,6 +148,7 @@ class LoadBalancedStrategy(HeteroStrategy[BalancedRun]):
             self.policy = controlled_policy(self.controller, [name for name, given in idle.items() if given])
         self._closure_loss: Tensor | None = None
         self._plain = PlainBackward()
+        self._gatherer = InStep()
         self.sample_weighted_metrics = sample_weighted_metrics
         self.settings = BalanceSettings(
             policy=self.policy,
@@ -261,7 +263,7 @@ class LoadBalancedStrategy(HeteroStrategy[BalancedRun]):
         """In a step, of a rank without samples, no row of its dummy is gathered; a mean of numbers is warned of."""
         run = self._run
         if run is not None and run.part is not None and compat.batch_results_open(run.trainer):
-            tensor = run.gathers(tensor)
+            tensor = self._gatherer.given(run.part, tensor)
         return super().all_gather(tensor, group, sync_grads)
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:

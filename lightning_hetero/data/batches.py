@@ -19,7 +19,7 @@ from typing import Any
 from torch.utils.data import Sampler
 
 from lightning_hetero.data.costs import SampleCosts
-from lightning_hetero.data.order import EpochOrder
+from lightning_hetero.data.order import EpochOrder, equal_parts
 
 __all__ = ["GlobalBatchSampler", "HandedParts", "Part", "Split"]
 
@@ -107,17 +107,18 @@ class GlobalBatchSampler(Sampler[list[Any]]):
         self._least = least
         self.costs = costs
         self._clock = clock
-        self._plan: tuple[int, Sequence[Any], list[tuple[int, int]]] | None = None
+        self._plan: tuple[int, Sequence[Any], Sequence[int]] | None = None
         self._next: tuple[int, deque[Part]] = (0, deque())
+        self._look: list[list[Any]] | None = None
         # What Lightning and users look for on a batch sampler.
         self.batch_size = order.global_batch_size
         self.drop_last = order.drop_last
         self.sampler = self
 
     def set_epoch(self, epoch: int) -> None:
-        """Chooses the epoch and agrees on its order; Lightning calls it on every rank before the epoch."""
+        """Chooses the epoch, whose order is drawn with its first batch; Lightning calls it before users' hooks."""
         self.epoch = epoch
-        self._pieces()
+        self.order.announce(epoch)
 
     def __len__(self) -> int:
         return len(self.order)
@@ -133,12 +134,23 @@ class GlobalBatchSampler(Sampler[list[Any]]):
         self._next = (position, issued)
         return issued
 
+    def begin_look(self, world_size: int) -> None:
+        """The next iteration yields what stock DDP would show to somebody who looks: equal parts. Nothing is agreed."""
+        if self._plan is None or self._plan[0] != self.epoch:
+            self._look = self.order.look(self.epoch, self.rank, world_size)
+        else:
+            self._look = equal_parts(*self._plan[1:], self.rank, world_size)
+
     def __iter__(self) -> Iterator[list[Any]]:
+        if self._look is not None:
+            looked_at, self._look = self._look, None
+            yield from looked_at
+            return
         position, issued = self._next
         self._next = (0, deque())
-        epoch, indices, pieces = self._pieces()
-        first = position % max(1, len(pieces))
-        for i, (start, end) in enumerate(pieces[first:]):
+        epoch, indices, ends = self._batches()
+        first = position % max(1, len(ends))
+        for i, (start, end) in enumerate(list(zip([0, *ends], ends, strict=False))[first:]):
             before = self._clock()
             shares = self._split(epoch, position + i, end - start)
             if self.costs is not None:
@@ -162,9 +174,8 @@ class GlobalBatchSampler(Sampler[list[Any]]):
             )
             yield drawn
 
-    def _pieces(self) -> tuple[int, Sequence[Any], list[tuple[int, int]]]:
-        """Returns epoch, indices and (start, end) of each global batch; drawn once per epoch."""
+    def _batches(self) -> tuple[int, Sequence[Any], Sequence[int]]:
+        """Returns epoch, indices and the ends of its global batches; drawn once per epoch."""
         if self._plan is None or self._plan[0] != self.epoch:
-            indices, ends = self.order.batches(self.epoch)
-            self._plan = (self.epoch, indices, list(zip([0, *ends], ends, strict=False)))
+            self._plan = (self.epoch, *self.order.batches(self.epoch))
         return self._plan

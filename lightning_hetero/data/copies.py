@@ -15,7 +15,7 @@ from typing import Any
 
 from torch.utils.data import DataLoader
 
-__all__ = ["BatchFeed", "altered_copy", "fed_copy", "keep_samples", "users_own"]
+__all__ = ["BatchFeed", "LazyIterator", "altered_copy", "fed_copy", "keep_samples", "users_own"]
 
 
 class BatchFeed(ABC):
@@ -39,6 +39,25 @@ class BatchFeed(ABC):
     def fetching(self) -> DataLoader | None:
         """The loader whose workers fetch, if it is not the copy itself: persistent ones end with the copy."""
         return None
+
+
+class LazyIterator(Iterator[Any]):
+    """An iterator of a fed copy that begins when the first batch is drawn; given itself, by which it is known.
+
+    No generator: one that knows itself is kept by itself, and would keep the loader's workers when nobody draws more.
+
+    Args:
+        begin: returns the batches.
+    """
+
+    def __init__(self, begin: Callable[[object], Iterator[Any]]) -> None:
+        self._begin = begin
+        self._batches: Iterator[Any] | None = None
+
+    def __next__(self) -> Any:
+        if self._batches is None:
+            self._batches = self._begin(self)
+        return next(self._batches)
 
 
 def altered_copy(loader: DataLoader, **attributes: Any) -> DataLoader:

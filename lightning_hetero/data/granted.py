@@ -18,14 +18,16 @@ from typing import Any
 
 from torch.utils.data import DataLoader, Sampler
 
-from lightning_hetero.data.copies import BatchFeed, altered_copy, fed_copy, keep_samples
-from lightning_hetero.data.order import EpochOrder
+from lightning_hetero.data.copies import BatchFeed, LazyIterator, altered_copy, fed_copy, keep_samples
+from lightning_hetero.data.dropped import watch_drops
+from lightning_hetero.data.loader import sampled_by
+from lightning_hetero.data.order import EpochOrder, equal_parts
 
 __all__ = ["EpochSampler", "SampleSource", "granted_loader"]
 
 
 class EpochSampler(Sampler[list[Any]]):
-    """What Lightning finds as the batch sampler of a granted loader: draws the epoch's order when the epoch is set.
+    """What Lightning finds as the batch sampler of a granted loader: knows the epoch, whose order `draw` agrees on.
 
     Args:
         order: the epoch's global batches.
@@ -33,19 +35,31 @@ class EpochSampler(Sampler[list[Any]]):
 
     def __init__(self, order: EpochOrder) -> None:
         self.order = order
-        self.epoch = -1
+        self.epoch = 0
         self.indices: Sequence[Any] = ()
         self.ends: Sequence[int] = ()
+        self._drawn: int | None = None
         # What Lightning and users look for on a batch sampler.
         self.batch_size = order.global_batch_size
         self.drop_last = order.drop_last
         self.sampler = self
 
     def set_epoch(self, epoch: int) -> None:
-        """Chooses the epoch and agrees on its order; Lightning calls it on every rank before the epoch."""
-        if epoch != self.epoch:
-            self.indices, self.ends = self.order.batches(epoch)
-            self.epoch = epoch
+        """Chooses the epoch; Lightning calls it before hooks do their part."""
+        self.epoch = epoch
+        self.order.announce(epoch)
+
+    def draw(self) -> None:
+        """Agrees on the epoch's order, on every rank, when its first batch is wanted."""
+        if self._drawn != self.epoch:
+            self.indices, self.ends = self.order.batches(self.epoch)
+            self._drawn = self.epoch
+
+    def look(self, rank: int, world_size: int) -> list[list[Any]]:
+        """Returns what stock DDP would show to somebody who looks at the loader: equal parts. Nothing is claimed."""
+        if self._drawn != self.epoch:
+            return self.order.look(self.epoch, rank, world_size)
+        return equal_parts(self.indices, self.ends, rank, world_size)
 
     def __len__(self) -> int:
         return len(self.order)
@@ -62,13 +76,15 @@ class SampleSource:
 
     Args:
         loader: the user's; not changed.
+        counted: whether the user says what a batch counts, so that its rows need not be its samples.
 
     Attributes:
         ahead: batches to fetch ahead, as deep as the user's workers would.
     """
 
-    def __init__(self, loader: DataLoader) -> None:
+    def __init__(self, loader: DataLoader, *, counted: bool = True) -> None:
         self._loader = loader
+        self._drops = watch_drops(loader, counted)
         # With batch_size=None the dataset makes whole batches out of lists of indices: nothing to keep ahead.
         self._single = loader.batch_sampler is not None
         self.ahead = loader.num_workers * (loader.prefetch_factor or 0) if self._single else 0
@@ -129,7 +145,9 @@ class SampleSource:
         if missing:
             fetched = _items(self._loader.dataset, [self._indices[p] for p in missing])
             self._fetched.update(zip(missing, fetched, strict=True))
-        return self._loader.collate_fn([self._fetched.pop(p) for p in positions])
+        batch = self._loader.collate_fn([self._fetched.pop(p) for p in positions])
+        self._drops.see(batch, len(positions))
+        return batch
 
     def look(self, indices: Sequence[Any]) -> Any:
         """Returns a collated batch of dataset indices, aside from any epoch: for a user's look at the loader."""
@@ -191,9 +209,7 @@ def granted_loader(
         batches: returns a fresh iterator for the loader's iterator that is given to it; asked when the first batch is
             drawn.
     """
-    place = "batch_sampler" if loader.batch_sampler is not None else "sampler"
-    attributes: dict[str, Any] = {place: sampler}
-    return fed_copy(loader, _Granted(sampler, source, batches), **attributes)
+    return fed_copy(loader, _Granted(sampler, source, batches), **sampled_by(loader, sampler, sampler.order))
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,11 +219,7 @@ class _Granted(BatchFeed):
     batches: Callable[[object], Iterator[Any]]
 
     def iterate(self, own: Callable[[], Iterator[Any]]) -> Iterator[Any]:
-        def when_drawn() -> Iterator[Any]:
-            yield from self.batches(iterator)
-
-        iterator = when_drawn()
-        return iterator
+        return LazyIterator(self.batches)
 
     def length(self, own: Callable[[], int]) -> int:
         return len(self.sampler)

@@ -23,7 +23,9 @@ from torch.utils.data import (
 )
 
 from lightning_hetero.data.batches import GlobalBatchSampler, Part
-from lightning_hetero.data.copies import BatchFeed, altered_copy, fed_copy
+from lightning_hetero.data.copies import BatchFeed, LazyIterator, altered_copy, fed_copy
+from lightning_hetero.data.dropped import DroppedSamples, watch_drops
+from lightning_hetero.data.order import EpochOrder
 from lightning_hetero.data.samplers import undrawn, yields_batches
 
 __all__ = ["IndivisibleError", "LoaderSpec", "inspect_loader", "rebatched_loader"]
@@ -175,6 +177,8 @@ def rebatched_loader(
     *,
     position: Callable[[], int],
     on_fetch: Callable[[Part], None],
+    looks_on: Callable[[object], int] = lambda _: 0,
+    counted: bool = True,
 ) -> DataLoader:
     """Returns a copy of ``loader`` that draws this rank's parts from ``sampler``.
 
@@ -184,11 +188,22 @@ def rebatched_loader(
         position: batches of this epoch already trained on; asked when the first batch is drawn, not when the
             iterator is made, because Lightning makes it before a checkpoint has settled its counters.
         on_fetch: gets each part when its batch is handed out, in order.
+        looks_on: given an iterator of the copy, 0 if it trains, or the number of ranks if somebody only looks at its
+            batches; those are equal parts, and no part is reported.
+        counted: whether the user says what a batch counts, so that its rows need not be its samples.
     """
-    place = "batch_sampler" if loader.batch_sampler is not None else "sampler"
-    attributes: dict[str, Any] = {place: sampler}
     # Batch t must be the same global batch on every rank, and parts are matched to batches in order.
-    return fed_copy(loader, _Parts(sampler, position, on_fetch), in_order=True, **attributes)
+    attributes = {"in_order": True, **sampled_by(loader, sampler, sampler.order)}
+    feed = _Parts(sampler, position, on_fetch, looks_on, watch_drops(loader, counted))
+    return fed_copy(loader, feed, **attributes)
+
+
+def sampled_by(loader: DataLoader, batches: Sampler[Any], order: EpochOrder) -> dict[str, Any]:
+    """Returns the attributes of a copy that draws ``batches``; its sampler is the one that stock DDP would give it."""
+    if loader.batch_sampler is None:
+        return {"sampler": batches}
+    own = order.source
+    return {"batch_sampler": batches, **({"sampler": own} if isinstance(own, DistributedSampler) else {})}
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,8 +213,21 @@ class _Parts(BatchFeed):
     sampler: GlobalBatchSampler
     position: Callable[[], int]
     on_fetch: Callable[[Part], None]
+    looks_on: Callable[[object], int]
+    drops: DroppedSamples
 
     def iterate(self, own: Callable[[], Iterator[Any]]) -> Iterator[Any]:
+        def begin(iterator: object) -> Iterator[Any]:
+            ranks = self.looks_on(iterator)
+            return self._looked_at(own, ranks) if ranks else self._trained_on(own)
+
+        return LazyIterator(begin)
+
+    def _looked_at(self, own: Callable[[], Iterator[Any]], ranks: int) -> Iterator[Any]:
+        self.sampler.begin_look(ranks)
+        return own()
+
+    def _trained_on(self, own: Callable[[], Iterator[Any]]) -> Iterator[Any]:
         sampler = self.sampler
         issued = sampler.begin(self.position())
         batches = own()
@@ -217,6 +245,7 @@ class _Parts(BatchFeed):
             part = issued.popleft()
             # Of the first batch unknown: it has started workers and opened files, which does not grow with samples.
             part.fetch_s = max(0.0, spent_s) if number else 0.0
+            self.drops.see(batch, part.computed)
             self.on_fetch(part)
             yield batch
 

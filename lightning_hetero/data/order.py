@@ -16,8 +16,9 @@ from collections.abc import Iterable, Mapping, Sequence, Sized
 from typing import Any, Protocol
 
 import torch
+from torch.utils.data import DistributedSampler
 
-from lightning_hetero.data.samplers import announce_epoch, batch_size_of, draw
+from lightning_hetero.data.samplers import announce_epoch, batch_size_of, draw, undrawn
 
 __all__ = [
     "Channel",
@@ -52,6 +53,17 @@ class EpochOrder(ABC):
 
     global_batch_size: int
     drop_last: bool = False
+    _announced: int | None = None
+
+    @property
+    def source(self) -> object:
+        """The user's sampler or batch sampler that is drawn from; None: there is none."""
+        return None
+
+    def announce(self, epoch: int) -> None:
+        """Tells the user's sampler the epoch. What it reads when it is drawn may be set until then."""
+        self._announced = epoch
+        announce_epoch(self.source, epoch)
 
     @property
     def num_samples(self) -> int | None:
@@ -62,9 +74,22 @@ class EpochOrder(ABC):
     def __len__(self) -> int:
         """Returns the number of global batches of an epoch."""
 
-    @abstractmethod
     def batches(self, epoch: int) -> tuple[Sequence[Any], Sequence[int]]:
         """Returns ``(indices, ends)``: global batch t is ``indices[ends[t-1]:ends[t]]``. May communicate."""
+        if self._announced != epoch:
+            self.announce(epoch)
+        return self._drawn(epoch)
+
+    @abstractmethod
+    def _drawn(self, epoch: int) -> tuple[Sequence[Any], Sequence[int]]:
+        """Returns `batches`, once the sampler has been told the epoch."""
+
+    def look(self, epoch: int, rank: int, world_size: int) -> list[list[Any]]:
+        """Returns what stock DDP would show a rank that looks at the loader before the epoch is drawn.
+
+        Nothing is said to other ranks, and generators stay as they were.
+        """
+        return equal_parts(*self._drawn(epoch), rank, world_size)
 
     def state_dict(self) -> dict[str, Any]:
         """Returns what a resumed run needs to draw this epoch's order again."""
@@ -93,13 +118,16 @@ class FixedSizeOrder(EpochOrder):
         return self.samples
 
     def __len__(self) -> int:
-        full, rest = divmod(self.samples, self.global_batch_size)
-        return full if self.drop_last or rest == 0 else full + 1
+        return len(self._ends(self.num_samples))
 
-    def batches(self, epoch: int) -> tuple[Sequence[Any], Sequence[int]]:
-        indices = self.indices(epoch)
+    def _ends(self, samples: int) -> Sequence[int]:
         size = self.global_batch_size
-        return indices, [min((t + 1) * size, len(indices)) for t in range(len(self))]
+        ends = range(size, samples + 1, size)
+        return ends if self.drop_last or samples % size == 0 else [*ends, samples]
+
+    def _drawn(self, epoch: int) -> tuple[Sequence[Any], Sequence[int]]:
+        indices = self.indices(epoch)
+        return indices, self._ends(len(indices))
 
     @abstractmethod
     def indices(self, epoch: int) -> Sequence[Any]:
@@ -114,18 +142,37 @@ class ShuffledOrder(FixedSizeOrder):
         seed: with the epoch, seeds the permutation, as `DistributedSampler` does.
         shuffle: whether to permute at all.
         global_batch_size, drop_last: see `FixedSizeOrder`.
+        sampler: the one of stock DDP, whose seed, epoch and ``shuffle``, as they are when the epoch is drawn, count
+            instead: a hook may set them.
     """
 
-    def __init__(self, samples: int, *, seed: int, shuffle: bool, global_batch_size: int, drop_last: bool) -> None:
+    def __init__(
+        self,
+        samples: int,
+        *,
+        seed: int = 0,
+        shuffle: bool = True,
+        global_batch_size: int,
+        drop_last: bool,
+        sampler: DistributedSampler | None = None,
+    ) -> None:
         super().__init__(samples, global_batch_size=global_batch_size, drop_last=drop_last)
         self.seed = seed
         self.shuffle = shuffle
+        self.sampler = sampler
+
+    @property
+    def source(self) -> object:
+        return self.sampler
 
     def indices(self, epoch: int) -> Sequence[int]:
-        if not self.shuffle:
+        seed, shuffle, own = self.seed + epoch, self.shuffle, self.sampler
+        if own is not None:
+            seed, shuffle = own.seed + own.epoch, own.shuffle
+        if not shuffle:
             return range(self.samples)
         generator = torch.Generator()
-        generator.manual_seed(self.seed + epoch)
+        generator.manual_seed(seed)
         return torch.randperm(self.samples, generator=generator).tolist()
 
 
@@ -135,6 +182,8 @@ class SamplerOrder(FixedSizeOrder):
     A sampler without a generator of its own draws from the global one, so the draw is done under a seed made of
     ``seed + epoch``: reproducible on resume, and the ranks' own random streams stay untouched. A sampler with its own
     ``generator`` keeps it; its state at the start of the epoch goes into the checkpoint.
+
+    Its length is what it says at the time: a curriculum's may grow from epoch to epoch.
 
     Args:
         sampler: sized iterable of indices.
@@ -158,23 +207,35 @@ class SamplerOrder(FixedSizeOrder):
         self._restored: dict[str, Any] = {}
 
     @property
+    def source(self) -> object:
+        return self.sampler
+
+    @property
+    def num_samples(self) -> int:
+        return len(self.sampler)
+
+    @property
     def _generator(self) -> torch.Generator | None:
         generator = getattr(self.sampler, "generator", None)
         return generator if isinstance(generator, torch.Generator) else None
 
     def indices(self, epoch: int) -> Sequence[Any]:
-        announce_epoch(self.sampler, epoch)
         generator = self._generator
         if generator is not None:
             self._rewind(generator, epoch)
             self._state = {"epoch": epoch, "generator": generator.get_state()}
         drawn = draw(self.sampler, self.seed + epoch) if self.channel.rank == 0 else None
-        if drawn is not None and len(drawn) != self.samples:
+        if drawn is not None and len(drawn) != self.num_samples:
             raise ValueError(
-                f"sampler {type(self.sampler).__name__} announced {self.samples} samples but gave {len(drawn)};"
+                f"sampler {type(self.sampler).__name__} announced {self.num_samples} samples but gave {len(drawn)};"
                 " its __len__ must be the number of indices it yields"
             )
         return self.channel.broadcast_indices(drawn)
+
+    def look(self, epoch: int, rank: int, world_size: int) -> list[list[Any]]:
+        with undrawn(self.sampler, self.seed + epoch):
+            indices = list(self.sampler)
+        return equal_parts(indices, self._ends(len(indices)), rank, world_size)
 
     def _rewind(self, generator: torch.Generator, epoch: int) -> None:
         """Puts the generator where it was before ``epoch`` in the run that wrote the checkpoint.
@@ -216,33 +277,47 @@ class PooledRanks(EpochOrder):
     ) -> None:
         if not isinstance(source, Sized):
             raise TypeError(f"sampler {type(source).__name__} has no length; give it a __len__")
-        self.source = source
+        self._source = source
         self.batch_size = batch_size
         self.drop_last = drop_last
         self.seed = seed
         self.channel = channel
-        n = len(source)
-        if batch_size is not None:
-            n = n // batch_size if drop_last else -(-n // batch_size)
         size = batch_size if batch_size is not None else batch_size_of(source, seed)
-        everyone = channel.all_gather_object((n, size))
-        self._num_batches = max(n for n, _ in everyone)
+        everyone = channel.all_gather_object((self._own_batches(), size))
+        self._agreed = self._own_batches(), max(n for n, _ in everyone)
         self.global_batch_size = sum(size for _, size in everyone)
 
-    def __len__(self) -> int:
-        return self._num_batches
+    @property
+    def source(self) -> object:
+        return self._source
 
-    def batches(self, epoch: int) -> tuple[Sequence[Any], Sequence[int]]:
-        announce_epoch(self.source, epoch)
+    def _own_batches(self) -> int:
+        n, size = len(self._source), self.batch_size
+        if size is None:
+            return n
+        return n // size if self.drop_last else -(-n // size)
+
+    def __len__(self) -> int:
+        own, everyones = self._agreed
+        now = self._own_batches()
+        return everyones if now == own else now  # changed since, by code that runs on all ranks
+
+    def _mine(self) -> list[Any]:
         # Not reseeded: the ranks' samplers may rely on differing random streams.
-        mine = list(self.source)
-        if self.batch_size is not None:
-            mine = chunks(mine, self.batch_size, self.drop_last)
+        mine = list(self._source)
+        return mine if self.batch_size is None else chunks(mine, self.batch_size, self.drop_last)
+
+    def _drawn(self, epoch: int) -> tuple[Sequence[Any], Sequence[int]]:
+        own = self._own_batches()
+        everyone = self.channel.all_gather_object(self._mine())
+        self._agreed = own, max(map(len, everyone))
         return concatenate(
-            [batch for rank in everyone for batch in rank[t : t + 1]]
-            for everyone in [self.channel.all_gather_object(mine)]
-            for t in range(self._num_batches)
+            [batch for rank in everyone for batch in rank[t : t + 1]] for t in range(self._agreed[1])
         )
+
+    def look(self, epoch: int, rank: int, world_size: int) -> list[list[Any]]:
+        with undrawn(self._source, self.seed + epoch):
+            return [list(batch) for batch in self._mine()]
 
 
 class PooledBatches(EpochOrder):
@@ -264,11 +339,14 @@ class PooledBatches(EpochOrder):
         self._num_batches = -(-batches // channel.world_size)
         self.global_batch_size = size * channel.world_size
 
+    @property
+    def source(self) -> object:
+        return self.batch_sampler
+
     def __len__(self) -> int:
         return self._num_batches
 
-    def batches(self, epoch: int) -> tuple[Sequence[Any], Sequence[int]]:
-        announce_epoch(self.batch_sampler, epoch)
+    def _drawn(self, epoch: int) -> tuple[Sequence[Any], Sequence[int]]:
         world = self.channel.world_size
         flat: list[int] = []
         ends: list[int] = []
@@ -276,7 +354,13 @@ class PooledBatches(EpochOrder):
             pools = chunks(draw(self.batch_sampler, self.seed + epoch), world, drop_last=False)
             flat, ends = concatenate(pools)  # type: ignore[assignment]
         drawn = [self.channel.broadcast_indices(x if self.channel.rank == 0 else None) for x in (flat, ends)]
+        self._num_batches = len(drawn[1])
         return drawn[0], drawn[1]
+
+    def look(self, epoch: int, rank: int, world_size: int) -> list[list[Any]]:
+        with undrawn(self.batch_sampler, self.seed + epoch):
+            pools = chunks(list(self.batch_sampler), world_size, drop_last=False)
+        return equal_parts(*concatenate(pools), rank, world_size)
 
 
 class ContinuedOrder(EpochOrder):
@@ -298,6 +382,11 @@ class ContinuedOrder(EpochOrder):
         self.spans = sorted((int(start), int(end)) for start, end in spans)
         self.global_batch_size = order.global_batch_size
         self.drop_last = order.drop_last
+        self._inner: tuple[Sequence[Any], Sequence[int]] | None = None  # as drawn in the epoch that was begun
+
+    @property
+    def source(self) -> object:
+        return self.order.source
 
     @property
     def num_samples(self) -> int | None:
@@ -306,10 +395,19 @@ class ContinuedOrder(EpochOrder):
     def __len__(self) -> int:
         return len(self.order)
 
-    def batches(self, epoch: int) -> tuple[Sequence[Any], Sequence[int]]:
-        indices, ends = self.order.batches(epoch)
+    def look(self, epoch: int, rank: int, world_size: int) -> list[list[Any]]:
+        return self.order.look(epoch, rank, world_size)
+
+    def announce(self, epoch: int) -> None:
+        self._announced = epoch
+        self.order.announce(epoch)
+
+    def _drawn(self, epoch: int) -> tuple[Sequence[Any], Sequence[int]]:
         if epoch != self.epoch or not self.step:
-            return indices, ends
+            return self.order.batches(epoch)
+        if self._inner is None:
+            self._inner = self.order.batches(epoch)
+        indices, ends = self._inner
         trained = [i for start, end in self.spans for i in indices[start:end]]
         borders = [0, *(p for span in self.spans for p in span), len(indices)]
         others = [i for start, end in zip(borders[::2], borders[1::2], strict=True) for i in indices[start:end]]
@@ -324,8 +422,10 @@ class ContinuedOrder(EpochOrder):
 
     def trained(self, step: int) -> list[tuple[int, int]]:
         """Returns the spans, in the inner order, of what is trained after ``step`` batches of the continued epoch."""
-        indices, _ = self.order.batches(self.epoch)
-        left = self.batches(self.epoch)[1][step - 1] - sum(end - start for start, end in self.spans)
+        _, ends = self._drawn(self.epoch)
+        assert self._inner is not None
+        indices, _ = self._inner
+        left = ends[step - 1] - sum(end - start for start, end in self.spans)
         spans = list(self.spans)
         borders = [0, *(p for span in self.spans for p in span), len(indices)]
         for start, end in zip(borders[::2], borders[1::2], strict=True):
@@ -340,6 +440,16 @@ class ContinuedOrder(EpochOrder):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.order.load_state_dict(state)
+
+
+def equal_parts(indices: Sequence[Any], ends: Sequence[int], rank: int, world_size: int) -> list[list[Any]]:
+    """Returns one rank's part of each batch, where all get equal ones; of a batch with too few samples its first."""
+    parts, start = [], 0
+    for end in ends:
+        cuts = [start + r * (end - start) // world_size for r in (rank, rank + 1)]
+        parts.append(list(indices[slice(*cuts)] or indices[start : start + 1]))
+        start = end
+    return parts
 
 
 def chunks(items: Sequence[Any], size: int, drop_last: bool) -> list[Sequence[Any]]:

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
+from torch.utils.data import DataLoader
 
-__all__ = ["announce_epoch", "batch_size_of", "draw", "splits_by_rank", "undrawn", "yields_batches"]
+__all__ = ["announce_epoch", "batch_size_of", "draw", "first_drawn", "splits_by_rank", "undrawn", "yields_batches"]
 
 
 def announce_epoch(source: object, epoch: int) -> None:
@@ -32,6 +33,14 @@ def batch_size_of(batch_sampler: Iterable[Any], seed: int) -> int:
         return size
     with undrawn(batch_sampler, seed):
         return max((len(batch) for batch in batch_sampler), default=1)
+
+
+def first_drawn(loader: DataLoader) -> list[Any]:
+    """Returns the first index, or the first batch of them, that a loader would draw, which nobody has drawn after."""
+    source: Any = loader.batch_sampler if loader.batch_sampler is not None else loader.sampler
+    with undrawn(source), suppress(Exception):
+        return list(next(iter(source)))[:1]
+    return []
 
 
 def yields_batches(sampler: Iterable[Any]) -> bool:

@@ -97,6 +97,8 @@ class FederatedStrategy(ElasticDDPStrategy[FederatedRun]):
         **ddp: Any,
     ) -> None:
         super().__init__(accelerator=accelerator, **ddp)
+        if self.shared.own_data is False:
+            raise ValueError("own_data=False: each rank trains on its own loader's data here; drop it")
         check_counts(local_steps=local_steps, min_clients=min_clients)
         check_bounds(min_samples, max_samples)
         check_choice("weight_by", weight_by, ("used", "owned"))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import inspect
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
@@ -17,6 +18,7 @@ __all__ = [
     "check_ddp_arguments",
     "check_flags",
     "check_same_settings",
+    "name_changed_rows",
     "name_lost_peer",
     "refuse_fabric",
     "refuse_other_package",
@@ -151,6 +153,19 @@ def check_same_settings(everyone: Sequence[Mapping[str, str]]) -> None:
                 f"the ranks are configured differently: {name} is {values}. Start every rank with the same program,"
                 " arguments and package versions"
             )
+
+
+def name_changed_rows(exception: BaseException, strategy_name: str) -> None:
+    """Adds to an error on sizes, in a step that is not the first, what it may come of: rows kept from another batch."""
+    text = str(exception)
+    sized = re.search(r"\b(sizes?|shapes?)\b", text) and len(set(re.findall(r"\d+", text))) > 1
+    if sized and isinstance(exception, RuntimeError | ValueError):
+        exception.args = (
+            f"{text} (batches of {strategy_name} differ in their numbers of rows: if the step keeps a state for each"
+            " row from one batch to the next, use strategy='hetero_balanced' as LoadBalancedStrategy(rebalance=False),"
+            " which keeps equal parts)",
+            *exception.args[1:],
+        )
 
 
 def name_lost_peer(exception: BaseException, rank: int) -> None:

@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
 
@@ -31,6 +31,7 @@ from lightning_hetero.data.copies import users_own
 from lightning_hetero.data.costs import SampleCosts
 from lightning_hetero.data.stream import StreamMode
 from lightning_hetero.glue.orders import OrderFinder
+from lightning_hetero.glue.own_data import own_data_in
 from lightning_hetero.types import LossReduction
 
 if TYPE_CHECKING:
@@ -47,6 +48,7 @@ class SharedSettings:
     batch_sampler: Literal["refuse", "pool"] = "refuse"
     loss_reduction: LossReduction = "mean"
     batch_weight: Callable[[Any], float] | None = None
+    own_data: bool | None = None
 
     def weight_in(self, module: nn.Module) -> Callable[[Any], float] | None:
         """Returns what counts a batch, as given or the module's own method; None: samples count."""
@@ -110,6 +112,8 @@ class LoaderBinder(ABC, Generic[Bound]):
         self._trainer = trainer
         self._channel = channel
         self._strategy_name = strategy_name
+        self._own_data, self._compared = shared.own_data, False
+        self._counted = shared.weight_in(trainer.lightning_module) is not None
         self._bound: list[Bound] = []
         self.trained: tuple[int, int] | None = None
 
@@ -139,6 +143,23 @@ class LoaderBinder(ABC, Generic[Bound]):
                 f"{error}. Or use strategy='hetero_balanced', which trains such loaders in equal parts, as stock DDP"
                 " does"
             ) from None
+
+    def refuse_own_data(self, loader: DataLoader) -> None:
+        """Refuses samples that cannot be moved between ranks; a collective.
+
+        Raises:
+            TypeError: index i is not the same sample on every rank.
+        """
+        if why := self._why_own([loader]):
+            raise TypeError(f"{why}. Or use strategy='hetero_balanced', which leaves such samples with their rank")
+
+    def _why_own(self, loaders: Sequence[DataLoader]) -> str | None:
+        """Returns why samples cannot be moved between ranks; found out once, not when loaders are loaded again."""
+        if self._compared:
+            return None
+        why = own_data_in(loaders, self._own_data, self._trainer, self._channel)
+        self._compared = why is None
+        return why
 
     def resume(self, state: Mapping[str, Any]) -> None:
         """Takes a checkpoint's state, of this engine or another; before `process`."""
@@ -222,10 +243,14 @@ class PartBinder(LoaderBinder[Bound]):
             least=least,
             costs=costs,
         )
-        # Agreed now, by all ranks: one of them alone may look at a batch before the epoch starts.
-        sampler.set_epoch(compat.epoch_running(self._trainer))
+        sampler.epoch = compat.epoch_running(self._trainer)  # for who looks at a batch before the epoch starts
         bound.loader = rebatched_loader(
-            loader, sampler, position=lambda: self._begin()[1], on_fetch=bound.handed.append
+            loader,
+            sampler,
+            position=lambda: self._begin()[1],
+            on_fetch=bound.handed.append,
+            counted=self._counted,
+            looks_on=lambda it: 0 if compat.is_train_iterator(self._trainer, it) else self._channel.world_size,
         )
         return self._add(bound)
 

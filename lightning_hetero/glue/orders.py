@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sized
 from typing import TYPE_CHECKING, Any, Literal
 
 from lightning.fabric.utilities.rank_zero import rank_zero_info
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, DistributedSampler
 
 from lightning_hetero import lightning_compat as compat
 from lightning_hetero.data import (
@@ -153,7 +153,7 @@ class OrderFinder:
         if spec.kind == "distributed" and (sampler.num_replicas, sampler.rank) == (channel.world_size, channel.rank):
             samples = len(sampler.dataset)
             if not (sampler.drop_last and samples % channel.world_size):  # that drops samples: they are its choice
-                return ShuffledOrder(samples, seed=sampler.seed, shuffle=sampler.shuffle, **sizes)
+                return ShuffledOrder(samples, sampler=sampler, **sizes)
         if spec.kind.startswith("distributed") or not compat.uses_distributed_sampler(trainer):
             if self._global_batch_size not in (None, spec.batch_size * channel.world_size):
                 raise ValueError(
@@ -166,7 +166,9 @@ class OrderFinder:
         if spec.kind == "plain":
             assert spec.samples is not None
             # Like stock DDP, which shuffles every train loader except when overfitting.
-            return ShuffledOrder(spec.samples, seed=seed, shuffle=not compat.overfits(trainer), **sizes)
+            alike: dict[str, Any] = {"num_replicas": trainer.world_size, "rank": trainer.global_rank, "seed": seed}
+            sampler = DistributedSampler(loader.dataset, shuffle=not compat.overfits(trainer), **alike)
+            return ShuffledOrder(spec.samples, sampler=sampler, **sizes)
         order = SamplerOrder(sampler, seed=seed, channel=channel, **sizes)
         states = self.resume.get("orders", [])
         if len(states) > index:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+import traceback
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Mapping
@@ -166,6 +167,17 @@ class EngineRun(Reporting, ABC, Generic[Binder]):
     def failed(self) -> bool:
         """Whether this rank has failed."""
         return self._failed
+
+    def sizes_differ(self, error: BaseException, *again: Callable[..., Any]) -> bool:
+        """Whether an error comes out of a user's step before which there was one that may have had other rows.
+
+        Args:
+            error: of the run.
+            again: what calls the step more than once within a batch.
+        """
+        frames = [frame.f_code.co_name for frame, _ in traceback.walk_tb(error.__traceback__)]
+        inner = {call.__name__ for call in (compat.call_training_step, *again)}
+        return not inner.isdisjoint(frames) or ("training_step" in frames and self.trainer.fit_loop.total_batch_idx > 0)
 
     def fail(self, error: BaseException) -> None:
         """Notes that this rank has failed; nobody is waited for from here on."""

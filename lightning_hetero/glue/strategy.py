@@ -23,6 +23,7 @@ from lightning_hetero.glue.checks import (
     check_counts,
     check_ddp_arguments,
     check_flags,
+    name_changed_rows,
     name_lost_peer,
 )
 from lightning_hetero.glue.gathered import gather_unequal
@@ -64,6 +65,8 @@ class HeteroStrategy(UnevenNodesStrategy, Reporting, Generic[Run]):
         batch_sampler: what to do with a custom batch sampler: ``"refuse"``, or ``"pool"`` one batch per device.
         loss_reduction: whether ``training_step`` returns a ``"mean"`` or a ``"sum"`` over its batch; of sums the ranks'
             mean is taken, as by DDP: the sum over the global batch divided by the number of devices.
+        own_data: whether the train dataset has other samples under the same index on each rank, so that they stay
+            there. ``None``: three samples of it are read and compared when training begins; ``False``: none is.
         batch_weight: what the loss is a mean over if not samples, e.g. tokens: ``batch -> number``. A method of that
             name on the LightningModule serves too.
         monitor: say in one line at the end of a fit who did what. Numbers while training: `StragglerMonitor`.
@@ -99,6 +102,7 @@ class HeteroStrategy(UnevenNodesStrategy, Reporting, Generic[Run]):
         batch_sampler: Literal["refuse", "pool"] = "refuse",
         loss_reduction: LossReduction = "mean",
         batch_weight: Callable[[Any], float] | None = None,
+        own_data: bool | None = None,
         monitor: bool = True,
         parallel_devices: list[torch.device] | None = None,
         cluster_environment: Any = None,
@@ -117,6 +121,7 @@ class HeteroStrategy(UnevenNodesStrategy, Reporting, Generic[Run]):
         check_choice("batch_sampler", batch_sampler, ("refuse", "pool"))
         check_choice("loss_reduction", loss_reduction, ("mean", "sum"))
         check_choice("start_method", start_method, ("popen", "spawn", "fork", "forkserver"))
+        check_choice("own_data", own_data, (None, True, False))
         check_flags(monitor=monitor)
         if not (batch_weight is None or callable(batch_weight)):
             raise TypeError(f"batch_weight={batch_weight!r} must be a function of the batch, or None")
@@ -144,6 +149,7 @@ class HeteroStrategy(UnevenNodesStrategy, Reporting, Generic[Run]):
             batch_sampler=batch_sampler,
             loss_reduction=loss_reduction,
             batch_weight=batch_weight,
+            own_data=own_data,
         )
         self._monitor = monitor
         self._checked = False  # arguments against several devices
@@ -240,6 +246,8 @@ class HeteroStrategy(UnevenNodesStrategy, Reporting, Generic[Run]):
     def on_exception(self, exception: BaseException) -> None:
         super().on_exception(exception)
         if self._run is not None:
+            if self._run.sizes_differ(exception):
+                name_changed_rows(exception, type(self).__name__)
             self._run.fail(exception)
         name_lost_peer(exception, self.global_rank)
 

@@ -4,6 +4,7 @@
 ``loaders``        the loaders of a fit, and how Lightning would change them
 ``results``        values logged and metrics updated: what counts in them
 ``logs``           ``self.log`` diverted and made again, metrics combined over some of the ranks
+``norms``          norms of gradients that torch and Lightning are asked for
 ``batches``        what the loop does with one batch, and the callbacks it calls
 ``empty_batches``  batches that are None, and which hooks hear of them
 ``launchers``      launchers that let a run go on without a process that was killed; import them from there
@@ -22,8 +23,10 @@ from lightning_hetero.lightning_compat.batches import (
     call_training_step,
     collect_clipping,
     defer_requeue,
+    manual_outputs,
     module_attributes,
     note_sigterm,
+    outputs_of,
     replace_sigterm_broadcast,
     requeues,
     run_again,
@@ -49,12 +52,14 @@ from lightning_hetero.lightning_compat.loaders import (
 from lightning_hetero.lightning_compat.logs import (
     combine_metric_with,
     divert_logs,
+    forget_computed,
     log_again,
     logged_reduction,
     results_of,
     running_hook,
     size_of_batch,
 )
+from lightning_hetero.lightning_compat.norms import norms_by
 from lightning_hetero.lightning_compat.progress import (
     accumulates_now,
     batches_of_all_epochs,
@@ -78,11 +83,13 @@ from lightning_hetero.lightning_compat.results import (
     dummy_batch_unlogged,
     log_interval,
     metrics_frozen,
+    metrics_of,
     reduced_names,
     save_logs,
     save_metrics,
     show_on_progress_bar,
     unlogged,
+    watch_epoch_values,
     weigh_logs,
 )
 from lightning_hetero.lightning_compat.throughput import count_throughput
@@ -110,6 +117,7 @@ __all__ = [
     "epoch_running",
     "fetch_limit",
     "finds_learning_rate",
+    "forget_computed",
     "is_last_prediction",
     "is_train_iterator",
     "keep_train_sampler",
@@ -118,9 +126,13 @@ __all__ = [
     "log_interval",
     "logged_reduction",
     "logging_step",
+    "manual_outputs",
     "metrics_frozen",
+    "metrics_of",
     "module_attributes",
+    "norms_by",
     "note_sigterm",
+    "outputs_of",
     "overfits",
     "reduced_names",
     "replace_sigterm_broadcast",
@@ -146,6 +158,7 @@ __all__ = [
     "uses_dataloader_iter",
     "uses_distributed_sampler",
     "val_loaders",
+    "watch_epoch_values",
     "watch_train_source",
     "weigh_logs",
     "wrap_training",

@@ -27,8 +27,10 @@ __all__ = [
     "call_training_step",
     "collect_clipping",
     "defer_requeue",
+    "manual_outputs",
     "module_attributes",
     "note_sigterm",
+    "outputs_of",
     "replace_sigterm_broadcast",
     "requeues",
     "run_again",
@@ -185,6 +187,19 @@ def run_again(trainer: Trainer, batch: Any, batch_idx: int, optimizer: Any, *, z
     if not zero:
         closure._zero_grad_fn = None
     return closure
+
+
+def outputs_of(closure: Any) -> dict[str, Any]:
+    """Returns what hooks see as the outputs of a closure of `run_again` that has run."""
+    result = closure.consume_result()
+    return {} if result.loss is None else result.asdict()
+
+
+def manual_outputs(output: Any) -> dict[str, Any]:
+    """Returns what hooks see as the outputs of a ``training_step`` in manual optimization that has returned this."""
+    from lightning.pytorch.loops.optimization.manual import ManualResult
+
+    return ManualResult.from_training_step_output(output).asdict()
 
 
 def call_training_step(module: LightningModule, batch: Any, batch_idx: int) -> Any:

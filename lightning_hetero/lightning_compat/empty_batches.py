@@ -19,22 +19,43 @@ from __future__ import annotations
 
 import dis
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from lightning.pytorch.callbacks import Checkpoint, EarlyStopping, ThroughputMonitor, Timer
 from lightning.pytorch.tuner.lr_finder import _LRCallback
 
 from lightning_hetero.lightning_compat.batches import trainer_callbacks
+from lightning_hetero.lightning_compat.results import as_batch
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
     from lightning.pytorch.callbacks import Callback
 
-__all__ = ["finds_learning_rate", "skip_empty_batches"]
+__all__ = ["PartsOfBatch", "finds_learning_rate", "skip_empty_batches"]
 
 
-def skip_empty_batches(trainer: Trainer) -> Callable[[], None]:
-    """Lets the loop pass over a batch that is None as the module says, without a warning; returns the undo function."""
+class PartsOfBatch(Protocol):
+    """What was trained while the loop had one batch."""
+
+    @property
+    def counts(self) -> bool:
+        """Whether the loop's batch counts."""
+        ...
+
+    @property
+    def more(self) -> list[tuple[Any, Any, int]]:
+        """Outputs, batch and samples of everything else that was trained and counts."""
+        ...
+
+
+def skip_empty_batches(trainer: Trainer, parts: PartsOfBatch | None = None) -> Callable[[], None]:
+    """Lets the loop pass over a batch that is None as the module says, without a warning; returns the undo function.
+
+    Args:
+        trainer: the running trainer.
+        parts: have a user's hook that looks at batch or outputs called for each of them, and for nothing that does not
+            count; what is more than the loop's batch comes when that one has ended.
+    """
     module = trainer.lightning_module
     replaced: list[tuple[Any, str, Any]] = []
 
@@ -50,14 +71,38 @@ def skip_empty_batches(trainer: Trainer) -> Callable[[], None]:
 
         replace(owner, name, hook)
 
+    def part_by_part(owner: Any, first: int) -> None:
+        """``first``: position of the first argument that is not the hook's trainer and module."""
+        start, end = owner.on_train_batch_start, owner.on_train_batch_end
+        starts, ends = _uses(start, first), _uses(end, first, first + 1)
+
+        def started(*args: Any) -> Any:
+            return start(*args) if parts is None or parts.counts else None
+
+        def ended(*args: Any) -> None:
+            if not ends or (args[first + 1] is not None and (parts is None or parts.counts)):
+                end(*args)
+            for outputs, batch, samples in () if parts is None else parts.more:
+                with as_batch(trainer, batch, samples):
+                    if starts:
+                        start(*args[:first], batch, args[-1])
+                    if ends:
+                        end(*args[:first], outputs, batch, args[-1])
+
+        if starts and parts is not None:
+            replace(owner, "on_train_batch_start", started)
+        if ends or (starts and parts is not None):
+            replace(owner, "on_train_batch_end", ended)
+
     without_none(module, "_on_before_batch_transfer", 0)
-    if _uses(module.on_train_batch_end, 0, 1):
-        without_none(module, "on_train_batch_end", 1)
+    part_by_part(module, 0)
     for callback in trainer_callbacks(trainer):
         if isinstance(callback, _LRCallback):
             replace(callback, "on_train_batch_end", _decides_in_every_batch(callback))
-        elif not _counts_batches(callback) and _uses(callback.on_train_batch_end, 2, 3):
+        elif isinstance(callback, ThroughputMonitor):  # that one measures the loop's batch
             without_none(callback, "on_train_batch_end", 3)
+        elif not _counts_batches(callback):
+            part_by_part(callback, 2)
     warned = trainer.fit_loop.epoch_loop._warning_cache
     warned.add("train_dataloader yielded None. If this was on purpose, ignore this warning...")
 
@@ -100,9 +145,8 @@ def _counts_batches(callback: Callback) -> bool:
         return True
     if "on_train_batch_end" in vars(callback):  # a user's function, as in LambdaCallback
         return False
-    hook = type(callback).on_train_batch_end
-    ours = hook.__module__.split(".")[0] in ("lightning", "lightning_hetero")
-    return ours and hook is not ThroughputMonitor.on_train_batch_end  # that one measures the batch
+    hooks = type(callback).on_train_batch_start, type(callback).on_train_batch_end
+    return all(hook.__module__.split(".")[0] in ("lightning", "lightning_hetero") for hook in hooks)
 
 
 def _uses(hook: Callable[..., Any], *positions: int) -> bool:

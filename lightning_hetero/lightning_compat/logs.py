@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 __all__ = [
     "combine_metric_with",
     "divert_logs",
+    "forget_computed",
     "log_again",
     "logged_reduction",
     "results_of",
@@ -138,7 +139,11 @@ def _as_it_is(value: Tensor, *, reduce_op: Any = None, group: Any = None) -> Ten
 
 
 def combine_metric_with(
-    metric: Metric, gather: Callable[[Any], Sequence[Any]], *, inside: Callable[[], bool]
+    metric: Metric,
+    gather: Callable[[Any], Sequence[Any]],
+    *,
+    inside: Callable[[], bool],
+    computed: Callable[[Metric], object],
 ) -> Callable[[], None]:
     """Lets a metric's ``compute`` combine the states of those ranks that have updated it; returns the undo function.
 
@@ -150,10 +155,13 @@ def combine_metric_with(
         metric: of the module; the same one on all ranks.
         gather: returns all ranks' objects in order; a collective.
         inside: whether this rank is in a step that the others are not in, so that nothing can be gathered.
+        computed: told of the metric, or a copy of it, before it keeps a value; see `forget_computed`.
     """
 
     def _sync_dist(self: Any, dist_sync_fn: Any = None, process_group: Any = None) -> None:
-        del dist_sync_fn, process_group
+        if undone:  # a copy that was made before
+            return type(self)._sync_dist(self, dist_sync_fn, process_group)
+        computed(self)
         if not inside():
             states = {name: _moved(getattr(self, name), torch.device("cpu")) for name in self._reductions}
             updates = vars(self).get("_own_update_count", self._update_count)
@@ -170,6 +178,7 @@ def combine_metric_with(
             self._update_count = count
             del self.__dict__["_own_update_count"]
 
+    undone = False
     original = metric.compute
     functools.update_wrapper(compute, original)
     # Methods, so that a copy of the metric has copies that belong to it.
@@ -177,10 +186,21 @@ def combine_metric_with(
     metric.compute = types.MethodType(compute, metric)  # type: ignore[method-assign]
 
     def undo() -> None:
+        nonlocal undone
+        undone = True
         vars(metric).pop("_sync_dist", None)
         metric.compute = original  # type: ignore[method-assign]
 
     return undo
+
+
+def forget_computed(metrics: list[Metric]) -> None:
+    """Lets metrics compute again, and empties the list.
+
+    An update does so on the ranks that make it. The others would return what they have kept, while those gather.
+    """
+    while metrics:
+        metrics.pop()._computed = None
 
 
 def _moved(state: Any, device: torch.device) -> Any:

@@ -21,11 +21,13 @@ __all__ = [
     "dummy_batch_unlogged",
     "log_interval",
     "metrics_frozen",
+    "metrics_of",
     "reduced_names",
     "save_logs",
     "save_metrics",
     "show_on_progress_bar",
     "unlogged",
+    "watch_epoch_values",
     "weigh_logs",
 ]
 
@@ -187,7 +189,8 @@ def metrics_frozen(module: nn.Module) -> Iterator[None]:
 def save_metrics(module: nn.Module) -> Callable[[], None]:
     """Returns what puts the module's torchmetrics back as they are now, once.
 
-    ``metric_state`` is public, the update counter and the cached value are not.
+    ``metric_state`` is public, the update counter and the cached value are not. What was updated meanwhile computes
+    anew: ranks whose updates stay have no cached value, and gather.
     """
     from torchmetrics import Metric
 
@@ -201,9 +204,44 @@ def save_metrics(module: nn.Module) -> Callable[[], None]:
         for metric, state, count, computed in saved:
             for name, value in state.items():
                 setattr(metric, name, value)
-            metric._update_count, metric._computed = count, computed
+            metric._computed = computed if metric._update_count == count else None
+            metric._update_count = count
 
     return put_back
+
+
+def metrics_of(module: nn.Module) -> list[nn.Module]:
+    """Returns the module's torchmetrics."""
+    from torchmetrics import Metric
+
+    return [metric for metric in module.modules() if isinstance(metric, Metric)]
+
+
+def watch_epoch_values(trainer: Trainer, note: Callable[[Callable[[], None]], None]) -> Callable[[], None]:
+    """Has ``note(take_back)`` called before a value logged in training counts in its epoch; returns the undo function.
+
+    ``take_back`` leaves the value of the step as it is. There is no public place behind ``self.log``'s checks; an
+    update makes new tensors, so that the old ones are all there is to keep.
+    """
+    results: Any = trainer.fit_loop.epoch_loop._results
+
+    def update(key: str, value: Any, batch_size: int) -> None:
+        metric = results[key]
+        if metric.is_tensor and metric.meta.on_epoch:
+            before = {name: vars(metric)[name] for name in ("value", "cumulated_batch_size") if name in vars(metric)}
+
+            def take_back() -> None:  # in the type that the other ranks have
+                vars(metric).update({n: old.to(vars(metric)[n]) for n, old in before.items()}, _computed=None)
+
+            note(take_back)
+        type(results).update_metrics(results, key, value, batch_size)
+
+    vars(results)["update_metrics"] = update
+
+    def undo() -> None:
+        vars(results).pop("update_metrics", None)
+
+    return undo
 
 
 def save_logs(trainer: Trainer) -> Callable[[], None]:

@@ -30,7 +30,9 @@ from lightning_hetero.glue.metrics import integer_mean_, is_mean
 from lightning_hetero.lightning_compat.patches import patched
 from lightning_hetero.pipeline.decide.plans import describe_plan, unit_costs
 from lightning_hetero.pipeline.decide.recorded_costs import model_from_plain
+from lightning_hetero.pipeline.fit.acting import acting_rank
 from lightning_hetero.pipeline.fit.checkpoints import WholeCheckpointsDDP
+from lightning_hetero.pipeline.fit.layer_hooks import hooks_return
 from lightning_hetero.pipeline.fit.plan.planning import (
     CannotDivideError,
     PipelineSettings,
@@ -46,6 +48,7 @@ from lightning_hetero.pipeline.fit.refusals import (
     REFUSALS,
     refuse_module,
     refuse_no_optimizer,
+    refuse_optimizers,
     warn_undivided,
 )
 from lightning_hetero.pipeline.fit.replans import Decides
@@ -213,6 +216,9 @@ class HeteroPipelineStrategy(WholeCheckpointsDDP):
         self._replans = run.replans
         moves = partial(compat.batch_to_device, trainer, move=super().batch_to_device)
         start = self._starts(backbone)
+        if run.fitting and (start is not None or any(len(group.ranks) > 1 for group in planned.plan.groups)):
+            refuse_optimizers(self.optimizers, backbone)
+            run.undo.enter_context(hooks_return(backbone))
         self._install(run, planned, backbone, start=start, in_force=self._in_force, to_device=moves)
         if any(len(group.ranks) > 1 for group in planned.plan.groups) or len(planned.plan.groups) < self.world_size:
             rank_zero_info(f"hetero_pipeline:\n{describe_plan(planned.plan, planned.cluster, backbone.names)}")
@@ -221,6 +227,11 @@ class HeteroPipelineStrategy(WholeCheckpointsDDP):
     def _layers_of(self, module: LightningModule) -> Backbone:
         given = self.plan_settings.plan is not None or self.plan_settings.profile is not None
         return find_layers(module, self.backbone, needed=given)
+
+    @property
+    def is_global_zero(self) -> bool:
+        """Whether this is rank 0; in a step, whether it runs for rank 0."""
+        return super().is_global_zero if (rank := acting_rank()) is None else rank == 0
 
     def configure_ddp(self) -> None:
         """No wrapper, also on one device: parameters that a loss does not use need no flag there either."""

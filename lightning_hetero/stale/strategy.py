@@ -15,7 +15,10 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
+from lightning.pytorch.strategies import Strategy
+from torch.optim import Optimizer
 
+from lightning_hetero import lightning_compat as compat
 from lightning_hetero.glue.checks import check_choice, check_counts
 from lightning_hetero.glue.elastic.ddp import ElasticDDPStrategy
 from lightning_hetero.glue.refusals import refuse_saving_in_step
@@ -23,12 +26,15 @@ from lightning_hetero.predictors import Predictor, PredictorName
 from lightning_hetero.predictors import by_name as predictor_by_name
 from lightning_hetero.stale.decide.policy import Policy, PolicyName
 from lightning_hetero.stale.decide.policy import by_name as policy_by_name
+from lightning_hetero.stale.fit.dry_run import refuse_unusual_steps
+from lightning_hetero.stale.fit.held_state import released
 from lightning_hetero.stale.fit.meetings import Meetings
 from lightning_hetero.stale.fit.refusals import (
     REFUSALS,
     refuse_controller,
     refuse_entangled,
     refuse_manual_scaling,
+    refuse_monitored_steps,
 )
 from lightning_hetero.stale.fit.run import StaleRun
 from lightning_hetero.stale.fit.settings import StaleSettings
@@ -169,8 +175,28 @@ class BoundedStalenessStrategy(ElasticDDPStrategy[StaleRun]):
 
     def setup_optimizers(self, trainer: Trainer) -> None:
         super().setup_optimizers(trainer)
-        if self.world_size > 1 and self.policy.compensation > 0.0:
+        if self.world_size == 1:
+            return
+        refuse_unusual_steps(self.optimizers)
+        refuse_monitored_steps(self.lr_scheduler_configs)
+        if self.policy.compensation > 0.0:
             refuse_entangled(self.optimizers, self.policy.name)
+
+    @property
+    def optimizers(self) -> list[Optimizer]:
+        return super().optimizers
+
+    @optimizers.setter
+    def optimizers(self, optimizers: list[Optimizer]) -> None:
+        """Sets them; not while the server has those that were set before."""
+        if self._loop is not None and [*map(id, optimizers)] != [*map(id, self.optimizers)]:
+            names = ", ".join(type(optimizer).__name__ for optimizer in optimizers)
+            raise RuntimeError(
+                f"rank {self.global_rank} was given other optimizers ({names}) in the middle of a fit, by"
+                " trainer.optimizers = ... or setup_optimizers: the parameter server has those that it was started"
+                " with. Change their param_groups, begin another fit, or use strategy='hetero_balanced'"
+            )
+        Strategy.optimizers.__set__(self, optimizers)  # a property of its
 
     def configure_ddp(self) -> None:
         """No wrapper: gradients go to the server. Ranks start from rank 0's parameters and buffers, as under DDP."""
@@ -202,9 +228,9 @@ class BoundedStalenessStrategy(ElasticDDPStrategy[StaleRun]):
         if not self.lightning_module.automatic_optimization:
             base = super().training_step
 
-            def again(batch: Any) -> None:
+            def again(batch: Any) -> Any:
                 with loop.guard():
-                    base(batch, *args[1:], **kwargs)
+                    return compat.manual_outputs(base(batch, *args[1:], **kwargs))
 
             with self._left_on_errors():
                 loop.training_step_done(again)
@@ -228,6 +254,12 @@ class BoundedStalenessStrategy(ElasticDDPStrategy[StaleRun]):
             if (loop := self._loop) is not None:
                 loop.leave_step(failed=True)
             raise
+
+    def backward(self, *args: Any, **kwargs: Any) -> Any:
+        output = super().backward(*args, **kwargs)
+        if (loop := self._loop) is not None:
+            loop.backward_done()
+        return output
 
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:
@@ -286,6 +318,12 @@ class BoundedStalenessStrategy(ElasticDDPStrategy[StaleRun]):
         run = self._connected
         if run is not None and self.is_global_zero:
             state = run.session.state["optimizers"][self._index(getattr(optimizer, "_optimizer", optimizer))]
-            mine = super().optimizer_state(optimizer)
-            return {**mine, **state} if mine else mine  # none, for what stands in the place of no optimizer
-        return super().optimizer_state(optimizer)
+            with released(self.optimizers):
+                mine: dict[str, Any] = super().optimizer_state(optimizer)
+            if not mine:  # of what stands in the place of no optimizer
+                return mine
+            for group, changed in zip(mine["param_groups"], state["groups"], strict=False):  # perhaps more than then
+                group.update(changed)
+            return {**mine, "state": state["state"]}
+        with released(self.optimizers):
+            return super().optimizer_state(optimizer)

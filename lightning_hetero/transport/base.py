@@ -70,7 +70,7 @@ class Say(IntEnum):
 
 
 _REQUEST = struct.Struct("<BxHiiiqiIIIddQI")
-_REPLY = struct.Struct("<BxHiiiqqqqIII")
+_REPLY = struct.Struct("<B?HiiiqqqqIII")
 
 
 def _packed(form: struct.Struct, message: Request | Reply, *values: float) -> bytes:
@@ -162,6 +162,7 @@ class Reply:
         hint_start, hint_end: positions worth fetching ahead.
         generation: number of membership changes so far.
         flags: bits, see `ReplyFlag`; with a grant, see `Worker.wants_return`.
+        wasted: the worker's last push counts nothing: another one computes, or has computed, its samples.
     """
 
     kind: Say
@@ -174,6 +175,7 @@ class Reply:
     hint_end: int = 0
     generation: int = 0
     flags: int = 0
+    wasted: bool = False
     numbers: Sequence[int] = ()
     text: str = ""
 
@@ -184,7 +186,7 @@ class Reply:
         body = array("q", self.numbers).tobytes() + self.text.encode()
         return (
             _packed(_REPLY, self,
-                self.kind, self.micro, self.epoch, self.tick, self.generation, self.version, self.lease,
+                self.kind, self.wasted, self.micro, self.epoch, self.tick, self.generation, self.version, self.lease,
                 self.hint_start, self.hint_end, self.flags, len(self.numbers), len(body),
             )
             + body
@@ -194,12 +196,14 @@ class Reply:
     def unpack(cls, head: bytes, body: bytes) -> Reply:
         """Returns the reply; raises ValueError if it is none."""
         try:
-            kind, micro, epoch, tick, generation, version, lease, start, end, flags, count, size = _REPLY.unpack(head)
+            kind, wasted, micro, epoch, tick, generation, version, lease, start, end, flags, count, size = (
+                _REPLY.unpack(head)
+            )
             if size != len(body) or not 0 <= 8 * count <= size:
                 raise ValueError(f"a payload of {len(body)} bytes was announced as {size} with {count} numbers")
             return cls(
                 kind=Say(kind), micro=micro, epoch=epoch, tick=tick, generation=generation, version=version,
-                lease=lease, hint_start=start, hint_end=end, flags=flags,
+                lease=lease, hint_start=start, hint_end=end, flags=flags, wasted=wasted,
                 numbers=tuple(array("q", body[: 8 * count])), text=body[8 * count :].decode(),
             )  # fmt: skip
         except (struct.error, UnicodeDecodeError) as error:

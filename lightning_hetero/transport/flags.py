@@ -13,11 +13,13 @@ class PushFlag(IntFlag):
     FINAL: the last push of the batch; it is a claim for the same tick, too.
     OVERFLOW: gradients overflowed under mixed precision (AMP); the whole update is skipped, as under DDP.
     MEASURES: the answer that the batch is over is to bring what the server has counted.
+    MORE: other optimizer steps of the same batch probably follow, whose gradients depend on this one.
     """
 
     FINAL = 1
     OVERFLOW = 2
     MEASURES = 4
+    MORE = 8
 
 
 class ReplyFlag(IntFlag):

@@ -28,6 +28,7 @@ from lightning_hetero.data.copies import users_own
 from lightning_hetero.data.costs import SampleCosts, costs_in
 from lightning_hetero.data.stream import StreamMode
 from lightning_hetero.glue.loaders import BoundLoader, PartBinder, SharedSettings
+from lightning_hetero.glue.own_data import check_own_batches, indexed
 from lightning_hetero.glue.run import planned_batches
 from lightning_hetero.shares.bounds import ShareBounds
 from lightning_hetero.shares.policy import BalancePolicy
@@ -107,14 +108,16 @@ class BalancedBinder(PartBinder[_Balanced]):
         self.equal: str | None = None
         self._asked_batch = shared.global_batch_size
         self._layout: tuple[int, int, int, int] | None = None  # of the running controller: size, quantum, lag, least
-        self._announced: Sequence[object] = ()
+        self._announced: Sequence[Any] = ()
+        self._several = False
+        self._own = False  # whether parts are equal because data belong to their rank
         self._least = 1
         self._shapes = ShapeNeeds()
         self._bounds = settings.bounds  # with what compiled code needs
 
     # ---- set-up -----------------------------------------------------------------------------------------------
 
-    def announce(self, loaders: Sequence[object]) -> None:
+    def announce(self, loaders: Sequence[Any]) -> None:
         """Takes the train loaders that will be processed next, all that are trained on at once."""
         self._announced = [users_own(loader) for loader in loaders]
 
@@ -125,10 +128,14 @@ class BalancedBinder(PartBinder[_Balanced]):
             TypeError, ValueError: the ranks' loaders differ, or an argument does not suit them.
         """
         if self._announced:
+            self._several = len(self._announced) > 1
             self._settle(self._announced)
             self._announced = ()
         if self.equal is not None:
-            return compat.stock_train_loader(self._trainer, users_own(loader))
+            stock: Any = compat.stock_train_loader(self._trainer, users_own(loader))
+            if self._own:
+                check_own_batches(stock, self.equal, self._trainer, self._channel)
+            return stock
         loader, spec, read_ahead = self._inspect(loader)
         if spec.kind == "stream":
             return self._stream(loader, spec)
@@ -139,10 +146,15 @@ class BalancedBinder(PartBinder[_Balanced]):
         quantum = self._quantum_of(order.global_batch_size, least)
         full = order.global_batch_size
         pieces = self._pieces(full, quantum, least)
-        low, up = self._bounds_of(pieces, quantum, least).resolve(self._channel.world_size, full, quantum)
+        known = costs_in(loader.dataset, self.settings.sample_costs)
+        if known is not None and self._several:
+            raise ValueError(
+                "sample_costs, or sample_cost(i) of a dataset, cannot be combined with several train loaders, whose"
+                " batches are cut in the same fractions; drop it"
+            )
+        low, up = self._resolve(pieces, full, quantum, least)
         if self.settings.bounds.lower is None:  # it is a guard against wrong speeds, which costs are not
             low = [least] * len(low)
-        known = costs_in(loader.dataset, self.settings.sample_costs)
         if known is not None and isinstance(self.policy, TuningPolicy):
             raise ValueError(
                 "sample_costs, or sample_cost(i) of the dataset, gives ranks other numbers of samples in every batch,"
@@ -162,7 +174,7 @@ class BalancedBinder(PartBinder[_Balanced]):
         self.orders.check_position(order.global_batch_size)
         return self._read_parts(bound, loader, least=least, costs=costs)
 
-    def _settle(self, loaders: Sequence[object]) -> None:
+    def _settle(self, loaders: Sequence[Any]) -> None:
         """Finds out, for all ranks alike, whether these loaders are divided by speed, and what BatchNorm needs."""
         mine = self._objection(loaders), least_samples(self._trainer.lightning_module), shape_needs(self._trainer)
         everyone: list[tuple[str | None, int, ShapeNeeds]] = self._channel.all_gather_object(mine)
@@ -170,6 +182,9 @@ class BalancedBinder(PartBinder[_Balanced]):
         self._shapes = ShapeNeeds.of_all(needs for _, _, needs in everyone)
         self._bounds = replace(self.settings.bounds, usual=2 if self._shapes.compiled else 1)
         said, self.equal = self.equal, next((objection for objection, _, _ in everyone if objection), None)
+        self._own = self.equal is None and len(loaders) == 1
+        if self.equal is None:
+            self.equal = self._why_own(loaders if self.settings.stream != "infinite" else indexed(loaders))
         if self.equal is None:
             return
         self._bound = []
@@ -222,6 +237,12 @@ class BalancedBinder(PartBinder[_Balanced]):
             quantum //= 2
         return 1
 
+    def _resolve(self, pieces: int, total: int, quantum: int, least: int) -> tuple[list[int], list[int]]:
+        """Returns least and most samples per rank of a batch; of several loaders the largest's say it, see `bind`."""
+        if self._several:
+            return [least], [total]
+        return self._bounds_of(pieces, quantum, least).resolve(self._channel.world_size, total, quantum)
+
     def _least_of(self, spec: LoaderSpec, total: int) -> int:
         """Least samples of a rank that has any; where stock DDP's ranks have one each, the model can do with one."""
         one_each = spec.batch_size in (None, 1) and total <= self._channel.world_size
@@ -232,7 +253,7 @@ class BalancedBinder(PartBinder[_Balanced]):
         total = self.orders.batch_of_all(spec)
         least = self._least_of(spec, total)
         quantum = self._quantum_of(total, least)
-        replace(self._bounds, least=least).resolve(self._channel.world_size, total, quantum)
+        self._resolve(1, total, quantum, least)
         if self.settings.sample_costs is not None:
             raise ValueError("sample_costs tells the costs of samples by index, which a stream does not have: drop it")
         sized = hasattr(loader.dataset, "__len__")
@@ -272,11 +293,6 @@ class BalancedBinder(PartBinder[_Balanced]):
             raise ValueError(
                 f"global_batch_size={self._asked_batch} is ambiguous with {len(self._bound)} train"
                 " loaders; set each loader's batch_size instead"
-            )
-        if len(self._bound) > 1 and any(b.costs is not None for b in self._bound):
-            raise ValueError(
-                "sample_costs, or sample_cost(i) of a dataset, cannot be combined with several train loaders, whose"
-                " batches are cut in the same fractions; drop it"
             )
         if len(self._bound) > 1 and any(b.pieces > 1 for b in self._bound):
             raise ValueError("max_samples below the global batch cannot be combined with several train loaders")

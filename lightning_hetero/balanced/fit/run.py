@@ -12,7 +12,6 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 import torch
-from lightning.fabric.utilities.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -22,6 +21,7 @@ from lightning_hetero.balanced.decide.rows import RankState
 from lightning_hetero.balanced.fit.loaders import BalancedBinder, BatchSettings
 from lightning_hetero.balanced.fit.rebalancer import BatchRebalancer
 from lightning_hetero.balanced.fit.recovery import Recovery
+from lightning_hetero.balanced.fit.trained import Trained
 from lightning_hetero.balanced.runtime.batch_norm import statistics_kept
 from lightning_hetero.balanced.runtime.checksum import ParameterChecksum
 from lightning_hetero.balanced.runtime.loss_weight import LossWeight
@@ -105,6 +105,7 @@ class BalancedRun(EngineRun[BalancedBinder]):
         agreed |= {
             "global_batch_size": str(shared.global_batch_size),
             "batch_sampler": shared.batch_sampler,
+            "own_data": str(shared.own_data),
             "loss_reduction": shared.loss_reduction,
             "rebalance": str(self.rebalancer.enabled),
             "batch_cost": getattr(cost, "__qualname__", str(cost is not None)),
@@ -138,7 +139,7 @@ class BalancedRun(EngineRun[BalancedBinder]):
         self.undo.callback(self._compiles.close)
         every = settings.check_parameters_every
         self._checksum = None if every is None else ParameterChecksum(every, self._optimized, device=device)
-        self._trained: set[int] = set()  # parameters that DDP keeps equal, by id
+        self._trained = Trained(trainer)
         self._model: nn.Module | None = None
         self._measured: deque[tuple[Part, bool]] = deque()  # closed steps whose time is not yet known; to be believed?
         self._finished: tuple[Part, float] | None = None  # a step whose time is known, but not yet its wait
@@ -149,17 +150,11 @@ class BalancedRun(EngineRun[BalancedBinder]):
         self._sent = False
         self._synced = False
         self._told: int | None = None  # the most samples of a part, by an earlier run
-        self._warned = False  # of numbers that are gathered
-        self._epoch = -1
-        self._parameters: list[nn.Parameter] = []
-        self._flags: list[bool] = []  # which of them required gradients in the last step
 
     def attach(self, model: nn.Module | None) -> None:
         """Takes the module as it is trained, wrapped or not, once set-up is over or it was wrapped again."""
         self._model = model
-        self._parameters = list(self.module.parameters())
-        self._flags = [p.requires_grad for p in self._parameters]
-        self._trained = {id(p) for p in self._parameters if p.requires_grad}
+        self._trained.wrapped()
         self.probe.attach(self.module)
         if self._recovery is not None:
             self._recovery.close()
@@ -176,25 +171,11 @@ class BalancedRun(EngineRun[BalancedBinder]):
             self.undo.callback(self._recovery.close)
 
     def wants_wrapping(self) -> bool:
-        """Whether DDP has to wrap the module again, since other parameters are trained than when it did.
-
-        It synchronises those that required gradients then: what is thawed later each rank would train for itself, and
-        for what is frozen later it would wait. All ranks come to the same answer, as they run the same program; from
-        then on they compare their parameters.
-        """
-        if self._epoch != self.trainer.current_epoch:  # a module may have got others
-            self._epoch = self.trainer.current_epoch
-            self._parameters = list(self.module.parameters())
-        flags = [p.requires_grad for p in self._parameters]
-        if flags == self._flags:
-            return False
-        self._flags = flags
-        model, trained = self._model, {id(p) for p in self._parameters if p.requires_grad}
-        if not (isinstance(model, DistributedDataParallel) and trained):
-            return False
-        if self._checksum is None:
+        """Whether DDP has to wrap the module again, see `Trained`; then ranks compare their parameters from now on."""
+        wanted = self._trained.want_wrapping(self._model)
+        if self._checksum is None and self._trained.changed:
             self._checksum = ParameterChecksum(_CHECKED_AFTER_CHANGE, self._optimized, device=self._device)
-        return not (trained <= self._trained if model.find_unused_parameters else trained == self._trained)
+        return wanted
 
     def _optimized(self) -> Iterator[Tensor]:
         """What is trained: neither frozen nor averaged weights, which one rank alone may hold.
@@ -204,7 +185,7 @@ class BalancedRun(EngineRun[BalancedBinder]):
         """
         for optimizer in self.trainer.strategy.optimizers:
             for group in optimizer.param_groups:
-                yield from (p for p in group["params"] if p.requires_grad or id(p) in self._trained)
+                yield from (p for p in group["params"] if p.requires_grad or id(p) in self._trained.ids)
 
     def resume(self, state: Mapping[str, Any]) -> None:
         self.binder.resume(state)
@@ -311,22 +292,6 @@ class BalancedRun(EngineRun[BalancedBinder]):
         stack.enter_context(statistics_kept(self.module))
         stack.enter_context(compat.dummy_batch_unlogged(self.trainer))
         return stack
-
-    def gathers(self, tensor: Tensor) -> Tensor:
-        """Returns what this rank gives to a gathering within a step."""
-        part = self.part
-        assert part is not None
-        if tensor.dim() and not part.samples and len(tensor) == part.dummy:
-            return tensor[:0]
-        if tensor.numel() == 1 and tensor.is_floating_point() and len(set(part.shares)) > 1 and not self._warned:
-            self._warned = True
-            rank_zero_warn(
-                "self.all_gather of a number in a training step: the ranks have parts of unequal size (now"
-                f" {'/'.join(map(str, part.shares))}), so the plain mean of a loss of each is not the mean over the"
-                " samples. self.trainer.strategy.reduce(loss.detach(), reduce_op='mean') is, as is"
-                " self.log(..., sync_dist=True); or gather loss * n and n, the rank's samples. Sums stay right"
-            )
-        return tensor
 
     @property
     def weighs_means(self) -> bool:

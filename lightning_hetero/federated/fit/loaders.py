@@ -135,7 +135,7 @@ class OwnBinder(LoaderBinder[BoundLoader]):
                 " would re-size them: use policy='fedavg' or 'adaptive_steps', or give the loader a batch_size"
             )
         length = self._rounds.started(mine)
-        self._sampler = OwnBatches(order, size=self._rounds.size if self._resizes else None)
+        self._sampler = OwnBatches(order, size=self._rounds.size if self._resizes else None, place=lambda: self.place)
         bound = BoundLoader(spec=spec, full=self._full(), order=None)
         bound.loader = own_loader(loader, self._sampler, batches=self._batches, length=length)
         self._bound = [bound]

@@ -66,6 +66,7 @@ class OwnOrder:
         self._seed = seed
         self._drop_last = spec.drop_last
         self._drawn: tuple[int, list[Any]] | None = None
+        self._announced: int | None = None
         if self.by_batch:
             self.batches, self.batch_size = len(self._source), batch_size_of(self._source, seed)
             self.samples = self.batches * self.batch_size
@@ -75,11 +76,21 @@ class OwnOrder:
             full, rest = divmod(self.samples, self.batch_size)
             self.batches = full + (rest > 0 and not spec.drop_last)
 
+    def announce(self, number: int) -> None:
+        """Tells the user's sampler the pass. What it reads when it is drawn may be set until then."""
+        self._announced = number
+        announce_epoch(self._source, number)
+
+    def forget(self) -> None:
+        """What was drawn is drawn anew: by workers that fetch ahead, before hooks have done their part."""
+        self._drawn = None
+
     def items(self, number: int) -> Sequence[Any]:
         """Returns the indices, or lists of them, of a pass."""
         if self._drawn is None or self._drawn[0] != number:
             seed = int(np.random.SeedSequence([self._seed, number]).generate_state(1)[0])
-            announce_epoch(self._source, number)
+            if self._announced != number:
+                self.announce(number)
             generator = getattr(self._source, "generator", None)
             if isinstance(generator, torch.Generator):  # the user's own: it begins each pass as its seed says
                 generator.manual_seed(generator.initial_seed() if not number else seed)
@@ -123,19 +134,30 @@ class OwnBatches(Sampler[list[Any]]):
     Args:
         order: of the data.
         size: returns the samples of the next batch when it is drawn; None: the loader's own batches.
+        place: returns where the rank is in its data when an epoch begins.
     """
 
-    def __init__(self, order: OwnOrder, *, size: Callable[[], int] | None) -> None:
+    def __init__(
+        self, order: OwnOrder, *, size: Callable[[], int] | None, place: Callable[[], Place] = Place
+    ) -> None:
         self.order = order
-        self._size = size
+        self._size, self._place = size, place
         self._next: tuple[Place, deque[Issued]] = (Place(), deque())
         # What Lightning and users look for on a batch sampler.
         self.batch_size = order.batch_size
         self.drop_last = False
         self.sampler = self
 
+    def set_epoch(self, epoch: int) -> None:
+        """Tells the user's sampler of the pass that begins; Lightning calls it before users' hooks."""
+        del epoch
+        if not (place := self._place()).taken:
+            self.order.announce(place.passes)
+
     def begin(self, place: Place) -> deque[Issued]:
         """Sets where the next iteration starts and returns the queue of what it will issue."""
+        if not place.taken:
+            self.order.forget()
         issued: deque[Issued] = deque()
         self._next = (place, issued)
         return issued

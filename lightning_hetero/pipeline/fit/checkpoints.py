@@ -20,7 +20,7 @@ from lightning.pytorch.trainer.states import TrainerStatus
 from lightning_hetero.glue.refusals import refuse_saving_in_step
 from lightning_hetero.glue.run import gloo_group
 from lightning_hetero.glue.strategy import HeteroStrategy
-from lightning_hetero.pipeline.fit.averaged_weights import refuse_parts
+from lightning_hetero.pipeline.fit.averaged_weights import complete
 from lightning_hetero.pipeline.fit.place import Place
 from lightning_hetero.pipeline.fit.plan.planning import PlanResult
 from lightning_hetero.pipeline.fit.run import PipelineRun
@@ -140,8 +140,7 @@ class WholeCheckpointsDDP(HeteroStrategy[PipelineRun]):
             whole = self._saves.whole()
             if whole is None:
                 return
-            self._place.averages.complete(checkpoint, whole)
-            refuse_parts(checkpoint, whole.group)
+            complete(checkpoint, whole)
         if type(self.checkpoint_io) is not TorchCheckpointIO or storage_options is not None or not is_local(filepath):
             super().save_checkpoint(checkpoint, filepath, storage_options)
         elif self.is_global_zero:

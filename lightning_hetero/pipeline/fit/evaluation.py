@@ -29,6 +29,7 @@ from torch import Tensor
 
 from lightning_hetero import lightning_compat as compat
 from lightning_hetero.pipeline.decide.plans import resting
+from lightning_hetero.pipeline.fit.acting import acting_as
 from lightning_hetero.pipeline.fit.logs import StepLogs
 from lightning_hetero.pipeline.runtime.execute.failures import FailureBoard
 from lightning_hetero.pipeline.runtime.execute.stage_runner import StageRunner
@@ -228,7 +229,7 @@ class EvaluationBatches:
                         " Use a dataset with a length, or limit_val_batches and limit_test_batches"
                     )
                 clients.append(rank)
-                yield rank, self._body(*asked[:3], own=rank == self._leader)
+                yield rank, self._body(*asked[:3], rank=rank)
 
         outputs = self._runner.evaluate(-self._turn, bodies(), samples=1, within=self._within)
         found = dict(zip(clients, outputs, strict=True))
@@ -254,10 +255,13 @@ class EvaluationBatches:
         return nullcontext() if rank == self._leader else self._shadows[rank].worn()
 
     def _body(
-        self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], *, own: bool
+        self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], *, rank: int
     ) -> Callable[[], Any]:
+        own = rank == self._leader
+
         def body() -> Any:
-            with self._logs.collecting(None, None if own or not args else args[0]), run_alone(name):
+            logged_for = None if own or not args else args[0]
+            with acting_as(rank), self._logs.collecting(None, logged_for), run_alone(name):
                 return getattr(self._module, name)(*args, **kwargs)
 
         return body

@@ -143,6 +143,7 @@ class PipelineBinder(PartBinder[CutLoader]):
 
     def process(self, loader: object) -> DataLoader:
         loader, spec, self.lag = self._inspect(loader)
+        self.refuse_own_data(loader)
         layout = None if self._learn is None else self._learn(loader)
         if spec.kind == "stream":
             self._require_stream()
@@ -161,7 +162,7 @@ class PipelineBinder(PartBinder[CutLoader]):
             raise TypeError(
                 "the train dataset is an IterableDataset, and every rank of a pipeline would read a stream of its own."
                 f" Say {self._strategy_name}(stream='shared') if all ranks read the same stream (each group keeps its"
-                " part of every global batch); otherwise use a map-style dataset, or strategy='ddp'"
+                " part of every global batch); otherwise use a map-style dataset, or strategy='hetero_balanced'"
             )
 
     # ---- running ---------------------------------------------------------------------------------------------------

@@ -125,6 +125,7 @@ class StepLogs:
         self._open = 0
         self._undo: Callable[[], None] | None = None
         self._watched: dict[int, tuple[Metric, Callable[[], None]]] = {}
+        self._computed: list[Metric] = []  # since the last step
         for metric in module.modules():
             if isinstance(metric, Metric):
                 self._watch(metric)
@@ -230,6 +231,7 @@ class StepLogs:
             RuntimeError: not called within a hook of the module.
         """
         records, self._records = self._records, []
+        compat.forget_computed(self._computed)
         trainer = self._module.trainer
         if compat.results_of(trainer) is None or getattr(trainer, "barebones", False):
             return self._start_sum(beside, start) if beside else list
@@ -341,7 +343,9 @@ class StepLogs:
         """Lets a metric's ``compute`` combine the states of the ranks that have updated it, wherever it is called."""
         if not self._alone and id(metric) not in self._watched:
             gather = self._channel.all_gather_object
-            undo = compat.combine_metric_with(metric, gather, inside=lambda: _CURRENT.get() is not None)
+            undo = compat.combine_metric_with(
+                metric, gather, inside=lambda: _CURRENT.get() is not None, computed=self._computed.append
+            )
             self._watched[id(metric)] = (metric, undo)
 
     def close(self) -> None:

@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from lightning_hetero import lightning_compat as compat
 from lightning_hetero.controller.messages import LinkTime
 from lightning_hetero.emulate.scenario import Scenario
 from lightning_hetero.glue.run import gloo_group
@@ -33,6 +34,7 @@ from lightning_hetero.pipeline.decide.schedule import PipelineTimes, SchedulePol
 from lightning_hetero.pipeline.decide.wire_times import parcels_s, sums_s
 from lightning_hetero.pipeline.fit.averaged_weights import Averages
 from lightning_hetero.pipeline.fit.evaluation import EvaluationBatches
+from lightning_hetero.pipeline.fit.layer_hooks import refuse_kept
 from lightning_hetero.pipeline.fit.logs import StepLogs
 from lightning_hetero.pipeline.fit.plan.planning import PipelineSettings, PlanResult
 from lightning_hetero.pipeline.runtime.execute.emulated_pace import BusyTime, ScenarioPace, parts_of
@@ -47,6 +49,7 @@ from lightning_hetero.pipeline.runtime.own.near_ways import NearWays
 from lightning_hetero.pipeline.runtime.own.owner_groups import OwnerGroups, share_buffers, share_initial
 from lightning_hetero.pipeline.runtime.own.ownership import Ownership
 from lightning_hetero.pipeline.runtime.own.pruning import prune, restore, to_device
+from lightning_hetero.pipeline.runtime.own.stand_ins import Here
 from lightning_hetero.pipeline.runtime.step.backbone import Backbone
 from lightning_hetero.pipeline.runtime.step.undivided import Undivided
 from lightning_hetero.transport.one_node.near_round import NearRound
@@ -78,11 +81,13 @@ class Place:
         scenario_step: returns the scenario's step from the number of batches trained so far.
 
     Attributes:
+        module: of which this rank has a part.
         planned: the plan in force, and what it was made from.
         settings, channel, failures, watched: as given.
         group_index: of this rank's group in the plan; None for a rank at rest.
         leads: whether this rank runs the training step of its group.
         ownership: who holds what.
+        here: what runs on this rank, for what stands for tensors that others hold.
         whole: collects and divides state dicts.
         averages: averaged weights, divided as the module is.
         owner_groups: the process groups of those that hold the same.
@@ -119,14 +124,15 @@ class Place:
         module, world = trainer.lightning_module, channel.group
         folder = trainer.default_root_dir
         self._folder = folder if os.access(folder, os.W_OK) else None
-        self._module, self._optimizers, self._backbone = module, optimizers, backbone
+        self.module, self._optimizers, self._backbone = module, optimizers, backbone
         self._scenario, self._scenario_step = scenario, scenario_step
         self.planned, self.settings, self.channel, self.failures = planned, settings, channel, failures
         self.watched = watched
         self.ownership = self._ownership_under(planned.plan)
         share_initial(module, self.ownership, world)
-        prune(module, optimizers, self.ownership)
-        self.averages = Averages(trainer, self.ownership, world)
+        self.here = Here(channel.rank, partial(compat.running_hook, trainer))
+        prune(module, optimizers, self.ownership, self.here, device=settings.device)
+        self.averages = Averages(trainer, self.ownership, world, self.here)
         self.averages.divide()
         to_device(module, optimizers, settings.device)
         self._node, others = Neighbours(channel, settings.device), range(1, channel.world_size)
@@ -153,9 +159,15 @@ class Place:
             module, channel=channel, failures=failures, logs=self.logs, device=settings.device
         )
         self._hold()
-        self._follow(planned)
+        self.follow(planned)
         if trainer.predicting:
             self.evaluation.expect()
+
+    def elsewhere(self) -> list[tuple[str, nn.Module]]:
+        """Returns the layers that other ranks of the group run which this one leads, by their names."""
+        assert self.group is not None
+        layers = list(zip(self._backbone.names, self._backbone.layers, strict=True))
+        return layers[self.group.cuts[1] :] if len(self.group.ranks) > 1 else []
 
     # ---- what a plan gives this rank -------------------------------------------------------------------------------
 
@@ -177,13 +189,13 @@ class Place:
             RuntimeError: another rank is lost, or has failed; a checkpoint from before is valid still.
         """
         if _structure(planned.plan) == _structure(self.planned.plan):
-            self._follow(planned)
+            self.follow(planned)
             return 0
         new = self._ownership_under(planned.plan)
         self.owner_groups.prepare(new.holders(name) for name in (*new.parameters, *new.buffers))
         self.ways.prepare(self._pairs(planned.plan))
         migration = Migration(
-            self._module,
+            self.module,
             self._optimizers,
             self.ownership,
             new,
@@ -194,6 +206,7 @@ class Place:
             wait=self.failures.wait,
             ways=self.ways.by_peer,
             near=self._near,
+            here=self.here,
         )
         began_s = time.monotonic()
         migration.stage(ticket)
@@ -202,12 +215,8 @@ class Place:
         migration.commit()
         self.ownership = self.averages.ownership = new
         self._hold()
-        self._follow(planned)
+        self.follow(planned)
         return migration.size_bytes
-
-    def follow(self, planned: PlanResult) -> None:
-        """Goes over to a plan of the same structure, with other micro-batches or calls; between two batches."""
-        self._follow(planned)
 
     def _near_round(self) -> NearRound | None:
         """Returns a way for what all ranks tell one another in each batch, if all are on one node; collective."""
@@ -224,7 +233,7 @@ class Place:
                 node.close()
 
     def _ownership_under(self, plan: PipelinePlan) -> Ownership:
-        return Ownership(self._module, self._backbone.layers, plan, rank=self.channel.rank)
+        return Ownership(self.module, self._backbone.layers, plan, rank=self.channel.rank)
 
     def _pairs(self, plan: PipelinePlan) -> list[tuple[int, int]]:
         """Between which ranks of a plan there are direct ways."""
@@ -233,20 +242,20 @@ class Place:
     def _hold(self) -> None:
         """What follows from who holds what."""
         device = self.settings.device
-        self.whole = WholeState(self._module, self.ownership, group=self.channel.group, folder=self._folder)
+        self.whole = WholeState(self.module, self.ownership, group=self.channel.group, folder=self._folder)
         wait = partial(self.failures.wait, polled=device.type != "cpu")
         self.sync = GradientSync(
-            self._module,
+            self.module,
             self.ownership,
             groups=self.owner_groups,
             least_bytes=_LEAST_BYTES,
             wait=wait,
             near=self._control,
         )
-        self.own = [p for p in self._module.parameters() if not p.is_meta]
+        self.own = [p for p in self.module.parameters() if not p.is_meta]
 
-    def _follow(self, planned: PlanResult) -> None:
-        """What follows from the plan besides."""
+    def follow(self, planned: PlanResult) -> None:
+        """What follows from a plan besides; by itself for one of the same structure, between two batches."""
         plan, rank, before = planned.plan, self.channel.rank, self.group
         called_before, self.planned = self.planned.calls, planned
         self.group_index = next((i for i, group in enumerate(plan.groups) if rank in group.ranks), None)
@@ -266,7 +275,7 @@ class Place:
                 pacer=None if self.busy.pace is None else self.busy.pace.pacer,
             )
         same = group is not None and before is not None and (group.ranks, group.cuts) == (before.ranks, before.cuts)
-        same = same and planned.calls == called_before
+        same &= planned.calls == called_before
         if same and isinstance(self.runner, StageRunner):
             assert group is not None
             self.runner.follow(self._times_of(group), self._policy_of(group))
@@ -359,9 +368,14 @@ class Place:
         if self.settings.emulate_links:
             time.sleep(sums_s(self.planned.cluster, self.sync.sizes_bytes(), self.channel.rank))
 
+    def refuse_kept(self) -> None:
+        """Checks what layers keep of the first batch, where they are divided or may be; see there."""
+        if self.watched or any(len(group.ranks) > 1 for group in self.planned.plan.groups):
+            refuse_kept(self._backbone)
+
     def share_buffers(self) -> None:
         """Before an evaluation: statistics such as BatchNorm's are those of the first group, as rank 0's under DDP."""
-        share_buffers(self._module, self.ownership, self.owner_groups)
+        share_buffers(self.module, self.ownership, self.owner_groups)
 
     def close(self) -> None:
         """Makes the module whole again on every rank, on the CPU; after a failure, does only what needs no peer."""
@@ -374,8 +388,8 @@ class Place:
             if self.runner is not None:
                 self.runner.close()
             if not self.failures.reported:
-                to_device(self._module, self._optimizers, torch.device("cpu"))
-                restore(self._module, self.ownership, self.channel.group)
+                to_device(self.module, self._optimizers, torch.device("cpu"))
+                restore(self.module, self.ownership, self.channel.group)
                 self.averages.restore()
         except Exception as error:
             if not self.failures.reported:  # else there is a cause already, which this would hide

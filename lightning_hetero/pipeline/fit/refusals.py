@@ -10,12 +10,21 @@ from lightning.fabric.utilities.rank_zero import rank_zero_warn
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
 from lightning_hetero.glue.refusals import Refusals
+from lightning_hetero.pipeline.runtime.own.by_parameter import passes_per_step, treats_each_by_itself
+from lightning_hetero.pipeline.runtime.step.backbone import Backbone
 from lightning_hetero.pipeline.runtime.step.undivided import Undivided
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule
 
-__all__ = ["REFUSALS", "refuse_module", "refuse_no_optimizer", "warn_undivided"]
+__all__ = [
+    "REFUSALS",
+    "refuse_module",
+    "refuse_no_optimizer",
+    "refuse_optimizers",
+    "refuse_second_pass",
+    "warn_undivided",
+]
 
 
 REFUSALS = Refusals(
@@ -77,3 +86,44 @@ def refuse_no_optimizer(optimizers: Sequence[torch.optim.Optimizer]) -> None:
             "configure_optimizers returned none; a pipeline trains in automatic optimization, which needs one. To run a"
             " model without training it, use trainer.validate, test or predict"
         )
+
+
+_SECOND_PASS = (
+    "in a pipeline a batch goes through the layers once per optimizer step. Use an optimizer with one pass, or"
+    " strategy='hetero_balanced'"
+)
+
+
+def refuse_optimizers(optimizers: Sequence[torch.optim.Optimizer], backbone: Backbone) -> None:
+    """Checks that each parameter can be stepped where it is, under any plan that divides the layers.
+
+    Raises:
+        TypeError: an optimizer's step of one parameter depends on others' gradients, or it computes the loss again.
+    """
+    if isinstance(backbone, Undivided):
+        return
+    for optimizer in optimizers:
+        name = type(optimizer).__name__
+        if (passes := passes_per_step(optimizer)) > 1:
+            raise TypeError(f"{name}.step calls its closure {passes} times, but {_SECOND_PASS}")
+        if not treats_each_by_itself(optimizer):
+            raise TypeError(
+                f"{name}.step of one parameter depends on the gradients of others, such as by a norm over all of them,"
+                " and in a pipeline each rank has those of its own layers only. Use an optimizer that treats each"
+                " parameter by itself (gradient_clip_val clips by the norm of the whole model), or"
+                " strategy='hetero_balanced'"
+            )
+
+
+def refuse_second_pass(last: tuple[object, object] | None, part: object) -> None:
+    """Checks that a batch has not been trained on already.
+
+    Args:
+        last: of which the first is the part of the last batch.
+        part: of the batch that is about to be.
+
+    Raises:
+        TypeError: it has.
+    """
+    if last is not None and last[0] is part:
+        raise TypeError(f"optimizer_step, or the optimizer, calls its closure a second time, but {_SECOND_PASS}")

@@ -16,7 +16,9 @@ from lightning_hetero.controller.replans import Replan
 from lightning_hetero.emulate.scenario import Scenario
 from lightning_hetero.glue.run import EngineRun
 from lightning_hetero.pipeline.decide.recorded_costs import model_to_plain
+from lightning_hetero.pipeline.fit.acting import rank_zero_acts
 from lightning_hetero.pipeline.fit.loaders import PipelineBinder
+from lightning_hetero.pipeline.fit.norms import WholeNorms
 from lightning_hetero.pipeline.fit.place import Place
 from lightning_hetero.pipeline.fit.plan.cutting import agree_layout
 from lightning_hetero.pipeline.fit.plan.planning import PipelineSettings, PlanResult
@@ -76,6 +78,10 @@ class PipelineRun(EngineRun[PipelineBinder]):
         """Whether rank 0 has received SIGTERM, as it has told all with the batch before."""
         return self.batches is not None and self.batches.sigterm
 
+    def sizes_differ(self, error: BaseException, *again: Callable[..., Any]) -> bool:
+        """Also on ranks that are told of rank 0's rehearsal."""
+        return self.batches is None or super().sizes_differ(error, *again)
+
     # ---- set-up -----------------------------------------------------------------------------------------------
 
     def install(
@@ -124,6 +130,9 @@ class PipelineRun(EngineRun[PipelineBinder]):
             scenario_step=self.scenario_step,
         )
         self._hide_example(planned.plan)
+        self.undo.enter_context(rank_zero_acts(self.channel.rank))
+        norms = WholeNorms(place)
+        self.undo.enter_context(compat.norms_by(norms.total, norms.each))
         if self.channel.rank == 0 and self.fitting:
             self.events.note("plan", 0, 0, _plan_data(planned))
 

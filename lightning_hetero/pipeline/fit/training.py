@@ -30,11 +30,14 @@ from lightning_hetero.data.micro_batches import join_outputs, split_batch
 from lightning_hetero.glue.run import EventLog
 from lightning_hetero.lightning_compat.patches import patched
 from lightning_hetero.pipeline.decide.told import Told, telling_layers
+from lightning_hetero.pipeline.fit.acting import acting_as
 from lightning_hetero.pipeline.fit.kept_by_steps import KeptBySteps, MemberOutputs
 from lightning_hetero.pipeline.fit.loaders import PipelineBinder
 from lightning_hetero.pipeline.fit.place import Place
 from lightning_hetero.pipeline.fit.plan.planning import declared_calls
+from lightning_hetero.pipeline.fit.refusals import refuse_second_pass
 from lightning_hetero.pipeline.fit.replans import Replans
+from lightning_hetero.pipeline.fit.step_limits import Elsewhere, within_limits
 from lightning_hetero.pipeline.runtime.execute.stage_runner import MicroBatch
 from lightning_hetero.pipeline.runtime.step.alone import run_alone
 from lightning_hetero.pipeline.runtime.step.tensor_trees import loss_of
@@ -45,12 +48,6 @@ if TYPE_CHECKING:
     from lightning.pytorch import Trainer
 
 __all__ = ["TrainBatches"]
-
-_NO_LOSS = (
-    "training_step returned None on rank {rank}: to skip a batch so is not supported in a pipeline (nor by stock DDP),"
-    " because the other ranks would wait for its gradients. Return a loss that is zero, e.g. 0.0 * output.sum(), or"
-    " leave such samples out of the dataset"
-)
 
 
 class TrainBatches:
@@ -83,6 +80,7 @@ class TrainBatches:
     ) -> None:
         self._trainer, self._module, self._precision = trainer, trainer.lightning_module, trainer.precision_plugin
         self._place, self._binder, self._events, self.replans = place, binder, events, replans
+        self._elsewhere = Elsewhere(place)
         self._requeue = requeue
         self._keeps_gradients = is_overridden("optimizer_zero_grad", self._module)
         self._kept = KeptBySteps(self._module, place.channel.rank, layers)
@@ -93,6 +91,7 @@ class TrainBatches:
         self.sigterm = False
         self.in_step = False
         self._last: tuple[Part, Told] | None = None  # of all ranks' last step
+        self._kept_known = False  # whether layers have been looked at for what they keep
         self._pending: dict[nn.Parameter, Tensor] = {}
         self._skips = False  # whether some rank's gradients overflowed, for a gradient scaler
         self._exchange_s = 0.0  # of the last batch: from the message to all ranks on
@@ -132,9 +131,13 @@ class TrainBatches:
             args, kwargs: further arguments of ``training_step``.
             accumulates: gradients stay on the ranks; a later batch synchronises them.
         """
+        refuse_second_pass(self._last, self.part)
         self.in_step = True
         try:
             return self._train(batch, args, kwargs, accumulates=accumulates)
+        except RuntimeError:
+            self._place.refuse_kept()  # whose graphs end somewhere else
+            raise
         finally:
             self.in_step = False
 
@@ -163,7 +166,8 @@ class TrainBatches:
                     )
                     for i, (batch, size, weight) in enumerate(zip(batches, sizes, weights, strict=True))
                 ]
-                outputs = place.runner.train(step, micro_batches, scale=self._scale, before_last_backward=arm)
+                with self._elsewhere.kept():
+                    outputs = place.runner.train(step, micro_batches, scale=self._scale, before_last_backward=arm)
             else:
                 numbers = range(first, first + len(sizes))
                 place.runner.serve(step, sizes, numbers, before_last_backward=arm)
@@ -223,11 +227,10 @@ class TrainBatches:
         self, batch: Any, samples: int, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Callable[[], Any]:
         def body() -> Any:
-            with self._place.logs.collecting(samples), run_alone("training_step"), self._kept.step():
+            logs, limits = self._place.logs.collecting(samples), within_limits(self._trainer)
+            with acting_as(self._place.group_index or 0), logs, limits, run_alone("training_step"), self._kept.step():
                 output = self._module.training_step(batch, *args, **kwargs)
-            if output is None:
-                raise RuntimeError(_NO_LOSS.format(rank=self._place.channel.rank))
-            return output
+            return self._kept.returned(output)
 
         return body
 
@@ -323,6 +326,7 @@ class TrainBatches:
         """
         kept: dict[nn.Parameter, Tensor] = {}
         if compat.zeroes_now(self._trainer):
+            self._place.here.gradients = False
             for p in self._place.own:
                 if p.grad is not None and self._keeps_gradients:
                     kept[p] = p.grad
@@ -339,17 +343,24 @@ class TrainBatches:
         pending, self._pending = self._pending, {}
         for p, grad in pending.items():
             p.grad = grad if p.grad is None else p.grad.add_(grad)
+        if not self._kept_known:
+            self._kept_known = True
+            self._place.refuse_kept()
+        self._place.here.gradients = True
 
     @contextmanager
     def clipping(self) -> Iterator[None]:
-        """Inside, clipping by norm means the norm of the whole model's gradients."""
+        """Inside, clipping takes what this rank holds, and by norm means by that of the whole model's gradients."""
+        stock = self._precision.main_params
+
+        def own(optimizer: Any) -> list[Any]:
+            known = set(map(id, self._place.own))
+            return [p for p in stock(optimizer) if id(p) in known]
 
         def clip(optimizer: Any, clip_val: float) -> None:
-            own = set(map(id, self._place.own))
-            parameters = [p for p in self._precision.main_params(optimizer) if id(p) in own]
-            self._place.sync.clip_by_norm(parameters, clip_val)
+            self._place.sync.clip_by_norm(own(optimizer), clip_val)
 
-        with patched(self._precision, "clip_grad_by_norm", clip):
+        with patched(self._precision, "main_params", own), patched(self._precision, "clip_grad_by_norm", clip):
             yield
 
     @contextmanager

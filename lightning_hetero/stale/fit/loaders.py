@@ -67,6 +67,7 @@ class GrantedBinder(LoaderBinder[BoundLoader]):
             )
         if not self._members.joining:
             orders.agree(spec)
+            self.refuse_own_data(loader)
         elif spec.kind != "plain":
             raise TypeError(
                 "a rank cannot join a run whose order of samples the ranks draw together (a sampler or batch sampler of"
@@ -77,10 +78,10 @@ class GrantedBinder(LoaderBinder[BoundLoader]):
         order = orders.order(loader, spec, 0)
         orders.check_position(order.global_batch_size)
         self.sampler = EpochSampler(order)
-        self.source = SampleSource(loader)
+        self.source = SampleSource(loader, counted=self._counted)
         if self.ticks is not None:
             self.ticks.bind(self.sampler, self.source)
-        self.sampler.set_epoch(compat.epoch_running(self._trainer))
+        self.sampler.epoch = compat.epoch_running(self._trainer)  # for who looks at a batch before the epoch starts
         bound = BoundLoader(spec=spec, full=order.global_batch_size, order=order)
         bound.loader = granted_loader(loader, self.sampler, self.source, self._batches)
         self._bound = [bound]  # instead of one that was there before a reload
@@ -102,15 +103,9 @@ class GrantedBinder(LoaderBinder[BoundLoader]):
         return self.ticks.batches()
 
     def _look(self) -> Iterator[Any]:
-        """What stock DDP would show to somebody who looks at the loader: equal parts. Nothing is claimed."""
         sampler, source = self.sampler, self.source
         assert sampler is not None and source is not None
-        rank, world = self._members.rank, self._members.world_size
-        start = 0
-        for end in sampler.ends:
-            part = range(start + rank * (end - start) // world, start + (rank + 1) * (end - start) // world)
-            yield source.look([sampler.indices[p] for p in part] or [sampler.indices[start]])
-            start = end
+        yield from map(source.look, sampler.look(self._members.rank, self._members.world_size))
 
     def close(self) -> None:
         """Ends the workers that fetch ahead."""

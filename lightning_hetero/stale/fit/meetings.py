@@ -125,17 +125,18 @@ class Meetings:
         self._point = _MeetingPoints(self, members, admission, leave_step, take_over_changes)
         self._callbacks.insert(0, self._point)
 
-    def meet(self, what: str, *, pull: bool = False) -> None:
+    def meet(self, what: str, *, pull: bool = False, call: int | None = None) -> None:
         """Waits at the server for all live ranks; leaves the dead behind. Without a server nobody is waited for.
 
         Args:
             what: the purpose, the same on all ranks; a difference is an error that names both sides.
             pull: take the newest parameters, which are the same for all as nobody computes meanwhile.
+            call: see `Worker.meet`.
         """
         worker = self._session.worker
         if worker is None:
             return
-        met = self._meet(what)
+        met = self._meet(what, call)
         if met.generation != self._generation:
             self._generation = met.generation
             self._regroup(met.alive)
@@ -146,8 +147,8 @@ class Meetings:
         if pull:
             worker.pull()
 
-    def _meet(self, what: str) -> Met:
-        met = self._session.meet(what)
+    def _meet(self, what: str, call: int | None = None) -> Met:
+        met = self._session.meet(what, call)
         self.counts = met.counts
         for notice in met.notices:
             self._members.warn_once(notice)

@@ -2,17 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import TYPE_CHECKING, Any, NoReturn
 
+from lightning.pytorch.utilities.types import LRSchedulerConfig
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from lightning_hetero.glue.refusals import Refusals
+from lightning_hetero.lightning_compat.patches import patched
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule
 
-__all__ = ["REFUSALS", "refuse_controller", "refuse_entangled", "refuse_manual_scaling"]
+__all__ = [
+    "REFUSALS",
+    "no_monitored_steps",
+    "refuse_controller",
+    "refuse_entangled",
+    "refuse_manual_scaling",
+    "refuse_monitored_steps",
+]
 
 REFUSALS = Refusals(
     no_wrapper="there is no DistributedDataParallel: gradients go to a parameter server",
@@ -60,6 +71,38 @@ def refuse_entangled(optimizers: Iterable[Optimizer], policy: str) -> None:
                 f"policy={policy!r} compensates delays entry by entry, and {type(optimizer).__name__} makes a step of"
                 " whole matrices: use an element-wise optimizer such as SGD or AdamW, or another policy"
             )
+
+
+def refuse_monitored_steps(configs: Iterable[LRSchedulerConfig]) -> None:
+    """Refuses schedulers that decide in every step by a value: the value of a step is a rank's own.
+
+    Raises:
+        TypeError: with the reason.
+    """
+    for config in configs:
+        if config.reduce_on_plateau and config.interval == "step":
+            raise TypeError(_parting(f"{type(config.scheduler).__name__} with interval='step'"))
+
+
+@contextmanager
+def no_monitored_steps(configs: Iterable[LRSchedulerConfig]) -> Iterator[None]:
+    """Around a step of manual optimization: raises TypeError where such a scheduler decides in it."""
+
+    def refuse(*args: Any, **kwargs: Any) -> NoReturn:
+        raise TypeError(_parting("ReduceLROnPlateau.step inside of training_step"))
+
+    with ExitStack() as stack:
+        for config in configs:
+            if isinstance(config.scheduler, ReduceLROnPlateau):
+                stack.enter_context(patched(config.scheduler, "step", refuse))
+        yield
+
+
+def _parting(what: str) -> str:
+    return (
+        f"{what} decides by a value of one batch, which is each rank's own: the ranks' learning rates would part. Let"
+        " it decide at the end of an epoch or of a validation, or use strategy='hetero_balanced'"
+    )
 
 
 def refuse_manual_scaling(module: LightningModule) -> None:

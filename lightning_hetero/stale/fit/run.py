@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
@@ -21,9 +21,11 @@ from lightning_hetero.stale.decide.policy import Bsp
 from lightning_hetero.stale.decide.report import summary as report
 from lightning_hetero.stale.decide.report.counts import Counts, Measures
 from lightning_hetero.stale.fit.changed import Changed, refuse_different
+from lightning_hetero.stale.fit.gradient_hooks import watch_gradient_hooks
 from lightning_hetero.stale.fit.loaders import GrantedBinder
 from lightning_hetero.stale.fit.meetings import Meetings
 from lightning_hetero.stale.fit.optimizer_hooks import redirect_steps
+from lightning_hetero.stale.fit.parts import Parts
 from lightning_hetero.stale.fit.session import Session
 from lightning_hetero.stale.fit.settings import StaleSettings
 from lightning_hetero.stale.fit.tick_loop import TickLoop
@@ -32,6 +34,7 @@ from lightning_hetero.stale.runtime.processes.start import Address
 from lightning_hetero.stale.runtime.work.loss_scale import AgreedScale
 from lightning_hetero.stale.runtime.work.single_samples import normalise_single_samples
 from lightning_hetero.stale.runtime.work.worker import Worker
+from lightning_hetero.transport.alone import guard_groups
 from lightning_hetero.transport.groups import group_members
 from lightning_hetero.transport.store import host_store
 from lightning_hetero.types import StepReport
@@ -78,12 +81,13 @@ class StaleRun(ElasticRun[GrantedBinder]):
             groups,
             self.admission,
             liveness_s=settings.server.liveness_s,
-            leave_step=self._leave_step,
+            leave_step=self._end_epoch,
             take_over_changes=self._take_over_changes,
         )
         self.admission.expect()
         self.binder = GrantedBinder(trainer, channel, members, settings)
         self.loop: TickLoop | None = None
+        self._parts = Parts(trainer)
         self._since = report.Since()  # the last report
         self._shares: tuple[int, ...] = ()
         self._is_in = invitation is None  # the others wait for this rank
@@ -137,7 +141,7 @@ class StaleRun(ElasticRun[GrantedBinder]):
         assert address is not None
         session.connect(address)
         self._callback_hooks.close()  # callbacks may be others now
-        self._callback_hooks.callback(compat.skip_empty_batches(self.trainer))
+        self._callback_hooks.callback(compat.skip_empty_batches(self.trainer, self._parts))
 
     def _disconnect(self, why: str) -> None:
         """All ranks leave the server alike; what it has comes home, for another one."""
@@ -145,6 +149,10 @@ class StaleRun(ElasticRun[GrantedBinder]):
         self.meetings.meet(why)
         self.session.bring_home()
         self.session.leave()
+
+    def _end_epoch(self) -> None:
+        if self.loop is not None:
+            self.loop.end_epoch()
 
     def _leave_step(self) -> None:
         if self.loop is not None:
@@ -160,6 +168,7 @@ class StaleRun(ElasticRun[GrantedBinder]):
             binder.sampler,
             binder.source,
             scale=AgreedScale(getattr(trainer.precision_plugin, "scaler", None)),
+            parts=self._parts,
             events=self.events,
             before_epoch=self._before_epoch,
             resume=self._stored.get("applied") or {},
@@ -172,8 +181,23 @@ class StaleRun(ElasticRun[GrantedBinder]):
         )
         self.weigh_logs(lambda: None if self.loop_in_use is None else self.loop_in_use.computed)
         self.undo.callback(compat.stop_sigterm_broadcast(trainer))
+        self.undo.callback(compat.watch_epoch_values(trainer, self._parts.logged))
         self.undo.callback(normalise_single_samples(module))
-        self.undo.callback(redirect_steps(module, trainer.optimizers, self.loop, self._members.warn_once))
+        self.undo.callback(guard_groups())
+        self.undo.callback(watch_gradient_hooks(module, lambda: bool(self.current_samples()), self._members.warn_once))
+        self.undo.callback(
+            redirect_steps(
+                module, trainer.optimizers, self.loop, call=self._call, warn_once=self._members.warn_once
+            )
+        )
+
+    def _call(self, index: int, name: str) -> None:
+        """All ranks have the server call an optimizer's own method; without a server the optimizers are the ranks'."""
+        optimizer = self.trainer.optimizers[index]
+        if self.worker is None:
+            getattr(type(optimizer), name)(optimizer)
+        else:
+            self.meetings.meet(f"{name}() of {type(optimizer).__name__}", pull=True, call=index)
 
     def _before_epoch(self) -> None:
         """A callback may have put other parameters into an optimizer, or other values into them: the server starts
@@ -322,6 +346,9 @@ class StaleRun(ElasticRun[GrantedBinder]):
         host, port = _broadcast(None if hosted is None else (settings.host, hosted.port))
         store = dist.TCPStore(host, port, is_master=False) if hosted is None else hosted  # lives with the group
         self._groups.rebuild(members.alive, 0, store=store)
+
+    def sizes_differ(self, error: BaseException, *again: Callable[..., Any]) -> bool:
+        return super().sizes_differ(error, TickLoop._until_passed, *again)
 
     def fail(self, error: BaseException) -> None:
         """This rank failed: tells the others why. They go on if it was only told to go (SIGTERM), or not yet one of

@@ -9,16 +9,18 @@ A server that has other parameters than the optimizers is left, and the same is 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 from torch.nn import Parameter
+from torch.optim import Optimizer
 
 from lightning_hetero.glue.elastic.members import Members
 from lightning_hetero.stale.decide.policy import Policy
 from lightning_hetero.stale.fit.changed import Changed
+from lightning_hetero.stale.fit.held_state import hold, release
 from lightning_hetero.stale.fit.settings import StaleSettings
 from lightning_hetero.stale.runtime.memory.layout import FlatLayout
 from lightning_hetero.stale.runtime.messages import Met
@@ -70,6 +72,8 @@ class Session:
         state: the server's, as fetched last.
         meetings: how often the ranks have met, also before this one came.
     """
+
+    _held: Sequence[Optimizer] = ()  # whose state the server has
 
     def __init__(self, trainer: Trainer, settings: StaleSettings, members: Members, *, meetings: int = 0) -> None:
         self._trainer, self._settings, self._members = trainer, settings, members
@@ -169,6 +173,8 @@ class Session:
         if not self._members.is_lowest:
             for optimizer in optimizers:
                 optimizer.state.clear()
+        hold(optimizers)
+        self._held = optimizers
 
     def _groups_now(self) -> list[list[list[int]]]:
         return [[[id(p) for p in g["params"]] for g in o.param_groups] for o in self._trainer.optimizers]
@@ -185,7 +191,8 @@ class Session:
         assert worker is not None and shared is not None
         names, buffers = worker.changes()
         trained = [place for place in shared.trained if place.name in set(names)]
-        known = {id(place.tensor) for place in (*shared.trained, *shared.others, *shared.buffers)}
+        known = {id(place.tensor) for place in shared.trained}
+        known |= {id(place.now()) for place in (*shared.others, *shared.buffers)}  # compared by what they are
         found = [place for part in places(self._trainer.lightning_module) for place in part]
         new = tuple(place.name for place in found if id(place.tensor) not in known)
         now = _numbers_of(shared.others)
@@ -204,11 +211,11 @@ class Session:
 
     # ---- with a worker ----------------------------------------------------------------------------------------
 
-    def meet(self, what: str) -> Met:
+    def meet(self, what: str, call: int | None = None) -> Met:
         """Waits at the server for all live ranks; see `Worker.meet`."""
         assert self.worker is not None
         self.meetings += 1
-        return self.worker.meet(self.meetings, what)
+        return self.worker.meet(self.meetings, what, call)
 
     def fetch_state(self) -> None:
         """Renews `state` (lowest rank), with the parameters of the very same version on this rank."""
@@ -219,6 +226,7 @@ class Session:
 
     def bring_home(self) -> None:
         """The state of the server's optimizers comes into those of the lowest rank, which writes checkpoints."""
+        release(self._held)
         if not self._members.is_lowest:
             return
         self.fetch_state()
@@ -227,8 +235,10 @@ class Session:
         for optimizer, groups, own in known:
             before = [i for group in groups for i in group]
             held = {before[index]: entry for index, entry in own["state"].items()}
-            present = [id(p) for group in optimizer.param_groups for p in group["params"]]  # perhaps more than then
+            present = [id(p) for group in optimizer.param_groups for p in group["params"]]
             entries = {index: held[i] for index, i in enumerate(present) if i in held}
+            for group, changed in zip(optimizer.param_groups, own["groups"], strict=False):  # perhaps more than then
+                group.update(changed)
             optimizer.load_state_dict({**optimizer.state_dict(), "state": entries})
 
     def leave(self) -> None:
@@ -245,6 +255,7 @@ class Session:
     def close(self, *, patience_s: float = 5.0) -> None:
         """Ends this rank's part, without a word to anybody; idempotent."""
         worker, self.worker = self.worker, None
+        release(self._held)
         cut_off = False
         if worker is not None:
             worker.detach()

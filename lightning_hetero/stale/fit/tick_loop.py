@@ -13,14 +13,19 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch.optim import Optimizer
 
 from lightning_hetero import lightning_compat as compat
+from lightning_hetero.lightning_compat.patches import patched
 from lightning_hetero.stale.decide.weights import joint
 from lightning_hetero.stale.fit.changed import SEES_NOT_ALL
+from lightning_hetero.stale.fit.gradient_hooks import GradientEdits
+from lightning_hetero.stale.fit.refusals import no_monitored_steps
 from lightning_hetero.stale.fit.ticks import Ticks
 from lightning_hetero.stale.runtime.work.chunk import Chunk, combine_means_
 from lightning_hetero.stale.runtime.work.worker import Worker
+from lightning_hetero.transport.alone import run_alone
 from lightning_hetero.transport.base import Reply, Say
 from lightning_hetero.transport.flags import PushFlag
 
@@ -28,6 +33,11 @@ if TYPE_CHECKING:
     from lightning.pytorch import Trainer
 
 __all__ = ["TickLoop"]
+
+_NO_MEETING = (
+    "inside training_step, or a hook of the step: ranks train different numbers of batches here, so they do not meet"
+    " within one. Move it to on_train_epoch_end or validation, or use strategy='hetero_balanced'"
+)
 
 
 class TickLoop:
@@ -58,6 +68,12 @@ class TickLoop:
         self._automatic = trainer.lightning_module.automatic_optimization
         self._zeroes = 0  # bit i: optimizer i since the last push
         self._stepped = False  # no overflow since the last push
+        self._made_gradients = False  # in this epoch, in manual optimization
+        self._most_steps: int | None = None  # of a batch in manual optimization, so far
+        module = trainer.lightning_module
+        names, parameters = zip(*module.named_parameters(), strict=True)
+        by_hand = not self._automatic or is_overridden("optimizer_step", module)
+        self._edits = GradientEdits(parameters, names) if by_hand else None
         self.ticks = ticks
         self.running_step = False
 
@@ -100,6 +116,21 @@ class TickLoop:
         if failed:
             self._worker.stop()
 
+    def end_epoch(self) -> None:
+        """The epoch is over.
+
+        Raises:
+            RuntimeError: manual optimization has made gradients, and no rank a step that the server knows of.
+        """
+        self.leave_step()
+        made, self._made_gradients = self._made_gradients, False
+        if made and not self.ticks.steps:
+            raise RuntimeError(
+                "training_step has made gradients for a whole epoch, and no optimizer of configure_optimizers has made"
+                " a step(): in hetero_stale nothing was trained. Call step() of what self.optimizers() returns, or use"
+                " strategy='hetero_balanced'"
+            )
+
     def opened(self, batch: Any) -> None:
         """The batch is on the device."""
         self._work.weight = self._weigh(batch)
@@ -139,6 +170,8 @@ class TickLoop:
                 "an optimizer steps outside of a training batch, or a second time in one: here a step is the push of a"
                 " batch's gradients to the parameter server. Step in training_step, or use strategy='hetero_balanced'"
             )
+        if self._edits is not None:
+            self._edits.check()
         output = self._run_step(index, optimizer, closure, run)
         if self.dummy:
             self._drop_gradients()
@@ -154,11 +187,17 @@ class TickLoop:
             self._worker.pull()
         return output
 
+    def backward_done(self) -> None:
+        """A backward pass has ended: what becomes of the gradients until the step is looked at."""
+        if self._edits is not None and self.in_step and not self.dummy:
+            self._edits.leave()
+
     def _run_step(self, index: int, optimizer: Optimizer, closure: Callable[[], Any], run: Callable[..., Any]) -> Any:
         self._stepped, self.running_step = False, True
         try:
             # In manual optimization the whole training step is guarded.
-            with compat.collect_clipping(self._trainer, self._clip) if self._automatic else nullcontext():
+            clips = compat.collect_clipping(self._trainer, self._clip) if self._automatic else nullcontext()
+            with clips, run_alone(_NO_MEETING):
                 output = run(optimizer, closure=closure)
         finally:
             self.running_step = False
@@ -184,10 +223,15 @@ class TickLoop:
         self._until_passed(reply, index, optimizer, run, steps=False)
 
     def training_step_done(self, again: Callable[[Any], Any]) -> None:
-        """Manual optimization: the user's ``training_step`` returned; ``again(batch)`` runs it once more."""
+        """Manual optimization: the user's ``training_step`` returned; ``again(batch)`` runs it once more, and returns
+        what hooks see of it."""
         self._stepped = True
+        if self._edits is not None:
+            self._edits.check()
         if self.dummy:  # the others' pushes say what is zeroed
             self._zeroes = 0
+        elif not self._made_gradients:
+            self._made_gradients = any(gradient is not None for gradient in self._worker.gradients())
         if self._work.grant is None:  # a tick that went by
             self._drop_gradients()
             self.ticks.skipped()
@@ -196,7 +240,7 @@ class TickLoop:
         while reply.kind is Say.GRANT:
             uncounted = compat.steps_uncounted(self._trainer)
             with self._fill_in(reply) as batch, self._frozen_schedulers(), uncounted:
-                again(batch)
+                self.ticks.parts.ended(again(batch), batch, self._work.piece_samples)
             self._stepped = True
             reply = self.ticks.claim() if self.dummy else self._push(steps=0, final=True)
         self.ticks.over(reply)
@@ -213,6 +257,7 @@ class TickLoop:
                     self._stepped = self.ticks.scale.unscale(self._worker.gradients())
                 else:
                     self._run_step(index, optimizer, closure, run)
+                self.ticks.parts.ended(compat.outputs_of(closure), batch, self._work.piece_samples)
                 if not self.dummy:
                     self._more_micro_batches(optimizer)
             if self.dummy:
@@ -253,7 +298,9 @@ class TickLoop:
             before = worker.gradients()
             self._drop_gradients()
             with compat.as_batch(self._trainer, batch, work.piece_samples):
-                compat.run_again(self._trainer, batch, ticks.tick, optimizer, zero=False)()
+                closure = compat.run_again(self._trainer, batch, ticks.tick, optimizer, zero=False)
+                closure()
+            ticks.parts.ended(compat.outputs_of(closure), batch, work.piece_samples)
             self._stepped &= self.ticks.scale.unscale(worker.gradients())
             work.weight, old_part, new_part = joint(done, work.weight, sums=self._sums)
             combine_means_(worker.parameters, before, old_part, new_part)
@@ -264,7 +311,11 @@ class TickLoop:
     def _push(self, *, steps: int, final: bool) -> Reply:
         work, ticks, zeroes = self._work, self.ticks, self._zeroes
         assert work.grant is not None
+        if self._edits is not None:
+            self._edits.forget()
         flags = (PushFlag.FINAL if final else PushFlag(0)) | (PushFlag(0) if self._stepped else PushFlag.OVERFLOW)
+        if not final and (self._most_steps is None or work.substep + 1 < self._most_steps):
+            flags |= PushFlag.MORE
         if self._automatic:  # whatever the user's hooks did to zero them
             zeroes = int(ticks.tick % self._trainer.accumulate_grad_batches == 0)
         pushed_s = time.perf_counter()
@@ -282,6 +333,9 @@ class TickLoop:
             zeroes=zeroes,
         )
         self._zeroes = 0
+        if final:
+            ticks.parts.pushed(wasted=reply.wasted)
+            self._most_steps = max(work.substep, self._most_steps or 0)
         work.substep += 1
         data = {
             "samples": work.computed,
@@ -302,22 +356,20 @@ class TickLoop:
     @contextmanager
     def _frozen_schedulers(self) -> Iterator[None]:
         """A user's ``scheduler.step()`` must count once per batch, however many fill-ins it had."""
-        schedulers = [config.scheduler for config in self._trainer.lr_scheduler_configs]
-        for scheduler in schedulers:
-            scheduler.step = lambda *_, **__: None
-        try:
+        with ExitStack() as frozen:
+            for config in self._trainer.lr_scheduler_configs:
+                frozen.enter_context(patched(config.scheduler, "step", lambda *_, **__: None))
             yield
-        finally:
-            for scheduler in schedulers:
-                vars(scheduler).pop("step", None)
 
     # ---- what others ask --------------------------------------------------------------------------------------
 
     def guard(self) -> AbstractContextManager[Any]:
         """Around a training step: its user clips what the server has; a dummy batch counts nothing in metrics."""
-        stack = ExitStack()
+        stack = self.ticks.parts.step()
+        stack.enter_context(run_alone(_NO_MEETING))
         if not self._automatic:
             stack.enter_context(compat.collect_clipping(self._trainer, self._clip))
+            stack.enter_context(no_monitored_steps(self._trainer.lr_scheduler_configs))
         if self.dummy:
             stack.enter_context(compat.metrics_frozen(self._trainer.lightning_module))
             stack.enter_context(compat.dummy_batch_unlogged(self._trainer))

@@ -23,6 +23,7 @@ from lightning_hetero import lightning_compat as compat
 from lightning_hetero.data.granted import EpochSampler, SampleSource
 from lightning_hetero.glue.run import EventLog
 from lightning_hetero.stale.decide.intervals import leaving, pairs
+from lightning_hetero.stale.fit.parts import Parts
 from lightning_hetero.stale.fit.session import Session
 from lightning_hetero.stale.runtime.work.chunk import Chunk
 from lightning_hetero.stale.runtime.work.loss_scale import AgreedScale
@@ -44,14 +45,16 @@ class Ticks:
         session: with this rank's end of the parameter server.
         sampler, source: order and samples of the train loader.
         scale: follows the updates that others made, too.
+        parts: what user code sees of what is trained.
         events: of this rank.
         before_epoch: called first in an epoch; may start the server again.
         resume: where a checkpoint stopped inside an epoch: ``{"epoch", "tick", "spans"}``; else empty.
 
     Attributes:
         source: in use.
-        scale: as given.
+        scale, parts: as given.
         epoch, tick: where this rank is.
+        steps: optimizer steps that all ranks together have made in this epoch, as far as this one knows.
         work: what it trains on; None between two batches.
         others: see `Session.others_now`.
     """
@@ -64,14 +67,17 @@ class Ticks:
         source: SampleSource,
         *,
         scale: AgreedScale,
+        parts: Parts,
         events: EventLog,
         before_epoch: Callable[[], None],
         resume: Mapping[str, Any],
     ) -> None:
         self.source = source
         self.scale = scale
+        self.parts = parts
         self.epoch = -1
         self.tick = 0
+        self.steps = 0
         self.work: Chunk | None = None
         self._trainer = trainer
         self._session = session
@@ -114,6 +120,9 @@ class Ticks:
         trainer, sampler = self._trainer, self._sampler
         self._before_epoch()
         self._before = self.trained()
+        sampler.draw()
+        self.parts.begin_epoch()
+        self.steps = 0
         self.epoch = sampler.epoch
         self._first = self.tick = compat.upcoming_batch(trainer)
         self._ends = sampler.ends
@@ -155,13 +164,15 @@ class Ticks:
             asked_s = time.perf_counter()
             reply = self.claim()
             if reply.kind is Say.GRANT:
+                self.parts.begin_batch(counts=bool(reply.numbers))
                 return self.open(reply, wait_s=time.perf_counter() - asked_s)
             self._words.extend(reply.numbers)
         return self._passed_by()
 
     def _passed_by(self) -> Any:
         """This tick was made without this rank."""
-        word = self._words.popleft()
+        word = self._gone_by()
+        self.parts.begin_batch(counts=False)
         if not self._words:
             self.worker.pull()
         self.note("passed", {"behind": len(self._words)})
@@ -214,12 +225,18 @@ class Ticks:
     def over(self, reply: Reply) -> None:
         """The tick is over: ``reply`` says it, and what has become of it and perhaps of later ones."""
         self._words.extend(reply.numbers)
-        word = self._words.popleft()
+        word = self._gone_by()
         if self._automatic and Word.steps(word):
             self.scale.after_step(overflow=Word.overflowed(word))
         if not self._words:
             self.worker.pull()
         self.work = None
+
+    def _gone_by(self) -> int:
+        """Takes the word of the next tick that is over."""
+        word = self._words.popleft()
+        self.steps += Word.steps(word)
+        return word
 
     def skipped(self) -> None:
         """The dummy batch of a tick that went by is trained."""

@@ -56,6 +56,8 @@ def test_ticks_are_the_global_batches() -> None:
     assert len(ticks) == 3 and ticks.batch_size == 4 and not ticks.drop_last
     assert list(ticks) == []  # no epoch yet
     ticks.set_epoch(0)
+    assert list(ticks) == []  # hooks may still change what is drawn
+    ticks.draw()
     assert list(ticks) == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
     assert list(ticks.ends) == [4, 8, 10]
 
@@ -85,10 +87,14 @@ def test_an_epoch_is_drawn_once_however_often_it_is_set() -> None:
         SamplerOrder(drawn, seed=0, channel=OneRank(), global_batch_size=4, drop_last=False)  # type: ignore[arg-type]
     )
     ticks.set_epoch(0)
+    ticks.draw()
     first = list(ticks.indices)
     ticks.set_epoch(0)
+    ticks.draw()
     assert (drawn.asked, list(ticks.indices)) == (1, first)
     ticks.set_epoch(1)
+    assert drawn.asked == 1
+    ticks.draw()
     assert drawn.asked == 2 and list(ticks.indices) != first
 
 

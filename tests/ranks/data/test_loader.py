@@ -214,7 +214,7 @@ def test_refusals_say_what_and_why() -> None:
     zero, one = run_ranks(2, refusals)
     assert zero == one
     expected = {
-        "samples": ("ValueError", "differ between ranks in samples: {0: 30, 1: 40}"),
+        "samples": ("ValueError", "{0: 30, 1: 40} samples by rank", "{0: 4, 1: 5} batches", "limit_train_batches=4"),
         "batch_size": ("ValueError", "differ between ranks in batch_size: {0: 4, 1: 5}"),
         "drop_last": ("ValueError", "differ between ranks in drop_last: {0: False, 1: True}"),
         "kind": ("ValueError", "differ between ranks in kind: {0: 'plain', 1: 'sampler'}"),

@@ -226,6 +226,42 @@ def test_run_again() -> None:
     assert len(module.seen) == trainer.global_step == STEPS
 
 
+class Outputs(Toy):
+    """Compares what the loop gives its hooks with what we make of the same."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = self.loss(batch)
+        if not self.automatic_optimization:
+            optimizer: Any = self.optimizers()
+            optimizer.zero_grad()
+            self.manual_backward(loss)
+        return {"loss": loss, "x": batch[0]}
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if self.automatic_optimization:
+            closure = compat.run_again(self.trainer, batch, batch_idx, self.trainer.optimizers[0])
+            closure()
+            ours = compat.outputs_of(closure)
+        else:
+            ours = compat.manual_outputs(self.training_step(batch, batch_idx))
+        assert ours.keys() == outputs.keys() == {"loss", "x"}, VERSIONS
+        assert not ours["loss"].requires_grad and ours["x"] is batch[0]
+        self.seen.append([float(ours["loss"])])
+
+
+def test_outputs_of() -> None:
+    module = Outputs()
+    train(module)
+    assert len(module.seen) == STEPS
+
+
+def test_manual_outputs() -> None:
+    module = Outputs()
+    module.automatic_optimization = False
+    train(module)
+    assert len(module.seen) == STEPS
+
+
 class Clipping(Toy):
     own = False
 

@@ -177,6 +177,7 @@ def test_combine_metric_with(make: Callable[[], Any], inputs: int) -> None:
     one, other, idle, whole = (make() for _ in range(4))
     said: list[Any] = []
     stepping: list[bool] = []
+    kept: list[Any] = []
 
     def gather(state: Any) -> list[Any]:
         said.append(state)
@@ -184,7 +185,7 @@ def test_combine_metric_with(make: Callable[[], Any], inputs: int) -> None:
 
     def watch(metric: Any) -> Callable[[], None]:
         metric.distributed_available_fn = always
-        return compat.combine_metric_with(metric, gather, inside=lambda: bool(stepping))
+        return compat.combine_metric_with(metric, gather, inside=lambda: bool(stepping), computed=kept.append)
 
     g = torch.Generator().manual_seed(0)
     undo = [watch(metric) for metric in (one, other, idle)]
@@ -200,7 +201,8 @@ def test_combine_metric_with(make: Callable[[], Any], inputs: int) -> None:
         first = one.compute()
         assert not said, VERSIONS
         stepping.clear()
-        one._computed = None
+        assert kept == [one], VERSIONS
+        compat.forget_computed(kept)
         assert one.compute().tolist() == first.tolist(), VERSIONS  # before the others
         other.compute()
         assert idle.compute().tolist() == pytest.approx(whole.compute().tolist()), VERSIONS
@@ -208,4 +210,17 @@ def test_combine_metric_with(make: Callable[[], Any], inputs: int) -> None:
     assert pickle.loads(pickle.dumps(one)).compute().tolist() == first.tolist(), VERSIONS
     for back in undo:
         back()
+    said.clear()
+    alone.distributed_available_fn = None
+    assert alone.compute().tolist() == first.tolist() and not said, VERSIONS  # a copy that was made before
     assert "_sync_dist" not in vars(one) and not isinstance(one.compute, MethodType), VERSIONS
+
+
+def test_forget_computed() -> None:
+    """Without it a metric returns the value that it has computed, without asking other ranks."""
+    metric = CatMetric()
+    metric.update(1.0)
+    kept, others = [metric], metric.compute()
+    assert metric.compute() is others, VERSIONS
+    compat.forget_computed(kept)
+    assert not kept and metric.compute() is not others, VERSIONS

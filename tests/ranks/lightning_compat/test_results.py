@@ -153,6 +153,41 @@ def test_save_metrics() -> None:
     assert metrics.results() == expected, VERSIONS
 
 
+def test_metrics_of() -> None:
+    metrics = Metrics()
+    assert set(compat.metrics_of(metrics)) == {metrics.total, metrics.cat, metrics.most, *metrics.scores.values()}
+
+
+class TakesBack(Logged):
+    """What its batches 1 and 3 log counts for nothing in the epoch, though they are no dummies."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.notes: list[Any] = []
+        self.undo: Any = None
+
+    def on_train_start(self) -> None:
+        self.undo = compat.watch_epoch_values(self.trainer, self.notes.append)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.notes.clear()
+        self._log_all(torch.tensor(1.0 + 9.0 * (batch_idx % 2)), torch.tensor(1.0 + batch_idx % 2))
+        if batch_idx % 2:
+            for take_back in reversed(self.notes):
+                take_back()
+        return self.loss(batch)
+
+    def on_train_end(self) -> None:
+        self.undo()
+        assert "update_metrics" not in vars(self.trainer.fit_loop.epoch_loop._results)
+
+
+def test_watch_epoch_values() -> None:
+    trainer = fit(module=TakesBack(), limit_val_batches=0, max_epochs=2)
+    found = {k: float(v) for k, v in trainer.callback_metrics.items()}
+    assert found == {"mean": 1.0, "sized": 1.0, "sum": 2.0, "max": 1.0, "min": -1.0, "count": 10.0}, VERSIONS
+
+
 class Rewinds(Toy):
     """Logs nonsense first, at which nobody must look."""
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from lightning.pytorch.utilities import CombinedLoader
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
@@ -78,7 +79,8 @@ class EpochParts:
         self.loader = binder.process(loader)
         binder.settle(plan)
         self.steps = []
-        for t, batch in enumerate(self.loader, done):
+        trainer.fit_loop._combined_loader = read = CombinedLoader(self.loader)  # by which a binder knows who trains
+        for t, (batch, *_) in enumerate(read, done):
             part = binder.open(t)
             self.steps.append((part, batch.tolist(), [binder.micro_batches(part, g) for g in (0, 1)]))
         self.state = binder.state_dict()
@@ -180,8 +182,8 @@ def test_what_does_not_fit_the_plan_is_refused() -> None:
         trainer.strategy.connect(Toy())  # type: ignore[attr-defined]
         binder = PipelineBinder(trainer, channel, shared=SharedSettings())
         binder.settle(PLAN)
-        loaders = [binder.process(plain()) for _ in range(2)]
-        next(iter(loaders[0]))
+        trainer.fit_loop._combined_loader = read = CombinedLoader([binder.process(plain()) for _ in range(2)])
+        next(iter(read))
 
     with pytest.raises(TypeError, match="several train loaders"):
         on_ranks(WORLD, two)

@@ -40,12 +40,13 @@ def loader(batches: int = TICKS) -> DataLoader:
 
 
 class Hooked(Toy):
-    """Fails on a batch that is None; notes the batch indices of its hooks' calls."""
+    """Fails on a batch that is None; notes the batch indices of its hooks' calls, and the samples that have ended."""
 
     def __init__(self, automatic: bool) -> None:
         super().__init__()
         self.automatic_optimization = automatic
         self.calls: dict[str, list[int]] = {}
+        self.ended = 0
 
     def called(self, hook: str, batch: Any, batch_idx: int = -1) -> None:
         assert batch is not None, f"{hook} without a batch"
@@ -69,6 +70,7 @@ class Hooked(Toy):
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         assert outputs is not None or not self.automatic_optimization
         self.called("end", batch, batch_idx)
+        self.ended += len(batch[0])
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         self.called("step", batch, batch_idx)
@@ -130,7 +132,7 @@ def hooks(rank: int, world: int, automatic: bool, who: int) -> dict[str, Any]:
         trainer.fit(module, loader(), loader(2))
     return {
         "calls": module.calls, "starts": users.starts, "ends": users.ends, "lambdas": lambdas, "bar": bar.stood,
-        "passed": late.passed, "steps": trainer.global_step,
+        "passed": late.passed, "steps": trainer.global_step, "ended": module.ended,
         "warned": any("yielded None" in str(w.message) for w in caught),
         "patched": "on_train_batch_end" in {**vars(users), **vars(module)},
     }  # fmt: skip
@@ -141,15 +143,15 @@ def test_no_hook_of_the_user_sees_a_missing_batch(automatic: bool, who: int) -> 
     ranks = run_ranks(2, hooks, automatic, who)
     assert ranks[who]["passed"] > 0
     assert ranks[0]["bar"] == [(TICKS, TICKS)] * EPOCHS  # only rank 0 has one
+    assert sum(one["ended"] for one in ranks) == SAMPLES * EPOCHS  # each once, also of fill-ins and of what was wasted
     for one in ranks:
         calls = one["calls"]
-        assert one["starts"] == one["ends"] == calls["start"] == calls["end"]
-        assert len(one["lambdas"]) == len(one["starts"]) and all(one["lambdas"])
+        assert one["starts"] == calls["start"] and one["ends"] == calls["end"]
+        assert len(one["lambdas"]) == len(one["ends"]) and all(one["lambdas"])
         assert not one["warned"] and not one["patched"]
         assert one["steps"] == TICKS * EPOCHS
-        # In manual optimization a dummy batch runs instead: the user's code steps by itself.
-        assert len(one["starts"]) + (one["passed"] if automatic else 0) == TICKS * EPOCHS
-        # Fill-ins are trained within a batch: transferred like any, but no batch of the loop.
+        assert set(one["ends"]) <= set(one["starts"]) and len(one["ends"]) <= len(one["starts"])
+        # In manual optimization a dummy batch runs where one is passed: the user's code steps by itself.
         assert len(calls["step"]) >= len(calls["start"])
         assert len(calls["before"]) == len(calls["after"]) == len(calls["transfer"])
         assert len(calls["before"]) == len(calls["step"]) + 2 * EPOCHS  # two batches in each validation
@@ -182,7 +184,7 @@ class Counting(Callback):
 
 
 class Looking(Callback):
-    """Looks at batches, so it is called for those of its rank."""
+    """Looks at batches, so it is called for those that its rank trains."""
 
     def __init__(self) -> None:
         self.samples: list[int] = []
@@ -205,7 +207,7 @@ def test_hooks_that_look_at_no_batch_are_called_for_every_batch_on_every_rank() 
     """Or the ranks would not come to save a checkpoint together."""
     ranks = run_ranks(2, counting_job)
     assert [batches for batches, _ in ranks] == [2 * 17] * 2
-    assert all(0 < len(samples) <= 2 * 17 and min(samples) > 0 for _, samples in ranks)
+    assert sum(samples for _, ended in ranks for samples in ended) == 2 * len(pair()[0].dataset)
     assert len(ranks[1][1]) < 2 * 17  # the slow rank was passed by
 
 

@@ -149,12 +149,16 @@ class Tally(nn.Module):
 class Ledger:
     """How often, and how stale, each sample was applied, per sub-step; see `Tally`.
 
+    Args:
+        more: a batch's first push says that another one follows.
+
     Attributes:
         applied: per optimizer, how often each sample counted.
         staleness: versions that the first optimizer's contributions were old when they were applied.
     """
 
-    def __init__(self, policy: Policy, workers: int) -> None:
+    def __init__(self, policy: Policy, workers: int, *, more: bool = False) -> None:
+        self.first = PushFlag.MORE if more else PushFlag(0)
         self.setting = Setting(Tally(), self._optimizers, policy, workers, liveness_s=30.0)
         self.applied = [Counter[int](), Counter[int]()]
         self.staleness: list[int] = []
@@ -179,7 +183,7 @@ class Ledger:
 
     def step(self, trainee: Trainee, grant: Reply, positions: list[int]) -> Reply:
         trainee.model.g[positions].mean().backward()
-        trainee.worker.push(PushFlag(0), steps=0b01, zeroes=0b01)
+        trainee.worker.push(self.first, steps=0b01, zeroes=0b01)
         trainee.worker.pull()
         trainee.model.d[positions].mean().backward()
         return trainee.worker.push(steps=0b10, zeroes=0b10)
@@ -229,6 +233,15 @@ def test_a_late_step_counts_once_and_never_beyond_the_bound(slow_s: float) -> No
     ledger.check(slow_s)
 
 
+@pytest.mark.parametrize("more", [False, True])
+def test_a_step_that_others_build_on_waits_for_all(more: bool) -> None:
+    """A worker is slow with its first step of a batch: without a word that more follow, the others go on without it."""
+    ledger = Ledger(Flexible(bound=2, late="join"), 3, more=more)
+    ledger.run(3, work_s=lambda rank, n, now_s: 20.0 if rank == 2 else float(n), rest_s=lambda *_: 3.0)
+    ledger.check(more)
+    assert (max(ledger.staleness) == 0) == more
+
+
 @pytest.mark.parametrize(
     "policy",
     [Flexible(bound=0, late="join"), Flexible(bound=1, late="join"), Flexible(bound=2, grace=0.5, late="join"), Bsp(),
@@ -239,7 +252,7 @@ def test_every_step_counts_once_for_every_sample_and_within_the_bound(policy: Po
     """Also where a batch's last push comes too late, or never, and others compute its samples again."""
     reissued = 0
     for seed in range(12):
-        ledger = Ledger(policy, 3)
+        ledger = Ledger(policy, 3, more=bool(seed % 2))
         ledger.run(3, **troubled(seed, 3))
         ledger.check(seed)
         reissued += sum(ledger.setting.server.counts.reissued.values())

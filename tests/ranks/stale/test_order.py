@@ -45,11 +45,13 @@ class OnTime(Noting):
         super().__init__()
         self.due_s, self.began_s = due_s, 0.0
 
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if self.trainer.strategy.current_samples() and not self.began_s:  # type: ignore[attr-defined]
+            dist.barrier()  # in the step itself it would be refused
+            self.began_s = time.monotonic()
+
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         if self.trainer.strategy.current_samples():  # type: ignore[attr-defined]
-            if not self.began_s:
-                dist.barrier()
-                self.began_s = time.monotonic()
             done = len(self.noted.batches)
             wanted_s = self.due_s[min(done, len(self.due_s) - 1)]
             time.sleep(max(0.0, self.began_s + wanted_s - time.monotonic()))

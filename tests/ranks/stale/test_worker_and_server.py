@@ -145,7 +145,7 @@ def test_a_server_that_fails_says_why_before_it_ends() -> None:
 
     thread = threading.Thread(target=run)
     thread.start()
-    with pytest.raises(RemoteFailureError, match=r"parameter server failed: ArithmeticError: no such norm"):
+    with pytest.raises(RemoteFailureError, match=r"failed in the parameter server: ArithmeticError: no such norm"):
         trainee.epoch(0, [4])
     thread.join()
     assert len(errors) == 1

@@ -377,6 +377,10 @@ class Counting(Net):
         super().__init__()
         self.register_buffer("calls", torch.zeros((), dtype=torch.long))
         self.register_buffer("share", torch.zeros(1))
+        self.servers = set[int]()
+
+    def on_train_batch_start(self, *_: Any) -> None:
+        self.servers.add(self.trainer.strategy._run.session.address.port)
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         self.calls += 1
@@ -386,8 +390,10 @@ class Counting(Net):
 
 def counts(rank: int, world: int, engine: str) -> Facts:
     """Warm-ups of KL weights and Gumbel temperatures (PL forum)."""
-    callbacks = [Late(1, "middle", 1)] if engine == "stale" else []
-    return fit(Counting(), rank, world, engine, samples=128, epochs=2, callbacks=callbacks)
+    module = Counting()
+    facts = fit(module, rank, world, engine, samples=128, epochs=2, callbacks=[Late(1, "middle", 1)])
+    assert len(module.servers) == 1  # what a push has brought is no change
+    return facts
 
 
 @pytest.mark.stock_ddp("state: counters in buffers", "stale")

@@ -25,6 +25,7 @@ from lightning_hetero.glue.loaders import SharedSettings
 from lightning_hetero.measure.probe import probe_cluster
 from lightning_hetero.pipeline.decide.plans import best_plan, check_plan, emulated, in_one_piece, unit_costs
 from lightning_hetero.pipeline.decide.recorded_costs import recorded
+from lightning_hetero.pipeline.fit.hints import add_hint
 from lightning_hetero.pipeline.fit.plan.rehearsal import Rehearsal, calls_in, measure_model
 from lightning_hetero.pipeline.runtime.measure.around_backbone import NeverCalledError
 from lightning_hetero.pipeline.runtime.measure.memory import tensor_bytes
@@ -169,6 +170,7 @@ def make_plan(
         except cannot as caught:
             answer = ("", str(caught))
         except Exception as caught:  # told to all ranks, or they would wait
+            add_hint(caught)
             error, answer = caught, (f"{type(caught).__name__}: {caught}", None)
     if settings.plan is None:
         # Measuring leaves graphs in reference cycles. And a full collection, due some time after all imports, takes

@@ -258,7 +258,10 @@ def nobody_notices(
         stack.callback(_give_back, device)
         stack.callback(snapshot.put_back)
         for metric in (m for m in module.modules() if isinstance(m, Metric)):
-            stack.callback(compat.combine_metric_with(metric, lambda state: [state], inside=lambda: True))
+            local = compat.combine_metric_with(
+                metric, lambda state: [state], inside=lambda: True, computed=lambda _: None
+            )
+            stack.callback(local)
         stack.enter_context(nothing_drawn(device))
         stack.enter_context(compat.unlogged(module))
         stack.enter_context(run_alone("training_step"))

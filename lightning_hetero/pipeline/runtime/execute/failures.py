@@ -159,31 +159,51 @@ class FailureBoard:
             time.sleep(_POLL_S)
         return error
 
-    def meet(self, note: str, world_size: int, patience_s: float) -> list[str]:
-        """Waits for all ranks to come here, once in a run, after a failure; each leaves a note.
+    def meet(
+        self, note: str, world_size: int, patience_s: float, *, place: str = _MET, heed: bool = False
+    ) -> list[str]:
+        """Waits for all ranks to come to a place, once in a run; each leaves a note.
+
+        Args:
+            note: of this rank, not empty.
+            world_size: ranks of the run.
+            patience_s: how long to wait for them.
+            place: its name; by default where ranks come after a failure.
+            heed: raise if a rank has failed.
 
         Returns:
             The notes by rank; empty ones of ranks that have not come in time.
+
+        Raises:
+            RuntimeError: as `check`, if that is heeded.
         """
         notes = [""] * world_size
-        deadline_s = time.monotonic() + patience_s
+        deadline_s, poll_s = time.monotonic() + patience_s, _ASK_S
 
         def look(store: Any) -> None:
             for rank in range(world_size):
-                if not notes[rank] and store.check([f"{_MET}{rank}"]):
-                    notes[rank] = store.get(f"{_MET}{rank}").decode()
+                if not notes[rank] and store.check([f"{place}{rank}"]):
+                    notes[rank] = store.get(f"{place}{rank}").decode()
 
         try:
-            self._ask(lambda store: store.set(f"{_MET}{self._rank}", note), patience_s)
+            self._ask(lambda store: store.set(f"{place}{self._rank}", note), patience_s)
             while not all(notes):
                 self._ask(look, patience_s)
                 if time.monotonic() >= deadline_s:
                     break
                 if not all(notes):
-                    time.sleep(_POLL_S)
+                    if heed:
+                        self.check()
+                    time.sleep(poll_s)
+                    poll_s = min(2 * poll_s, _POLL_S)
         except RuntimeError:  # the store is gone, and with it the rank that held it
-            pass
+            if heed:
+                raise
         return notes
+
+    def forget(self, place: str) -> None:
+        """Takes this rank's note away, when all have read it."""
+        self._ask(lambda store: store.delete_key(f"{place}{self._rank}"), self._patience_s)
 
     def leave(self, ranks: int, *, hosts: bool, patience_s: float = 5.0) -> None:
         """Called last by every rank; its process may end then. Never raises because of the store, and lets go of it.

@@ -1,6 +1,6 @@
 """Checkpoints of the whole model, though no rank has it: the keys stock training writes, tensor by tensor (layer T).
 
-    state_dict()    every rank: its own ``module.state_dict()``, others' tensors on meta
+    state_dict()    every rank: its own ``module.state_dict()``, stand-ins for others' tensors
                     group 0's owners ──one tensor after the other──► rank 0: files without a name, mapped into memory
     load            every rank reads its part of the whole state dict, which may be mapped, too
 
@@ -27,12 +27,22 @@ from lightning_hetero.pipeline.runtime.own.file_tensors import empty_in_file
 from lightning_hetero.pipeline.runtime.own.owner_groups import as_bytes, raise_together
 from lightning_hetero.pipeline.runtime.own.ownership import Ownership
 
-__all__ = ["WholeState"]
+__all__ = ["OnRankZero", "WholeState"]
 
 K = TypeVar("K", bound=Hashable)
 
 PACKED_BYTES = 1 << 14
 """Smaller tensors of a rank travel in one message."""
+
+
+class OnRankZero(dict[Any, Any]):
+    """The state of the whole model on another rank than 0: without entries; one that is asked for is an error."""
+
+    def __missing__(self, key: Any) -> Any:
+        raise RuntimeError(
+            f"{key!r} of a checkpoint is on rank 0 only, because in a pipeline each rank has its own layers: read and"
+            " change it under `if self.trainer.is_global_zero`, or use strategy='hetero_balanced'"
+        )
 
 
 class WholeState:
@@ -64,7 +74,7 @@ class WholeState:
     # ---- saving ------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns what ``module.state_dict()`` of the whole model would be, on rank 0; elsewhere an empty dict.
+        """Returns what ``module.state_dict()`` of the whole model would be, on rank 0; elsewhere an `OnRankZero`.
 
         Tensors are on the CPU. Rank 0's own are not copied, as with stock torch; the others cost no memory.
 
@@ -72,23 +82,31 @@ class WholeState:
             RuntimeError: on all ranks, if one could not make its part: which, and why.
         """
         # Not keep_vars: then a `state_dict` that somebody has overridden without arguments works, too.
-        return self.collect(self._module.state_dict)
-
-    def collect(self, make: Callable[[], Mapping[str, Any]]) -> dict[str, Any]:
-        """Returns the same of another state dict with the module's keys, such as of a copy of it that was pruned alike.
-
-        Args:
-            make: returns this rank's part; others' tensors in it are on meta.
-        """
         ownership = self._ownership
 
         def source(key: str) -> int:
             return (ownership.owners(key) if key in ownership.layer_of else ownership.owners_of_key(key))[0]
 
-        return self._collect(make, source, ownership.layer_of.keys())
+        return self._collect(self._module.state_dict, source, ownership.layer_of.keys())
+
+    def collect_apart(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Returns, on rank 0, those tensors for which it has stand-ins, from ranks that have them; elsewhere {}.
+
+        Args:
+            values: this rank's, by any keys, which are the same on all ranks.
+
+        Raises:
+            RuntimeError: no rank has values for one of them.
+        """
+        apart: list[set[str] | None] = [None] * dist.get_world_size(self.group)
+        own = {key for key, tensor in values.items() if tensor.is_meta}
+        dist.all_gather_object(apart, own if self._ownership.rank == 0 else set(), group=self.group)
+        if not (wanted := apart[0]):
+            return {}
+        return self._collect(lambda: {k: v for k, v in values.items() if k in wanted}, lambda _: 0, ())
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """Returns what ``optimizer.state_dict()`` of the whole model would be, on rank 0; elsewhere an empty dict.
+        """Returns what ``optimizer.state_dict()`` of the whole model would be, on rank 0; elsewhere an `OnRankZero`.
 
         Settings in ``param_groups`` are rank 0's; they are the same everywhere unless an optimizer derives them from
         its own parameters.
@@ -115,7 +133,7 @@ class WholeState:
 
         collected = self._collect(state, source, names.keys())
         if ownership.rank != 0:
-            return {}
+            return OnRankZero()
         order = {key: i for i, key in enumerate(names)}
         return {
             **whole,
@@ -138,7 +156,7 @@ class WholeState:
         Raises:
             RuntimeError: keys or shapes do not fit, as from torch.
         """
-        with warnings.catch_warnings():  # what is on meta is not copied: on purpose
+        with warnings.catch_warnings():  # nothing is copied to stand-ins: on purpose
             warnings.filterwarnings("ignore", message="for .*: copying from a non-meta parameter")
             return self._module.load_state_dict(state, strict=strict)
 
@@ -181,7 +199,7 @@ class WholeState:
         """Returns all ranks' parts of a mapping as one, on rank 0; it keeps what ``make`` returned there besides.
 
         Args:
-            make: this rank's part, in which what others hold is on meta or missing.
+            make: this rank's part, in which what others hold is a stand-in or missing.
             source: the rank that a key is to come from.
             certain: keys that come from there only; others from any rank of group 0 that has values for them.
         """
@@ -221,7 +239,7 @@ class WholeState:
         for bundle in _bundles(tensors):
             data = torch.cat([as_bytes(tensors[spec]) for spec in bundle])
             dist.send(data, 0, group=self.group)
-        return {}
+        return OnRankZero()
 
     def _receive(
         self, whole: dict[K, Any], offered: Sequence[Mapping[K, Any]], chosen: Mapping[K, int]
@@ -240,7 +258,10 @@ class WholeState:
                         if tensor is not None:
                             places[rank, spec].copy_(tensor)
             if lost := [key for key in whole if key not in chosen]:
-                raise KeyError(f"no rank has values for {lost[:5]}")
+                raise KeyError(
+                    f"no rank of the pipeline has values for {lost[:5]}: all ranks must keep the same in their"
+                    " checkpoints; or use strategy='hetero_balanced'"
+                )
         except Exception as error:
             problem = error
         raise_together(problem, self.group)

@@ -14,7 +14,7 @@ of them, and one that was used nowhere keeps ``None``, without a further exchang
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -231,6 +231,22 @@ class GradientSync:
         return self._total(norms.pow(2).sum()).sqrt().to(self._dtype)
 
     @torch.no_grad()
+    def own_norms(self, parameters: Sequence[Tensor], norm_type: float) -> list[float | None]:
+        """Returns the norms of the gradients that count on this rank; None of others, and where there is none.
+
+        Args:
+            parameters: of this module, this rank's or stand-ins.
+            norm_type: see `torch.linalg.vector_norm`.
+        """
+        found: list[float | None] = [None] * len(parameters)
+        own = {i: p.grad for i, p in enumerate(parameters) if id(p) in self._counted and p.grad is not None}
+        if own:
+            norms = torch._foreach_norm([*own.values()], norm_type)
+            for i, norm in zip(own, torch.stack([n.to(torch.float64) for n in norms]).tolist(), strict=True):
+                found[i] = norm
+        return found
+
+    @torch.no_grad()
     def clip_by_norm(self, parameters: Iterable[Tensor] | None, max_norm: float) -> Tensor:
         """Scales gradients so that their norm over the whole model is at most ``max_norm``.
 
@@ -291,4 +307,6 @@ class GradientSync:
 
 
 def _gradient(parameter: Tensor) -> Tensor | None:
-    return parameter.grad if parameter.numel() else None  # of no elements, an infinity norm is an error
+    if parameter.is_meta or not parameter.numel():  # of no elements, an infinity norm is an error
+        return None
+    return parameter.grad

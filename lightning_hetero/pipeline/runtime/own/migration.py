@@ -29,6 +29,7 @@ from lightning_hetero.pipeline.runtime.own.near_ways import NearWays
 from lightning_hetero.pipeline.runtime.own.owner_groups import Wait, gathered
 from lightning_hetero.pipeline.runtime.own.ownership import Ownership
 from lightning_hetero.pipeline.runtime.own.pruning import like, prune, put_in_place
+from lightning_hetero.pipeline.runtime.own.stand_ins import Here
 
 __all__ = ["CancelledError", "Migration", "Move", "moves"]
 
@@ -112,6 +113,7 @@ class Migration:
         wait: see `Wait`.
         ways: from device to device, by peer.
         near: between ranks of one node; without, gloo carries all that no other way does.
+        here: what runs on this rank.
 
     Attributes:
         moves: see `moves`.
@@ -132,12 +134,14 @@ class Migration:
         wait: Wait,
         ways: Mapping[int, Way] | None = None,
         near: NearWays | None = None,
+        here: Here | None = None,
     ) -> None:
         self._modules, self._optimizers = (module, *copies), tuple(optimizers)
         self._old, self._new = old, new
         self._gradients = gradients
         self._device, self._group, self._wait = device, group, wait
         self._ways, self._near = ways or {}, near
+        self._here = Here(old.rank) if here is None else here
         self._staged: dict[Any, Any] | None = None
         self.moves = moves(old, new, module)
         self.sent_bytes: dict[tuple[int, int], int] = {}
@@ -167,6 +171,7 @@ class Migration:
         staged: dict[Any, Any] = {}
         text = b""
         try:
+            self._refuse_copies()
             for target in sorted({move.target for move in self.moves if move.source == rank}):
                 outgoing[target] = parcels.packed(self._values(target), self._device, direct=target in self._ways)
             text = pickle.dumps({target: parcel.manifest for target, parcel in outgoing.items()})
@@ -202,6 +207,17 @@ class Migration:
             for target, manifest in to.items()
         }
         self._staged = staged
+
+    def _refuse_copies(self) -> None:
+        """What the user has made of tensors that others hold would be where they were, while they move."""
+        for optimizer in self._optimizers:  # state goes with the real parameter
+            for parameter in [p for p in optimizer.state if p.is_meta]:
+                del optimizer.state[parameter]
+        if kept := sorted({copy.held.name for copy in self._here.made.values()}):
+            raise RuntimeError(
+                f"layers stay where they are, because somebody keeps copies of {', '.join(kept[:3])}, which do not go"
+                " with them"
+            )
 
     def _values(self, target: int) -> dict[Any, Any]:
         """Returns what this rank sends to another, by kind, number of the module or optimizer, and name."""
@@ -256,7 +272,8 @@ class Migration:
                     states += [(i, now, staged[key]) for i in self._numbers if (key := ("state", i, name)) in staged]
                     now.grad = staged.get(("gradient", 0, name))
             put_in_place(module, self._optimizers if number == 0 else (), replaced)
-            prune(module, self._optimizers if number == 0 else (), self._new)
+            optimizers = self._optimizers if number == 0 else ()
+            prune(module, optimizers, self._new, self._here, device=self._device)
             for (kind, of, path), value in staged.items():
                 if kind == "extra" and of == number:
                     module.get_submodule(path).set_extra_state(value)

@@ -2,10 +2,10 @@
 
     rank 1 of a 1x2 plan    embed.weight   layers.0.weight   layers.1.weight   head.weight
     before                  real           real              real              real
-    after `prune`           meta           meta              real              meta
+    after `prune`           stand-in       stand-in          real              stand-in
 
-Meta tensors have names, shapes and dtypes. So `named_parameters`, ``state_dict``'s keys and the positions in
-``optimizer.param_groups`` stay those of the whole model, and an optimizer skips them: they never have a gradient.
+A `StandIn` has the name, shape and dtype. So `named_parameters`, ``state_dict``'s keys and the positions in
+``optimizer.param_groups`` stay those of the whole model, and an optimizer skips it: it finds no gradient there.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from __future__ import annotations
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -23,33 +24,51 @@ from torch.utils import _pytree as pytree
 
 from lightning_hetero.pipeline.runtime.own.owner_groups import as_bytes
 from lightning_hetero.pipeline.runtime.own.ownership import Ownership
+from lightning_hetero.pipeline.runtime.own.stand_ins import Here, StandIn, leave, stand_in_for
 
 __all__ = ["like", "movable", "prune", "put_in_place", "restore", "to_device"]
 
 
 @torch.no_grad()
-def prune(module: nn.Module, optimizers: Iterable[Optimizer], ownership: Ownership) -> None:
-    """Replaces what other ranks hold by meta tensors, in the module and in its optimizers, and frees the memory.
+def prune(
+    module: nn.Module,
+    optimizers: Iterable[Optimizer],
+    ownership: Ownership,
+    here: Here | None = None,
+    *,
+    device: torch.device | None = None,
+) -> None:
+    """Replaces what other ranks hold by stand-ins, in the module and in its optimizers, and frees the memory.
 
     Attributes of the parameters and ``requires_grad`` are kept, gradients and optimizer state are dropped. Whoever
-    still refers to a replaced parameter finds it without elements. What this rank holds stays the very object.
+    still uses a replaced parameter gets an error. What this rank holds stays the very object.
 
     Args:
         module: the whole model.
-        optimizers: all that were made from its parameters; made *before*, because fused ones refuse meta tensors.
+        optimizers: all that were made from its parameters.
         ownership: who holds what.
+        here: what runs on this rank, for what stand-ins may do.
+        device: of this rank's layers; None: where the tensors are.
 
     Raises:
         ValueError: the module is another one than the ownership was made from.
     """
+    here = Here(ownership.rank) if here is None else here
     replaced: dict[int, tuple[Tensor, Tensor]] = {}
+    names: dict[int, str] = {}
     for name, tensor in ownership.tensors(module).items():
-        if not ownership.holds(name) and not tensor.is_meta:
-            replaced[id(tensor)] = tensor, like(tensor, torch.empty_like(tensor.detach(), device="meta"))
+        if ownership.holds(name):
+            continue
+        holders = ownership.holders(name)
+        if isinstance(tensor, StandIn):
+            tensor.held = replace(tensor.held, ranks=holders)
+            continue
+        names[id(tensor)] = name
+        now = stand_in_for(tensor, name, holders, here, device=device or tensor.device)
+        replaced[id(tensor)] = tensor, _as_before(tensor, now)
     put_in_place(module, optimizers, replaced)
-    for tensor, _ in replaced.values():  # frees it even where somebody keeps a reference, and harms no view
-        tensor.grad = None
-        tensor.data = tensor.data.new_empty(0)
+    for key, (tensor, _) in replaced.items():
+        leave(tensor, names[key])
 
 
 def like(tensor: Tensor, data: Tensor) -> Tensor:
@@ -58,12 +77,19 @@ def like(tensor: Tensor, data: Tensor) -> Tensor:
     So a hook that the user has registered on a parameter is where the parameter is, when a later plan moves it.
     """
     if isinstance(tensor, nn.Parameter):
-        data = torch.Tensor._make_subclass(type(tensor), data, tensor.requires_grad)
-    vars(data).update(vars(tensor))
+        kind = tensor.held.kind if isinstance(tensor, StandIn) else type(tensor)
+        data = torch.Tensor._make_subclass(kind, data, tensor.requires_grad)
+    return _as_before(tensor, data)
+
+
+def _as_before(tensor: Tensor, now: Tensor) -> Tensor:
+    for key, value in vars(tensor).items():
+        if key not in StandIn.own:
+            vars(now)[key] = value
     for hooks in ("_backward_hooks", "_post_accumulate_grad_hooks"):
         if found := getattr(tensor, hooks):
-            setattr(data, hooks, found)
-    return data
+            setattr(now, hooks, found)
+    return now
 
 
 def put_in_place(
@@ -94,7 +120,7 @@ def restore(module: nn.Module, ownership: Ownership, group: dist.ProcessGroup) -
     """Undoes `prune`: afterwards all ranks have all parameters and buffers, with the values of the lowest group.
 
     Collective. For the end of training, when the model is used or divided anew. Optimizers are not filled: their
-    parameters on this rank stay the same objects, others they have as meta tensors still. What this rank gets lies on
+    parameters on this rank stay the same objects, others they have as stand-ins still. What this rank gets lies on
     the CPU.
 
     Args:
@@ -119,7 +145,7 @@ def restore(module: nn.Module, ownership: Ownership, group: dist.ProcessGroup) -
 
 @contextmanager
 def movable(module: nn.Module) -> Iterator[None]:
-    """Inside, ``module.to`` leaves out what is on the meta device, where it would raise at the first such tensor."""
+    """Inside, ``module.to`` leaves out stand-ins, which have nothing to move."""
 
     def apply(module: nn.Module, move: Callable[[Tensor], Tensor]) -> nn.Module:
         return type(module)._apply(module, lambda t: t if t.is_meta else move(t))
@@ -132,7 +158,7 @@ def movable(module: nn.Module) -> Iterator[None]:
 
 
 def to_device(module: nn.Module, optimizers: Iterable[Optimizer], device: torch.device) -> None:
-    """Moves parameters, gradients, buffers and optimizer state to a device; what is on the meta device stays there.
+    """Moves parameters, gradients, buffers and optimizer state to a device; stand-ins stay as they are.
 
     It calls ``module.to(device)``, so modules that do more there, such as a LightningModule's ``device``, do it.
     ``step`` counters of optimizers stay where torch wants them: on the CPU unless the optimizer is fused or capturable.

@@ -6,8 +6,8 @@ each push carries all numeric entries of all groups as float64, in an order both
 
     numbers  [ clip kind, clip value: per optimizer | entries: per optimizer, group, name ]
 
-Only an entry that a worker *changed* is written to the server's group, so that optimizers which count in their groups
-(schedule-free ones) keep their own count.
+Only an entry that a worker has *changed* since the beginning is written to the server's group (others travel as NaN),
+so that optimizers which count in their groups (schedule-free ones) keep their own count.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from torch.optim import Optimizer
 __all__ = ["CLIP_NORM", "CLIP_VALUE", "HyperParameters"]
 
 CLIP_NORM, CLIP_VALUE = 1, 2
+_NEW = object()
 
 # How a step is computed is each side's own business, not the recipe.
 _IMPLEMENTATION = frozenset({"params", "foreach", "fused", "capturable", "differentiable"})
@@ -78,6 +79,8 @@ class HyperParameters:
         self._optimizers = list(optimizers)
         self._places = self._find()
         self._known = self.entries()
+        self._changed = [False] * len(self._known)  # at this side, since the beginning
+        self._start = [self._plain(group) for group in self._groups()]
         self.size = 2 * len(self._optimizers) + len(self._places)
         self.digest = hashlib.sha256(repr([len(self._optimizers), *self._places]).encode()).hexdigest()[:32]
 
@@ -93,6 +96,40 @@ class HyperParameters:
                     elif kind := _kind(value):
                         places.append(_Place(o, g, name, None, kind))
         return places
+
+    def _groups(self) -> list[dict[str, Any]]:
+        return [group for optimizer in self._optimizers for group in optimizer.param_groups]
+
+    @staticmethod
+    def _plain(group: dict[str, Any]) -> dict[str, Any]:
+        """A group's entries that a checkpoint may hold."""
+        plain = (bool, int, float, str, tuple, type(None))
+        entries = {name: value for name, value in group.items() if name not in _IMPLEMENTATION}
+        return {n: v.item() if _kind(v) and isinstance(v, Tensor) else v for n, v in entries.items()
+                if isinstance(v, plain) or _kind(v)}  # fmt: skip
+
+    def own_entries(self) -> list[list[dict[str, Any]]]:
+        """Returns, per optimizer and group, what this side's steps have changed: some optimizers count there."""
+        told = {(p.optimizer, p.group, p.name) for p in self._places}
+        changed = {
+            (place.optimizer, place.group, place.name)
+            for place, known in zip(self._places, self._known, strict=True)
+            if place.get(self._optimizers) != known
+        }
+        start = iter(self._start)
+        own: list[list[dict[str, Any]]] = []
+        for o, optimizer in enumerate(self._optimizers):
+            own.append([])
+            for g, group in enumerate(optimizer.param_groups):
+                before = next(start)
+                own[o].append(
+                    {
+                        name: value
+                        for name, value in self._plain(group).items()
+                        if (o, g, name) in changed or ((o, g, name) not in told and before.get(name, _NEW) != value)
+                    }
+                )
+        return own
 
     def entries(self) -> list[float]:
         """Returns the present values of the optimizers' groups.
@@ -119,7 +156,11 @@ class HyperParameters:
     def write(self, numbers: Tensor, clips: Sequence[tuple[int, float]]) -> None:
         """Fills the numbers of a push (float64, ``size``) from this side's optimizers and clipping."""
         flat = [number for clip in clips for number in clip]
-        numbers.copy_(torch.tensor([*flat, *self.entries()], dtype=torch.float64))
+        for i, number in enumerate(entries := self.entries()):
+            if not self._changed[i]:
+                self._changed[i] = number != self._known[i]
+                entries[i] = number if self._changed[i] else math.nan
+        numbers.copy_(torch.tensor([*flat, *entries], dtype=torch.float64))
 
     def apply(self, numbers: Sequence[float]) -> list[tuple[int, float]]:
         """Sets this side's groups to what a push says; returns the clipping (kind, value) per optimizer."""

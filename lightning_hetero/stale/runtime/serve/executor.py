@@ -70,6 +70,7 @@ class Executor:
         self._replies, self._epochs = replies, epochs
         self._live_workers, self._counts = live_workers, counts
         self._claims: dict[int, tuple[Request, float]] = {}  # and when they were made [s]
+        self._wasted: set[int] = set()  # workers whose last push counts nothing, to be told with the answer
 
     @property
     def claiming(self) -> KeysView[int]:
@@ -80,9 +81,20 @@ class Executor:
         """A worker claims work; some effect will answer it."""
         self._claims[rank] = (claim, now)
 
+    def wasted(self, rank: int) -> None:
+        """The push of a worker that is about to be answered counts nothing."""
+        self._wasted.add(rank)
+
+    def _told(self, rank: int) -> bool:
+        """Returns whether a worker is to be told, now, that its push counts nothing."""
+        wasted = rank in self._wasted
+        self._wasted.discard(rank)
+        return wasted
+
     def forget(self, rank: int) -> None:
         """A worker is gone."""
         self._claims.pop(rank, None)
+        self._wasted.discard(rank)
 
     def forget_claims(self) -> None:
         """The run has failed; all who claimed have been told."""
@@ -104,8 +116,9 @@ class Executor:
                 words = self._epochs.words(self._epochs.number)[asked.tick :]
                 flags, text = self.measures_for(asked)
                 self._replies.answer(
-                    effect.rank, Say.PASSED, tick=effect.tick, numbers=words, flags=flags, text=text
-                )
+                    effect.rank, Say.PASSED, tick=effect.tick, numbers=words, flags=flags,
+                    wasted=self._told(effect.rank), text=text,
+                )  # fmt: skip
             elif isinstance(effect, Accepted):
                 assert pushed is not None
                 self._counts.accepted(effect.rank, effect.samples, effect.staleness, pushed.request.compute_s)
@@ -118,6 +131,8 @@ class Executor:
                 self._manual_steps.applied()
             elif isinstance(effect, Refused):
                 self._counts.discarded[effect.reason] += effect.samples
+                if effect.reason != "nonfinite":  # these samples are nobody else's
+                    self.wasted(effect.rank)
             else:
                 assert isinstance(effect, Reissued)
                 self._counts.reissued[effect.reason] += effect.samples
@@ -146,4 +161,5 @@ class Executor:
             granted.rank, Say.GRANT, tick=granted.tick, version=granted.base, lease=granted.lease, micro=granted.micro,
             numbers=[number for span in granted.spans for number in span], hint=granted.hint,
             flags=self._coordinator.policy.threshold_for(len(self._live_workers.live)) or 0,
+            wasted=self._told(granted.rank),
         )  # fmt: skip

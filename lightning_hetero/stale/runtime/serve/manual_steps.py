@@ -3,7 +3,8 @@
 In manual optimization a batch pushes several times; all but the last (`PushFlag.FINAL`) are *sub-steps*. Sub-step k of
 a tick has a pool of its own, applied when the tick's samples, or all live workers, are in it, and at the latest with
 the tick's update. Who pushed waits for that as long as the policy waits for anybody (a barrier: until it is applied; a
-grace: so long; asynchronous policies apply every push at once). What comes after its sub-step was applied counts in the
+grace: so long, but until it is applied if further steps of the batch follow, which build on it; asynchronous policies
+apply every push at once). What comes after its sub-step was applied counts in the
 next tick's; where that would exceed the bound, or there is no next tick, it is applied at once, worth its samples.
 
 Each sub-step counts once for a sample, also if its worker's last push is refused and the sample is issued again.
@@ -22,7 +23,7 @@ from lightning_hetero.stale.decide.policy import Asynchronous
 from lightning_hetero.stale.runtime.serve.open_batch import OpenBatch
 from lightning_hetero.stale.runtime.serve.replies import Replies
 from lightning_hetero.transport.base import Request, Say
-from lightning_hetero.transport.flags import ReplyFlag
+from lightning_hetero.transport.flags import PushFlag, ReplyFlag
 
 __all__ = ["ManualSteps"]
 
@@ -71,7 +72,9 @@ class ManualSteps:
             self._replies.answer(rank, Say.APPLIED, flags=ReplyFlag.CHANGED)
         elif batch.is_open(push):
             patience_s = policy.grace * (self._coordinator.step_s or now - granted_s)
-            self._paused[rank] = (push.substep, math.inf if policy.holds == "barrier" else now + patience_s)
+            if policy.holds == "barrier" or (policy.holds == "grace" and push.flags & PushFlag.MORE):
+                patience_s = math.inf
+            self._paused[rank] = (push.substep, now + patience_s)
             self.settle(done, now)
         else:
             self._replies.answer(rank, Say.APPLIED)

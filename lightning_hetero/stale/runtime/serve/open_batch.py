@@ -256,7 +256,10 @@ class OpenBatch:
             version = self._coordinator.version
             stepped = self._updater.apply(pool, version=version, worth=worth, last=last)
         except Exception as error:
-            raise HalfUpdateError from error
+            raise HalfUpdateError(
+                f"a step of an optimizer failed in the parameter server: {type(error).__name__}: {error}. If it needs"
+                " more than gradients, use strategy='hetero_balanced', whose ranks step themselves"
+            ) from error
         self._counts.applied(time.perf_counter() - began_s)
         if pool.overflow and stepped:
             self._overflowed = True

@@ -67,7 +67,7 @@ class Replies:
     def answer(
         self, rank: int, kind: Say, *, epoch: int | None = None, tick: int | None = None, version: int | None = None,
         lease: int = 0, micro: int = 0, numbers: Sequence[int] = (), hint: tuple[int, int] = (0, 0),
-        flags: int = 0, text: str = "",
+        flags: int = 0, wasted: bool = False, text: str = "",
     ) -> None:  # fmt: skip
         """Answers a worker; see `Reply`.
 
@@ -88,6 +88,7 @@ class Replies:
             hint_end=hint[1],
             generation=self._live_workers.generation,
             flags=flags,
+            wasted=wasted,
             numbers=numbers,
             text=text or "\n".join(self._live_workers.take_notices(rank)),
         )

@@ -32,6 +32,7 @@ from lightning_hetero.stale.runtime.serve.agreement import (
 from lightning_hetero.stale.runtime.serve.executor import Executor, Pushed
 from lightning_hetero.stale.runtime.serve.manual_steps import ManualSteps
 from lightning_hetero.stale.runtime.serve.open_batch import HalfUpdateError, OpenBatch
+from lightning_hetero.stale.runtime.serve.own_methods import call_own_method
 from lightning_hetero.stale.runtime.serve.push_checks import NonFiniteError, PushChecks
 from lightning_hetero.stale.runtime.serve.replies import Replies
 from lightning_hetero.stale.runtime.serve.thread_shards import ThreadShards
@@ -246,6 +247,7 @@ class ParameterServer:
             except (DisagreementError, NonFiniteError) as error:
                 self.fail(str(error))
             except HalfUpdateError as error:  # this server has nothing left that is worth saving
+                self.fail(str(error))
                 raise (error.__cause__ or error) from None
             except ValueError as error:
                 self.fail(f"worker {rank} sent a {kind.name} that makes no sense: {error}")
@@ -324,7 +326,7 @@ class ParameterServer:
             flags, text = self._executor.measures_for(request)
             self._replies.answer(
                 rank, Say.PASSED, epoch=request.epoch, tick=len(words), numbers=words[request.tick :], flags=flags,
-                text=text,
+                wasted=request.kind is Ask.PUSH, text=text,
             )  # fmt: skip
 
     def _settle_meeting(self, now: float) -> None:
@@ -336,6 +338,8 @@ class ParameterServer:
             return
         try:
             met = self._meeting.complete(self._live_workers.live)
+            if call_own_method(self._updater.optimizers, next(iter(met.values()))):
+                self._replies.publish()
         except DisagreementError as error:
             self.fail(str(error))
             return
@@ -362,6 +366,7 @@ class ParameterServer:
         """The last push of a batch; a claim for the same batch follows at once."""
         slot = self._push_checks.slot(rank, push)
         if slot is None:
+            self._executor.wasted(rank)
             self._executor.carry_out(self.coordinator.give_back(rank, push.lease, now), now)
         else:
             lease = self.coordinator.lease(rank, push.lease)

@@ -282,7 +282,11 @@ class Updater:
     # ---- state ------------------------------------------------------------------------------------------------
 
     def state_dicts(self) -> list[dict[str, Any]]:
-        """Returns the optimizers' states as in their ``state_dict()``, without the groups, which are the workers'."""
+        """Returns the optimizers' states as in their ``state_dict()``; of the groups, which are the workers', what the
+        steps have changed."""
         # What Lightning puts in the place of no optimizer has none.
         states = (optimizer.state_dict().get("state", {}) for optimizer in self.optimizers)
-        return [{"state": dict(sorted(state.items()))} for state in states]  # threads make entries in any order
+        return [  # threads make entries in any order
+            {"state": dict(sorted(state.items())), "groups": groups}
+            for state, groups in zip(states, self.hyper.own_entries(), strict=True)
+        ]

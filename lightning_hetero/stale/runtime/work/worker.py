@@ -338,16 +338,26 @@ class Worker:
         self._substeps_used = self._substeps_used or not flags & PushFlag.FINAL
         return reply
 
-    def meet(self, number: int, what: str = "") -> Met:
+    def meet(self, number: int, what: str = "", call: int | None = None) -> Met:
         """Waits for all live workers to meet, too.
 
         Args:
             number: of the meeting; the same everywhere.
             what: its purpose; the same everywhere, or the run fails and names both sides.
+            call: number of an optimizer whose method the server is to call, when all have come: ``what`` begins with
+                its name and a bracket. Pull afterwards.
         """
         self._look_where_all_meet()
-        reply = self._call(Request(kind=Ask.MEET, tick=number, text=what))
+        steps = 0 if call is None else 1 << call
+        if steps and self._kept:
+            raise RuntimeError(
+                f"{what}: parameters or buffers were changed on rank {self.link.rank} before it, which the parameter"
+                " server, where it is called, does not know. Change them behind it, or use strategy='hetero_balanced'"
+            )
+        reply = self._call(Request(kind=Ask.MEET, tick=number, text=what, steps=steps))
         self._phase = _Phase.MET
+        if steps:
+            self.version = -1  # whatever is here
         self._wanted = PushFlag(0)  # for a batch that is over
         return Met.read(reply.numbers, reply.generation, reply.text)
 

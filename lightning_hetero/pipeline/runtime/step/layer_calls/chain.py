@@ -202,6 +202,8 @@ class _Original(nn.Module):
 
 
 def _meta(tensor: Tensor) -> Tensor:
+    if tensor.is_meta:  # another rank's, of which an operation would be an error
+        return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
     return torch.empty_like(tensor, device="meta", requires_grad=False)
 
 

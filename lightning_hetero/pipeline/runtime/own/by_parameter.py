@@ -1,0 +1,97 @@
+"""Whether an optimizer treats each parameter by itself: tried on small copies of its parameters (layer T).
+
+    gradients   a, b, c     five steps ──► parameter 1      equal: it does
+    gradients   a, 3b, 3c   five steps ──► parameter 1      else the ranks, which have some each, would step otherwise
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+__all__ = ["passes_per_step", "treats_each_by_itself"]
+
+_STEPS = 5  # some take note of others only after a few
+_MOST = 4  # parameters of a group, and groups
+
+
+def treats_each_by_itself(optimizer: Optimizer) -> bool:
+    """Whether what becomes of a parameter depends on its own gradients only; also if it cannot be tried.
+
+    Args:
+        optimizer: over any parameters; it stays as it is.
+    """
+    groups = optimizer.param_groups[:_MOST]
+    first = [sum(len(g["params"][:_MOST]) for g in groups[:i]) for i in range(len(groups))]
+    try:
+        plain, _ = _tried(optimizer, None)
+        return all(torch.equal(plain[i], _tried(optimizer, i)[0][i]) for i in first if i < len(plain))
+    except Exception:
+        return True
+
+
+def passes_per_step(optimizer: Optimizer) -> int:
+    """Returns how often a step calls its closure; 1 if it cannot be tried."""
+    try:
+        return _tried(optimizer, None)[1]
+    except Exception:
+        return 1
+
+
+def _tried(optimizer: Optimizer, alone: int | None) -> tuple[list[Tensor], int]:
+    """Returns a copy's parameters after some steps, and its passes per step.
+
+    Args:
+        optimizer: of which a copy is stepped.
+        alone: all gradients but this parameter's are larger; None: none is.
+    """
+    twin = _twin(optimizer)
+    toys = [p for group in twin.param_groups for p in group["params"]]
+    source = torch.Generator().manual_seed(1)
+    gradients = [torch.randn(p.shape, generator=source, dtype=torch.float64).to(p.dtype) for p in toys]
+    if alone is not None:
+        gradients = [g if i == alone else 3 * g for i, g in enumerate(gradients)]
+    passes = 0
+
+    def closure() -> Tensor:
+        nonlocal passes
+        passes += 1
+        for toy, gradient in zip(toys, gradients, strict=True):
+            toy.grad = gradient.clone()
+        return torch.ones(())
+
+    step: Any = type(twin).step  # a scheduler may have put another one on the instance
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(1)
+        for _ in range(_STEPS):
+            step(twin, closure)
+    return [toy.detach() for toy in toys], round(passes / _STEPS)
+
+
+def _twin(optimizer: Optimizer) -> Optimizer:
+    """Returns a copy without state, over small parameters of the same numbers of dimensions."""
+    memo: dict[int, Any] = {}
+    for group in optimizer.param_groups:
+        memo.update((id(p), _toy(p)) for p in group["params"])
+    twin: Optimizer = object.__new__(type(optimizer))
+    own = {key: value for key, value in vars(optimizer).items() if key not in ("step", "zero_grad", "state")}
+    vars(twin).update(copy.deepcopy(own, memo))
+    twin.state = defaultdict(dict)
+    for group in twin.param_groups:
+        group["params"] = group["params"][:_MOST]
+        if isinstance(group.get("lr"), float | int):
+            group["lr"] = 0.1  # a warm-up may begin with 0
+    del twin.param_groups[_MOST:]
+    return twin
+
+
+def _toy(parameter: Tensor) -> nn.Parameter:
+    dtype = torch.complex128 if parameter.is_complex() else torch.float64
+    shape: Sequence[int] = [min(size, 4) for size in parameter.shape]
+    return nn.Parameter(torch.ones(shape, dtype=dtype), requires_grad=parameter.requires_grad)

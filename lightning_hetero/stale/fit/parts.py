@@ -1,0 +1,91 @@
+"""What user code sees of the parts that a rank trains within one batch of Lightning's (layer L).
+
+A rank may train several parts of a global batch within one batch of the loop, none, or one that counts nothing because
+another rank has computed its samples. Epoch values and torchmetrics count each sample that is trained on once: what a
+part brought is taken back if its push counts nothing. Hooks that look at a batch or its outputs are told of each part
+that counts, see `lightning_compat.empty_batches`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+from lightning_hetero import lightning_compat as compat
+from lightning_hetero.lightning_compat.patches import patched
+
+if TYPE_CHECKING:
+    from lightning.pytorch import Trainer
+
+__all__ = ["Parts"]
+
+
+class Parts:
+    """See the module; one per fit and rank.
+
+    Args:
+        trainer: the running trainer.
+
+    Attributes:
+        counts: whether the part that Lightning has as its batch counts.
+        more: outputs, batch and samples of each other part trained within it that counts.
+    """
+
+    def __init__(self, trainer: Trainer) -> None:
+        self.counts = True
+        self.more: list[tuple[Any, Any, int]] = []
+        self._trainer = trainer
+        self._metrics, self._synced = nn.ModuleList(), list[nn.Module]()
+        self._first = True  # the part is Lightning's batch
+        self._take_back: list[Callable[[], None]] = []
+        self._ended: list[tuple[Any, Any, int]] = []  # likewise, of the part that is trained now
+
+    def begin_epoch(self) -> None:
+        """Looks for the module's torchmetrics."""
+        metrics = compat.metrics_of(self._trainer.lightning_module)
+        self._metrics = nn.ModuleList(metrics)
+        self._synced = [metric for metric in metrics if metric.dist_sync_on_step]
+
+    def begin_batch(self, *, counts: bool) -> None:
+        """Lightning gets its next batch; ``counts`` is False for a dummy."""
+        self.counts = counts
+        self.more.clear()
+        self._first = True
+        self._forget()
+
+    def _forget(self) -> None:
+        self._take_back.clear()
+        self._ended.clear()
+
+    def step(self) -> ExitStack:
+        """Around a training step: what metrics have so far stays, whatever becomes of its part; none waits for the
+        other ranks, so that the value of a step is the rank's own."""
+        stack = ExitStack()
+        if len(self._metrics):
+            self._take_back.append(compat.save_metrics(self._metrics))
+        for metric in self._synced:
+            stack.enter_context(patched(metric, "dist_sync_on_step", False))
+        return stack
+
+    def logged(self, take_back: Callable[[], None]) -> None:
+        """A value is about to count in its epoch."""
+        self._take_back.append(take_back)
+
+    def ended(self, outputs: Any, batch: Any, samples: int) -> None:
+        """A batch that is not Lightning's is trained."""
+        self._ended.append((outputs, batch, samples))
+
+    def pushed(self, *, wasted: bool) -> None:
+        """The last push of a part is answered."""
+        if self._first:
+            self.counts = not wasted
+        if wasted:
+            for take_back in reversed(self._take_back):
+                take_back()
+        else:
+            self.more += self._ended
+        self._first = False
+        self._forget()
