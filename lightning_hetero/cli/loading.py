@@ -9,6 +9,7 @@ import sys
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from hydra.utils import get_object, instantiate
@@ -139,7 +140,7 @@ class _Profiler(Callback):
                 device=trainer.strategy.root_device,
                 loader=loader,
                 optimizers=trainer.optimizers,
-                to_device=trainer.strategy.batch_to_device,
+                to_device=partial(compat.batch_to_device, trainer),
                 context=trainer.precision_plugin.train_step_context,
                 carrier="auto",
             )

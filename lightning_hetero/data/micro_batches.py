@@ -1,38 +1,22 @@
 """Cuts a collated batch into micro-batches, and joins what was computed on them (layer T).
 
-What belongs to which sample is read from the batch:
-
-| part of a batch                                             | a micro-batch gets                          |
-|-------------------------------------------------------------|---------------------------------------------|
-| tensor or array with one row per sample                     | its rows                                    |
-| list or tuple with one item per sample                      | its items                                   |
-| dict, list, tuple, named tuple, dataclass of such            | the same, each part cut                     |
-| object with ``split(sizes)``, graph batch (``to_data_list``) | what that returns                           |
-| number, string, 0-dim tensor, tensor with one row           | the same                                    |
-
-Anything else is refused, rather than given to every micro-batch. A list that can be read both ways, ``[x, y]`` of two
-samples, is a list of parts, as a DataLoader's default collate function makes them.
+Which part of a batch belongs to which sample is known from its `Layout`.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, MutableMapping, Sequence
-from dataclasses import fields, is_dataclass
+from collections.abc import Mapping, MutableMapping, Sequence
 from itertools import accumulate
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn.utils.rnn import PackedSequence
+
+from lightning_hetero.data.layouts import WAY_OUT, Layout, parts_of
 
 __all__ = ["join_outputs", "split_batch"]
-
-WAY_OUT = (
-    "give the batch a method split(sizes), or the LightningModule a method split_batch(batch, sizes), that returns one"
-    " batch for each of the sizes"
-)
 
 
 # ---- apart -----------------------------------------------------------------------------------------------------
@@ -41,6 +25,7 @@ WAY_OUT = (
 def split_batch(
     batch: Any,
     sizes: Sequence[int],
+    layout: Layout | None,
     *,
     samples: int,
     owner: object = None,
@@ -50,14 +35,14 @@ def split_batch(
     Args:
         batch: as the DataLoader made it.
         sizes: samples of each micro-batch.
+        layout: of the loader's batches; not needed for a single micro-batch, or by an owner with a way of its own.
         samples: of the whole batch.
         owner: the LightningModule, whose method ``split_batch(batch, sizes)`` goes first if there is one; not asked
             for a single micro-batch.
 
     Raises:
-        ValueError: sizes that are not whole numbers >= 1, or do not sum up to ``samples``; a batch in which nothing
-            belongs to single samples.
-        TypeError: a part of which it is not known what belongs to which sample; says where it stands, and the way out.
+        ValueError: sizes that are not whole numbers >= 1, or do not sum up to ``samples``.
+        TypeError: a batch that is not laid out so; says where, and the way out.
     """
     sizes = tuple(sizes)
     if not sizes or any(type(size) is not int or size < 1 for size in sizes) or sum(sizes) != samples:
@@ -66,87 +51,66 @@ def split_batch(
         return [batch]
     if callable(own := getattr(owner, "split_batch", None)):
         return _counted(own(batch, list(sizes)), sizes, "split_batch(batch, sizes)")
-    pieces = _split(batch, sizes, "batch")
-    if pieces is None:
-        raise ValueError(
-            f"nothing in this batch, a {type(batch).__name__}, has {samples} rows or items, one per sample, so it"
-            f" cannot be cut into micro-batches of {sizes} samples; {WAY_OUT}"
-        )
+    if layout is None:
+        raise TypeError(f"what of a {type(batch).__name__} belongs to which sample is not known; {WAY_OUT}")
+    pieces = _split(batch, sizes, layout, "batch")
+    assert pieces is not None
     return pieces
 
 
-def _split(value: Any, sizes: tuple[int, ...], where: str) -> list[Any] | None:
+def _split(value: Any, sizes: tuple[int, ...], layout: Layout, where: str) -> list[Any] | None:
     """Returns the pieces of a value; None if all micro-batches get the same.
 
     Raises:
         TypeError: see `split_batch`.
     """
-    if isinstance(value, Tensor | np.ndarray):
-        return _rows(value, sizes, where)
-    if value is None or isinstance(value, str | bytes | bool | int | float | complex | type):
+    cut = layout.cut
+    shape: tuple[int, ...] = tuple(value.shape) if isinstance(value, Tensor | np.ndarray) else ()
+    if cut == "same":
+        if shape != (layout.shape or ()):
+            raise _other(where, f"the shape {shape} and not {layout.shape or ()}, as others had")
         return None
-    if isinstance(value, PackedSequence):
-        raise TypeError(f"{where} is a PackedSequence, whose rows are not its samples; {WAY_OUT}")
-    if callable(own := getattr(value, "split", None)):
+    if cut == "rows":
+        if len(shape) <= layout.dim or shape[layout.dim] != sum(sizes):
+            raise _other(where, f"the shape {shape} in a batch of {sum(sizes)} samples")
+        return list(value.split(sizes, layout.dim)) if isinstance(value, Tensor) else _slices(value, sizes, layout.dim)
+    if cut == "count":
+        return [torch.full_like(value, size) if isinstance(value, Tensor) else type(value)(size) for size in sizes]
+    if cut == "split" and callable(own := getattr(value, "split", None)):
         return _counted(own(list(sizes)), sizes, f"{type(value).__name__}.split(sizes)")
-    if callable(getattr(value, "to_data_list", None)) and callable(getattr(type(value), "from_data_list", None)):
-        graphs = value.to_data_list()
-        if len(graphs) == sum(sizes):
-            return [type(value).from_data_list(part) for part in _slices(graphs, sizes)]
-    if isinstance(value, Mapping):
-        return _parts({key: (value[key], f"{where}[{key!r}]") for key in value}, sizes, lambda p: _mapping(value, p))
-    if is_dataclass(value):
-        names = [field.name for field in fields(value) if hasattr(value, field.name)]
-        found = {name: (getattr(value, name), f"{where}.{name}") for name in names}
-        return _parts(found, sizes, lambda parts: _dataclass(value, parts))
-    if isinstance(value, list | tuple):
-        return _sequence(value, sizes, where)
-    if _holds_tensors(value):
-        raise TypeError(
-            f"{where} is a {type(value).__name__}, and what of it belongs to which sample is not known; {WAY_OUT}"
-        )
-    return None
-
-
-def _rows(value: Tensor | np.ndarray, sizes: tuple[int, ...], where: str) -> list[Any] | None:
-    if value.ndim == 0 or (value.shape[0] == 1 and sum(sizes) > 1):
-        return None
-    if value.shape[0] != sum(sizes):
-        raise TypeError(
-            f"{where} has the shape {tuple(value.shape)} in a batch of {sum(sizes)} samples, so its rows are not the"
-            f" samples; {WAY_OUT}"
-        )
-    return list(value.split(sizes)) if isinstance(value, Tensor) else _slices(value, sizes)
-
-
-def _sequence(value: list[Any] | tuple[Any, ...], sizes: tuple[int, ...], where: str) -> list[Any] | None:
-    def rebuilt(parts: dict[Any, Any]) -> Any:
-        if hasattr(value, "_make"):  # a named tuple
-            return value._make(parts.values())  # type: ignore[union-attr]
-        return type(value)(parts.values())
-
-    try:
-        pieces = _parts({i: (item, f"{where}[{i}]") for i, item in enumerate(value)}, sizes, rebuilt)
-    except TypeError:
-        if len(value) != sum(sizes) or hasattr(value, "_make"):
-            raise
-        pieces = None
-    if pieces is None and len(value) == sum(sizes) and not hasattr(value, "_make"):
-        return _slices(value, sizes)
-    return pieces
-
-
-def _parts(
-    found: Mapping[Any, tuple[Any, str]], sizes: tuple[int, ...], rebuilt: Callable[[dict[Any, Any]], Any]
-) -> list[Any] | None:
-    """Returns containers of the parts' pieces; None if no part has any."""
-    pieces = {key: _split(part, sizes, where) for key, (part, where) in found.items()}
+    if cut == "graphs" and hasattr(value, "to_data_list"):
+        graphs: Any = value
+        return [type(graphs).from_data_list(p) for p in _slices(_of(graphs.to_data_list(), sizes, where), sizes)]
+    if cut == "items" and isinstance(value, list | tuple):
+        return _slices(_of(value, sizes, where), sizes)
+    parts = parts_of(value, where)
+    if cut != "parts" or parts is None or parts.keys() != layout.parts.keys():
+        raise _other(where, f"other contents (a {type(value).__name__}) than in the batches before")
+    pieces = {key: _split(part, sizes, layout.parts[key], at) for key, (part, at) in parts.items()}
     if all(piece is None for piece in pieces.values()):
         return None
     return [
-        rebuilt({key: found[key][0] if piece is None else piece[i] for key, piece in pieces.items()})
+        _rebuilt(value, {key: parts[key][0] if piece is None else piece[i] for key, piece in pieces.items()})
         for i in range(len(sizes))
     ]
+
+
+def _of(items: Sequence[Any], sizes: Sequence[int], where: str) -> Sequence[Any]:
+    if len(items) != sum(sizes):
+        raise _other(where, f"{len(items)} items in a batch of {sum(sizes)} samples")
+    return items
+
+
+def _other(where: str, found: str) -> TypeError:
+    return TypeError(f"{where} has {found}: did the collate function leave samples out, or add some? {WAY_OUT}")
+
+
+def _rebuilt(value: Any, parts: dict[Any, Any]) -> Any:
+    if isinstance(value, Mapping):
+        return _mapping(value, parts)
+    if isinstance(value, list | tuple):
+        return value._make(parts.values()) if hasattr(value, "_make") else type(value)(parts.values())  # type: ignore[union-attr]
+    return _dataclass(value, parts)
 
 
 def _mapping(value: Mapping[Any, Any], parts: dict[Any, Any]) -> Any:
@@ -165,9 +129,10 @@ def _dataclass(value: Any, parts: dict[str, Any]) -> Any:
     return piece
 
 
-def _slices(value: Any, sizes: Sequence[int]) -> list[Any]:
-    ends = list(accumulate(sizes))
-    return [value[end - size : end] for size, end in zip(sizes, ends, strict=True)]
+def _slices(value: Any, sizes: Sequence[int], dim: int = 0) -> list[Any]:
+    before = (slice(None),) * dim
+    parts = [slice(end - size, end) for size, end in zip(sizes, accumulate(sizes), strict=True)]
+    return [value[(*before, part)] if dim else value[part] for part in parts]
 
 
 def _counted(pieces: Any, sizes: Sequence[int], what: str) -> list[Any]:
@@ -175,12 +140,6 @@ def _counted(pieces: Any, sizes: Sequence[int], what: str) -> list[Any]:
     if len(pieces) != len(sizes):
         raise ValueError(f"{what} returned {len(pieces)} batches for the sizes {tuple(sizes)}: return one each")
     return pieces
-
-
-def _holds_tensors(value: Any) -> bool:
-    slots = [name for cls in type(value).__mro__ for name in getattr(cls, "__slots__", ())]
-    held = [*getattr(value, "__dict__", {}).values(), *(getattr(value, n, None) for n in slots if isinstance(n, str))]
-    return any(isinstance(item, Tensor | np.ndarray) for item in held)
 
 
 # ---- together --------------------------------------------------------------------------------------------------

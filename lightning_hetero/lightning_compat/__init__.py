@@ -24,6 +24,7 @@ from lightning_hetero.lightning_compat.batches import (
     collect_clipping,
     defer_requeue,
     manual_outputs,
+    module_attributes,
     note_sigterm,
     outputs_of,
     replace_sigterm_broadcast,
@@ -31,6 +32,7 @@ from lightning_hetero.lightning_compat.batches import (
     run_again,
     stop_sigterm_broadcast,
     trainer_callbacks,
+    wrap_training,
 )
 from lightning_hetero.lightning_compat.empty_batches import finds_learning_rate, skip_empty_batches
 from lightning_hetero.lightning_compat.loaders import (
@@ -127,6 +129,7 @@ __all__ = [
     "manual_outputs",
     "metrics_frozen",
     "metrics_of",
+    "module_attributes",
     "norms_by",
     "note_sigterm",
     "outputs_of",
@@ -158,6 +161,7 @@ __all__ = [
     "watch_epoch_values",
     "watch_train_source",
     "weigh_logs",
+    "wrap_training",
     "write_checkpoint",
     "zeroes_now",
 ]

@@ -6,10 +6,12 @@ import logging
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import torch
 from lightning.fabric.plugins.environments import SLURMEnvironment
+from lightning.pytorch import LightningModule
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch import Tensor
@@ -17,7 +19,7 @@ from torch import Tensor
 from lightning_hetero.lightning_compat.patches import patched
 
 if TYPE_CHECKING:
-    from lightning.pytorch import LightningModule, Trainer
+    from lightning.pytorch import Trainer
 
 __all__ = [
     "averaged_weights",
@@ -26,6 +28,7 @@ __all__ = [
     "collect_clipping",
     "defer_requeue",
     "manual_outputs",
+    "module_attributes",
     "note_sigterm",
     "outputs_of",
     "replace_sigterm_broadcast",
@@ -33,9 +36,43 @@ __all__ = [
     "run_again",
     "stop_sigterm_broadcast",
     "trainer_callbacks",
+    "wrap_training",
 ]
 
 _LOG = logging.getLogger("lightning.pytorch")  # whose level and handlers Lightning has set
+
+
+@cache
+def module_attributes() -> frozenset[str]:
+    """Names of the attributes that every LightningModule has: Lightning's and torch's."""
+    return frozenset(vars(LightningModule()))
+
+
+def wrap_training(
+    trainer: Trainer, outputs: Callable[[Any], Any], epoch_ended: Callable[[], None]
+) -> Callable[[], None]:
+    """Puts something between the loops and the hooks of callbacks and module; returns undo.
+
+    Args:
+        outputs: makes, of what a step has returned, what ``on_train_batch_end`` is given.
+        epoch_ended: called when the last batch of an epoch has been trained, before ``on_train_epoch_end``.
+    """
+    loop, optimization = trainer.fit_loop, trainer.fit_loop.epoch_loop.automatic_optimization
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        return outputs(type(optimization).run(optimization, *args, **kwargs))
+
+    def on_advance_end() -> None:
+        epoch_ended()
+        type(loop).on_advance_end(loop)
+
+    vars(optimization)["run"], vars(loop)["on_advance_end"] = run, on_advance_end  # over methods
+
+    def undo() -> None:
+        vars(optimization).pop("run", None)
+        vars(loop).pop("on_advance_end", None)
+
+    return undo
 
 
 def trainer_callbacks(trainer: Trainer) -> list[Callback]:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -213,11 +214,12 @@ class HeteroPipelineStrategy(WholeCheckpointsDDP):
         if run.fitting and isinstance(backbone, Undivided):
             warn_undivided(backbone)
         self._replans = run.replans
+        moves = partial(compat.batch_to_device, trainer, move=super().batch_to_device)
         start = self._starts(backbone)
         if run.fitting and (start is not None or any(len(group.ranks) > 1 for group in planned.plan.groups)):
             refuse_optimizers(self.optimizers, backbone)
             run.undo.enter_context(hooks_return(backbone))
-        self._install(run, planned, backbone, start=start, in_force=self._in_force)
+        self._install(run, planned, backbone, start=start, in_force=self._in_force, to_device=moves)
         if any(len(group.ranks) > 1 for group in planned.plan.groups) or len(planned.plan.groups) < self.world_size:
             rank_zero_info(f"hetero_pipeline:\n{describe_plan(planned.plan, planned.cluster, backbone.names)}")
         self.setup_precision_plugin()
@@ -253,7 +255,7 @@ class HeteroPipelineStrategy(WholeCheckpointsDDP):
                 device=self.root_device,
                 loader=loader,
                 optimizers=self.optimizers,
-                to_device=super().batch_to_device,
+                to_device=partial(compat.batch_to_device, run.trainer, move=super().batch_to_device),
                 context=self.precision_plugin.train_step_context,
                 carrier=self.carrier,
             )
@@ -373,32 +375,28 @@ class HeteroPipelineStrategy(WholeCheckpointsDDP):
             return super().optimizer_step(optimizer, closure, model, **kwargs)
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
-        if self._run is None:
-            return super().validation_step(*args, **kwargs)
-        with self.precision_plugin.val_step_context():
-            return self._evaluate("validation_step", args, kwargs)
+        context = self.precision_plugin.val_step_context
+        return self._evaluate("validation_step", super().validation_step, context, args, kwargs)
 
     def test_step(self, *args: Any, **kwargs: Any) -> Any:
-        if self._run is None:
-            return super().test_step(*args, **kwargs)
-        with self.precision_plugin.test_step_context():
-            return self._evaluate("test_step", args, kwargs)
+        return self._evaluate("test_step", super().test_step, self.precision_plugin.test_step_context, args, kwargs)
 
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
-        if self._run is None:
-            return super().predict_step(*args, **kwargs)
-        with self.precision_plugin.predict_step_context():
-            return self._evaluate("predict_step", args, kwargs)
+        context = self.precision_plugin.predict_step_context
+        return self._evaluate("predict_step", super().predict_step, context, args, kwargs)
 
     @property
     def _batches(self) -> TrainBatches:
         assert self._run is not None and self._run.batches is not None
         return self._run.batches
 
-    def _evaluate(self, name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        assert self._place is not None and self._run is not None
+    def _evaluate(self, name: str, stock: Any, context: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        if self._run is None:
+            return stock(*args, **kwargs)
+        assert self._place is not None
         last = name == "predict_step" and compat.is_last_prediction(self._run.trainer)
-        return self._place.evaluation.run(name, args, kwargs, last=last)
+        with context():
+            return self._place.evaluation.run(name, args, kwargs, last=last)
 
     def _finish_evaluation(self) -> None:
         if self._place is not None:

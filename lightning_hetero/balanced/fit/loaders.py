@@ -26,7 +26,6 @@ from lightning_hetero.balanced.runtime.batch_norm import least_samples
 from lightning_hetero.data import IndivisibleError, LoaderSpec, Part
 from lightning_hetero.data.copies import users_own
 from lightning_hetero.data.costs import SampleCosts, costs_in
-from lightning_hetero.data.divisible import ProvedCollate
 from lightning_hetero.data.stream import StreamMode
 from lightning_hetero.glue.loaders import BoundLoader, PartBinder, SharedSettings
 from lightning_hetero.glue.own_data import check_own_batches, indexed
@@ -173,10 +172,7 @@ class BalancedBinder(PartBinder[_Balanced]):
             quantum=quantum,
         )
         self.orders.check_position(order.global_batch_size)
-        copy = self._read_parts(bound, loader, least=least, costs=costs)
-        if pieces > 1 and not hasattr(self._trainer.lightning_module, "split_batch"):
-            copy.collate_fn = ProvedCollate(copy.collate_fn, self.settings.bounds.upper)
-        return copy
+        return self._read_parts(bound, loader, least=least, costs=costs)
 
     def _settle(self, loaders: Sequence[Any]) -> None:
         """Finds out, for all ranks alike, whether these loaders are divided by speed, and what BatchNorm needs."""

@@ -18,6 +18,7 @@ import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
@@ -26,6 +27,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_hetero import lightning_compat as compat
+from lightning_hetero.balanced.fit.piece_layout import layout_of
 from lightning_hetero.balanced.fit.piece_logs import PieceLogs
 from lightning_hetero.balanced.runtime.batch_norm import least_samples, statistics_kept
 from lightning_hetero.balanced.runtime.loss_weight import LossWeight
@@ -93,6 +95,7 @@ class Recovery:
         self._communicates = next((type(m).__name__ for m in self._module.modules() if isinstance(m, waiting)), None)
         self._parameters = list(self._module.parameters())
         self._taken = GradientsTaken(self._parameters)
+        self._layout = cache(partial(layout_of, trainer, self._save))
         self._least = 1
         self._samples = 0
         self._planned: Sequence[int] = ()
@@ -252,9 +255,14 @@ class Recovery:
 
     def _split(self, piece: Any, sizes: list[int]) -> list[Any]:
         try:
-            return split_batch(piece, sizes, samples=sum(sizes), owner=self._module)
+            return split_batch(piece, sizes, self._layout(), samples=sum(sizes), owner=self._module)
         except (TypeError, ValueError) as error:
-            _give_up(self._reason, str(error), error)
+            if self._reason:
+                _give_up(self._reason, str(error), error)
+            raise TypeError(
+                "max_samples is less than a rank's part of a batch, which is computed in pieces: raise it, or lower the"
+                f" batch. As it is, it cannot be cut: {error}"
+            ) from error
 
     # ---- backward ---------------------------------------------------------------------------------------------
 

@@ -13,6 +13,7 @@ from lightning_hetero.emulate.scenario import Scenario
 from lightning_hetero.solvers.chain.chain import DepthRule
 from lightning_hetero.solvers.placement import evaluate_plan, place
 from lightning_hetero.solvers.plans import evened
+from lightning_hetero.solvers.scale import scale_shares
 from lightning_hetero.solvers.tied_layers import Span, join_layers, split_again
 from lightning_hetero.types import AffineCost, Cluster, LayerCost, ModelCost, PipelinePlan
 
@@ -23,6 +24,7 @@ __all__ = [
     "emulated",
     "in_one_piece",
     "micro_sizes",
+    "resized",
     "resting",
     "unit_costs",
 ]
@@ -128,6 +130,26 @@ def micro_sizes(planned: tuple[int, ...], samples: int) -> tuple[int, ...]:
         sizes.append(min(size, samples))
         samples -= size
     return tuple(sizes) if len(sizes) == len(planned) and sum(sizes) == sum(planned) else evened(sizes)
+
+
+def resized(plan: PipelinePlan, samples: int) -> PipelinePlan:
+    """Returns a plan for a global batch of another size, with micro-batches no larger than planned.
+
+    Raises:
+        ValueError: there are fewer samples than groups.
+    """
+    groups, planned = plan.groups, [group.samples for group in plan.groups]
+    shares = scale_shares(planned, samples, lower=1)
+    if 0 in shares:
+        raise ValueError(
+            f"the plan divides {sum(planned)} samples among {len(groups)} groups, but the train loader's global batch"
+            f" has {samples}: plan for that, or set global_batch_size"
+        )
+    scaled = [
+        replace(group, samples=share, micro_batches=micro_sizes(group.micro_batches, share), total_s=math.nan)
+        for group, share in zip(groups, shares, strict=True)
+    ]
+    return replace(plan, groups=tuple(scaled), total_s=math.nan, lower_bound_s=0.0)
 
 
 def in_one_piece(plan: PipelinePlan, model: ModelCost, cluster: Cluster) -> PipelinePlan:

@@ -8,26 +8,44 @@ Every rank has the batches that stock DDP would give it, and gets the outputs of
 layers; a rank at rest is a guest of some group. So as many batches are in flight as the group has ranks.
 
 Ranks may have different numbers of batches to predict: one that has no more says so, and goes on to serve the others.
+
+What a step leaves on the module, e.g. in a list, it leaves on the module of the rank whose batch it is: the leader runs
+it with attributes of its own, and sends what has changed in them with the output.
 """
 
 from __future__ import annotations
 
 import io
 import pickle
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from lightning.fabric.utilities.apply_func import move_data_to_device
 from lightning.pytorch import LightningModule
+from torch import Tensor
 
+from lightning_hetero import lightning_compat as compat
 from lightning_hetero.pipeline.decide.plans import resting
 from lightning_hetero.pipeline.fit.acting import acting_as
 from lightning_hetero.pipeline.fit.logs import StepLogs
 from lightning_hetero.pipeline.runtime.execute.failures import FailureBoard
 from lightning_hetero.pipeline.runtime.execute.stage_runner import StageRunner
 from lightning_hetero.pipeline.runtime.execute.whole_step import WholeStep
+from lightning_hetero.pipeline.runtime.step.alone import run_alone
+from lightning_hetero.pipeline.runtime.step.attributes import (
+    Buffers,
+    Change,
+    Path,
+    Shadow,
+    apply_changes,
+    name_of,
+    numbers_of,
+    value_at,
+    values_of,
+)
 from lightning_hetero.types import PipelinePlan
 
 if TYPE_CHECKING:
@@ -41,15 +59,19 @@ class _Answer(NamedTuple):
 
     Attributes:
         output: of the rank's step.
+        changes: what the step has left on the module.
         over: nobody of the group had a batch in this turn.
     """
 
     output: Any
+    changes: list[Change]
     over: bool
 
 
-_Request = tuple[str, tuple[Any, ...], dict[str, Any]]
-"""What a rank asks for: the name of the module's method, and its arguments, the batch first."""
+_Call = tuple[str, tuple[Any, ...], dict[str, Any]]
+"""The name of the module's method, and its arguments, the batch first."""
+_Request = tuple[str, tuple[Any, ...], dict[str, Any], dict[Path, Any]]
+"""What another rank asks for: a call, and those of its module's attributes that may decide what the step does."""
 
 
 class EvaluationBatches:
@@ -76,6 +98,10 @@ class EvaluationBatches:
         self._failures, self._logs, self._device = failures, logs, device
         self._turn = 0
         self._unfinished = False
+        self._shadows: dict[int, Shadow] = {}  # on the leader, of an evaluation: by the rank whose steps they are for
+        self._buffers: Buffers | None = None
+        self._begun = False  # this rank has had a step of this evaluation run by its leader
+        self._exchanged: set[Path] = set()  # attributes that steps for this rank have set
 
     def settle(self, plan: PipelinePlan, runner: StageRunner | WholeStep | None) -> None:
         """Takes the plan that is in force from now on; not during an evaluation.
@@ -85,6 +111,7 @@ class EvaluationBatches:
             runner: this rank's stage; None for a rank at rest.
         """
         assert not self._unfinished
+        self._exchanged = set()
         rank, self._runner = self._channel.rank, runner
         at_rest = resting(plan, self._channel.world_size)
         # Each group's ranks, its leader first, and its guests behind them.
@@ -93,8 +120,22 @@ class EvaluationBatches:
         self._leader = self._party[0]
 
     @property
-    def _leads(self) -> bool:
+    def leads(self) -> bool:
+        """Whether this rank runs the steps of its group."""
         return self._leader == self._channel.rank
+
+    @property
+    def others(self) -> list[int]:
+        """The other ranks that have their steps run by the same leader, without it."""
+        return self._party[1:]
+
+    def tell(self, value: Any, rank: int | None = None) -> None:
+        """Sends what the module keeps to a rank of the group; None: to its leader."""
+        self._send(self._leader if rank is None else rank, value, "what training_step keeps on the module")
+
+    def hear(self, rank: int | None = None) -> Any:
+        """Receives what a rank of the group tells; None: its leader."""
+        return self._receive(self._leader if rank is None else rank)
 
     def expect(self) -> None:
         """An evaluation begins, on all ranks: `finish` is due, even if this rank has no batch."""
@@ -128,39 +169,90 @@ class EvaluationBatches:
         """
         while self._unfinished:
             self._unfinished = not self._take_turn(None).over
+        self._shadows, self._buffers, self._begun = {}, None, False
 
-    def _take_turn(self, request: _Request | None) -> _Answer:
+    def _take_turn(self, call: _Call | None) -> _Answer:
         self._turn += 1
-        if self._leads:
-            return self._lead(request)
+        if self.leads:
+            return self._lead(call)
+        request: _Request | None = None
+        if call is not None:
+            told = numbers_of if self._begun else values_of
+            own = {path: value_at(self._module, path) for path in self._exchanged}
+            request = (*call, {**told(self._module, compat.module_attributes()), **own})
+            self._begun = True
         self._send(self._leader, request, "the batch of an evaluation")
         if self._runner is not None:
             self._runner.serve_evaluation(-self._turn)
         answer: _Answer = self._receive(self._leader)
+        self._take(answer.changes, () if request is None else request[-1])
         return answer
 
-    def _lead(self, request: _Request | None) -> _Answer:
+    def _take(self, changes: Sequence[Change], told: Collection[Path]) -> None:
+        """Makes the changes of this rank's step here.
+
+        Args:
+            changes: as the leader found them.
+            told: attributes that it had as this rank has them.
+        """
+        for change in changes:
+            if change.kind == "set" and change.path not in told:
+                self._exchanged.add(change.path)
+                if not _alike(change.before, value_at(self._module, change.path)):
+                    raise RuntimeError(
+                        f"{name_of(change.path)} has been changed by an evaluation step on rank {self._leader}, which"
+                        f" runs those of rank {self._channel.rank} in a pipeline, and was another value there than on"
+                        f" rank {self._channel.rank}. Keep it as an attribute of the LightningModule itself, or use"
+                        " strategy='hetero_balanced'"
+                    )
+        apply_changes(self._module, changes)
+
+    def _lead(self, call: _Call | None) -> _Answer:
         assert self._runner is not None
         clients: list[int] = []
+        if not self._shadows and len(self._party) > 1:
+            self._shadows = {rank: Shadow(self._module, compat.module_attributes()) for rank in self._party[1:]}
+            self._buffers = Buffers(self._module)
 
         def bodies() -> Iterator[tuple[int, Callable[[], Any]]]:
             for rank in self._party:
-                asked: _Request | None = request if rank == self._leader else self._receive(rank)
+                asked: _Request | None = None if call is None else (*call, {})
+                if rank != self._leader:
+                    asked = self._receive(rank)
                 if asked is None:
                     continue
-                if request is None and asked[0] != "predict_step":
+                if rank != self._leader:
+                    self._shadows[rank].take(asked[-1])
+                if call is None and asked[0] != "predict_step":
                     raise RuntimeError(
                         f"rank {rank} has more batches for {asked[0]} than rank {self._leader}: all ranks need as many."
                         " Use a dataset with a length, or limit_val_batches and limit_test_batches"
                     )
                 clients.append(rank)
-                yield rank, self._body(*asked, rank=rank)
+                yield rank, self._body(*asked[:3], rank=rank)
 
-        outputs = self._runner.evaluate(-self._turn, bodies(), samples=1)
+        outputs = self._runner.evaluate(-self._turn, bodies(), samples=1, within=self._within)
         found = dict(zip(clients, outputs, strict=True))
+        self._check_buffers()
         for rank in self._party[1:]:
-            self._send(rank, _Answer(found.get(rank), not clients), "the output of an evaluation step")
-        return _Answer(found.get(self._leader), not clients)
+            changes = self._shadows[rank].changes() if rank in found else []
+            left = "".join(f", or what it has left in {name}," for name in {name_of(c.path): 0 for c in changes})
+            answer = _Answer(found.get(rank), changes, not clients)
+            self._send(rank, answer, f"the output of an evaluation step{left}")
+        return _Answer(found.get(self._leader), [], not clients)
+
+    def _check_buffers(self) -> None:
+        if self._buffers is not None and (name := self._buffers.changed()) is not None:
+            raise RuntimeError(
+                f"an evaluation step has changed the buffer {name} on rank {self._leader}, which in a pipeline runs the"
+                f" steps of the ranks {self._party}: the others would not have it, and here it is of all their batches."
+                " Use a torchmetrics object or a list, which belong to the rank whose batch it is; or"
+                " strategy='hetero_balanced'"
+            )
+
+    def _within(self, rank: int) -> AbstractContextManager[None]:
+        """Inside, the module has the attributes of the rank whose step runs."""
+        return nullcontext() if rank == self._leader else self._shadows[rank].worn()
 
     def _body(
         self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], *, rank: int
@@ -168,7 +260,8 @@ class EvaluationBatches:
         own = rank == self._leader
 
         def body() -> Any:
-            with acting_as(rank), self._logs.collecting(None, None if own or not args else args[0]):
+            logged_for = None if own or not args else args[0]
+            with acting_as(rank), self._logs.collecting(None, logged_for), run_alone(name):
                 return getattr(self._module, name)(*args, **kwargs)
 
         return body
@@ -200,3 +293,10 @@ class EvaluationBatches:
         assert work is not None
         self._failures.wait_for_peer(work)
 
+
+
+def _alike(before: Any, now: Any) -> bool:
+    """Whether a number or a tensor was the same; other values are not compared."""
+    if isinstance(before, Tensor):
+        return isinstance(now, Tensor) and before.shape == now.shape and torch.equal(before.to(now.device), now)
+    return not isinstance(before, int | float) or before == now

@@ -8,16 +8,19 @@ Ranks that lead no group read one sample, a dummy, so that Lightning's loop has 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from lightning.pytorch.utilities import CombinedLoader
 from torch.utils.data import DataLoader
 
 from lightning_hetero.data import Channel, LoaderSpec, Part
+from lightning_hetero.data.copies import users_own
+from lightning_hetero.data.layouts import Layout
 from lightning_hetero.glue.loaders import BoundLoader, PartBinder, SharedSettings
 from lightning_hetero.pipeline.decide.changeover import Position
-from lightning_hetero.pipeline.decide.plans import micro_sizes
+from lightning_hetero.pipeline.decide.plans import micro_sizes, resized
 from lightning_hetero.solvers.scale import scale_shares
 from lightning_hetero.types import GroupPlan, PipelinePlan
 
@@ -33,7 +36,14 @@ _SEVERAL = (
 )
 
 
-class PipelineBinder(PartBinder[BoundLoader]):
+@dataclass(eq=False, kw_only=True, slots=True)
+class CutLoader(BoundLoader):
+    """One train loader, its copy, and how its batches are cut; None: they are not."""
+
+    layout: Layout | None
+
+
+class PipelineBinder(PartBinder[CutLoader]):
     """Replaces the train loader by a re-batched copy, and knows the parts of each batch on all ranks.
 
     Args:
@@ -60,7 +70,9 @@ class PipelineBinder(PartBinder[BoundLoader]):
         self._stream_mode = stream
         self._plan: PipelinePlan | None = None
         self._whole = False
+        self._learn: Callable[[DataLoader], Layout | None] | None = None
         self._drawn_from: list[tuple[Position, PipelinePlan]] = []  # from which batch on which plan's shares
+        self._begun = (0, 0)
         self.lag = 0
 
     # ---- set-up ----------------------------------------------------------------------------------------------------
@@ -86,21 +98,26 @@ class PipelineBinder(PartBinder[BoundLoader]):
             raise TypeError("a batch sampler decides the size of its batches: pass the loader, not its LoaderSpec")
         return self.orders.order(loader, spec, 0).global_batch_size
 
-    def settle(self, plan: PipelinePlan, *, whole: bool = False) -> None:
+    def settle(
+        self, plan: PipelinePlan, *, whole: bool = False, learn: Callable[[DataLoader], Layout | None] | None = None
+    ) -> None:
         """Takes the plan that the run begins with; the same on all ranks.
 
         Args:
             plan: with one group or more.
             whole: what a plan leaves in one piece stays so, also where it is larger than planned: batches may be of a
                 class that cannot be cut.
+            learn: finds out how a loader's batches are cut, on all ranks; None: no need to know.
 
         Raises:
             ValueError: a plan without groups.
         """
         if not plan.groups:
             raise ValueError(f"a plan without groups trains nothing: {plan.reason or 'it is empty'}")
-        self._plan, self._whole = plan, whole
+        self._plan, self._whole, self._learn = plan, whole, learn
         self._drawn_from = [((0, 0), plan)]
+        for bound in self._bound:  # processed already, e.g. to count the steps
+            bound.layout = None if learn is None else learn(users_own(bound.loader))
 
     def follow(self, plan: PipelinePlan) -> None:
         """Takes the plan that the next batch is trained under, whatever it was drawn for."""
@@ -127,15 +144,18 @@ class PipelineBinder(PartBinder[BoundLoader]):
     def process(self, loader: object) -> DataLoader:
         loader, spec, self.lag = self._inspect(loader)
         self.refuse_own_data(loader)
+        layout = None if self._learn is None else self._learn(loader)
         if spec.kind == "stream":
             self._require_stream()
             # Without a length Lightning fetches one batch ahead, to know which is the last.
             self.lag += not hasattr(loader.dataset, "__len__")
-            bound = BoundLoader(spec=spec, full=self.orders.batch_of_all(spec), order=None)
+            bound = CutLoader(spec=spec, full=self.orders.batch_of_all(spec), order=None, layout=layout)
             return self._read_stream(bound, loader, "shared")
         order = self.orders.continued(self.orders.order(loader, spec, 0))
         self.orders.check_position(order.global_batch_size)
-        return self._read_parts(BoundLoader(spec=spec, full=order.global_batch_size, order=order), loader)
+        return self._read_parts(
+            CutLoader(spec=spec, full=order.global_batch_size, order=order, layout=layout), loader
+        )
 
     def _require_stream(self) -> None:
         if self._stream_mode is None:
@@ -148,23 +168,35 @@ class PipelineBinder(PartBinder[BoundLoader]):
     # ---- running ---------------------------------------------------------------------------------------------------
 
     def bind(self) -> None:
-        """Checks that there is one train loader.
+        """Checks that there is one train loader; a plan for batches of another size is scaled to those it has now.
 
         Raises:
             TypeError: there are several.
+            ValueError: its batches have fewer samples than the plan has groups.
         """
         if len(self._bound) > 1:
             raise TypeError(f"several train loaders. {_SEVERAL}")
+        full = self._bound[0].full
+        if self._plan is not None and sum(group.samples for group in self._plan.groups) != full:
+            self._plan = resized(self._plan, full)
+            self._drawn_from = [((0, 0), self._plan)]
 
-    def split(self, bound: BoundLoader, epoch: int, step: int, total: int) -> tuple[int, ...]:
+    def _begin(self) -> tuple[int, int]:
+        begun = super()._begin()
+        if begun < self._begun:  # a fit within the fit, e.g. a learning-rate finder's, has ended
+            self._drawn_from = [((0, 0), self.plan)]
+        self._begun = begun
+        return begun
+
+    @property
+    def layout(self) -> Layout | None:
+        """How the batches are cut that are handed out now."""
+        return self._bound[0].layout
+
+    def split(self, bound: CutLoader, epoch: int, step: int, total: int) -> tuple[int, ...]:
         assert self._drawn_from or self.plan
         groups = next(plan for at, plan in reversed(self._drawn_from) if at <= (epoch, step)).groups
         planned = [group.samples for group in groups]
-        if sum(planned) != bound.full:
-            raise ValueError(
-                f"the plan divides {sum(planned)} samples, but the train loader's global batch has {bound.full}:"
-                " plan for that, or set global_batch_size"
-            )
         shares = [0] * self._channel.world_size
         # No group gets a single sample, of which BatchNorm can make no statistics, if that can be helped.
         for group, share in zip(groups, scale_shares(planned, total, lower=1, least=2), strict=True):

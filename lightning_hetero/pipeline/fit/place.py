@@ -159,7 +159,7 @@ class Place:
             module, channel=channel, failures=failures, logs=self.logs, device=settings.device
         )
         self._hold()
-        self._follow(planned)
+        self.follow(planned)
         if trainer.predicting:
             self.evaluation.expect()
 
@@ -189,7 +189,7 @@ class Place:
             RuntimeError: another rank is lost, or has failed; a checkpoint from before is valid still.
         """
         if _structure(planned.plan) == _structure(self.planned.plan):
-            self._follow(planned)
+            self.follow(planned)
             return 0
         new = self._ownership_under(planned.plan)
         self.owner_groups.prepare(new.holders(name) for name in (*new.parameters, *new.buffers))
@@ -215,7 +215,7 @@ class Place:
         migration.commit()
         self.ownership = self.averages.ownership = new
         self._hold()
-        self._follow(planned)
+        self.follow(planned)
         return migration.size_bytes
 
     def _near_round(self) -> NearRound | None:
@@ -254,10 +254,10 @@ class Place:
         )
         self.own = [p for p in self.module.parameters() if not p.is_meta]
 
-    def _follow(self, planned: PlanResult) -> None:
-        """What follows from the plan besides."""
+    def follow(self, planned: PlanResult) -> None:
+        """What follows from a plan besides; by itself for one of the same structure, between two batches."""
         plan, rank, before = planned.plan, self.channel.rank, self.group
-        self.planned = planned
+        called_before, self.planned = self.planned.calls, planned
         self.group_index = next((i for i, group in enumerate(plan.groups) if rank in group.ranks), None)
         self.group = group = None if self.group_index is None else plan.groups[self.group_index]
         self.leads = group is not None and group.ranks[0] == rank
@@ -275,6 +275,7 @@ class Place:
                 pacer=None if self.busy.pace is None else self.busy.pace.pacer,
             )
         same = group is not None and before is not None and (group.ranks, group.cuts) == (before.ranks, before.cuts)
+        same &= planned.calls == called_before
         if same and isinstance(self.runner, StageRunner):
             assert group is not None
             self.runner.follow(self._times_of(group), self._policy_of(group))

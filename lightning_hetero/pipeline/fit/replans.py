@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 import torch.distributed as dist
+from lightning.fabric.utilities.rank_zero import rank_zero_warn
 
 from lightning_hetero import lightning_compat as compat
 from lightning_hetero.controller.messages import Decision, Observation
@@ -33,6 +34,7 @@ from lightning_hetero.pipeline.decide.plans import check_plan, in_one_piece
 from lightning_hetero.pipeline.decide.told import Told, telling_layers
 from lightning_hetero.pipeline.fit.loaders import PipelineBinder
 from lightning_hetero.pipeline.fit.place import Place
+from lightning_hetero.pipeline.fit.plan.planning import PlanResult
 from lightning_hetero.pipeline.runtime.own.migration import CancelledError
 from lightning_hetero.solvers.plans import plan_to_plain
 from lightning_hetero.types import PipelinePlan
@@ -63,8 +65,8 @@ class Replans:
         place: of this rank.
         binder: of the train loader.
         events: of this rank.
-        start: makes what decides, from the batches of the run if their number is known; on rank 0, when the first batch
-            has been trained; None instead of it: nobody decides. None: the first plan stays.
+        start: makes what decides, from the plan in force and the batches of the run if their number is known; on rank
+            0, when the first batch has been trained; None instead of it: nobody decides. None: the first plan stays.
         state: of what decided in the run that this one resumes; empty: there was none, or this rank does not know.
         whole: the layers are one, and batches need not be cut where that is spared.
         records: of this run; appended to.
@@ -81,7 +83,7 @@ class Replans:
         binder: PipelineBinder,
         events: EventLog,
         *,
-        start: Callable[[int | None], Decides | None] | None,
+        start: Callable[[PlanResult, int | None], Decides | None] | None,
         state: Mapping[str, Any],
         whole: bool,
         records: list[Replan],
@@ -99,6 +101,7 @@ class Replans:
         self._told: tuple[torch.Tensor, dist.Work, bytes] | None = None  # on its way: size of what rank 0 has to say
         self._due: list[tuple[Changeover, Decision]] = []
         self._paused_s, self._moved_bytes = 0.0, 0
+        self._at = (-1, -1)  # the batch that began last
         self.generation = 0
 
     # ---- what is measured, and what is decided by it -----------------------------------------------------------
@@ -112,6 +115,16 @@ class Replans:
     def news(self) -> bool:
         """Whether this rank has decided something that it has not said yet; to be told with the next batch."""
         return bool(self._held)
+
+    def hold(self) -> None:
+        """The first plan stays; called by all ranks with the same batch."""
+        if self._start is not None:
+            self._start = None
+            rank_zero_warn(
+                "training_step changes a number that it keeps on the module, which is right as long as it runs once per"
+                " batch on every rank: so the first plan stays. Change it in on_train_batch_start or on_train_batch_end"
+                " to let hetero_pipeline replan"
+            )
 
     def observe(self, batch: int, part: Part, told: Told, pause_s: float, *, news: bool) -> None:
         """A batch has been trained: rank 0 decides, now or by `catch_up`; the others are told of it while they go on.
@@ -161,8 +174,8 @@ class Replans:
         if decision.kind != "keep" or decision.outcome is not None:
             self._held.append(replace(decision, plan=self._in_one_piece(decision.plan)))
 
-    def _started(self, start: Callable[[int | None], Decides | None]) -> Decides | None:
-        decider = start(planned_batches(self._trainer))
+    def _started(self, start: Callable[[PlanResult, int | None], Decides | None]) -> Decides | None:
+        decider = start(self._place.planned, planned_batches(self._trainer))
         if self._state and decider is not None:
             with suppress(ValueError):  # of another number of ranks, or another global batch
                 decider.load_state_dict({**self._state, "plan": plan_to_plain(self._place.planned.plan)})
@@ -205,15 +218,30 @@ class Replans:
             part: this rank's part of it.
             gradients: whether present gradients matter, because the user may keep them.
         """
-        for decision in self._heard():
+        heard, now, before = self._heard(), (part.epoch, part.step), self._at
+        self._at = now
+        if now <= before or self._total(self._binder.plan) != self._total(self._place.planned.plan):
+            heard = []  # of another fit within this one, e.g. a learning-rate finder's; or for batches of another size
+            self._begin_again()
+        for decision in heard:
             if decision.outcome is not None:
                 self._note_outcome(part, self._log.settle(decision.outcome))
             if decision.kind != "keep":
                 self._schedule(part, decision)
-        now = part.epoch, part.step
         while self._due and self._due[0][0].layers_at <= now:
             _, decision = self._due.pop(0)
             self._change(part, decision, gradients)
+
+    @staticmethod
+    def _total(plan: PipelinePlan) -> int:
+        return sum(group.samples for group in plan.groups)
+
+    def _begin_again(self) -> None:
+        """What decides is made afresh with the next batch, and goes on from the plan in force; on all ranks."""
+        self._place.follow(replace(self._place.planned, plan=self._binder.plan))
+        self._decider, self._asked, self._put_off, self._held, self._due = None, False, None, [], []
+        self._log, self.generation, self._state = ReplanLog(self._log.records), 0, {}
+        self._in_force()
 
     def _heard(self) -> list[Decision]:
         if self._told is None:

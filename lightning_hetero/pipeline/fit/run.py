@@ -20,10 +20,12 @@ from lightning_hetero.pipeline.fit.acting import rank_zero_acts
 from lightning_hetero.pipeline.fit.loaders import PipelineBinder
 from lightning_hetero.pipeline.fit.norms import WholeNorms
 from lightning_hetero.pipeline.fit.place import Place
+from lightning_hetero.pipeline.fit.plan.cutting import agree_layout
 from lightning_hetero.pipeline.fit.plan.planning import PipelineSettings, PlanResult
 from lightning_hetero.pipeline.fit.replans import Decides, Replans
 from lightning_hetero.pipeline.fit.training import TrainBatches
 from lightning_hetero.pipeline.runtime.execute.failures import FailureBoard
+from lightning_hetero.pipeline.runtime.step.alone import guard_groups
 from lightning_hetero.pipeline.runtime.step.backbone import Backbone
 from lightning_hetero.pipeline.runtime.step.undivided import Undivided
 from lightning_hetero.solvers.plans import plan_to_plain
@@ -65,6 +67,7 @@ class PipelineRun(EngineRun[PipelineBinder]):
         self.replans: list[Replan] = []
         self._decided: Mapping[str, Any] = {}  # what decided in the run that this one resumes had learned
         self._requeue: RequeueTogether | None = None
+        self.undo.callback(guard_groups())
         if self.fitting:
             self._requeue = RequeueTogether(trainer, self.channel.rank)
             self.undo.callback(self._requeue.close)
@@ -89,6 +92,7 @@ class PipelineRun(EngineRun[PipelineBinder]):
         *,
         start: Callable[[PlanResult, int | None], Decides | None] | None = None,
         in_force: Callable[[PlanResult], None] = lambda _: None,
+        to_device: Callable[[Any], Any],
     ) -> Place:
         """Takes this rank's place in the plan: others' layers leave its memory, links and groups are made.
 
@@ -98,9 +102,21 @@ class PipelineRun(EngineRun[PipelineBinder]):
             optimizers: of this fit; unused, if this is none.
             start: what decides on other plans while this fit trains; None: nobody.
             in_force: told of each plan that comes into force.
+            to_device: moves a batch to this rank's device, with all hooks of the user.
         """
         whole = isinstance(backbone, Undivided) and self.settings.planning.micro_batch_size is None
-        self.binder.settle(planned.plan, whole=whole)
+        cuts = start is not None or any(len(group.micro_batches) > 1 for group in planned.plan.groups)
+        learn = partial(
+            agree_layout,
+            module=self.module,
+            channel=self.channel,
+            leader=planned.plan.groups[0].ranks[0] if planned.plan.groups else 0,
+            device=self.settings.device,
+            to_device=to_device,
+            needed=cuts,
+        )
+        known = whole or callable(getattr(self.module, "split_batch", None))
+        self.binder.settle(planned.plan, whole=whole, learn=None if known else learn)
         self.place = place = Place(
             self.trainer,
             planned,
@@ -129,13 +145,17 @@ class PipelineRun(EngineRun[PipelineBinder]):
             place,
             self.binder,
             self.events,
-            start=None if start is None or not self.fitting else partial(start, planned),
+            start=start if self.fitting else None,
             state=self._decided,
             whole=whole,
             records=self.replans,
             in_force=took_place,
         )
-        self.batches = TrainBatches(self.trainer, place, self.binder, self.events, replans, self._requeue)
+        self.batches = TrainBatches(
+            self.trainer, place, self.binder, self.events, replans, self._requeue, backbone.layers
+        )
+        if self.fitting:
+            self.undo.callback(compat.wrap_training(self.trainer, self.batches.outputs, self.batches.epoch_ended))
         return place
 
     def _hide_example(self, plan: PipelinePlan) -> None:

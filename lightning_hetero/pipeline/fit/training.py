@@ -31,12 +31,15 @@ from lightning_hetero.glue.run import EventLog
 from lightning_hetero.lightning_compat.patches import patched
 from lightning_hetero.pipeline.decide.told import Told, telling_layers
 from lightning_hetero.pipeline.fit.acting import acting_as
+from lightning_hetero.pipeline.fit.kept_by_steps import KeptBySteps, MemberOutputs
 from lightning_hetero.pipeline.fit.loaders import PipelineBinder
 from lightning_hetero.pipeline.fit.place import Place
+from lightning_hetero.pipeline.fit.plan.planning import declared_calls
 from lightning_hetero.pipeline.fit.refusals import refuse_second_pass
 from lightning_hetero.pipeline.fit.replans import Replans
 from lightning_hetero.pipeline.fit.step_limits import Elsewhere, within_limits
 from lightning_hetero.pipeline.runtime.execute.stage_runner import MicroBatch
+from lightning_hetero.pipeline.runtime.step.alone import run_alone
 from lightning_hetero.pipeline.runtime.step.tensor_trees import loss_of
 from lightning_hetero.transport.one_round import Sum
 from lightning_hetero.types import SpeedSample, StepReport
@@ -57,6 +60,7 @@ class TrainBatches:
         events: of this rank.
         replans: other plans, while the run goes on.
         requeue: what SLURM asks for, in a fit; told to all with each batch.
+        layers: of the backbone.
 
     Attributes:
         part: this rank's part of the batch that runs, or ran last.
@@ -72,12 +76,17 @@ class TrainBatches:
         events: EventLog,
         replans: Replans,
         requeue: RequeueTogether | None,
+        layers: Sequence[nn.Module],
     ) -> None:
         self._trainer, self._module, self._precision = trainer, trainer.lightning_module, trainer.precision_plugin
         self._place, self._binder, self._events, self.replans = place, binder, events, replans
         self._elsewhere = Elsewhere(place)
         self._requeue = requeue
         self._keeps_gradients = is_overridden("optimizer_zero_grad", self._module)
+        self._kept = KeptBySteps(self._module, place.channel.rank, layers)
+        self._begins = True  # an epoch, with the next batch
+        self._batches, self._generation = 0, -1
+        self._holds = False  # this rank has found that the plan must stay
         self.part: Part | None = None
         self.sigterm = False
         self.in_step = False
@@ -102,7 +111,17 @@ class TrainBatches:
     def open(self) -> None:
         """The next train batch is on the device: which part of the global batch is it, and does another plan begin."""
         self.part = self._binder.open(compat.upcoming_batch(self._trainer))
+        if self._begins:
+            self._kept.note()  # hooks before the epoch, which all ranks run, may have changed something
+            self._follow_calls()
         self.replans.begin(self.part, gradients=self._keeps_gradients)
+
+    def _follow_calls(self) -> None:
+        """Goes by what the module says now of how often its step calls the backbone."""
+        planned = self._place.planned
+        calls = declared_calls(self._module)
+        if calls is not None and calls != planned.calls:
+            self._place.follow(replace(planned, calls=calls))
 
     def train(self, batch: Any, args: Sequence[Any], kwargs: Mapping[str, Any], *, accumulates: bool) -> Any:
         """Runs one training batch through all pipelines; returns what ``training_step`` returned, joined.
@@ -128,7 +147,7 @@ class TrainBatches:
         started_s = time.perf_counter()
         step = compat.batches_of_all_epochs(self._trainer)
         sizes, first = self._binder.micro_batches(part, place.group_index)
-        batches = split_batch(batch, sizes, samples=part.samples, owner=self._module) if place.leads and sizes else []
+        batches = self._cut(batch, sizes, part.samples) if place.leads and sizes else []
         weights = self._weights(batches, sizes, part)
         place.time_layers(place.group_index == telling_layers(step, place.planned.plan.groups))
         place.busy.begin(step)
@@ -136,6 +155,8 @@ class TrainBatches:
         # An emulated device's sleep comes after the real backward pass: sums begun in that would be over before the
         # gradients exist on the device, and wait for nobody.
         arm = None if accumulates or place.busy.pace is not None else place.sync.arm
+        if place.leads and (self._begins or self.replans.generation != self._generation or self._batches < 2):
+            self._kept.watch()
         outputs: list[Any] = []
         if place.runner is not None and sizes:
             if place.leads:
@@ -150,6 +171,7 @@ class TrainBatches:
             else:
                 numbers = range(first, first + len(sizes))
                 place.runner.serve(step, sizes, numbers, before_last_backward=arm)
+        self._look(part, len(sizes))
         place.busy.end()
         rest_s = place.rest_s(step)
         sent_s, busy_s = time.perf_counter(), place.busy.busy_s
@@ -172,13 +194,43 @@ class TrainBatches:
         joined = join_outputs(outputs, sizes)
         return {**joined, "loss": loss} if isinstance(joined, dict) else loss
 
+    def _look(self, part: Part, micro_batches: int) -> None:
+        """Looks at what the batch's steps have counted, where that is due."""
+        if self._batches or micro_batches > 1:  # of a single step it takes two batches to see
+            counters = self._kept.counters(part.samples * (1 if micro_batches > 1 else 2))
+            if counters and micro_batches > 1:
+                self._kept.refuse(counters[0], micro_batches)
+            # Right where a step runs once per batch on every rank, and with the plans that keep it so.
+            self._holds = bool(counters)
+        self._begins, self._generation = False, self.replans.generation
+        self._batches += 1
+
+    def epoch_ended(self) -> None:
+        """All batches of an epoch have been trained, and its hooks come; collective in each group."""
+        self._kept.share_out(self._place.evaluation)
+        self._begins = True
+
+    def outputs(self, outputs: Any) -> Any:
+        """Returns what hooks are given of a batch."""
+        place = self._place
+        if place.leads or place.group is None or not isinstance(outputs, dict):
+            return outputs
+        return MemberOutputs(outputs, rank=place.channel.rank, leader=place.group.ranks[0])
+
+    def _cut(self, batch: Any, sizes: Sequence[int], samples: int) -> list[Any]:
+        try:
+            return split_batch(batch, sizes, self._binder.layout, samples=samples, owner=self._module)
+        except TypeError as error:
+            raise TypeError(f"{error}; or use strategy='hetero_balanced', which cuts no batch") from error
+
     def _body(
         self, batch: Any, samples: int, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Callable[[], Any]:
         def body() -> Any:
-            limits = within_limits(self._trainer)
-            with acting_as(self._place.group_index or 0), self._place.logs.collecting(samples), limits:
-                return self._module.training_step(batch, *args, **kwargs)
+            logs, limits = self._place.logs.collecting(samples), within_limits(self._trainer)
+            with acting_as(self._place.group_index or 0), logs, limits, run_alone("training_step"), self._kept.step():
+                output = self._module.training_step(batch, *args, **kwargs)
+            return self._kept.returned(output)
 
         return body
 
@@ -218,6 +270,7 @@ class TrainBatches:
             0 if self._requeue is None else self._requeue.take(),
             self._place.channel.rank == 0 and getattr(self._trainer, "received_sigterm", False),
             self.replans.news,
+            self._holds,
         )
         return self._place.logs.send([*map(float, numbers), *told.numbers], start=start)
 
@@ -225,12 +278,14 @@ class TrainBatches:
         """Waits for the sums; returns what all have told, the loss of the global batch, the same on all ranks, how long
         the ranks stood still before it, in the mean [s], and whether rank 0 has decided something."""
         rank, world, number = self._place.channel.rank, self._place.channel.world_size, self.replans.generation
-        loss, numbers, paused_s, stops, signal, sigterm, news, *sums = receive()
+        loss, numbers, paused_s, stops, signal, sigterm, news, holds, *sums = receive()
         self.sigterm = self.sigterm or bool(sigterm)
         if self._requeue is not None:
             self._requeue.hear(signal)
         if stops:  # `training_step` may have said so, which not all ranks run
             self._trainer.should_stop = True
+        if holds:
+            self.replans.hold()
         if numbers != number * world:
             raise RuntimeError(
                 f"rank {rank} trains under plan {number}, and the ranks together under {numbers / world:g} in the mean;"

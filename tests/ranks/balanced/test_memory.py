@@ -513,7 +513,7 @@ class Whole(Toy):
         return super().training_step(batch[:2], batch_idx)
 
     def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
-        return [*batch, torch.zeros(3)] if self.trainer.training else batch
+        return [*batch, torch.zeros(len(batch[0]) + 1)] if self.trainer.training else batch
 
 
 class Reentrant(Toy):
@@ -541,7 +541,7 @@ INCURABLE: dict[str, tuple[Any, str, int, dict[str, Any], str]] = {
     "talked before": (Talks, "forward", 4, {}, "training_step had already communicated with the other ranks"),
     "talks in pieces": (TalksLater, "forward", 4, {}, "once per piece on this rank and once on the others"),
     "talks in pieces, backward": (Talks, "backward", 4, {}, "once per piece on this rank and once on the others"),
-    "no way to cut": (Whole, "forward", 4, {}, "so its rows are not the samples"),
+    "no way to cut": (Whole, "forward", 4, {}, "it is not known which dimension is that of the samples"),
     "modules that wait": (Synced, "forward", 4, {"waiting_modules": (Tied,)}, "Tied communicates with the other"),
     "static graph, first backward": (Toy, "backward", 4, {"static_graph": True}, "learns from the first backward pass"),
     "reentrant checkpoints": (Reentrant, "forward", 4, {}, "use_reentrant=False"),

@@ -1,4 +1,4 @@
-"""Batches of any make cut into micro-batches and joined again; what cannot be known is refused."""
+"""Batches of any make: how they are cut is learned from several sizes; cut into micro-batches and joined again."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pack_sequence
 from torch.utils.data import default_collate
 
+from lightning_hetero.data.layouts import Layout, learn_layout
 from lightning_hetero.data.micro_batches import join_outputs, split_batch
 
 N = 7
@@ -85,60 +86,83 @@ def ids(batch: Any) -> Any:
 RAGGED = [torch.full((i + 1, 2), i) for i in range(N)]
 
 
-@given(st.lists(st.integers(1, 5), min_size=1, max_size=4), st.sampled_from(["tensor", "array", "list", "graphs"]))
+def layout_of(collate: Any) -> Layout:
+    """How batches are cut that ``collate`` makes of numbers of samples."""
+    return learn_layout(lambda samples: collate(len(samples)), range(5))
+
+
+KINDS: dict[str, Any] = {
+    "tensor": lambda n: torch.arange(n)[:, None].expand(n, 3),
+    "array": np.arange,
+    "list": lambda n: [f"{i}" for i in range(n)],
+    "graphs": lambda n: Graphs([torch.full((i % 3 + 1,), i) for i in range(n)]),
+}
+
+
+@given(st.lists(st.integers(1, 5), min_size=1, max_size=4), st.sampled_from(list(KINDS)))
 def test_pieces_together_are_the_batch(sizes: list[int], kind: str) -> None:
     n = sum(sizes)
-    batch: Any = {
-        "tensor": torch.arange(n)[:, None].expand(n, 3),
-        "array": np.arange(n),
-        "list": [f"{i}" for i in range(n)],
-        "graphs": Graphs([torch.full((i % 3 + 1,), i) for i in range(n)]),
-    }[kind]
-    pieces = split_batch(batch, sizes, samples=n)
+    batch = KINDS[kind](n)
+    pieces = split_batch(batch, sizes, layout_of(KINDS[kind]), samples=n)
     assert [len(ids(piece)) for piece in pieces] == sizes
     assert [int(i) for piece in pieces for i in ids(piece)] == list(range(n))
     if len(sizes) == 1:
         assert pieces[0] is batch
 
 
-def test_parts_keep_their_containers_and_what_belongs_to_nobody() -> None:
-    shared = [torch.tensor(0.5), 3, "text", None, torch.ones(1, 9), np.float64(2)]
-    batch = {
-        "pair": Pair(rows(2), {"ragged": RAGGED, "names": tuple("abcdefg")}),
-        "frozen": Frozen(rows(), "name"),
-        "default": defaultdict(list, x=rows()),
-        "ordered": OrderedDict(b=rows(), a=shared),
-        "encoding": Encoding(ids=rows(4)),
-        "splits": Splits(list(range(N))),
-        "array": np.arange(N),
+SHARED = [torch.tensor(0.5), 3, "text", None, torch.ones(1, 9), np.float64(2), torch.tensor([1.0, 2.0, 3.0])]
+
+
+def mixed(n: int) -> dict[str, Any]:
+    of = torch.arange(n)
+    return {
+        "pair": Pair(of[:, None].expand(n, 2), {"ragged": RAGGED[:n], "names": tuple("abcdefg"[:n])}),
+        "frozen": Frozen(of, "name"),
+        "default": defaultdict(list, x=of),
+        "ordered": OrderedDict(b=of, a=SHARED),
+        "encoding": Encoding(ids=of[:, None].expand(n, 4)),
+        "splits": Splits(list(range(n))),
+        "array": np.arange(n),
+        "count": n,
+        "counts": torch.tensor(n),
+        "steps": torch.arange(n).expand(N, n),
+        "channels": np.arange(n)[None, :, None].repeat(N, axis=0),
     }
-    whole = split_batch(batch, (3, 4), samples=N)
-    first, second = whole
+
+
+def test_parts_keep_their_containers_and_what_belongs_to_nobody() -> None:
+    batch = mixed(N)
+    first, second = split_batch(batch, (3, 4), layout_of(mixed), samples=N)
     assert list(first) == list(batch)
     assert isinstance(second["pair"], Pair) and ids(second["pair"].x) == [3, 4, 5, 6]
     assert [len(r) for r in second["pair"].y["ragged"]] == [4, 5, 6, 7] and second["pair"].y["names"] == tuple("defg")
     assert isinstance(first["frozen"], Frozen) and first["frozen"].made.tolist() == [1, 2, 3]
-    assert first["frozen"].name == "name" and batch["frozen"].x.tolist() == list(range(N))  # type: ignore[union-attr]
+    assert first["frozen"].name == "name" and batch["frozen"].x.tolist() == list(range(N))
     assert type(first["default"]) is defaultdict and first["default"]["other"] == []
     assert type(second["ordered"]) is OrderedDict and list(second["ordered"]) == ["b", "a"]
-    assert second["ordered"]["a"] is shared
+    assert second["ordered"]["a"] is SHARED
     assert isinstance(second["encoding"], Encoding) and ids(second["encoding"]["ids"]) == [3, 4, 5, 6]
-    assert batch["encoding"]["ids"].shape == (N, 4)  # type: ignore[index]
+    assert batch["encoding"]["ids"].shape == (N, 4)
     assert first["splits"].rows == [0, 1, 2] and second["array"].tolist() == [3, 4, 5, 6]
     assert second["pair"].x._base is not None  # views
+    assert (first["count"], second["count"], first["counts"].item(), second["counts"].item()) == (3, 4, 3, 4)
+    assert second["steps"][0].tolist() == second["channels"][0, :, 0].tolist() == [3, 4, 5, 6]
+    assert first["steps"].shape == (N, 3) and first["channels"].shape == (N, 3, 1)
 
 
 def test_as_many_parts_as_samples() -> None:
-    """``[x, y]`` of two samples, as default_collate makes it, are parts; lists of what is no row are samples."""
-    x, y = torch.tensor([[1.0, 2.0], [3.0, 4.0]]), torch.tensor([5, 6])
-    for batch in (default_collate([(x[0], y[0]), (x[1], y[1])]), (x, y)):
-        a, b = split_batch(batch, (1, 1), samples=2)
-        assert type(a) is type(batch) and (a[0].tolist(), a[1].tolist()) == ([[1.0, 2.0]], [5])
-        assert (b[0].tolist(), b[1].tolist()) == ([[3.0, 4.0]], [6])
-    images = torch.zeros(3, 4, 4), torch.ones(3, 5, 5)
-    targets = {"boxes": torch.zeros(6, 4)}, {"boxes": torch.ones(1, 4)}
-    a, b = split_batch((images, targets), (1, 1), samples=2)
-    assert len(a[0]) == len(a[1]) == 1 and a[0][0].shape == (3, 4, 4) and b[1][0]["boxes"].shape == (1, 4)
+    """``[x, y]`` of two samples, and three images of three channels: what follows the number of samples counts."""
+    samples = [(torch.full((3, 4 + i % 2, 4), i), torch.tensor(i)) for i in range(4)]
+    parts = learn_layout(default_collate, [(x[:, :4], y) for x, y in samples])
+    a, b = split_batch(default_collate([(x[:, :4], y) for x, y in samples[:2]]), (1, 1), parts, samples=2)
+    assert a[0].shape == (1, 3, 4, 4) and (a[1].tolist(), b[1].tolist()) == ([0], [1])
+
+    def zipped(of: Any) -> Any:
+        return tuple(zip(*of, strict=True))
+
+    images = learn_layout(zipped, samples)
+    a, b = split_batch(zipped(samples[:3]), (1, 2), images, samples=3)
+    assert [len(part) for part in (*a, *b)] == [1, 1, 2, 2] and b[0][1].shape == (3, 4, 4)
 
 
 def test_the_users_own_way_goes_first() -> None:
@@ -146,32 +170,54 @@ def test_the_users_own_way_goes_first() -> None:
         def split_batch(self, batch: Any, sizes: list[int]) -> list[Any]:
             return [f"{batch}{size}" for size in sizes]
 
-    assert split_batch("b", (3, 4), samples=N, owner=Owner()) == ["b3", "b4"]
-    assert split_batch("b", (7,), samples=N, owner=Owner()) == ["b"]
-    assert len(split_batch(rows(), (3, 4), samples=N, owner=object())) == 2
+    assert split_batch("b", (3, 4), None, samples=N, owner=Owner()) == ["b3", "b4"]
+    assert split_batch("b", (7,), None, samples=N, owner=Owner()) == ["b"]
+    assert len(split_batch(rows(), (3, 4), Layout("rows"), samples=N, owner=object())) == 2
 
 
 @pytest.mark.parametrize(
-    ("batch", "error", "reason"),
+    ("collate", "reason"),
     [
-        ({"x": rows(), "t": [torch.zeros(9, N)]}, TypeError, r"batch\['t'\]\[0\] has the shape \(9, 7\)"),
-        ((rows(), Holder()), TypeError, r"batch\[1\] is a Holder"),
-        (pack_sequence(RAGGED[::-1]), TypeError, "PackedSequence"),
-        ({"a": 1, "b": "text"}, ValueError, "nothing in this batch, a dict, has 7 rows"),
-        (Pair(*torch.zeros(2)), ValueError, "nothing in this batch, a Pair"),
+        (lambda n: {"x": rows()[:n], "t": [torch.zeros(9, n + 1)]}, r"batch\['t'\]\[0\] has the shapes \(9, 5\), \(9"),
+        (lambda n: torch.zeros(n, n), "it is not known which dimension"),
+        (lambda n: (rows()[:n], torch.rand(3)), r"batch\[1\] has the shapes \(3,\), \(3,\), \(3,\)"),
+        (lambda n: (rows()[:n], Holder()), r"batch\[1\] is a Holder"),
+        (lambda n: pack_sequence(RAGGED[:n][::-1]), "PackedSequence"),
+        (lambda n: {"a": 1, "b": "text"}, "nothing in the loader's batches has as many rows"),
+        (lambda n: Pair(*torch.zeros(2)), "nothing in the loader's batches has as many rows"),
+        (lambda n: (rows()[:n], [1] * (n // 2)), r"batch\[1\] has 2, 1 and 1 items in batches of 4, 3 and 2 samples"),
+        (lambda n: (rows()[:n], None if n == 3 else rows()[:n]), r"batch\[1\] is of several types \(Tensor, NoneType"),
+        (lambda n: {"x": rows()[:n], n: 1}, "batch has other parts in other batches"),
     ],
 )
-def test_what_cannot_be_known_is_refused(batch: Any, error: Any, reason: str) -> None:
-    with pytest.raises(error, match=reason) as caught:
-        split_batch(batch, (3, 4), samples=N)
+def test_what_cannot_be_known_is_refused(collate: Any, reason: str) -> None:
+    with pytest.raises(TypeError, match=reason) as caught:
+        layout_of(collate)
     assert "split_batch(batch, sizes)" in str(caught.value)
-    assert split_batch(batch, (7,), samples=N) == [batch]
+
+
+@pytest.mark.parametrize(
+    ("batch", "reason"),
+    [
+        ((torch.zeros(N, 6), ["a"] * N, None), r"batch\[0\] has the shape \(7, 6\) in a batch of 7 samples: did"),
+        ((torch.zeros(6, N), ["a"] * 6, None), r"batch\[1\] has 6 items in a batch of 7 samples"),
+        ((torch.zeros(6, N), ["a"] * N, torch.zeros(N)), r"batch\[2\] has the shape \(7,\) and not \(\)"),
+        ((torch.zeros(6, N), ["a"] * N), r"batch has other contents \(a tuple\)"),
+    ],
+)
+def test_batches_that_are_not_as_others_were(batch: Any, reason: str) -> None:
+    layout = layout_of(lambda n: (torch.zeros(6, n), ["a"] * n, None))
+    with pytest.raises(TypeError, match=reason):
+        split_batch(batch, (3, 4), layout, samples=N)
+    with pytest.raises(TypeError, match="what of a tuple belongs to which sample is not known"):
+        split_batch(batch, (3, 4), None, samples=N)
+    assert split_batch(batch, (7,), None, samples=N) == [batch]
 
 
 @pytest.mark.parametrize("sizes", [(), (3, 3), (7, 0), (8, -1), (3.0, 4.0)])
 def test_sizes_are_checked(sizes: Any) -> None:
     with pytest.raises(ValueError, match="sum up to samples=7"):
-        split_batch(rows(), sizes, samples=N)
+        split_batch(rows(), sizes, Layout("rows"), samples=N)
 
 
 def test_a_wrong_number_of_pieces_is_noticed() -> None:
@@ -180,7 +226,7 @@ def test_a_wrong_number_of_pieces_is_noticed() -> None:
             return [self]
 
     with pytest.raises(ValueError, match=r"Wrong.split\(sizes\) returned 1 batches for the sizes \(3, 4\)"):
-        split_batch(Wrong([]), (3, 4), samples=N)
+        split_batch(Wrong([]), (3, 4), Layout("split"), samples=N)
 
 
 # ---- together --------------------------------------------------------------------------------------------------

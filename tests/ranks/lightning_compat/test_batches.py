@@ -44,6 +44,37 @@ def test_trainer_callbacks() -> None:
     assert ask.answers["on_train_start"] == [True], VERSIONS
 
 
+def test_module_attributes() -> None:
+    module = Toy()
+    module.own = 1  # type: ignore[attr-defined]
+    train(module)
+    assert set(vars(module)) - compat.module_attributes() == {"own", "lr", "seen", "_hparams"}, VERSIONS
+
+
+def test_wrap_training() -> None:
+    told: list[Any] = []
+
+    class Told(Toy):
+        def on_train_batch_end(self, outputs: Any, *_: Any) -> None:
+            told.append(outputs)
+
+        def on_train_epoch_end(self) -> None:
+            told.append("hook")
+
+    for wrapped in (True, False):
+        trainer = quiet_trainer(devices=1, max_epochs=1)
+        undo = compat.wrap_training(trainer, lambda outputs: sorted(outputs), lambda: told.append("ended"))
+        if not wrapped:
+            undo()
+        told.clear()
+        trainer.fit(Told(), DataLoader(regression(SAMPLES), batch_size=BATCH))
+        *outputs, last = told
+        if wrapped:
+            assert outputs == [["loss"]] * STEPS + ["ended"] and last == "hook", VERSIONS
+        else:
+            assert [type(o) for o in outputs] == [dict] * STEPS, VERSIONS
+
+
 def broadcasts(rank: int, world: int) -> list[int]:
     """Broadcasts of a fit: as it is, without that before every batch, and after the undo."""
     counts = []

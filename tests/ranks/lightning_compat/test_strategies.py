@@ -63,6 +63,7 @@ def test_batch_to_device() -> None:
     assert module.noted == [(hook, samples) for samples in (10, 3) for hook in way], VERSIONS
     moved = compat.batch_to_device(module.trainer, (torch.zeros(3, 6), torch.zeros(3, 1)))
     assert [t.dtype for t in moved] == [torch.float64] * 2, VERSIONS
+    assert compat.batch_to_device(module.trainer, (torch.zeros(3, 6),), move=len) == 1, VERSIONS
 
 
 class Tolerant(TolerantDDPStrategy):

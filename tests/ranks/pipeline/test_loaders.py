@@ -167,8 +167,8 @@ def test_a_batch_sampler_is_pooled_and_asked_for_as_a_loader() -> None:
 
 
 def test_what_does_not_fit_the_plan_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"divides 12 samples.*has 16"):
-        epoch(plain, global_batch_size=16)
+    with pytest.raises(ValueError, match=r"divides 12 samples among 2 groups, .*global batch has 1:"):
+        epoch(plain, global_batch_size=1)
 
     def without_groups(channel: Any) -> None:
         binder = PipelineBinder(quiet_trainer(devices=1), channel, shared=SharedSettings())

@@ -28,7 +28,6 @@ from torchmetrics.classification import (
 from torchmetrics.regression import PearsonCorrCoef
 
 from lightning_hetero import lightning_compat as compat
-from lightning_hetero.data.micro_batches import split_batch
 from lightning_hetero.pipeline.fit.logs import StepLogs
 from lightning_hetero.pipeline.runtime.step.coroutines import make_carrier
 from lightning_hetero.pipeline.runtime.step.resumable import Done, ResumableStep, current_step
@@ -150,7 +149,7 @@ class Piped(DDPStrategy):
                 with self.logs.collecting(samples):
                     return module.training_step(part, batch_idx)
 
-            parts = split_batch(mine, sizes[rank], samples=sum(sizes[rank]))
+            parts = list(zip(*(t.split(sizes[rank]) for t in mine), strict=True))
             steps = [
                 ResumableStep(lambda p=p, s=s: body(p, s), carrier=self.carrier, seed=1)
                 for p, s in zip(parts, sizes[rank], strict=True)

@@ -150,7 +150,7 @@ REFUSED: dict[str, tuple[Callable[[], Deep], dict[str, Any], dict[str, Any], str
     "twice": (Twice, {}, {}, "called the backbone at least 2 times, expected 1"),
     "once": (Once, {}, {}, "called the backbone 1 times, expected 2"),
     "saves": (Saves, {}, {}, "a checkpoint inside training_step.*call trainer.save_checkpoint in on_train_batch_end"),
-    "no loss": (NoLoss, {}, {}, "training_step returned NoneType; a pipeline needs a loss"),
+    "no loss": (NoLoss, {}, {}, "training_step returned None on rank 1: to skip a batch so is not supported"),
     "many losses": (ManyLosses, {}, {}, r"must be a tensor with one element, got shape \(8, 1\)"),
     "loaders": (Deep, {}, {"loader": "two"}, "the train loader is a dict of loaders.*StackDataset"),
     "iterator": (Iterated, {}, {}, "dataloader_iter"),

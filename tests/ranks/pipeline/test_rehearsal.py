@@ -156,7 +156,7 @@ def fitted(rank: int, world: int) -> dict[str, Any]:
         def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
             module.notes["data"] = (str(data.rng.bit_generator.state), data.read) == data_before
 
-    plan = pipeline(None, cluster=ONE_GROUP, max_groups=1, micro_batch_size=8)
+    plan = pipeline(None, cluster=ONE_GROUP, max_groups=1, micro_batch_size=16)
     options: dict[str, Any] = {"callbacks": [Counts(), Look()], "logger": [Writes(".")]}
     trainer = rank_trainer(rank, world, plan, max_steps=1, **options)
     trainer.fit(module, DataLoader(data, batch_size=8))
@@ -164,7 +164,7 @@ def fitted(rank: int, world: int) -> dict[str, Any]:
     return module.notes
 
 
-@pytest.mark.stock_ddp("models: training_step keeps lists, counters, averages and generators on the module", "pipeline")
+@pytest.mark.stock_ddp("models: training_step keeps lists, averages and generators on the module", "pipeline")
 def test_what_a_step_leaves_on_the_module_is_put_back() -> None:
     for rank, notes in enumerate(run_ranks(2, fitted, timeout_s=120.0)):
         before, after = notes["before"], notes["after"]

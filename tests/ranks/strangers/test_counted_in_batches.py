@@ -153,6 +153,7 @@ class Transposed(LightningModule):
         self.net = nn.Linear(2, 1)
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        assert len(batch) == 8 and batch.shape[1] <= 4
         return self.net(batch).square().mean()
 
     def configure_optimizers(self) -> Any:
@@ -168,18 +169,22 @@ def time_major(samples: list[Any]) -> Tensor:
     return torch.stack([sample[0] for sample in samples], dim=1)
 
 
-def transposed(rank: int, world: int, engine: str, by_self: bool) -> int:
+def both_ways(samples: list[Any]) -> Tensor:
+    return torch.randn(len(samples), len(samples), 2)
+
+
+def transposed(rank: int, world: int, engine: str, by_self: bool, collate: Any = time_major) -> int:
     """PL#10093, PL#655: the batch is the second dimension, and the first one has its size."""
-    data = DataLoader(TensorDataset(torch.randn(32, 8, 2)), batch_size=8, collate_fn=time_major)
+    data = DataLoader(TensorDataset(torch.randn(32, 8, 2)), batch_size=8, collate_fn=collate)
     trainer = kit.trainer(rank, world, engine, {"balanced": {"max_samples": 4}})
     trainer.fit(TransposedBySelf() if by_self else Transposed(), data)
     return trainer.global_step
 
 
 def test_pieces_are_never_cut_along_another_dimension() -> None:
-    assert kit.ends(transposed, "balanced", True) == [2, 2]
-    said = kit.refusal(transposed, "balanced", False)
-    assert "max_samples=4 is less than a rank's part" in said and "split_batch(batch, sizes)" in said
+    assert kit.ends(transposed, "balanced", True) == kit.ends(transposed, "balanced", False) == [2, 2]
+    said = kit.refusal(transposed, "balanced", False, both_ways)
+    assert "max_samples is less than a rank's part" in said and "split_batch(batch, sizes)" in said
 
 
 class Talking(LightningModule):

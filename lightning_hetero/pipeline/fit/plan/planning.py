@@ -26,7 +26,7 @@ from lightning_hetero.measure.probe import probe_cluster
 from lightning_hetero.pipeline.decide.plans import best_plan, check_plan, emulated, in_one_piece, unit_costs
 from lightning_hetero.pipeline.decide.recorded_costs import recorded
 from lightning_hetero.pipeline.fit.hints import add_hint
-from lightning_hetero.pipeline.fit.plan.rehearsal import Rehearsal, measure_model
+from lightning_hetero.pipeline.fit.plan.rehearsal import Rehearsal, calls_in, measure_model
 from lightning_hetero.pipeline.runtime.measure.around_backbone import NeverCalledError
 from lightning_hetero.pipeline.runtime.measure.memory import tensor_bytes
 from lightning_hetero.pipeline.runtime.own.ownership import tied
@@ -48,6 +48,7 @@ __all__ = [
     "PipelineSettings",
     "PlanResult",
     "PlanSettings",
+    "declared_calls",
     "evaluation_plan",
     "make_plan",
     "read_cluster",
@@ -251,7 +252,7 @@ def _decide(
             cache_folder=settings.cache_folder,
         )
     else:
-        calls = _calls(module)
+        calls = declared_calls(module) or calls_in(step)
     if needs_times and model is not None:
         assert scenario is not None
         model = emulated(model, scenario)
@@ -309,9 +310,13 @@ def evaluation_plan(
     return PlanResult(plan=plan, cluster=cluster, model=None, calls=1, seconds=time.monotonic() - started_s)
 
 
-def _calls(module: nn.Module) -> int:
-    """Calls of the backbone per step where nothing is measured: the module's ``backbone_calls``, or 1."""
-    calls = getattr(module, "backbone_calls", 1)
-    if type(calls) is not int or calls < 1:
+def declared_calls(module: nn.Module) -> int | None:
+    """Returns how often a step calls the backbone as the module says, by ``backbone_calls``; None: it does not.
+
+    Raises:
+        ValueError: it is no such number.
+    """
+    calls = getattr(module, "backbone_calls", None)
+    if calls is not None and (type(calls) is not int or calls < 1):
         raise ValueError(f"backbone_calls={calls!r} of {type(module).__name__} must be a whole number >= 1")
     return calls

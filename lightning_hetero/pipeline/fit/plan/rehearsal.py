@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
-from itertools import islice
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
@@ -17,16 +16,19 @@ from lightning.pytorch.loggers import Logger
 from lightning.pytorch.strategies import Strategy
 from torch import nn
 from torch.utils.checkpoint import checkpoint
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader
+from torchmetrics import Metric
 
 from lightning_hetero import lightning_compat as compat
-from lightning_hetero.pipeline.runtime.measure.around_backbone import measure_outside
+from lightning_hetero.data.layouts import first_samples
+from lightning_hetero.pipeline.runtime.measure.around_backbone import count_calls, measure_outside
 from lightning_hetero.pipeline.runtime.measure.layers import Example, profile_on_device
 from lightning_hetero.pipeline.runtime.measure.memory import OptimizerSpec, optimizer_bytes
 from lightning_hetero.pipeline.runtime.measure.residence import move_but
 from lightning_hetero.pipeline.runtime.measure.snapshot import Snapshot
 from lightning_hetero.pipeline.runtime.measure.whole_step import measure_series as series_of
 from lightning_hetero.pipeline.runtime.measure.whole_step import measure_whole
+from lightning_hetero.pipeline.runtime.step.alone import run_alone
 from lightning_hetero.pipeline.runtime.step.backbone import Backbone
 from lightning_hetero.pipeline.runtime.step.coroutines import CarrierName
 from lightning_hetero.pipeline.runtime.step.layer_calls.route import RoutedCall
@@ -37,7 +39,7 @@ from lightning_hetero.types import ModelCost
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule
 
-__all__ = ["Rehearsal", "measure_model", "measure_series"]
+__all__ = ["Rehearsal", "calls_in", "measure_model", "measure_series", "nobody_notices"]
 
 _MOST_SAMPLES = 64  # that a profile is made with
 _FEWEST = 2  # with one size alone a fixed time cannot be told from a time per sample
@@ -89,8 +91,8 @@ def measure_model(
         RuntimeError: the step fails, or never calls the backbone.
         torch.OutOfMemoryError: not even a single layer beside what is outside of the layers fits the device.
     """
-    with _nobody_notices(step):
-        samples = _drawn(step.loader, micro_batch_size)
+    with nobody_notices(step.module, step.loader, step.device):
+        samples = _few(step.loader, micro_batch_size)
         while True:
             try:
                 return _measured(step, samples, checkpoint_layers=checkpoint_layers, cache_folder=cache_folder)
@@ -99,6 +101,25 @@ def measure_model(
                     _refuse_size(step, len(samples), error)
             gc.collect()  # the failed step's frames hold what they computed
             samples = samples[: len(samples) // 2]
+
+
+def calls_in(step: Rehearsal) -> int:
+    """Returns how often a step calls the backbone, tried on two samples; 1, if it cannot be tried before training."""
+    if isinstance(step.backbone, Undivided) or not isinstance(step.loader, DataLoader):
+        return 1
+    with suppress(Exception), nobody_notices(step.module, step.loader, step.device, leave=(nn.Parameter,)):
+        _move_outside(step)
+        with step.context():
+            batch = step.to_device(step.loader.collate_fn(first_samples(step.loader, _FEWEST)))
+            calls = count_calls(
+                partial(compat.call_training_step, step.module, batch, 0),
+                cut=step.backbone.cut(),
+                layers=step.backbone.layers,
+                device=step.device,
+                carrier=step.carrier,
+            )
+        return max(1, calls)
+    return 1  # the first batch shows what is wrong with it
 
 
 def measure_series(step: Rehearsal, steps: int) -> list[float]:
@@ -112,8 +133,8 @@ def measure_series(step: Rehearsal, steps: int) -> list[float]:
         TypeError, ValueError: the loader yields no example.
     """
     assert isinstance(step.loader, DataLoader)
-    with _nobody_notices(step), step.context():
-        batch = step.to_device(step.loader.collate_fn(_drawn(step.loader, None)))
+    with nobody_notices(step.module, step.loader, step.device), step.context():
+        batch = step.to_device(step.loader.collate_fn(_few(step.loader, None)))
         body = partial(compat.call_training_step, step.module, batch, 0)
         return series_of(body, parameters=list(step.module.parameters()), device=step.device, steps=steps)
 
@@ -123,9 +144,7 @@ def _measured(
 ) -> tuple[ModelCost, int]:
     """Measures with at most these samples."""
     module, layers, device = step.module, step.backbone.layers, step.device
-    if any(not t.is_meta and t.device != device for t in (*module.parameters(), *module.buffers())):
-        left = () if isinstance(step.backbone, Undivided) else layers
-        move_but(module, [t for layer in left for t in (*layer.parameters(), *layer.buffers())], device)
+    _move_outside(step)
     optimizer = _known(list(module.parameters()), step.optimizers)
     assert isinstance(step.loader, DataLoader)
     sizes = sorted({max(1, len(samples) // 4), len(samples)})
@@ -164,6 +183,14 @@ def _measured(
     return model, outside.calls
 
 
+def _move_outside(step: Rehearsal) -> None:
+    """What is outside of the layers goes to the device."""
+    module, device = step.module, step.device
+    if any(not t.is_meta and t.device != device for t in (*module.parameters(), *module.buffers())):
+        left = () if isinstance(step.backbone, Undivided) else step.backbone.layers
+        move_but(module, [t for layer in left for t in (*layer.parameters(), *layer.buffers())], device)
+
+
 def _refuse_size(step: Rehearsal, samples: int, error: Exception) -> NoReturn:
     """Says what does not fit and what helps."""
     if isinstance(step.backbone, Undivided):
@@ -183,20 +210,14 @@ def _computed_again(layer: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
     return checkpoint(layer, *args, use_reentrant=False, **kwargs)
 
 
-def _drawn(loader: object, micro_batch_size: int | None) -> list[Any]:
-    """Returns a few samples, as the loader would read them."""
+def _few(loader: object, micro_batch_size: int | None) -> list[Any]:
+    """Returns what a profile is made with."""
     if not isinstance(loader, DataLoader):
         raise TypeError(
             f"the train loader is a {type(loader).__name__}; to measure the model a torch DataLoader is needed: give"
             " one, or pass profile= or plan="
         )
-    most = micro_batch_size or min(loader.batch_size or _MOST_SAMPLES, _MOST_SAMPLES)
-    if isinstance(loader.dataset, IterableDataset):
-        samples = list(islice(iter(loader.dataset), most))
-    else:
-        samples = [loader.dataset[i] for i in range(min(most, len(loader.dataset)))]  # type: ignore[arg-type]
-    if not samples:
-        raise ValueError("the train dataset is empty: there is nothing to measure the model with, or to train on")
+    samples = first_samples(loader, micro_batch_size or min(loader.batch_size or _MOST_SAMPLES, _MOST_SAMPLES))
     return samples * 2 if len(samples) == 1 else samples
 
 
@@ -217,18 +238,33 @@ def _known(parameters: Sequence[nn.Parameter], optimizers: Sequence[torch.optim.
 
 
 @contextmanager
-def _nobody_notices(step: Rehearsal) -> Iterator[None]:
-    """Inside, steps log nothing; what they leave behind is put back, and what is drawn nobody has drawn afterwards."""
-    module, trainer = step.module, step.module.trainer
-    data = [step.loader, getattr(trainer, "datamodule", None)]
+def nobody_notices(
+    module: LightningModule, loader: object, device: torch.device, *, leave: Sequence[type] = ()
+) -> Iterator[None]:
+    """Inside, steps log nothing; what they leave behind is put back, and what is drawn nobody has drawn afterwards.
+
+    Args:
+        module: whose steps they are.
+        loader: of the samples.
+        device: of this rank.
+        leave: types whose instances do not change.
+    """
+    trainer = module.trainer
+    data = [loader, getattr(trainer, "datamodule", None)]
     with ExitStack() as stack:
         snapshot = Snapshot(
-            [module, *compat.trainer_callbacks(trainer)], data=data, leave=(Trainer, Strategy, Logger)
+            [module, *compat.trainer_callbacks(trainer)], data=data, leave=(Trainer, Strategy, Logger, *leave)
         )
-        stack.callback(_give_back, step.device)
+        stack.callback(_give_back, device)
         stack.callback(snapshot.put_back)
-        stack.enter_context(nothing_drawn(step.device))
+        for metric in (m for m in module.modules() if isinstance(m, Metric)):
+            local = compat.combine_metric_with(
+                metric, lambda state: [state], inside=lambda: True, computed=lambda _: None
+            )
+            stack.callback(local)
+        stack.enter_context(nothing_drawn(device))
         stack.enter_context(compat.unlogged(module))
+        stack.enter_context(run_alone("training_step"))
         yield
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from lightning_hetero.pipeline.decide.schedule import Kind, What
@@ -32,10 +33,18 @@ class Evaluation:
         local: of this rank.
         step: of the random streams.
         samples: of each body, for the pace.
+        within: entered by number around what runs of a body.
     """
 
-    def __init__(self, local: LocalStage, *, step: int, samples: int = 0) -> None:
-        self._local, self._step, self._samples = local, step, samples
+    def __init__(
+        self,
+        local: LocalStage,
+        *,
+        step: int,
+        samples: int = 0,
+        within: Callable[[int], AbstractContextManager[None]] = nullcontext,
+    ) -> None:
+        self._local, self._step, self._samples, self._within = local, step, samples, within
         stages = len(local.ranks)
         self._before, self._behind = (local.position - 1) % stages, (local.position + 1) % stages
 
@@ -66,7 +75,9 @@ class Evaluation:
             i, number, run, call = waiting.popleft()
             due = self._message(len(self._local.ranks), number, self._samples)
             reply = call.reply(self._local.receive(self._before, due).value, requires_grad=False)
-            went(i, number, run, run.resume(reply))
+            with self._within(number):
+                outcome = run.resume(reply)
+            went(i, number, run, outcome)
         self._local.send(self._behind, Message(what=None, step=self._step))
         return results
 
@@ -83,7 +94,8 @@ class Evaluation:
         self, number: int, body: Callable[[], Any], carrier: Carrier, seed: int
     ) -> tuple[ResumableStep, Suspended | Done]:
         run = ResumableStep(body, carrier=carrier, seed=stream_seed(seed, self._step, number))
-        return run, run.start()
+        with self._within(number):
+            return run, run.start()
 
     def _call(self, call: BackboneCall, number: int) -> None:
         if call.grad_enabled:

@@ -12,7 +12,7 @@ depends on it and on the plan in the order of sums only: random streams are seed
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from typing import Any
 
 import torch
@@ -245,7 +245,14 @@ class StageRunner(LeaderRunner):
 
     # ---- evaluation ------------------------------------------------------------------------------------------------
 
-    def evaluate(self, step: int, bodies: Iterable[tuple[int, Callable[[], Any]]], *, samples: int) -> list[Any]:
+    def evaluate(
+        self,
+        step: int,
+        bodies: Iterable[tuple[int, Callable[[], Any]]],
+        *,
+        samples: int,
+        within: Callable[[int], AbstractContextManager[None]] = nullcontext,
+    ) -> list[Any]:
         """Runs validation, test or prediction steps, in flight behind one another; on the leader.
 
         Each may call the backbone any number of times.
@@ -255,6 +262,7 @@ class StageRunner(LeaderRunner):
             bodies: number and step; called without arguments, under the caller's ``no_grad`` or ``inference_mode``. The
                 number tells random streams apart. Drawn one by one, while those before are on their way.
             samples: of each.
+            within: entered by number around what runs of a body, as often as it is resumed.
 
         Returns:
             What the bodies returned, in order.
@@ -265,7 +273,7 @@ class StageRunner(LeaderRunner):
         """
         with self._at_work(leader=True):
             assert self._carrier is not None
-            evaluation = Evaluation(self._local, step=step, samples=samples)
+            evaluation = Evaluation(self._local, step=step, samples=samples, within=within)
             if len(self._group.ranks) == 1:  # nothing to cut at
                 return evaluation.alone(bodies, carrier=self._carrier, seed=self._seed)
             with self._entered():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 from lightning_hetero.pipeline.runtime.execute.failures import FailureBoard
@@ -37,14 +37,22 @@ class WholeStep(LeaderRunner):
 
     serve_evaluation = serve
 
-    def evaluate(self, step: int, bodies: Iterable[tuple[int, Callable[[], Any]]], *, samples: int) -> list[Any]:
+    def evaluate(
+        self,
+        step: int,
+        bodies: Iterable[tuple[int, Callable[[], Any]]],
+        *,
+        samples: int,
+        within: Callable[[int], AbstractContextManager[None]] = nullcontext,
+    ) -> list[Any]:
         """Runs validation, test or prediction steps; see `StageRunner.evaluate`."""
         del samples
         results: list[Any] = []
         with self._leading():
             for number, body in bodies:
                 seed_streams(stream_seed(self._seed, step, number))
-                results.append(body())
+                with within(number):
+                    results.append(body())
         return results
 
     def close(self) -> None:

@@ -160,5 +160,7 @@ def wrong_count(number: int, found: str, *, expected: int) -> str:
     """Says that the body of a micro-batch called the backbone ``found`` times."""
     return (
         f"the training step of micro-batch {number} called the backbone {found} times, expected {expected}:"
-        " every training step must call it equally often, and at least once"
+        " every training step must call it equally often, and at least once. Where the number changes with the epochs,"
+        " let a property backbone_calls of the LightningModule say it, which is read when an epoch begins; or use"
+        " strategy='hetero_balanced'"
     )

@@ -40,7 +40,7 @@ from lightning_hetero.pipeline.runtime.step.tensor_trees import loss_of
 from lightning_hetero.solvers.fit import fit_affine
 from lightning_hetero.types import AffineCost, LayerCost
 
-__all__ = ["NeverCalledError", "Outside", "measure_outside"]
+__all__ = ["NeverCalledError", "Outside", "count_calls", "measure_outside"]
 
 
 class NeverCalledError(RuntimeError):
@@ -146,6 +146,31 @@ def measure_outside(
     )
     first = {s.samples: (s.route, s.message) for s in seen}
     return Outside(before=before, head=head, calls=last.calls, first=first)
+
+
+def count_calls(
+    body: Callable[[], Any],
+    *,
+    cut: BackboneCut,
+    layers: Sequence[nn.Module],
+    device: torch.device,
+    carrier: CarrierName,
+) -> int:
+    """Runs a training step forward; returns how often it calls the backbone."""
+    owner, calls = make_carrier(carrier), 0
+    try:
+        step = ResumableStep(body, carrier=owner, seed=stream_seed(0, 0))
+        try:
+            with cut, torch.enable_grad():
+                outcome = step.start()
+                while isinstance(outcome, Suspended):
+                    calls += 1
+                    outcome = step.resume(outcome.value.reply(_through(layers, outcome.value, device)))
+        finally:
+            step.close()
+    finally:
+        owner.close()
+    return calls
 
 
 def _fit(seen: Sequence[_Seen], value: Callable[[_Seen], float]) -> AffineCost:

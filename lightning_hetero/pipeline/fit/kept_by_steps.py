@@ -1,0 +1,198 @@
+"""What training steps keep on the module: shared out among the ranks of a group, and counted as under DDP (layer L).
+
+    an epoch     training_step, on the leader, once per micro-batch:   self.kept.append(...)      16 entries
+    its end      before its hooks run:                                 leader 8, member 8         all together 16
+
+So ``torch.cat(self.kept)`` at an epoch's end, and a collective over all ranks behind it, are what they are under DDP,
+where each rank has the entries of its own batches. Sums over samples are right as sums over all ranks. A number that
+counts calls is not, and is refused; one that is computed from its batch, as a running mean, is of micro-batches.
+"""
+
+from __future__ import annotations
+
+import math
+import pickle
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from itertools import groupby, pairwise
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from torch import nn
+
+from lightning_hetero import lightning_compat as compat
+from lightning_hetero.pipeline.runtime.step.attributes import (
+    Attributes,
+    Change,
+    Path,
+    apply_changes,
+    name_of,
+    numbers_of,
+    value_at,
+)
+
+if TYPE_CHECKING:
+    from lightning.pytorch import LightningModule
+
+    from lightning_hetero.pipeline.fit.evaluation import EvaluationBatches
+
+__all__ = ["KeptBySteps", "MemberOutputs"]
+
+
+class MemberOutputs(dict[str, Any]):
+    """What ``training_step`` has returned, on a rank that has not run it: the loss of the global batch."""
+
+    def __init__(self, outputs: Mapping[str, Any], *, rank: int, leader: int) -> None:
+        super().__init__(outputs)
+        self._rank, self._leader = rank, leader
+
+    def __missing__(self, key: str) -> Any:
+        raise RuntimeError(
+            f"outputs[{key!r}] of training_step is on rank {self._leader}, which runs the step for the group of rank"
+            f" {self._rank} in a pipeline; here is outputs['loss'] only. Use it where"
+            " trainer.strategy.current_samples() is not 0, keep it by self.log, or use strategy='hetero_balanced'"
+        )
+
+    def get(self, key: str, default: Any = None) -> Any:
+        return self[key]
+
+
+class KeptBySteps:
+    """Looks after the attributes of one module on one rank.
+
+    Args:
+        module: that is trained.
+        rank: this process.
+        layers: of the backbone, which run once per micro-batch on whoever holds them.
+    """
+
+    def __init__(self, module: LightningModule, rank: int, layers: Sequence[nn.Module]) -> None:
+        self._module, self._rank, self._layers = module, rank, layers
+        self._attributes = Attributes(module, compat.module_attributes(), without=layers)
+        self._counted: set[Path] = set()
+        self._seen: list[dict[Path, float]] | None = None  # numbers as the micro-batches' steps find and leave them
+
+    def note(self) -> None:
+        """What the module has now, no step of the epoch has left there."""
+        self._attributes.note()
+
+    def returned(self, output: Any) -> Any:
+        """Returns what the step of a micro-batch has returned.
+
+        Raises:
+            RuntimeError: nothing.
+        """
+        if output is None:
+            raise RuntimeError(
+                f"training_step returned None on rank {self._rank}: to skip a batch so is not supported in a pipeline"
+                " (nor by stock DDP), because the other ranks would wait for its gradients. Return a loss that is zero,"
+                " e.g. 0.0 * output.sum(), or leave such samples out of the dataset"
+            )
+        return output
+
+    # ---- lists -----------------------------------------------------------------------------------------------------
+
+    def share_out(self, group: EvaluationBatches) -> None:
+        """Gives each rank of a group its part of what the leader's steps have appended in an epoch; collective in it.
+
+        Args:
+            group: of this rank, and those at rest that it serves.
+        """
+        changes = self._attributes.changes()
+        others = group.others
+        if not others:
+            return
+        if not group.leads:
+            group.tell([change.path for change in changes])
+            apply_changes(self._module, group.hear())
+        else:
+            known = {path for rank in others for path in group.hear(rank)}
+            parts: dict[int, list[Change]] = {rank: [] for rank in others}
+            for change in changes:
+                if isinstance(change.value, list) and change.path not in known and _can_be_sent(change.value):
+                    self._divide(change, parts)
+            for path in self._counted - known:  # a step per batch, as on every rank under DDP
+                if (value := value_at(self._module, path)) is not None:
+                    for part in parts.values():
+                        part.append(Change(path, "set", value))
+            for rank, part in parts.items():
+                group.tell(part, rank)
+
+    def _divide(self, change: Change, parts: dict[int, list[Change]]) -> None:
+        entries: list[Any] = value_at(self._module, change.path)
+        before = len(entries) - len(change.value)
+        count, ranks = len(change.value), len(parts) + 1
+        ends = [before + count * (i + 1) // ranks for i in range(ranks)]
+        for i, part in enumerate(parts.values()):
+            part.append(change._replace(value=entries[ends[i] : ends[i + 1]]))
+        del entries[ends[0] :]
+
+    # ---- numbers ---------------------------------------------------------------------------------------------------
+
+    def watch(self) -> None:
+        """The numbers are looked at from here on, until `counters` is asked."""
+        if self._seen is None:
+            self._seen = []
+
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        """Around the step of one micro-batch."""
+        if self._seen is None:
+            yield
+            return
+        self._look()
+        yield
+        self._look()
+
+    def _look(self) -> None:
+        assert self._seen is not None
+        numbers = numbers_of(self._module, compat.module_attributes(), without=self._layers)
+        self._seen.append({path: float(value) for path, value in numbers.items()})
+
+    def counters(self, samples: int) -> list[Path]:
+        """Returns the numbers that count steps, of those that have run since `watch`.
+
+        Args:
+            samples: in all that they were given; numbers that grow by these count samples.
+        """
+        seen, self._seen = self._seen or [], None
+        found = [
+            path
+            for path in (seen[-1] if seen else ())
+            if counts_calls([numbers[path] for numbers in seen if path in numbers], samples)
+        ]
+        self._counted.update(found)
+        return found
+
+    def refuse(self, path: Path, micro_batches: int) -> NoReturn:
+        """Says why a number must not count steps."""
+        raise RuntimeError(
+            f"training_step on rank {self._rank} counts its calls in {name_of(path)}: in a pipeline it runs once per"
+            f" micro-batch, {micro_batches} times per batch here, and on the first rank of each group only. Count in"
+            " on_train_batch_start or on_train_batch_end, which run once per batch on all ranks, or use"
+            " strategy='hetero_balanced'"
+        )
+
+
+def _can_be_sent(entries: list[Any]) -> bool:
+    """Whether another rank can be given entries of a list: of other ones the leader keeps all."""
+    try:
+        pickle.dumps(entries[:1])
+    except Exception:
+        return False
+    return True
+
+
+def counts_calls(values: Sequence[float], samples: int) -> bool:
+    """Whether a number grew, or shrank, by the same each time, and not by the samples.
+
+    >>> counts_calls([0, 1, 1, 2, 3], 12), counts_calls([1.0, 0.5, 0.25], 12)
+    (True, True)
+    >>> counts_calls([0, 4, 8, 12], 12), counts_calls([0, 4, 7, 12], 8), counts_calls([0, 1, 1], 12)
+    (False, False, False)
+    """
+    found = [value for value, _ in groupby(values)]
+    if len(found) < 3 or found[-1] - found[0] == samples:
+        return False
+    steps = [b - a for a, b in pairwise(found)]
+    factors = [b / a for a, b in pairwise(found) if a]
+    return any(len(x) == len(steps) and all(math.isclose(x[0], y, rel_tol=1e-5) for y in x) for x in (steps, factors))
