@@ -1,4 +1,4 @@
-"""For which rank a step runs, if its leader is another: `is_global_zero` and `rank_zero_only` follow (layer L)."""
+"""A step that a leader runs, for which rank and without the others: what it may ask of them (layer L)."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ from typing import Any
 from lightning.fabric.utilities.rank_zero import rank_zero_only
 
 from lightning_hetero.lightning_compat.patches import patched
+from lightning_hetero.transport.alone import run_alone
 
-__all__ = ["acting_as", "acting_rank", "rank_zero_acts"]
+__all__ = ["acting_as", "acting_rank", "leader_runs", "rank_zero_acts"]
 
 _ACTS: ContextVar[int | None] = ContextVar("acts", default=None)  # each suspended step has a context of its own
 
@@ -29,6 +30,19 @@ def acting_as(rank: int) -> Iterator[None]:
 def acting_rank() -> int | None:
     """Returns the rank for which a step runs here; None: none does."""
     return _ACTS.get()
+
+
+def leader_runs(step: str) -> AbstractContextManager[None]:
+    """Inside, which is the body of a user's step, communication with other ranks is refused: they do not run it.
+
+    Args:
+        step: name of the module's method.
+    """
+    return run_alone(
+        f"in {step}, but in a pipeline only the first rank of each group runs it: the others would never take part."
+        " self.log(..., sync_dist=True) and torchmetrics work in it, and on_train_batch_end and the hooks at the end of"
+        " an epoch run on all ranks; or use strategy='hetero_balanced'"
+    )
 
 
 def rank_zero_acts(rank: int) -> AbstractContextManager[None]:

@@ -29,12 +29,11 @@ from torch import Tensor
 
 from lightning_hetero import lightning_compat as compat
 from lightning_hetero.pipeline.decide.plans import resting
-from lightning_hetero.pipeline.fit.acting import acting_as
+from lightning_hetero.pipeline.fit.acting import acting_as, leader_runs
 from lightning_hetero.pipeline.fit.logs import StepLogs
 from lightning_hetero.pipeline.runtime.execute.failures import FailureBoard
 from lightning_hetero.pipeline.runtime.execute.stage_runner import StageRunner
 from lightning_hetero.pipeline.runtime.execute.whole_step import WholeStep
-from lightning_hetero.pipeline.runtime.step.alone import run_alone
 from lightning_hetero.pipeline.runtime.step.attributes import (
     Buffers,
     Change,
@@ -261,7 +260,7 @@ class EvaluationBatches:
 
         def body() -> Any:
             logged_for = None if own or not args else args[0]
-            with acting_as(rank), self._logs.collecting(None, logged_for), run_alone(name):
+            with acting_as(rank), self._logs.collecting(None, logged_for), leader_runs(name):
                 return getattr(self._module, name)(*args, **kwargs)
 
         return body

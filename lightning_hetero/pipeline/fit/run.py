@@ -25,10 +25,10 @@ from lightning_hetero.pipeline.fit.plan.planning import PipelineSettings, PlanRe
 from lightning_hetero.pipeline.fit.replans import Decides, Replans
 from lightning_hetero.pipeline.fit.training import TrainBatches
 from lightning_hetero.pipeline.runtime.execute.failures import FailureBoard
-from lightning_hetero.pipeline.runtime.step.alone import guard_groups
 from lightning_hetero.pipeline.runtime.step.backbone import Backbone
 from lightning_hetero.pipeline.runtime.step.undivided import Undivided
 from lightning_hetero.solvers.plans import plan_to_plain
+from lightning_hetero.transport.alone import guard_groups
 from lightning_hetero.transport.one_round import start_sum
 from lightning_hetero.transport.store import run_store
 from lightning_hetero.types import PipelinePlan, StepReport

@@ -30,7 +30,7 @@ from lightning_hetero.data.micro_batches import join_outputs, split_batch
 from lightning_hetero.glue.run import EventLog
 from lightning_hetero.lightning_compat.patches import patched
 from lightning_hetero.pipeline.decide.told import Told, telling_layers
-from lightning_hetero.pipeline.fit.acting import acting_as
+from lightning_hetero.pipeline.fit.acting import acting_as, leader_runs
 from lightning_hetero.pipeline.fit.kept_by_steps import KeptBySteps, MemberOutputs
 from lightning_hetero.pipeline.fit.loaders import PipelineBinder
 from lightning_hetero.pipeline.fit.place import Place
@@ -39,7 +39,6 @@ from lightning_hetero.pipeline.fit.refusals import refuse_second_pass
 from lightning_hetero.pipeline.fit.replans import Replans
 from lightning_hetero.pipeline.fit.step_limits import Elsewhere, within_limits
 from lightning_hetero.pipeline.runtime.execute.stage_runner import MicroBatch
-from lightning_hetero.pipeline.runtime.step.alone import run_alone
 from lightning_hetero.pipeline.runtime.step.tensor_trees import loss_of
 from lightning_hetero.transport.one_round import Sum
 from lightning_hetero.types import SpeedSample, StepReport
@@ -228,7 +227,7 @@ class TrainBatches:
     ) -> Callable[[], Any]:
         def body() -> Any:
             logs, limits = self._place.logs.collecting(samples), within_limits(self._trainer)
-            with acting_as(self._place.group_index or 0), logs, limits, run_alone("training_step"), self._kept.step():
+            with acting_as(self._place.group_index or 0), logs, limits, leader_runs("training_step"), self._kept.step():
                 output = self._module.training_step(batch, *args, **kwargs)
             return self._kept.returned(output)
 

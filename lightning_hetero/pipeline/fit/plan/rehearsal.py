@@ -21,6 +21,7 @@ from torchmetrics import Metric
 
 from lightning_hetero import lightning_compat as compat
 from lightning_hetero.data.layouts import first_samples
+from lightning_hetero.pipeline.fit.acting import leader_runs
 from lightning_hetero.pipeline.runtime.measure.around_backbone import count_calls, measure_outside
 from lightning_hetero.pipeline.runtime.measure.layers import Example, profile_on_device
 from lightning_hetero.pipeline.runtime.measure.memory import OptimizerSpec, optimizer_bytes
@@ -28,7 +29,6 @@ from lightning_hetero.pipeline.runtime.measure.residence import move_but
 from lightning_hetero.pipeline.runtime.measure.snapshot import Snapshot
 from lightning_hetero.pipeline.runtime.measure.whole_step import measure_series as series_of
 from lightning_hetero.pipeline.runtime.measure.whole_step import measure_whole
-from lightning_hetero.pipeline.runtime.step.alone import run_alone
 from lightning_hetero.pipeline.runtime.step.backbone import Backbone
 from lightning_hetero.pipeline.runtime.step.coroutines import CarrierName
 from lightning_hetero.pipeline.runtime.step.layer_calls.route import RoutedCall
@@ -264,7 +264,7 @@ def nobody_notices(
             stack.callback(local)
         stack.enter_context(nothing_drawn(device))
         stack.enter_context(compat.unlogged(module))
-        stack.enter_context(run_alone("training_step"))
+        stack.enter_context(leader_runs("training_step"))
         yield
 
 
