@@ -1,8 +1,9 @@
 """What user code sees of the parts that a rank trains within one batch of Lightning's (layer L).
 
 A rank may train several parts of a global batch within one batch of the loop, none, or one that counts nothing because
-another rank has computed its samples. Epoch values and torchmetrics count each sample that is trained on once: what a
-part brought is taken back if its push counts nothing. Hooks that look at a batch or its outputs are told of each part
+another rank has computed its samples. Epoch values, torchmetrics and, in automatic optimization, the numbers and lists
+that the module keeps count each sample that is trained on once: what a part brought is taken back if its push counts
+nothing. Hooks that look at a batch or its outputs are told of each part
 that counts, see `lightning_compat.empty_batches`.
 """
 
@@ -18,9 +19,11 @@ from lightning_hetero import lightning_compat as compat
 from lightning_hetero.lightning_compat.patches import patched
 
 if TYPE_CHECKING:
-    from lightning.pytorch import Trainer
+    from lightning.pytorch import LightningModule, Trainer
 
 __all__ = ["Parts"]
+
+_SMALL = 64  # entries of a dict or set that is copied before each part
 
 
 class Parts:
@@ -61,9 +64,12 @@ class Parts:
         self._ended.clear()
 
     def step(self) -> ExitStack:
-        """Around a training step: what metrics have so far stays, whatever becomes of its part; none waits for the
-        other ranks, so that the value of a step is the rank's own."""
+        """Around a training step: what metrics and the module have so far stays, whatever becomes of its part; no
+        metric waits for the other ranks, so that the value of a step is the rank's own."""
         stack = ExitStack()
+        module = self._trainer.lightning_module
+        if module.automatic_optimization:  # else a counter may say when the next optimizer steps
+            self._take_back.append(_save_attributes(module))
         if len(self._metrics):
             self._take_back.append(compat.save_metrics(self._metrics))
         for metric in self._synced:
@@ -89,3 +95,24 @@ class Parts:
             self.more += self._ended
         self._first = False
         self._forget()
+
+
+def _save_attributes(module: LightningModule) -> Callable[[], None]:
+    """Returns what puts back the user's plain attributes: values, what lists have had so far, small dicts and sets.
+
+    What is deeper, and a tensor that is changed in place, stays as it is.
+    """
+    own = vars(module)
+    kept = {name: value for name, value in own.items() if name not in compat.module_attributes()}
+    lengths = {name: len(value) for name, value in kept.items() if isinstance(value, list)}
+    copies = {n: v.copy() for n, v in kept.items() if isinstance(v, dict | set) and len(v) <= _SMALL}
+
+    def put_back() -> None:
+        own.update(kept)
+        for name, length in lengths.items():
+            del kept[name][length:]
+        for name, copy in copies.items():
+            kept[name].clear()
+            kept[name].update(copy)
+
+    return put_back

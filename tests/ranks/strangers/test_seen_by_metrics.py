@@ -25,21 +25,30 @@ X = torch.arange(float(SAMPLES), dtype=torch.float64) ** 2
 class Measured(Toy):
     """Logs and measures what it trains on.
 
-    Metrics of an epoch (PL#17831, #5267), a metric with `dist_sync_on_step` (PL#5865), sums and extremes, and samples
-    that hooks count (PL#2435).
+    Metrics of an epoch (PL#17831, #5267), a metric with `dist_sync_on_step` (PL#5865), sums and extremes, samples that
+    hooks count (PL#2435), and what the step counts and keeps by itself (PR#16520).
     """
+
+    computed = 0  # of the class, so that nobody takes back what was computed in vain
 
     def __init__(self, automatic: bool) -> None:
         super().__init__()
         self.automatic_optimization = automatic
         self.net = nn.Linear(1, 1).double()
         self.mean, self.synced, self.total = MeanMetric(), MeanMetric(dist_sync_on_step=True), SumMetric()
+        type(self).computed = 0
         self.trained = self.ended = self.wrong = 0
+        self.kept: list[float] = []
+        self.times: dict[float, int] = {}
         self.row: dict[str, float] = {}
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         (x,) = batch
+        type(self).computed += len(x)
         self.trained += len(x)
+        self.kept += x.tolist()
+        for value in x.tolist():
+            self.times[value] = self.times.get(value, 0) + 1
         self.mean(x)
         self.synced(x)
         self.total(x)
@@ -86,7 +95,8 @@ def measured(rank: int, world: int, engine: str, automatic: bool) -> Any:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         trainer.fit(module, DataLoader(TensorDataset(X), batch_size=BATCH))
-    return module.row, module.ended, counts.ended, module.wrong, module.trained
+    kept = module.kept, module.times
+    return module.row, module.ended, counts.ended, module.wrong, module.trained, kept, module.computed
 
 
 @pytest.mark.stock_ddp("logging: epoch values and torchmetrics count each sample once", "balanced", "stale")
@@ -102,4 +112,10 @@ def test_each_sample_is_seen_once(engine: str, automatic: bool) -> None:
         assert [row[n] for n in ("mean", "synced", "plain", "hooked")] == [mean] * 4
         assert [row[n] for n in ("total", "sum")] == [total] * 2
         assert (row["samples"], row["largest"]) == (SAMPLES, float(X.max()))
-    assert [sum(rank[i] for rank in ranks) for i in (1, 2, 3)] == [EPOCHS * SAMPLES, EPOCHS * SAMPLES, 0]
+    assert [sum(rank[i] for rank in ranks) for i in (1, 2, 3)] == [EPOCHS * SAMPLES] * 2 + [0]
+    if not automatic:  # a step on a dummy, for a batch gone by, keeps what it does
+        return
+    assert sum(rank[4] for rank in ranks) == EPOCHS * SAMPLES
+    every = sorted(X.tolist() * EPOCHS)
+    assert sorted(value for rank in ranks for value in rank[5][0]) == every
+    assert sorted(v for rank in ranks for v, times in rank[5][1].items() for _ in range(times)) == every
