@@ -18,7 +18,7 @@ import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
-from functools import cache, partial
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
@@ -43,6 +43,7 @@ from lightning_hetero.balanced.runtime.pieces import (
     save_random_states,
     stand_in,
 )
+from lightning_hetero.data.layouts import Layout
 from lightning_hetero.data.micro_batches import join_outputs, split_batch
 from lightning_hetero.lightning_compat.patches import patched
 from lightning_hetero.shares.caps import MemoryCap
@@ -95,7 +96,6 @@ class Recovery:
         self._communicates = next((type(m).__name__ for m in self._module.modules() if isinstance(m, waiting)), None)
         self._parameters = list(self._module.parameters())
         self._taken = GradientsTaken(self._parameters)
-        self._layout = cache(partial(layout_of, trainer, self._save))
         self._least = 1
         self._samples = 0
         self._planned: Sequence[int] = ()
@@ -255,7 +255,7 @@ class Recovery:
 
     def _split(self, piece: Any, sizes: list[int]) -> list[Any]:
         try:
-            return split_batch(piece, sizes, self._layout(), samples=sum(sizes), owner=self._module)
+            return split_batch(piece, sizes, self._layout, samples=sum(sizes), owner=self._module)
         except (TypeError, ValueError) as error:
             if self._reason:
                 _give_up(self._reason, str(error), error)
@@ -356,6 +356,10 @@ class Recovery:
 
     def _trained(self) -> list[nn.Parameter]:
         return [p for p in self._parameters if p.requires_grad]
+
+    @cached_property
+    def _layout(self) -> Layout | None:
+        return layout_of(self._trainer, self._save)
 
     def _save(self) -> Callable[[], None]:
         """Returns what puts back what a forward pass changes: buffers, random states, metrics and logged values."""

@@ -61,7 +61,7 @@ class Averages:
         """Makes the copies whole again, on the CPU; collective."""
         self.release()
         for copy in self.copies:
-            restore(copy, self.ownership, self._group)
+            restore(copy, (), self.ownership, self._group)
         self.copies.clear()
 
     def release(self) -> None:

@@ -389,7 +389,7 @@ class Place:
                 self.runner.close()
             if not self.failures.reported:
                 to_device(self.module, self._optimizers, torch.device("cpu"))
-                restore(self.module, self.ownership, self.channel.group)
+                restore(self.module, self._optimizers, self.ownership, self.channel.group)
                 self.averages.restore()
         except Exception as error:
             if not self.failures.reported:  # else there is a cause already, which this would hide

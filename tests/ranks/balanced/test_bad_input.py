@@ -241,7 +241,7 @@ def test_ranks_that_differ_stop_all_with_both_sides_named() -> None:
         for (setting, mine, other), message in zip(DIFFERENT.values(), said, strict=False):
             assert "configured differently" in message and f"{setting} is {{0: " in message
             assert mine in message and other in message and "same program" in message
-        assert "batch_size: {0: 4, 1: 5}" in said[-2] and "samples: {0: 64, 1: 72}" in said[-1]
+        assert "batch_size: {0: 4, 1: 5}" in said[-2] and "they have {0: 64, 1: 72} samples by rank" in said[-1]
 
 
 class Tampered(BalancePolicy):

@@ -100,7 +100,7 @@ def job(rank: int, world: int) -> dict[str, Any]:
         "tail of 3": noted(rank, world, 19),
         "tail of 1 part": noted(rank, world, 18),
         "accumulated": noted(rank, world, 19, module=Normed, trainer={"accumulate_grad_batches": 2}),
-        "pieces": noted(rank, world, 29, module=Normed, max_samples=3),
+        "pieces": noted(rank, world, 29, module=Normed, max_samples=3, rebalance=False),
         "uneven": noted(rank, world, 43, module=Normed, policy=Uneven()),
         "none allowed": noted(rank, world, 43, module=Normed, min_samples=0, policy=Scripted()),
         "stream": noted(rank, world, 0, module=Normed, policy=Uneven(), stream="shared",

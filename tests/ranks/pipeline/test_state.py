@@ -189,7 +189,7 @@ def _checkpoints(rank: int, world: int) -> None:
         saved, expected = there.saved(), there.expected()
         assert rank != 0 or same(expected, saved), f"{kind} from {name} to {other}"
         _refusals(there)
-        restore(there.model, there.held, there.state.group)
+        restore(there.model, (), there.held, there.state.group)
         assert same(there.model.state_dict(), _from_rank_0(expected["state"])), other
         assert [p.requires_grad for p in there.model.parameters()] == [
             p.requires_grad for p in there.whole.parameters()

@@ -116,15 +116,17 @@ def put_in_place(
 
 
 @torch.no_grad()
-def restore(module: nn.Module, ownership: Ownership, group: dist.ProcessGroup) -> None:
+def restore(
+    module: nn.Module, optimizers: Iterable[Optimizer], ownership: Ownership, group: dist.ProcessGroup
+) -> None:
     """Undoes `prune`: afterwards all ranks have all parameters and buffers, with the values of the lowest group.
 
-    Collective. For the end of training, when the model is used or divided anew. Optimizers are not filled: their
-    parameters on this rank stay the same objects, others they have as stand-ins still. What this rank gets lies on
-    the CPU.
+    Collective. For the end of training, when the model is used or divided anew. Optimizers have all parameters, and
+    the state of those that this rank held. What this rank gets lies on the CPU.
 
     Args:
         module: the whole model, pruned by the same ownership.
+        optimizers: made from its parameters.
         group: over all ranks, one that takes CPU tensors (gloo).
     """
     replaced: dict[int, tuple[Tensor, Tensor]] = {}
@@ -140,7 +142,7 @@ def restore(module: nn.Module, ownership: Ownership, group: dist.ProcessGroup) -
             replaced[id(tensor)] = (tensor, like(tensor, data))
         elif ownership.rank != source:
             tensor.copy_(data)
-    put_in_place(module, (), replaced)
+    put_in_place(module, optimizers, replaced)
 
 
 @contextmanager
