@@ -105,7 +105,7 @@ def scenario_job(rank: int, world: int, scenario: Scenario, engines: Any) -> tup
     return type(trainer.strategy).__name__, throttle._taken_over, weights(module)
 
 
-SPELLS = {"factor": 8.0, "steps": 1, "probability": 0.2}
+SPELLS = {"factor": 20.0, "steps": 1, "probability": 0.2}
 
 
 @pytest.mark.parametrize(
