@@ -102,8 +102,8 @@ def _save_attributes(module: LightningModule) -> Callable[[], None]:
 
     What is deeper, and a tensor that is changed in place, stays as it is.
     """
-    own = vars(module)
-    kept = {name: value for name, value in own.items() if name not in compat.module_attributes()}
+    own, theirs = vars(module), compat.module_attributes()
+    kept = {name: value for name, value in own.items() if name not in theirs}
     lengths = {name: len(value) for name, value in kept.items() if isinstance(value, list)}
     copies = {n: v.copy() for n, v in kept.items() if isinstance(v, dict | set) and len(v) <= _SMALL}
 
