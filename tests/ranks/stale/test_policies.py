@@ -114,13 +114,21 @@ def job(
 
 
 def check(
-    results: list[Result], oracle: Weights, *, steps: int, lr: float, every: bool = True, bound: int | None = None
+    results: list[Result],
+    oracle: Weights,
+    *,
+    steps: int,
+    lr: float,
+    every: bool = True,
+    bound: int | None = None,
+    taken_back: bool = True,
 ) -> None:
     """Asserts what holds whatever the timing.
 
     Args:
         oracle: what a single process trains.
         every: every sample of an epoch is applied exactly once.
+        taken_back: the module's lists forget what was computed in vain: automatic optimization only, see `fit.parts`.
         bound: versions that an applied contribution may be old.
     """
     epochs = len(results[0].metrics)
@@ -141,10 +149,11 @@ def check(
         assert accepted == epochs * SAMPLES
     else:
         assert epochs * SAMPLES / 2 <= accepted <= epochs * SAMPLES
-    seen = Counter(i for result in results for i in result.seen)  # what was computed in vain is taken back
-    assert sum(seen.values()) == accepted
+    seen = Counter(i for result in results for i in result.seen)
+    if taken_back:
+        assert sum(seen.values()) == accepted
     if every:
-        assert all(seen[i] == epochs for i in range(SAMPLES))
+        assert all(seen[i] == epochs if taken_back else seen[i] >= epochs for i in range(SAMPLES))
     if bound is not None:
         assert max(map(int, metrics["staleness"])) <= bound
 
@@ -195,6 +204,7 @@ def test_a_rank_eight_times_slower(make: Any, accumulate: int, steps: int, sched
     options = {"accumulate_grad_batches": accumulate} if accumulate > 1 else {}
     results = run_ranks(3, job, make, "flexible", 5e-4, epochs, options)
     oracle = trained_alone(make, epochs, **options)
-    check(results, oracle, steps=epochs * steps, lr=LR * 0.99 ** (epochs * scheduled), bound=2)
+    lr = LR * 0.99 ** (epochs * scheduled)
+    check(results, oracle, steps=epochs * steps, lr=lr, bound=2, taken_back=make is not ByHand)
     shares = results[0].metrics[-1]["samples"]
     assert shares.get("2", 0) < min(shares["0"], shares["1"])
