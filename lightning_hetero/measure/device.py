@@ -1,0 +1,394 @@
+"""What the kinds of devices can do, in one place (layer T).
+
+Nothing else in the package asks for a device's type: it takes `device_of(device)` and calls its methods. The host's do
+next to nothing, because its work is done when a call returns; those of an `Accelerator` stand on the module that torch
+has for its type (`torch.cuda`, `torch.xpu`, that of a device which is registered as a ``PrivateUse1`` backend), which
+follow `torch.cuda`; `Cuda` and `Mps` say where theirs differ.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext, suppress
+from functools import lru_cache
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+__all__ = ["Device", "Stamp", "device_of", "is_out_of_memory", "no_device_in_this_process"]
+
+# What is printed if memory is short and no torch.OutOfMemoryError tells. NOT_INITIALIZED and INTERNAL_ERROR may mean
+# something else as well: they are what cuBLAS and cuDNN say if there is no room for their handle or workspace.
+_OUT_OF_MEMORY = (
+    "out of memory",  # torch on behalf of the driver ("CUDA error: out of memory"), NCCL ("Cuda failure 2 'out of ...")
+    "DefaultCPUAllocator: can't allocate memory",
+    "CUBLAS_STATUS_ALLOC_FAILED",
+    "CUBLAS_STATUS_NOT_INITIALIZED",
+    "CUDNN_STATUS_ALLOC_FAILED",
+    "CUDNN_STATUS_NOT_INITIALIZED",
+    "CUDNN_STATUS_INTERNAL_ERROR",
+    "CUSOLVER_STATUS_ALLOC_FAILED",
+    "CUSPARSE_STATUS_ALLOC_FAILED",
+    "CUFFT_ALLOC_FAILED",
+)
+
+
+class Stamp(Protocol):
+    """A place in the order of a device's work; on an accelerator, an event on the stream that was current."""
+
+    def reached(self) -> bool:
+        """Whether all work before it is done; never waits."""
+        ...
+
+    def wait(self) -> None:
+        """Has the host wait until all work before it is done."""
+        ...
+
+    def hold(self) -> None:
+        """Has the current stream wait for it, and not the host."""
+        ...
+
+    def seconds_until(self, later: Any) -> float:
+        """Returns the time between two stamps, both reached, that were made with ``timing`` [s]."""
+        ...
+
+
+class _HostStamp:
+    def __init__(self, at_s: float) -> None:
+        self._at_s = at_s
+
+    def reached(self) -> bool:
+        return True
+
+    def wait(self) -> None: ...
+
+    def hold(self) -> None: ...
+
+    def seconds_until(self, later: _HostStamp) -> float:
+        return later._at_s - self._at_s
+
+
+class _EventStamp:
+    def __init__(self, event: Any, stream: Callable[[], Any]) -> None:
+        self._event, self._stream = event, stream
+
+    def reached(self) -> bool:
+        return self._event.query()
+
+    def wait(self) -> None:
+        self._event.synchronize()
+
+    def hold(self) -> None:
+        self._event.wait(self._stream())
+
+    def seconds_until(self, later: _EventStamp) -> float:
+        return self._event.elapsed_time(later._event) / 1e3
+
+
+class Device:
+    """The host, and whatever else has done its work when a call returns.
+
+    Args:
+        device: as torch names it.
+
+    Attributes:
+        device: as given.
+        asynchronous: calls return before their work is done, so that the host's clock does not time it.
+    """
+
+    asynchronous = False
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
+    # ---- order and time ---------------------------------------------------------------------------------------
+
+    def stamp(self, *, timing: bool = False, clock: Callable[[], float] = time.perf_counter) -> Stamp:
+        """Returns a stamp after the work submitted so far.
+
+        Args:
+            timing: its time will be asked for.
+            clock: the host's [s], for devices without a clock of their own; injectable for tests.
+        """
+        return _HostStamp(clock())
+
+    def synchronize(self) -> None:
+        """Waits until all work submitted to the device is done."""
+
+    def side_stream(self) -> Any:
+        """Returns a new stream beside the current one; None: the device has no streams."""
+        return None
+
+    def on(self, stream: Any) -> AbstractContextManager[Any]:
+        """Submits what runs inside to ``stream``, one of `side_stream`; the caller orders the two with stamps."""
+        return nullcontext()
+
+    def keep_for_stream(self, tensor: Tensor) -> None:
+        """The memory of ``tensor`` is not used for anything else before the current stream has come to here."""
+
+    def current(self) -> AbstractContextManager[Any]:
+        """Makes this the current device of its kind inside."""
+        return nullcontext()
+
+    def make_current(self) -> None:
+        """Makes this the current device of its kind in this thread."""
+
+    # ---- memory -----------------------------------------------------------------------------------------------
+
+    def total_bytes(self) -> float:
+        """Returns the memory of the device; ``inf``: nothing tells."""
+        return math.inf
+
+    def free_bytes(self) -> float:
+        """Returns what this process may still use, with what its allocator holds unused; ``inf``: nothing tells."""
+        return math.inf
+
+    def used_bytes(self) -> float:
+        """Returns what this process's tensors use; 0: nothing tells."""
+        return 0.0
+
+    def peak_bytes(self) -> float:
+        """Returns the most that `used_bytes` was since `forget_peak`; 0: nothing tells."""
+        return 0.0
+
+    def forget_peak(self) -> None:
+        """Begins to count the peak anew: whoever else reads it, e.g. `DeviceStatsMonitor`, loses what was before."""
+
+    def empty_cache(self) -> None:
+        """Gives memory that the allocator holds unused back to the device."""
+
+    # ---- random numbers ---------------------------------------------------------------------------------------
+
+    def random_state(self) -> Tensor | None:
+        """Returns the state of the device's generator; None: the host's is all there is."""
+        return None
+
+    def set_random_state(self, state: Tensor | None) -> None:
+        """Puts back what `random_state` returned."""
+
+    def seed(self, seed: int) -> None:
+        """Seeds the device's generator."""
+
+    # ---- what it is -------------------------------------------------------------------------------------------
+
+    def name(self) -> str:
+        """Returns the name of the product; for the host, the device's type."""
+        return self.device.type
+
+    def identity(self) -> str:
+        """Returns what no other device of any machine is called; empty: nothing tells."""
+        return ""
+
+    def tensor_cores(self) -> bool:
+        """Whether matrix products of half precision are faster in tiles of eight."""
+        return False
+
+    def computes_bfloat16(self) -> bool:
+        """Whether bfloat16 is computed, and not emulated many times slower."""
+        return True
+
+    def page_lock(self, address: int, size: int) -> Callable[[], None] | None:
+        """Locks the host's memory for fast copies; returns what ends that, None where it is not to be had."""
+        return None
+
+
+class Accelerator(Device):
+    """A device whose module in torch is made after `torch.cuda`."""
+
+    asynchronous = True
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(device)
+        self._torch: Any = torch.get_device_module(device)
+
+    def _stream(self) -> Any:
+        return self._torch.current_stream(self.device)
+
+    def stamp(self, *, timing: bool = False, clock: Callable[[], float] = time.perf_counter) -> Stamp:
+        event = self._torch.Event(enable_timing=timing)
+        event.record(self._stream())
+        return _EventStamp(event, self._stream)
+
+    def synchronize(self) -> None:
+        self._torch.synchronize(self.device)
+
+    def side_stream(self) -> Any:
+        return self._torch.Stream(self.device)
+
+    def on(self, stream: Any) -> AbstractContextManager[Any]:
+        return self._torch.stream(stream)
+
+    def keep_for_stream(self, tensor: Tensor) -> None:
+        tensor.record_stream(self._stream())
+
+    def current(self) -> AbstractContextManager[Any]:
+        return self._torch.device(self.device)
+
+    def make_current(self) -> None:
+        self._torch.set_device(self.device)
+
+    def total_bytes(self) -> float:
+        return float(self._torch.mem_get_info(self.device)[1])
+
+    def free_bytes(self) -> float:
+        free, _ = self._torch.mem_get_info(self.device)
+        held = self._torch.memory_reserved(self.device) - self._torch.memory_allocated(self.device)
+        return float(free + held)
+
+    def used_bytes(self) -> float:
+        return float(self._torch.memory_allocated(self.device))
+
+    def peak_bytes(self) -> float:
+        return float(self._torch.max_memory_allocated(self.device))
+
+    def forget_peak(self) -> None:
+        self._torch.reset_peak_memory_stats(self.device)
+
+    def empty_cache(self) -> None:
+        self._torch.empty_cache()
+
+    def random_state(self) -> Tensor | None:
+        return self._torch.get_rng_state(self.device)
+
+    def set_random_state(self, state: Tensor | None) -> None:
+        if state is not None:
+            self._torch.set_rng_state(state, self.device)
+
+    def seed(self, seed: int) -> None:
+        with self.current():
+            self._torch.manual_seed(seed)
+
+    def name(self) -> str:
+        return self._torch.get_device_name(self.device)
+
+    def identity(self) -> str:
+        return str(getattr(self._torch.get_device_properties(self.device), "uuid", ""))
+
+    def computes_bfloat16(self) -> bool:
+        with self.current():
+            return self._torch.is_bf16_supported()
+
+
+class Cuda(Accelerator):
+    """A GPU of NVIDIA's, or of AMD's where torch is built for ROCm."""
+
+    def _capability(self) -> tuple[int, int]:
+        return self._torch.get_device_capability(self.device)
+
+    def tensor_cores(self) -> bool:
+        return self._capability() >= (7, 0)
+
+    def computes_bfloat16(self) -> bool:
+        # Not is_bf16_supported(), which counts emulation.
+        return torch.version.hip is not None or self._capability() >= (8, 0)
+
+    def page_lock(self, address: int, size: int) -> Callable[[], None] | None:
+        runtime = self._torch.cudart()
+        if int(runtime.cudaHostRegister(address, size, 0)) != 0:
+            with suppress(RuntimeError):  # CUDA keeps the error and blames the next kernel: this one
+                torch.zeros(1, device=self.device)
+            return None
+
+        def unlock() -> None:
+            runtime.cudaHostUnregister(address)
+
+        return unlock
+
+
+class Mps(Accelerator):
+    """Apple's GPU: one device, one stream, memory that it shares with the host."""
+
+    def stamp(self, *, timing: bool = False, clock: Callable[[], float] = time.perf_counter) -> Stamp:
+        event = self._torch.Event(enable_timing=timing)
+        event.record()
+        return _MpsStamp(event)
+
+    def synchronize(self) -> None:
+        self._torch.synchronize()
+
+    def side_stream(self) -> Any:
+        return None
+
+    def on(self, stream: Any) -> AbstractContextManager[Any]:
+        return nullcontext()
+
+    def keep_for_stream(self, tensor: Tensor) -> None: ...
+
+    def current(self) -> AbstractContextManager[Any]:
+        return nullcontext()
+
+    def make_current(self) -> None: ...
+
+    def total_bytes(self) -> float:
+        return float(self._torch.recommended_max_memory())
+
+    def free_bytes(self) -> float:
+        return self.total_bytes() - self.used_bytes()
+
+    def used_bytes(self) -> float:
+        return float(self._torch.current_allocated_memory())
+
+    def peak_bytes(self) -> float:
+        return 0.0
+
+    def forget_peak(self) -> None: ...
+
+    def random_state(self) -> Tensor | None:
+        return self._torch.get_rng_state()
+
+    def set_random_state(self, state: Tensor | None) -> None:
+        if state is not None:
+            self._torch.set_rng_state(state)
+
+    def name(self) -> str:
+        return "Apple GPU"
+
+    def identity(self) -> str:
+        return ""
+
+    def computes_bfloat16(self) -> bool:
+        return True
+
+
+class _MpsStamp(_EventStamp):
+    def __init__(self, event: Any) -> None:
+        super().__init__(event, lambda: None)
+
+    def hold(self) -> None:
+        self._event.wait()
+
+
+_KINDS: dict[str, type[Device]] = {"cpu": Device, "meta": Device, "cuda": Cuda, "mps": Mps}
+
+
+@lru_cache(maxsize=64)
+def _device(device: torch.device) -> Device:
+    return _KINDS.get(device.type, Accelerator)(device)
+
+
+def device_of(device: torch.device | str) -> Device:
+    """Returns what the device can do; one without a number is the current one of its kind when it is used."""
+    return _device(torch.device(device))
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether memory was short, a device's or the host's, whoever says so: torch, cuBLAS, cuDNN, NCCL or the driver."""
+    if isinstance(error, torch.OutOfMemoryError):
+        return True
+    return isinstance(error, RuntimeError) and any(text in str(error) for text in _OUT_OF_MEMORY)
+
+
+def no_device_in_this_process() -> None:
+    """A process that was forked after its parent had used a device has none: whoever asks torch is told so.
+
+    CUDA may not be used in such a process, but torch goes on saying that it is there, because it has counted the
+    devices before the fork; `torch.optim` (from its check for graph capture), optimizers and schedulers of users ask.
+    """
+    gone = {"is_available": lambda: False, "device_count": lambda: 0}
+    for module in (torch.accelerator, torch.cuda, torch.xpu):
+        for name, answer in gone.items():
+            setattr(module, name, answer)
+    torch.accelerator.current_accelerator = lambda check_available=False: None
