@@ -14,8 +14,9 @@ from hypothesis import HealthCheck, settings
 
 from tests import guards
 from tests.garbage import search_rarely
+from tests.simgpu.sim.build import why_not
 
-TIERS = ("pure", "ranks", "e2e", "faults", "gpu")
+TIERS = ("pure", "ranks", "e2e", "faults", "gpu", "simgpu")
 HERE = Path(__file__).resolve().parent
 
 # Same examples in every run, and no deadlines: a busy machine must not fail a test.
@@ -55,14 +56,18 @@ def pytest_collection() -> Iterator[None]:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Marks each test with its folder's tier; skips tests/gpu where there is no CUDA, leaves out what is long."""
+    """Marks each test with its folder's tier; skips tests/gpu where there is no CUDA, and tests/simgpu where it cannot
+    be simulated; leaves out what is long."""
     no_cuda = pytest.mark.skip(reason="needs CUDA")
+    no_simulation = why_not()
     for item in items:
         tier = _tier(item.path)
         if tier is not None:
             item.add_marker(tier)
         if tier == "gpu" and not torch.cuda.is_available():
             item.add_marker(no_cuda)
+        if tier == "simgpu" and no_simulation:
+            item.add_marker(pytest.mark.skip(reason=no_simulation))
     if not config.getoption("--long") and not any("::" in asked for asked in config.args):
         left_out = [item for item in items if item.get_closest_marker("long") is not None]
         items[:] = [item for item in items if item.get_closest_marker("long") is None]
@@ -96,5 +101,6 @@ def shared_processes() -> Iterator[None]:
 
     if (harness := sys.modules.get("tests.ranks.harness")) is not None:
         harness.close_pools()
-    if (warm := sys.modules.get("tests.warm")) is not None:
-        warm.close()
+    for name in ("tests.warm", "tests.simgpu.harness"):
+        if (module := sys.modules.get(name)) is not None:
+            module.close()

@@ -111,7 +111,8 @@ def process_group() -> Iterator[None]:
 def child_processes() -> Iterator[None]:
     """Kills child processes left over; LeakError if there were any.
 
-    `run_ranks` keeps its workers, `tests.warm` the process that starts scripts, not the scripts.
+    `run_ranks` keeps its workers, `tests.warm` the process that starts scripts, not the scripts, and `tests.simgpu` the
+    one that starts its ranks.
     """
     before = _descendants()
     yield
@@ -146,7 +147,9 @@ def _is_ours(process: psutil.Process) -> bool:
     if process.pid == vars(resource_tracker)["_resource_tracker"]._pid:  # not in typeshed
         return True
     harness, warm = sys.modules.get("tests.ranks.harness"), sys.modules.get("tests.warm")
+    simgpu = sys.modules.get("tests.simgpu.harness")
     ours = (harness.worker_pids() if harness else set()) | (warm.pids() if warm else set())
+    ours |= simgpu.pids() if simgpu else set()
     return process.pid in ours
 
 
