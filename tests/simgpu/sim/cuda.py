@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from tests.simgpu.sim.kernels import generators
+from tests.simgpu.sim.kernels import current, generators
 from tests.simgpu.sim.native import lib
 from tests.simgpu.sim.order import order
 
@@ -22,6 +22,7 @@ __all__ = ["MEMORY_BYTES", "cap", "install"]
 MEMORY_BYTES = 8 << 30
 # Unequal ones, as the project's users have them.
 _CARDS = (("SimForce 4090", (8, 9)), ("SimForce 2080", (7, 5)), ("SimForce 3080", (8, 6)), ("SimForce 3080", (8, 6)))
+_CYCLES_PER_S = 1.5e9
 _CUDA = int(torch._C._autograd.DeviceType.CUDA)  # pyright: ignore[reportAttributeAccessIssue]
 
 _limits: dict[int, int] = {}
@@ -137,7 +138,7 @@ def _functions(gpus: int) -> dict[str, Callable[..., Any]]:
         "_cuda_canDeviceAccessPeer": lambda one, other: True,
         "_cuda_isCurrentStreamCapturing": lambda: False,
         "_cuda_ipc_collect": lambda: None,
-        "_cuda_sleep": lambda cycles: None,
+        "_cuda_sleep": lambda cycles: order().sleep(current(torch.cuda.current_device()), cycles / _CYCLES_PER_S),
         "_cuda_getAllocatorBackend": lambda: "native",
         "_cuda_memoryStats": _stats,
         "_cuda_resetAccumulatedMemoryStats": lambda device: None,

@@ -23,7 +23,7 @@ from torch.distributed import distributed_c10d as c10d
 from tests.simgpu.sim.check import Entry
 from tests.simgpu.sim.kernels import current, is_far
 from tests.simgpu.sim.order import order
-from tests.simgpu.sim.races import uses
+from tests.simgpu.sim.races import held, uses
 from tests.simgpu.sim.syncs import place
 
 __all__ = ["entries", "install"]
@@ -53,6 +53,7 @@ class _Work(dist.Work):
         # Completed on the communicator's stream: who waits for it has the current stream wait, in C++.
         self.future: torch.futures.Future[Any] = torch.futures.Future(devices=[group.bound_device_id])
         self.clock: dict[Any, int] = {}  # of the stream, with this operation
+        self.held: list[Tensor] = []  # NCCL keeps them until somebody waits
 
     def get_future(self) -> Any:
         return self.future
@@ -82,6 +83,8 @@ class _Work(dist.Work):
             if self.group.aborted:
                 raise RuntimeError("NCCL communicator was aborted")
         order().waits(current(self.group.bound_device_id.index), self.clock)
+        held(self.held, (self.group.bound_device_id.index, self.group.stream.stream_id), False)
+        self.held = []
         if self.error is not None:
             raise RuntimeError(str(self.error))
         return True
@@ -109,7 +112,7 @@ class _Nccl(dist.ProcessGroup):
         self.label = str(getattr(options, "group_name", ""))
         timeout = getattr(options, "_timeout", None) or timedelta(seconds=600)
         self.inner = c10d.ProcessGroupGloo(store, rank, size, timeout=timeout)
-        self._stream = torch.cuda.Stream(self.bound)
+        self.stream = torch.cuda.Stream(self.bound)
         self._met = False
         self._jobs = _serial if _serial is not None else _server(f"nccl {self.label}")
 
@@ -221,11 +224,12 @@ class _Nccl(dist.ProcessGroup):
         self._check(op, tensors)
         self._meet()
         orders, device = order(), self.bound.index
-        stream = (device, self._stream.stream_id)
+        stream = (device, self.stream.stream_id)
         near_reads, near_writes = ([torch.ops.simgpu.near(t) for t in some] for some in (reads, writes))
         with _lock:
             orders.waits(stream, orders.now(current(device)))
             uses([*((t, False) for t in reads), *((t, True) for t in writes)], stream, op)
+            held(tensors, stream, True)
             shapes = () if sizes_differ else tuple((tuple(t.shape), str(t.dtype)) for t in tensors)
             entry = Entry(
                 "op", len(entries), self.label, tuple(self.members), op,
@@ -233,7 +237,7 @@ class _Nccl(dist.ProcessGroup):
             )  # fmt: skip
             entries.append(entry)
             work = _Work(self, entry.issue, list(writes) or list(reads))
-            work.clock = orders.now(stream)
+            work.held, work.clock = tensors, orders.now(stream)
 
             def job() -> None:
                 try:
@@ -246,7 +250,7 @@ class _Nccl(dist.ProcessGroup):
                 if work.error is not None:
                     work.future.set_exception(work.error)
                     return
-                with torch.cuda.device(self.bound), torch.cuda.stream(self._stream):
+                with torch.cuda.device(self.bound), torch.cuda.stream(self.stream):
                     work.future.set_result(work.tensors)
 
             self._jobs.put(job)
@@ -288,6 +292,29 @@ class _Nccl(dist.ProcessGroup):
         return self._issue("allgather", [input], [output], do)
 
     all_gather_single = _allgather_base
+
+    def alltoall_base(
+        self, output: Tensor, input: Tensor, output_sizes: list[int], input_sizes: list[int], opts: Any = None
+    ) -> _Work:
+        def do(reads: list[Tensor], writes: list[Tensor]) -> None:
+            given = c10d.AllToAllOptions()
+            self.inner.alltoall_base(writes[0], reads[0], output_sizes, input_sizes, given).wait()
+
+        return self._issue("alltoall", [input], [output], do, sizes_differ=True)
+
+    def reduce(self, tensors: Any, opts: Any) -> _Work:
+        return self._issue("reduce", [], _several(tensors), lambda _, out: self.inner.reduce(out, opts).wait())
+
+    def _reduce_scatter_base(self, output: Tensor, input: Tensor, opts: Any = None) -> _Work:
+        options = c10d.AllreduceOptions()
+        options.reduceOp = opts.reduceOp if opts is not None else dist.ReduceOp.SUM
+
+        def do(reads: list[Tensor], writes: list[Tensor]) -> None:
+            total = reads[0].clone()
+            self.inner.allreduce([total], options).wait()
+            writes[0].view(-1).copy_(total.view(-1).chunk(self._size)[self._rank])
+
+        return self._issue("reduce_scatter", [input], [output], do)
 
     def barrier(self, opts: Any = None) -> _Work:
         one = torch.zeros(1, device=self.bound)  # as NCCL's, which sums a number

@@ -38,6 +38,10 @@ class _Effect:
     have: Callable[[], None]
 
 
+def _sleep_until(at_s: float) -> None:
+    time.sleep(max(0.0, at_s - time.perf_counter()))
+
+
 def _pass(clock: Clock, other: Clock) -> None:
     for stream, number in other.items():
         if clock.get(stream, 0) < number:
@@ -61,6 +65,7 @@ class Order:
         self._host: Clock = {}
         self._events: dict[int, _Event] = {}
         self._effects: list[_Effect] = []
+        self._busy_until_s: dict[Stream, float] = {}  # kernels take no time, but `sleep`
 
     # ---- work
 
@@ -103,32 +108,40 @@ class Order:
                 )
             clock = dict(self._clock((device, stream)))
             _pass(clock, self._host)
-            self._events[event] = _Event(clock, device, time.perf_counter())
+            at_s = max(time.perf_counter(), self._busy_until_s.get((device, stream), 0.0))
+            self._events[event] = _Event(clock, device, at_s)
             return 0
 
     def block(self, event: int, device: int, stream: int) -> int:
         with self.lock:
             self.before()
-            _pass(self._clock((device, stream)), self._recorded(event).clock)
+            recorded = self._recorded(event)
+            _pass(self._clock((device, stream)), recorded.clock)
+            self._busy((device, stream), recorded.at_s)
             return 0
 
     def event_done(self, event: int) -> int:
         with self.lock:
             recorded = self._recorded(event)
-            if time.perf_counter() - recorded.at_s < LAG_S:
+            if time.perf_counter() - recorded.at_s < LAG_S and not self._host_knows(recorded.clock):
                 return 0
             self._host_has(recorded.clock)
             return 1
 
     def stream_done(self, device: int, stream: int) -> int:
         with self.lock:
+            if time.perf_counter() < self._busy_until_s.get((device, stream), 0.0):
+                return 0
             self._host_has(self._clock((device, stream)))
             return 1
 
     def wait_event(self, event: int) -> int:
         syncs.note("event.synchronize")
         with self.lock:
-            self._host_has(self._recorded(event).clock)
+            recorded = self._recorded(event)
+        _sleep_until(recorded.at_s)
+        with self.lock:
+            self._host_has(recorded.clock)
         return 0
 
     def wait_stream(self, device: int, stream: int) -> int:
@@ -155,14 +168,20 @@ class Order:
 
     def host_waits(self, stream: Stream) -> None:
         """The host waits until the stream has done all its work so far."""
+        _sleep_until(self._busy_until_s.get(stream, 0.0))
         with self.lock:
             self._host_has(self._clock(stream))
 
     def host_waits_for_device(self, device: int) -> None:
         """The host waits until all streams of the device have done all their work so far."""
+        for stream in [stream for stream in list(self._streams) if stream[0] == device]:
+            self.host_waits(stream)
+
+    def sleep(self, stream: Stream, seconds: float) -> None:
+        """The stream does nothing for some time, which the host does not wait for: `torch.cuda._sleep`."""
         with self.lock:
-            for stream in [stream for stream in self._streams if stream[0] == device]:
-                self._host_has(self._clock(stream))
+            self.work(stream)
+            self._busy(stream, max(time.perf_counter(), self._busy_until_s.get(stream, 0.0)) + seconds)
 
     def now(self, stream: Stream) -> Clock:
         """Returns the stream's clock, to be waited for later, see `waits` and `host_knows`."""
@@ -177,6 +196,9 @@ class Order:
     def host_knows(self, clock: Clock) -> None:
         with self.lock:
             self._host_has(clock)
+
+    def _busy(self, stream: Stream, until_s: float) -> None:
+        self._busy_until_s[stream] = max(until_s, self._busy_until_s.get(stream, 0.0))
 
     def _clock(self, stream: Stream) -> Clock:
         return self._streams.setdefault(stream, {})

@@ -18,7 +18,7 @@ from tests.simgpu.sim.native import lib
 from tests.simgpu.sim.order import Stream, order
 from tests.simgpu.sim.syncs import place
 
-__all__ = ["keep", "settle", "uses"]
+__all__ = ["held", "keep", "settle", "uses"]
 
 
 @dataclass(slots=True)
@@ -96,6 +96,18 @@ def keep(identity: int, device: int, stream: int) -> int:
         if block is not None:
             block.kept.add((device, stream))
     return 0
+
+
+def held(tensors: Sequence[Tensor], stream: Stream, holds: bool) -> None:
+    """Somebody else keeps the memory until the stream has used it, or no more: NCCL, until its work is waited for."""
+    with order().lock:
+        for tensor in tensors:
+            at = torch.ops.simgpu.where(tensor)
+            block = _blocks.get(at[0]) if at else None
+            if block is not None and holds:
+                block.kept.add(stream)
+            elif block is not None:
+                block.kept.discard(stream)
 
 
 def settle() -> None:
