@@ -79,7 +79,7 @@ class Replica:
             return
         self.attached = True
         tensors = self._tensors()
-        devices = {tensor.device: None for tensor in tensors}
+        devices = dict.fromkeys([tensor.device for tensor in tensors] or [torch.device("cpu")])
         self.areas = [torch.zeros(self.layout.bytes, dtype=torch.uint8, device=device) for device in devices]
         views = {area.device: self.layout.views(area) for area in self.areas}
         self._views = [_of_its_own(views[tensor.device][i]) for i, tensor in enumerate(tensors)]
