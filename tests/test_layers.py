@@ -98,7 +98,7 @@ def test_a_planted_import_is_found_and_named(copy: Path, file: str, planted: str
         ),
         (  # between folders, though no file imports itself that way
             "stale/runtime/memory/hyper_parameters.py",
-            "from lightning_hetero.stale.runtime.work import page_locked",
+            "from lightning_hetero.stale.runtime.work import watch",
             "stale.runtime",
         ),
     ],

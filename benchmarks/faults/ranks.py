@@ -357,7 +357,7 @@ class Rank:
         if self.error_next:
             simulation.error_raised()
             raise ArithmeticError("an error in the user's code")
-        place: dict[str, Any] = {"epoch": epoch, "tick": tick, "lease": grant.lease, "compute_s": 0.5}
+        place: dict[str, Any] = {"epoch": epoch, "tick": tick, "lease": grant.lease, "compute_s": lambda: 0.5}
         said: dict[str, Any] = {**place, "samples": len(positions), "weight": 1.0}
         substeps = simulation.case.substeps
         for k in range(substeps):

@@ -22,6 +22,7 @@ from lightning_hetero.data.copies import BatchFeed, LazyIterator, altered_copy, 
 from lightning_hetero.data.dropped import watch_drops
 from lightning_hetero.data.loader import sampled_by
 from lightning_hetero.data.order import EpochOrder, equal_parts
+from lightning_hetero.measure.device import page_locked
 
 __all__ = ["EpochSampler", "SampleSource", "granted_loader"]
 
@@ -100,7 +101,7 @@ class SampleSource:
                 batch_sampler=_Units(self._next_unit),
                 collate_fn=keep_samples,
                 in_order=True,
-                pin_memory=False,
+                pin_memory=False,  # the collated batch is, see `batch`
             )
         self._workers: Iterator[list[Any]] | None = None
 
@@ -140,14 +141,17 @@ class SampleSource:
         self._take_in(due)
         positions = [p for start, end in spans for p in range(start, end)]
         if not self._single:
-            return self._loader.collate_fn(self._loader.dataset[[self._indices[p] for p in positions]])
+            return self._pinned(self._loader.collate_fn(self._loader.dataset[[self._indices[p] for p in positions]]))
         missing = [p for p in positions if p not in self._fetched]
         if missing:
             fetched = _items(self._loader.dataset, [self._indices[p] for p in missing])
             self._fetched.update(zip(missing, fetched, strict=True))
         batch = self._loader.collate_fn([self._fetched.pop(p) for p in positions])
         self._drops.see(batch, len(positions))
-        return batch
+        return self._pinned(batch)
+
+    def _pinned(self, batch: Any) -> Any:
+        return page_locked(batch) if self._loader.pin_memory else batch
 
     def look(self, indices: Sequence[Any]) -> Any:
         """Returns a collated batch of dataset indices, aside from any epoch: for a user's look at the loader."""

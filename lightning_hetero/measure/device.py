@@ -17,8 +17,9 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from torch.utils.data._utils.pin_memory import pin_memory
 
-__all__ = ["Device", "Stamp", "device_of", "is_out_of_memory", "no_device_in_this_process"]
+__all__ = ["Device", "Stamp", "device_of", "is_out_of_memory", "no_device_in_this_process", "page_locked"]
 
 # What is printed if memory is short and no torch.OutOfMemoryError tells. NOT_INITIALIZED and INTERNAL_ERROR may mean
 # something else as well: they are what cuBLAS and cuDNN say if there is no room for their handle or workspace.
@@ -372,6 +373,11 @@ def _device(device: torch.device) -> Device:
 def device_of(device: torch.device | str) -> Device:
     """Returns what the device can do; one without a number is the current one of its kind when it is used."""
     return _device(torch.device(device))
+
+
+def page_locked(batch: Any) -> Any:
+    """Returns a batch as a loader with ``pin_memory`` does: page-locked, if there is a device to copy it to."""
+    return pin_memory(batch) if torch.accelerator.is_available() else batch
 
 
 def is_out_of_memory(error: BaseException) -> bool:

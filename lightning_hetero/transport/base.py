@@ -279,6 +279,11 @@ class WorkerLink(ABC):
     left_behind = False
     cut = False
 
+    @property
+    def shared(self) -> tuple[Tensor, ...]:
+        """Memory of this process (uint8) that is copied to and from a device: page-locked, that is faster."""
+        return (self.gradient,)
+
     @abstractmethod
     def open_slot(self) -> None:
         """Begins to write the slot: until `close_slot` the server sees it as torn."""
@@ -317,7 +322,7 @@ class WorkerLink(ABC):
 
     @abstractmethod
     def read_parameters(self, into: Tensor) -> int:
-        """Copies the newest published parameters (uint8, all of them) into ``into``; returns their version.
+        """Copies the newest published parameters into ``into`` (uint8, all of them, any device); returns their version.
 
         Never torn: what is copied is one version as a whole.
 

@@ -162,6 +162,9 @@ class ParameterArea:
     Args:
         memory: ``ParameterArea.size(n)`` bytes: a page of words, then two buffers of ``n`` bytes, page-aligned.
         data_bytes: ``n``.
+
+    Attributes:
+        data: uint8, both buffers.
     """
 
     # words: publications so far; per buffer its sequence and its version
@@ -172,6 +175,7 @@ class ParameterArea:
         self._words = _words(memory, 5)
         first, second = PAGE_BYTES, PAGE_BYTES + _aligned(data_bytes)
         self._buffers = memory[first : first + data_bytes], memory[second : second + data_bytes]
+        self.data = memory[first : second + data_bytes]
 
     @staticmethod
     def size(data_bytes: int) -> int:
@@ -195,7 +199,7 @@ class ParameterArea:
         words[self._COUNT] = count
 
     def read(self, into: Tensor) -> int:
-        """Copies the newest parameters as a whole; returns their version.
+        """Copies the newest parameters as a whole, to any device; returns their version.
 
         Raises:
             RuntimeError: nothing was published yet.
@@ -208,7 +212,10 @@ class ParameterArea:
             if sequence % 2:  # a writer got ahead by a whole buffer since the count was read
                 continue
             _fence()
-            copy_bytes(into, self._buffers[which], torch.get_num_threads())
+            if into.is_cpu:
+                copy_bytes(into, self._buffers[which], torch.get_num_threads())
+            else:
+                into.copy_(self._buffers[which])  # the host waits: only then it can be told whether it is torn
             version = words[self._VERSION[which]]
             _fence()
             if words[self._SEQUENCE[which]] == sequence:

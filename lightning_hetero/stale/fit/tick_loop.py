@@ -310,7 +310,7 @@ class TickLoop:
 
     def _push(self, *, steps: int, final: bool) -> Reply:
         work, ticks, zeroes = self._work, self.ticks, self._zeroes
-        assert work.grant is not None
+        assert work.grant is not None and work.started is not None
         if self._edits is not None:
             self._edits.forget()
         flags = (PushFlag.FINAL if final else PushFlag(0)) | (PushFlag(0) if self._stepped else PushFlag.OVERFLOW)
@@ -318,8 +318,12 @@ class TickLoop:
             flags |= PushFlag.MORE
         if self._automatic:  # whatever the user's hooks did to zero them
             zeroes = int(ticks.tick % self._trainer.accumulate_grad_batches == 0)
-        pushed_s = time.perf_counter()
-        compute_s = pushed_s - work.started_s
+        computed, started, end = [0.0, 0.0], work.started, ticks.device.stamp(timing=True)
+
+        def compute_s() -> float:
+            computed[:] = started.seconds_until(end), time.perf_counter()
+            return computed[0]
+
         reply = self._worker.push(
             epoch=ticks.epoch,
             tick=ticks.tick,
@@ -339,8 +343,8 @@ class TickLoop:
         work.substep += 1
         data = {
             "samples": work.computed,
-            "compute_s": compute_s,
-            "wait_s": time.perf_counter() - pushed_s + work.wait_s,
+            "compute_s": computed[0],
+            "wait_s": time.perf_counter() - computed[1] + work.wait_s,
             "version": work.grant.version,
             "fill_in": work.fill_in,
         }

@@ -22,6 +22,7 @@ from lightning.pytorch.callbacks import LearningRateMonitor
 from lightning_hetero import lightning_compat as compat
 from lightning_hetero.data.granted import EpochSampler, SampleSource
 from lightning_hetero.glue.run import EventLog
+from lightning_hetero.measure.device import device_of
 from lightning_hetero.stale.decide.intervals import leaving, pairs
 from lightning_hetero.stale.fit.parts import Parts
 from lightning_hetero.stale.fit.session import Session
@@ -52,6 +53,7 @@ class Ticks:
 
     Attributes:
         source: in use.
+        device: of this rank.
         scale, parts: as given.
         epoch, tick: where this rank is.
         steps: optimizer steps that all ranks together have made in this epoch, as far as this one knows.
@@ -73,6 +75,7 @@ class Ticks:
         resume: Mapping[str, Any],
     ) -> None:
         self.source = source
+        self.device = device_of(trainer.strategy.root_device)
         self.scale = scale
         self.parts = parts
         self.epoch = -1
@@ -217,7 +220,8 @@ class Ticks:
         for missed in reversed(range(gone_by)):  # one hint per tick; for those this rank missed it is too late
             self.source.hint((0, 0) if missed else (reply.hint_start, reply.hint_end))
         self._seen_tick += gone_by
-        self.work = work = Chunk(reply, wait_s=wait_s, fill_in=fill_in)
+        started = self.device.stamp(timing=True)
+        self.work = work = Chunk(reply, started=started, wait_s=wait_s, fill_in=fill_in)
         if not work.samples:
             return self.source.dummy(due=gone_by)
         return self.source.batch(work.piece, due=gone_by)

@@ -138,7 +138,7 @@ class PairLink(WorkerLink):
             self._post(Kind.PARAMETERS)
             frame = self._expect(Kind.PARAMETERS)
             if frame.first >= 0:
-                target = into if into.device.type == "cpu" else torch.empty_like(into, device="cpu")
+                target = into if into.is_cpu else torch.empty_like(into, device="cpu")
                 self._wire.receive_into(frame, target)
                 if target is not into:
                     into.copy_(target)

@@ -87,6 +87,10 @@ class SharedMemoryLink(WorkerLink):
             raise ConnectionRefusedError(f"the server refused rank {hello.rank}: {reply.text}")
         return list(reply.numbers)
 
+    @property
+    def shared(self) -> tuple[Tensor, ...]:
+        return (self.gradient, self._parameters.data)
+
     def open_slot(self) -> None:
         self._slot.open()
 

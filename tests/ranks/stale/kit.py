@@ -82,7 +82,8 @@ class Pusher(Worker):
             "samples": samples, "weight": float(samples), "compute_s": 0.5, "steps": 0, "zeroes": 0, **said,
         }  # fmt: skip
         self._substep += 1
-        reply = super().push(flags, **values)
+        compute_s = values.pop("compute_s")
+        reply = super().push(flags, **values, compute_s=lambda: compute_s)
         return self.granted(reply) if flags & PushFlag.FINAL else reply
 
 

@@ -102,7 +102,7 @@ def start(
         **options,
     )  # fmt: skip
     worker.attach()
-    link.published.copy_(worker._replica.host)
+    link.published.copy_(worker._replica.areas[0])
     return model, link, worker
 
 

@@ -26,8 +26,7 @@ def test_what_is_in_the_slot_at_the_push_counts(when: str, codec: object, overla
     layout = FlatLayout.of([(str(i), p) for i, p in enumerate(parameters)], codec=codec)  # type: ignore[arg-type]
     link = InProcess(1, layout.slot_bytes, layout.bytes).link(0)
     writer = GradientWriter(link, layout, parameters)
-    if overlap:
-        writer.attach()
+    writer.attach(overlap=overlap)
 
     def push() -> list[int]:
         writer.write([], lambda numbers: None)
@@ -62,6 +61,7 @@ def test_what_overflows_in_the_slot_is_not_finite() -> None:
     layout = FlatLayout.of([("p", parameter)], codec="fp16")
     link = InProcess(1, layout.slot_bytes, layout.bytes).link(0)
     writer = GradientWriter(link, layout, [parameter])
+    writer.attach(overlap=False)
     for scale, flag in ((6e4, FINITE), (7e4, NONFINITE)):  # float16 ends at 65504, which the first's sum exceeds, too
         (parameter.sum() * scale).backward()
         writer.write([], lambda numbers: None)

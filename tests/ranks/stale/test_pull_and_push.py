@@ -29,7 +29,7 @@ def test_attach_and_detach_keep_values_and_formats() -> None:
     worker = Worker(Note(layout), layout, list(model.parameters()), list(model.buffers()))
     worker.attach()
     worker.attach()
-    area = worker._replica.host
+    area = worker._replica.areas[0]
     inside = range(area.data_ptr(), area.data_ptr() + layout.bytes)
     assert all(v.data_ptr() in inside for v in model.state_dict().values())
     worker.detach()

@@ -43,7 +43,7 @@ class Codec(ABC):
 
     @abstractmethod
     def encode(self, gradient: Tensor, out: Tensor, entry: Entry, memory: Tensor | None) -> Tensor | None:
-        """Writes a gradient (any strides, any device) into ``out`` (uint8, CPU).
+        """Writes a gradient (any strides) into ``out`` (uint8, on its device), for which nobody waits.
 
         Args:
             memory: what the last encoded gradient of this parameter returned; None at first.
@@ -106,7 +106,7 @@ class Cast(Codec):
         return entry.numel * self._dtype(entry).itemsize
 
     def encode(self, gradient: Tensor, out: Tensor, entry: Entry, memory: Tensor | None) -> None:
-        entry.view(out, self._dtype(entry)).copy_(gradient, non_blocking=True)
+        entry.view(out, self._dtype(entry)).copy_(gradient)
 
     def values(self, data: Tensor, entry: Entry) -> Tensor:
         return entry.view(data, self._dtype(entry))

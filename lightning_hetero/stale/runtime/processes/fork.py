@@ -8,7 +8,7 @@
 
 A fork needs no pickling: optimizers of any class work, also from a script without ``if __name__ == "__main__"``. Its
 price is what a fork inherits. The child therefore gives up everything that is not its own: sockets and stores of
-the rank (a peer that waits for a dead rank must not be kept waiting by a copy of its socket), signal handlers,
+the rank (a peer that waits for a dead rank must not be kept waiting by a copy of its socket), devices, signal handlers,
 the terminal, threads' locks as far as they can be known, and every exit hook.
 """
 
@@ -30,6 +30,8 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NoReturn
 
 import torch
+
+from lightning_hetero.measure.device import no_device_in_this_process
 
 __all__ = ["ServerProcess", "fork_server"]
 
@@ -254,6 +256,7 @@ def _child(
     code = 1
     try:
         gc.freeze()  # a collection must not finalise what belongs to the parent, e.g. join its threads
+        no_device_in_this_process()
         _drop_inherited({report, lifeline_end, *keep})
         _reset_signals()
         with contextlib.suppress(OSError):

@@ -116,17 +116,19 @@ def start_server(
     owned = [[index[id(p)] for group in o.param_groups for p in group["params"]] for o in optimizers]
     # Made here: a forked child must not touch a device.
     moved = [{i: _on_cpu(dict(o.state[parameters[i]])) for i in own} for o, own in zip(optimizers, owned, strict=True)]
+    groups = [[_on_cpu({k: v for k, v in g.items() if k != "params"}) for g in o.param_groups] for o in optimizers]
 
     def body(ready: Any, orphaned: Any) -> None:
         views = layout.views(area)
         for parameter, view in zip(parameters, views[: len(parameters)], strict=True):
             parameter.data = view
             parameter.grad = None
-        for optimizer, own, states in zip(optimizers, owned, moved, strict=True):
+        for optimizer, own, states, entries in zip(optimizers, owned, moved, groups, strict=True):
             for i in own:
                 if states[i]:
                     optimizer.state[parameters[i]] = states[i]
-            for group in optimizer.param_groups:
+            for group, moved_entries in zip(optimizer.param_groups, entries, strict=True):
+                group.update(moved_entries)
                 if group.get("capturable"):
                     group["capturable"] = False
         store = host_store(host, timeout)
@@ -195,5 +197,10 @@ def connect(address: Address, rank: int) -> WorkerLink:
     )
 
 
-def _on_cpu(state: dict[str, Any]) -> dict[str, Any]:
-    return {k: v.detach().cpu().clone() if isinstance(v, Tensor) else v for k, v in state.items()}
+def _on_cpu(value: Any) -> Any:
+    """Returns a tree of plain containers with its tensors on the host."""
+    if isinstance(value, Tensor):
+        return value if value.is_cpu else value.detach().cpu()
+    if type(value) is dict:
+        return {key: _on_cpu(each) for key, each in value.items()}
+    return type(value)(map(_on_cpu, value)) if type(value) in (list, tuple) else value

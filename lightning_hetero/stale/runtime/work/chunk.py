@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from lightning_hetero.measure.device import Stamp
 from lightning_hetero.stale.decide.intervals import pairs, pieces, size
 from lightning_hetero.transport.base import Reply
 
@@ -30,10 +30,12 @@ class Chunk:
         computed: samples of those that are, or were, computed.
         weight: what they count in the mean over the update.
         substep: pushes so far.
-        started_s: when this rank had parameters and began to fetch samples.
+        started: when this rank had parameters and began to fetch samples; None for a tick that went by.
     """
 
-    def __init__(self, grant: Reply | None, *, wait_s: float = 0.0, fill_in: bool = False) -> None:
+    def __init__(
+        self, grant: Reply | None, *, started: Stamp | None = None, wait_s: float = 0.0, fill_in: bool = False
+    ) -> None:
         self.grant = grant
         self.wait_s = wait_s
         self.fill_in = fill_in
@@ -44,7 +46,7 @@ class Chunk:
         self.computed = size(self.piece)
         self.weight = 1.0
         self.substep = 0
-        self.started_s = time.perf_counter()
+        self.started = started
 
     @property
     def piece_samples(self) -> int:

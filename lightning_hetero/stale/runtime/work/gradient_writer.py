@@ -1,16 +1,19 @@
 """Writes a worker's gradients into its slot: most of them while backward runs (layer T).
 
-backward -- hook of a parameter --> copy into the slot; when a bucket of about 25 MiB is whole: link.ready
+backward -- hook of a parameter --> copy into the image of the slot on its device; when a bucket of about 25 MiB is
+                                    whole: sent into the slot beside backward [images]; when it has landed: link.ready
 push     -- for every parameter --> as it was copied: done; changed, replaced or new: copy; None: not present
+            one wait per device  --> all is in the slot, and what was asked of the devices is known [readout]
 
-Whether a gradient is finite is looked up here, while it is in the cache, and said with it: the server, which would have
-to read every worker's once more for that, only reads what it is told.
+Whether a gradient is finite is looked up here, on the host while it is in the cache, and said with it: the server,
+which would have to read every worker's once more for that, only reads what it is told.
 """
 
 from __future__ import annotations
 
+import math
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,9 +21,12 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from lightning_hetero.stale.runtime.memory.entry import CHANGE, FINITE, NONFINITE, VALUE
+from lightning_hetero.measure.device import Stamp
+from lightning_hetero.stale.runtime.memory.entry import FINITE, NONFINITE
 from lightning_hetero.stale.runtime.memory.layout import FlatLayout
-from lightning_hetero.stale.runtime.work.page_locked import synchronize
+from lightning_hetero.stale.runtime.work.buffer_changes import BufferChanges
+from lightning_hetero.stale.runtime.work.images import Image
+from lightning_hetero.stale.runtime.work.readout import Readout
 from lightning_hetero.transport.base import WorkerLink
 
 __all__ = ["BUCKET_BYTES", "GradientWriter"]
@@ -31,12 +37,12 @@ _SAMPLED, _SAMPLES = 4, 64  # gradients, and entries of each, that are compared 
 
 @dataclass(slots=True)
 class _Copied:
-    """A gradient as it was when it was written into the slot."""
+    """A gradient as it was when it was written into the image."""
 
     gradient: Tensor
     version: int
     memory: Tensor | None  # what the codec keeps if this push is made
-    flag: int | None  # FINITE or NONFINITE; None: it was not in the slot yet when it could have been looked at
+    flag: int  # FINITE or NONFINITE; 0: a device is asked at the push
 
 
 class GradientWriter:
@@ -54,29 +60,50 @@ class GradientWriter:
     def __init__(self, link: WorkerLink, layout: FlatLayout, parameters: Sequence[Parameter]) -> None:
         self.link, self.layout, self.parameters = link, layout, parameters
         self.memory: dict[int, Tensor | None] = {}
-        self._values = layout.values_of(link.gradient)
+        self._images: dict[torch.device, Image] = {}
+        self._image: list[Image] = []  # of each parameter
+        self._values: list[Tensor] = []  # numbers of each gradient in its image
+        self._changes: dict[torch.device, BufferChanges] = {}
         self._handles: list[Any] = []
         self._open = False
         self._copied: dict[int, _Copied] = {}
-        self._bucket_of, self._buckets = _buckets(layout)
+        self._bucket_of: list[int] = []
+        self._buckets: list[tuple[int, int]] = []
         self._missing: list[int] = []  # gradients of each bucket that are not written yet
-        self._landing: deque[tuple[Any, tuple[int, int]]] = (
-            deque()
-        )  # CUDA event, bytes on their way to the slot
-        self._reset_buckets()
+        self._landing: deque[tuple[Stamp, tuple[int, int]]] = deque()  # bytes on their way to the slot
 
-    def attach(self) -> None:
-        """Starts to copy gradients while backward runs."""
-        for i, parameter in enumerate(self.parameters):
-            if parameter.requires_grad:  # one that is unfrozen later is copied at the push
-                self._handles.append(parameter.register_post_accumulate_grad_hook(self._hook(i)))
+    def attach(self, buffers: Sequence[torch.device] = (), *, overlap: bool) -> None:
+        """Makes the images; the parameters are where they stay.
+
+        Args:
+            buffers: where each buffer is.
+            overlap: copy gradients while backward runs.
+        """
+        layout, slot = self.layout, self.link.gradient
+        for device in (*(parameter.device for parameter in self.parameters), *buffers):
+            if device not in self._images:
+                self._images[device] = Image(device, slot)
+                if buffers:
+                    self._changes[device] = BufferChanges(layout, [d == device for d in buffers], device)
+        self._image = [self._images[parameter.device] for parameter in self.parameters]
+        values = {device: layout.values_of(image.bytes) for device, image in self._images.items()}
+        self._values = [values[parameter.device][i] for i, parameter in enumerate(self.parameters)]
+        self._bucket_of, self._buckets = _buckets(layout, [parameter.device for parameter in self.parameters])
+        self._reset_buckets()
+        if overlap:
+            for i, parameter in enumerate(self.parameters):
+                if parameter.requires_grad:  # one that is unfrozen later is copied at the push
+                    self._handles.append(parameter.register_post_accumulate_grad_hook(self._hook(i)))
 
     def detach(self) -> None:
-        """Stops doing so; idempotent."""
+        """Ends it; idempotent."""
         for handle in self._handles:
             handle.remove()
+        for image in self._images.values():
+            image.wait()
         self._handles.clear()
         self._copied.clear()
+        self._images, self._image, self._values, self._changes = {}, [], [], {}
 
     def _hook(self, index: int) -> Callable[[Tensor], None]:
         def copy(parameter: Tensor) -> None:
@@ -88,28 +115,30 @@ class GradientWriter:
 
         return copy
 
-    def _copy(self, index: int, gradient: Tensor) -> None:
+    def _begin(self) -> None:
         if not self._open:
             self.link.open_slot()
             self._open = True
+
+    def _copy(self, index: int, gradient: Tensor) -> None:
+        self._begin()
         dense = gradient.detach()
         if dense.layout is not torch.strided:
             dense = dense.to_dense()
-        entry, out = self.layout.parameters[index], self.layout.gradient_of(self.link.gradient, index)
+        image, entry = self._image[index], self.layout.parameters[index]
+        out = self.layout.gradient_of(image.bytes, index)
         memory = self.layout.codec.encode(dense, out, entry, self.memory.get(index))
-        flag = self._look(index) if dense.device.type == "cpu" else None
+        flag = 0 if image.asynchronous else self._look(index)
         self._copied[index] = _Copied(gradient, gradient._version, memory, flag)
 
     def _look(self, index: int) -> int:
-        """Returns what is to be said of a gradient in the slot."""
+        """Returns what is to be said of a gradient that is in the slot."""
         return FINITE if self.layout.codec.finite(self._values[index]) else NONFINITE
 
     def _copy_all(self, gradients: Sequence[tuple[int, Tensor]]) -> None:
         """Writes many gradients with few calls, where that is possible."""
         plain = self.layout.codec.keeps_every_entry
-        at_once = [
-            (i, g) for i, g in gradients if plain and g.layout is torch.strided and g.device.type == "cpu"
-        ]
+        at_once = [(i, g) for i, g in gradients if plain and g.layout is torch.strided]
         if at_once:
             torch._foreach_copy_([self._values[i] for i, _ in at_once], [g.detach() for _, g in at_once])
         done = {i for i, _ in at_once}
@@ -124,14 +153,9 @@ class GradientWriter:
         bucket = self._bucket_of[index]
         self._missing[bucket] -= 1
         if self._missing[bucket] == 0:
-            device = self.parameters[index].device
-            if device.type == "cuda":
-                event = torch.cuda.Event()
-                event.record(torch.cuda.current_stream(device))
-                self._landing.append((event, self._buckets[bucket]))
-            else:
-                self.link.ready(*self._buckets[bucket])
-        while self._landing and self._landing[0][0].query():
+            span = self._buckets[bucket]
+            self._landing.append((self._image[index].send(*span), span))
+        while self._landing and self._landing[0][0].reached():
             self.link.ready(*self._landing.popleft()[1])
 
     def _reset_buckets(self) -> None:
@@ -140,102 +164,124 @@ class GradientWriter:
             self._missing[bucket] += 1
         self._landing.clear()
 
-    def write(self, buffers: Iterable[tuple[Tensor, Tensor]], numbers: Callable[[Tensor], None]) -> int:
+    def write(
+        self, buffers: Sequence[tuple[Tensor, Tensor]], numbers: Callable[[Tensor], None], told: Readout | None = None
+    ) -> int:
         """Completes the slot from what the gradients are now, drops them, and closes it.
 
         Args:
-            buffers: each as it is and as it was pulled; the latter is brought up to date.
+            buffers: memory of the buffers of each device, as it is and as it was pulled; the latter is brought up to
+                date.
             numbers: fills the hyper-parameters in.
+            told: what else is to be read from the devices.
 
         Returns:
             The slot's sequence number.
         """
-        layout, slot = self.layout, self.link.gradient
-        if not self._open:
-            self.link.open_slot()
-            self._open = True
-        flags = [0] * (len(self.parameters) + len(layout.buffers))
-        distrust = self._changed_unseen()
-        rest: list[tuple[int, Tensor]] = []
-        for i, parameter in enumerate(self.parameters):
-            gradient, copied = parameter.grad, self._copied.get(i)
-            if gradient is None:
-                continue
-            flags[i] = FINITE
-            seen = copied is not None and copied.gradient is gradient and copied.version == gradient._version
-            if not seen or distrust:
-                rest.append((i, gradient))
-                if copied is not None:  # its bucket may have travelled already
-                    self._landing.append((None, layout.gradient_ranges[i]))
-        self._copy_all(rest)
-        for i, (buffer, clean) in enumerate(buffers):
-            flags[len(self.parameters) + i] = self._write_buffer(i, buffer, clean)
+        layout, slot, told = self.layout, self.link.gradient, told or Readout()
+        self._begin()
         numbers(layout.numbers_of(slot))
-        synchronize({parameter.device for parameter in self.parameters})
-        for i in range(len(self.parameters)):
-            if flags[i]:
-                copied = self._copied.get(i)
-                flags[i] = self._look(i) if copied is None or copied.flag is None else copied.flag
-        slot[slice(*layout.present)].copy_(torch.tensor(flags, dtype=torch.uint8))
+        present = [(i, p.grad) for i, p in enumerate(self.parameters) if p.grad is not None]
+        unseen = [told.add(changed) for changed in self._changed_unseen()]
+        found = [self._write_buffers(told, now, was) for now, was in buffers] if layout.buffers else []
+        finite = self._settle([(i, g) for i, g in present if not self._is_seen(i, g)], present, told)
+        if any(map(any, unseen)):
+            finite = self._settle(present, present, told)
+        flags = [0] * len(self.parameters)
+        for i, _ in present:
+            copied = self._copied.get(i)
+            flags[i] = finite.get(i, 0) or (self._look(i) if copied is None or not copied.flag else copied.flag)
+        changed = [max(each) for each in zip(*found, strict=True)] if found else [0] * len(layout.buffers)
+        slot[slice(*layout.present)].copy_(torch.tensor([*flags, *changed], dtype=torch.uint8))
         for _, span in self._landing:
             self.link.ready(*span)
         sequence = self.link.close_slot()
         self._open = False
-        self.memory.update(
-            {i: c.memory for i, c in self._copied.items() if flags[i] and c.memory is not None}
-        )
+        self.memory.update({i: c.memory for i, c in self._copied.items() if flags[i] and c.memory is not None})
         self._copied.clear()
         for parameter in self.parameters:
             parameter.grad = None
         self._reset_buckets()
         return sequence
 
-    def _changed_unseen(self) -> bool:
+    def _is_seen(self, index: int, gradient: Tensor) -> bool:
+        copied = self._copied.get(index)
+        return copied is not None and copied.gradient is gradient and copied.version == gradient._version
+
+    def _settle(
+        self, again: Sequence[tuple[int, Tensor]], present: Sequence[tuple[int, Tensor]], told: Readout
+    ) -> dict[int, int]:
+        """Writes gradients, has all that is not in the slot get there, and waits for it and for what is told.
+
+        Returns:
+            What is to be said of the gradients of devices that do not wait for theirs.
+        """
+        travelled = [i for i, _ in again if i in self._copied]  # their buckets may have
+        self._copy_all(again)
+        for bucket, missing in enumerate(self._missing):
+            if missing:
+                self._image[self._bucket_of.index(bucket)].send(*self._buckets[bucket])
+        for i in travelled:
+            span = self.layout.gradient_ranges[i]
+            self._landing.append((self._image[i].send(*span), span))
+        asked: list[tuple[list[int], list[int]]] = []
+        for image in self._images.values():
+            if image.asynchronous:
+                of_it = [i for i, _ in present if self._image[i] is image and self._values[i].numel()]
+                if of_it:
+                    asked.append((of_it, told.add(_finite([self._values[i] for i in of_it]))))
+                image.hold()
+        told.read()
+        return {i: flag for of_it, said in asked for i, flag in zip(of_it, said, strict=True)}
+
+    def _changed_unseen(self) -> list[Tensor]:
         """Whether gradients were changed in a way autograd does not count (``.data``, `torch.amp.GradScaler`).
 
         Compares a few entries of the largest and of the smallest gradients; scaling, the usual reason, changes all.
         """
         layout = self.layout
         if not layout.codec.keeps_every_entry:
-            return False
+            return []
         by_size = sorted(self._copied, key=lambda i: layout.parameters[i].numel)
-        chosen = {*by_size[:_SAMPLED], *by_size[-_SAMPLED:]}
-        synchronize({self.parameters[i].device for i in chosen})  # copies must have landed
-        for i in chosen:
+        changed: list[Tensor] = []
+        for i in {*by_size[:_SAMPLED], *by_size[-_SAMPLED:]}:
             copied, entry = self._copied[i], layout.parameters[i]
             if self.parameters[i].grad is not copied.gradient or copied.gradient.layout is not torch.strided:
                 continue
-            written = self._values[i]
-            now = copied.gradient.detach()
             per_dimension = max(1, round(_SAMPLES ** (1 / max(1, len(entry.shape)))))
             every = tuple(slice(None, None, -(-size // per_dimension) or 1) for size in entry.shape)
-            written, now = written[every], now[every].to("cpu", written.dtype)
-            if not torch.equal(written, now) and not bool(now.isnan().any()):
-                return True
-        return False
+            written = self._values[i][every]
+            now = copied.gradient.detach()[every].to(written.dtype)
+            changed.append(((written != now) & (now == now)).any().view(1).to(torch.uint8))
+        return changed
 
-    def _write_buffer(self, index: int, buffer: Tensor, clean: Tensor) -> int:
-        """Writes a buffer, or how it changed since the last pull or push; returns which, or 0 if it did not."""
-        if torch.equal(buffer, clean):
-            return 0
-        entry, out, flag = self.layout.buffers[index], self.layout.buffer_of(self.link.gradient, index), VALUE
-        out.copy_(buffer)
-        if entry.statistic or (entry.counts and bool(clean.isfinite())):
-            # An infinity that stays is no change.
-            out.copy_((buffer - clean).masked_fill_(buffer == clean, 0))
-            flag = CHANGE
-        clean.copy_(buffer)
-        return flag
+    def _write_buffers(self, told: Readout, now: Tensor, was: Tensor) -> list[int]:
+        """Writes a device's buffers; returns the list for what is to be said of them."""
+        image, changes, start = self._images[now.device], self._changes[now.device], self.layout.buffer_ranges[0][0]
+        flags = told.add(changes.write(now, was, image.bytes[start : start + now.numel()]))
+        for first, last in changes.runs:
+            image.send(self.layout.buffer_ranges[first][0], self.layout.buffer_ranges[last][1])
+        return flags
 
 
-def _buckets(layout: FlatLayout) -> tuple[list[int], list[tuple[int, int]]]:
-    """Returns the bucket of each parameter, and the bytes of each bucket; backward begins with the last parameters."""
+def _finite(values: Sequence[Tensor]) -> Tensor:
+    """Returns what is to be said of gradients, on their device (uint8); the largest magnitude tells, in one pass."""
+    norms = torch._foreach_norm([torch.view_as_real(v) if v.is_complex() else v for v in values], math.inf)
+    return torch.where(torch.stack(norms).isfinite(), FINITE, NONFINITE).to(torch.uint8)
+
+
+def _buckets(
+    layout: FlatLayout, devices: Sequence[torch.device]
+) -> tuple[list[int], list[tuple[int, int]]]:
+    """Returns the bucket of each parameter, and the bytes of each bucket, which is on one device; backward begins with
+    the last parameters."""
     bucket_of, buckets = [0] * len(layout.parameters), list[tuple[int, int]]()
+    before: torch.device | None = None
     for i in reversed(range(len(layout.parameters))):
         start, stop = layout.gradient_ranges[i]
-        if buckets and buckets[-1][1] - start <= BUCKET_BYTES:
+        if devices[i] == before and buckets[-1][1] - start <= BUCKET_BYTES:
             buckets[-1] = (start, buckets[-1][1])
         else:
             buckets.append((start, stop))
-        bucket_of[i] = len(buckets) - 1
+        bucket_of[i], before = len(buckets) - 1, devices[i]
     return bucket_of, buckets

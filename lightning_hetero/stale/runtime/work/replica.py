@@ -1,6 +1,6 @@
 """A rank's copy of the model in flat memory, so that newer parameters come with one copy (layer T).
 
-    published bytes --> host memory --> memory of each device --> parameters and buffers: views of it
+    published bytes --> memory of each device --> parameters and buffers: views of it
 
 Forward passes change buffers (running statistics); what they were when they came is kept, to be put back and to tell
 what has changed.
@@ -8,7 +8,7 @@ what has changed.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -18,7 +18,6 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from lightning_hetero.stale.runtime.memory.layout import FlatLayout
-from lightning_hetero.stale.runtime.work.page_locked import synchronize
 from lightning_hetero.stale.runtime.work.watch import Place, Watch
 
 __all__ = ["Replica"]
@@ -37,7 +36,7 @@ class Replica:
         watch: what of it is changed.
         parameters: each once, in the layout's order.
         attached: whether parameters and buffers are in flat memory.
-        host: uint8 (bytes of the layout,), on the CPU: what `read` reads into. Empty unless attached.
+        areas: uint8 (bytes of the layout,), the flat memory of each device; none unless attached.
 
     Raises:
         ValueError: parameters or buffers are not the layout's.
@@ -66,19 +65,13 @@ class Replica:
                         f" {entry.shape} {entry.dtype}"
                     )
         self.attached = False
-        self.host = torch.empty(0, dtype=torch.uint8)
-        self._areas: dict[torch.device, Tensor] = {}  # flat memory of the other devices
+        self.areas: list[Tensor] = []
         self._views: list[Tensor] = []
-        self._clean: list[Tensor] = []  # buffers as they came
+        self._clean: list[Tensor] = []  # of each area: its buffers as they came
         self.watch = Watch(layout, self.parameters, self._buffers, held)
 
     def _tensors(self) -> list[Tensor]:
         return [*self.parameters, *self._buffers()]
-
-    @property
-    def on_cuda(self) -> bool:
-        """Whether a part of the model is on a GPU."""
-        return any(tensor.device.type == "cuda" for tensor in self._tensors())
 
     def attach(self) -> None:
         """Moves parameters and buffers into flat memory; idempotent."""
@@ -86,15 +79,13 @@ class Replica:
             return
         self.attached = True
         tensors = self._tensors()
-        size_bytes = self.layout.bytes
-        self.host = torch.zeros(size_bytes, dtype=torch.uint8, pin_memory=self.on_cuda)
-        others = {tensor.device for tensor in tensors if tensor.device.type != "cpu"}
-        self._areas = {d: torch.zeros(size_bytes, dtype=torch.uint8, device=d) for d in others}
-        views = {area.device: self.layout.views(area) for area in (self.host, *self._areas.values())}
+        devices = dict.fromkeys([tensor.device for tensor in tensors] or [torch.device("cpu")])
+        self.areas = [torch.zeros(self.layout.bytes, dtype=torch.uint8, device=device) for device in devices]
+        views = {area.device: self.layout.views(area) for area in self.areas}
         self._views = [_of_its_own(views[tensor.device][i]) for i, tensor in enumerate(tensors)]
         self.adopt()
-        self._clean = [view.detach().clone() for view in self._buffer_views()]
-        self.watch.attach((self.host, *self._areas.values()))
+        self._clean = [now.clone() for now in self._buffer_bytes()]
+        self.watch.attach(self.areas)
 
     def adopt(self) -> None:
         """Parameters and buffers that lie elsewhere, e.g. because a module replaced them, come into flat memory."""
@@ -112,8 +103,7 @@ class Replica:
         for tensor, view in zip(self._tensors(), self._views, strict=True):
             if tensor.data_ptr() == view.data_ptr():
                 tensor.data = view.clone()
-        self.host = torch.empty(0, dtype=torch.uint8)
-        self._views, self._clean, self._areas = [], [], {}
+        self.areas, self._views, self._clean = [], [], []
         self.watch.detach()
 
     def read(self, read_parameters: Callable[[Tensor], int]) -> int:
@@ -122,31 +112,43 @@ class Replica:
         Args:
             read_parameters: copies them as bytes and returns their version; `WorkerLink.read_parameters`.
         """
-        synchronize(self._areas)  # the last copy out of host memory must have ended
-        version = read_parameters(self.host)
-        for area in self._areas.values():
-            area.copy_(self.host, non_blocking=True)
-        for buffer, clean in self.buffers():
-            clean.copy_(buffer)
+        versions = {read_parameters(area) for area in self.areas}
+        while len(versions) > 1:  # a newer one came between two devices
+            versions = {read_parameters(area) for area in self.areas}
+        for now, clean in self.buffers():
+            clean.copy_(now)
         self.watch.came()
-        return version
+        return versions.pop()
 
     def restore_buffers(self) -> None:
         """Puts the buffers back as they came."""
-        for buffer, clean in self.buffers():
-            buffer.copy_(clean)
+        for now, clean in self.buffers():
+            now.copy_(clean)
 
     def changed_buffers(self) -> list[int]:
         """Returns which buffers are not as they came, or were pushed."""
-        pairs = list(self.buffers())
-        return [i for i in self.watch.written_buffers() if not torch.equal(*pairs[i])]
+        if not (written := self.watch.written_buffers()):
+            return []
+        first, start = len(self.parameters), self.layout.parameter_bytes
+        clean = {each.device: each for each in self._clean}
+        changed: list[int] = []
+        for i in written:
+            view, (begin, end) = self._views[first + i], self.layout.ranges[first + i]
+            came = self.layout.buffers[i].view(clean[view.device][begin - start : end - start])
+            if not torch.equal(view, came):
+                changed.append(i)
+        return changed
 
-    def buffers(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yields each buffer with what it was when it came."""
-        return zip(self._buffer_views(), self._clean, strict=True)
+    def buffers(self) -> list[tuple[Tensor, Tensor]]:
+        """Returns the memory of each device's buffers (uint8), with what it was when they came."""
+        return list(zip(self._buffer_bytes(), self._clean, strict=True))
 
-    def _buffer_views(self) -> list[Tensor]:
-        return self._views[len(self.parameters) :]
+    def buffer_devices(self) -> list[torch.device]:
+        """Returns where each buffer is."""
+        return [view.device for view in self._views[len(self.parameters) :]]
+
+    def _buffer_bytes(self) -> list[Tensor]:
+        return [area[self.layout.parameter_bytes :] for area in self.areas]
 
 
 def _of_its_own(view: Tensor) -> Tensor:

@@ -6,6 +6,9 @@
 What is written and looks the same may have been changed and put back, or changed in few places. From then on such a
 parameter is kept as it came, to be compared as a whole. So what is not noticed is a change through ``.data`` of a few
 numbers among many, and the first change of that kind that others' updates overtake.
+
+On a device the numbers are compared where they are, and it is not waited for: what is found is `noted`, and is read
+when the host waits for the device anyway, at the next push.
 """
 
 from __future__ import annotations
@@ -18,6 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
 
+from lightning_hetero.measure.device import device_of
 from lightning_hetero.stale.runtime.memory.layout import FlatLayout
 
 __all__ = ["Numbers", "Place", "Watch", "places"]
@@ -79,6 +83,44 @@ class Numbers(NamedTuple):
         return cls(torch.finfo(some.dtype).eps if some.is_floating_point() else 0.0, some.double().tolist())
 
 
+class _Words:
+    """Words of one device's flat memory that are compared with what came.
+
+    Attributes:
+        asynchronous: what is found is noted, so that nobody waits for the device.
+        noted: bits of the changes that were found, one number per word.
+    """
+
+    def __init__(self, area: Tensor, words: list[int]) -> None:
+        self._area, self._words = area.view(torch.int32), torch.tensor(words, device=area.device)
+        self._at = [word * _WORD_BYTES for word in words]
+        self.asynchronous = device_of(area.device).asynchronous
+        self.noted = torch.zeros(len(words), dtype=torch.uint8, device=area.device)
+        self.came()
+
+    def came(self) -> None:
+        self._before = self._now()
+
+    def _now(self) -> Tensor:
+        return self._area.index_select(0, self._words)
+
+    def note(self, bit: int) -> None:
+        self.noted |= (self._now() != self._before).to(torch.uint8) * bit
+
+    def changed(self) -> list[int]:
+        """Returns where there are others now, in bytes."""
+        now = self._now()
+        if torch.equal(now, self._before):
+            return []
+        return [at for at, other in zip(self._at, (now != self._before).tolist(), strict=True) if other]
+
+    def take(self) -> list[tuple[int, int]]:
+        """Returns, and forgets, what was noted: where, in bytes, and its bits."""
+        noted = self.noted.tolist()
+        self.noted.zero_()
+        return [(at, bits) for at, bits in zip(self._at, noted, strict=True) if bits]
+
+
 class Watch:
     """See the module; of one replica in flat memory.
 
@@ -99,9 +141,9 @@ class Watch:
         self._layout, self._parameters, self._buffers = layout, parameters, buffers
         index = {id(p): i for i, p in enumerate(parameters)}
         self._held = [(index[id(p.tensor)], p.held, p.key, p.tensor) for p in held if id(p.tensor) in index]
-        self._areas: list[tuple[Tensor, Tensor]] = []  # flat memory in words, and which of them are compared
-        self._words: list[Tensor] = []  # what they were
+        self._words: list[_Words] = []
         self._whole: dict[int, Tensor | None] = {}  # parameters that are compared as a whole; None: at the next read
+        self._starts = [start for start, _ in layout.ranges[: len(parameters)]]
         self._versions: list[int] = []
         self._held_buffers: list[Tensor] = []
         self._buffer_versions: list[int] = []
@@ -122,18 +164,18 @@ class Watch:
                     step = max(1, -(-(last - first + 1) // each))
                     words += range(first, last + 1, step)
             if words:
-                self._areas.append((area.view(torch.int32), torch.tensor(words, device=area.device)))
-        self.came()
+                self._words.append(_Words(area, words))
         self._settle_parameters()
         self.settle_buffers()
 
     def detach(self) -> None:
         """Ends, and lets go of all memory."""
-        self._areas, self._words, self._whole = [], [], {}
+        self._words, self._whole = [], {}
 
     def came(self) -> None:
         """Other parameters have come by a read."""
-        self._words = [area.index_select(0, words) for area, words in self._areas]
+        for words in self._words:
+            words.came()
         for i in self._whole:
             self._whole[i] = self._parameters[i].detach().clone()
 
@@ -165,29 +207,41 @@ class Watch:
         """Parameters in whose stead the module has another."""
         return {i for i, held, key, tensor in self._held if held.get(key, tensor) is not tensor}
 
-    def _seen(self) -> set[int]:
-        """Parameters of which some number is another one."""
-        found = set[int]()
-        for (area, words), before in zip(self._areas, self._words, strict=True):
-            now = area.index_select(0, words)
-            if not torch.equal(now, before):
-                starts = [start for start, _ in self._layout.ranges[: len(self._parameters)]]
-                at = (words[now != before] * _WORD_BYTES).tolist()
-                found |= {bisect.bisect_right(starts, byte) - 1 for byte in at}
-        return found
+    def _seen(self, *, wait: bool = True) -> set[int]:
+        """Parameters of which some number is another one; unless it is waited for devices, of those on the host."""
+        looked_at = [words for words in self._words if wait or not words.asynchronous]
+        return self._parameters_at(at for words in looked_at for at in words.changed())
+
+    def _parameters_at(self, places: Iterable[int]) -> set[int]:
+        """Parameters that have these bytes of flat memory."""
+        return {bisect.bisect_right(self._starts, at) - 1 for at in places}
+
+    def note(self, bit: int) -> list[Tensor]:
+        """Has devices note what has changed; returns what tells whether anything was noted (uint8), for each."""
+        asynchronous = [words for words in self._words if words.asynchronous]
+        for words in asynchronous:
+            words.note(bit)
+        return [words.noted.amax().view(1) for words in asynchronous]
+
+    def noted(self) -> dict[int, set[int]]:
+        """Returns, and forgets, what was noted: by bit the parameters, the lowest first; waits for the devices."""
+        found = [each for words in self._words if words.asynchronous for each in words.take()]
+        every = {bit: self._parameters_at(at for at, bits in found if bits & bit) for bit in (1, 2, 4)}
+        return {bit: parameters for bit, parameters in every.items() if parameters}
 
     @property
     def touched(self) -> bool:
         """Whether a parameter or a buffer may have been changed."""
         return bool(self._counted() or self._seen() or self.written_buffers())
 
-    def changed(self, published: Callable[[], Tensor | None]) -> list[int]:
+    def changed(self, published: Callable[[], Tensor | None], *, wait: bool = True) -> list[int]:
         """Returns which parameters are not as they came; what looks the same counts as unchanged from here on.
 
         Args:
             published: returns the area as it came (uint8, on the CPU), or None if it is not to be had any more.
+            wait: for the devices, whose numbers are not looked at otherwise, see `note`.
         """
-        counted, found = self._counted(), self._seen() | self._replaced()
+        counted, found = self._counted(), self._seen(wait=wait) | self._replaced()
         doubtful = counted - found
         area = published() if doubtful else None
         for i in doubtful:

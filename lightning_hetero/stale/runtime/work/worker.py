@@ -14,13 +14,14 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from enum import Enum
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
+from lightning_hetero.measure.device import device_of
 from lightning_hetero.stale.decide.report.counts import Measures
 from lightning_hetero.stale.runtime.memory.hyper_parameters import CLIP_NORM, CLIP_VALUE, HyperParameters
 from lightning_hetero.stale.runtime.memory.layout import FlatLayout
@@ -33,7 +34,7 @@ from lightning_hetero.stale.runtime.messages import (
     state_of,
 )
 from lightning_hetero.stale.runtime.work.gradient_writer import BUCKET_BYTES, GradientWriter
-from lightning_hetero.stale.runtime.work.page_locked import Pinned
+from lightning_hetero.stale.runtime.work.readout import Readout
 from lightning_hetero.stale.runtime.work.replica import Replica
 from lightning_hetero.stale.runtime.work.watch import Place
 from lightning_hetero.transport.base import (
@@ -55,6 +56,10 @@ class _Phase(Enum):
     BATCH = "in training_step or in a hook between the batch's start and the optimizer's step"
     BETWEEN = "behind an optimizer's step, e.g. in on_train_batch_end or in optimizer_step"
     MET = "where ranks met within an epoch, e.g. in a hook of a validation"  # and nobody trains
+
+    @property
+    def bit(self) -> int:
+        return 1 << list(_Phase).index(self)
 
 
 class Worker:
@@ -99,11 +104,10 @@ class Worker:
         if self._hyper.digest != layout.meaning:
             raise ValueError("the layout was made for other optimizers: pass optimizers= to FlatLayout.of")
         self._replica = Replica(layout, parameters, buffers, held)
-        self._pinned: list[Pinned] = []
+        self._unlock: list[Callable[[], None]] = []
         self.version = -1
         self._writer = GradientWriter(link, layout, self.parameters)
-        on_cuda = any(parameter.device.type == "cuda" for parameter in self.parameters)
-        self._overlap = on_cuda or layout.slot_bytes > BUCKET_BYTES if overlap is None else overlap
+        self._overlap = overlap
         self._substeps_used = False
         self._buffers_pushed = False  # since the last pull
         self._phase = _Phase.MET
@@ -123,10 +127,14 @@ class Worker:
         if self._replica.attached:
             return
         self._replica.attach()
-        if self._replica.on_cuda:
-            self._pinned.append(Pinned(self.link.gradient))
-        if self._overlap:
-            self._writer.attach()
+        devices = [device_of(area.device) for area in self._replica.areas]
+        for memory in self.link.shared:
+            locked = (device.page_lock(memory.data_ptr(), memory.numel()) for device in devices)
+            self._unlock += [unlock for unlock in locked if unlock is not None][:1]
+        overlap = any(device.asynchronous for device in devices) or self.layout.slot_bytes > BUCKET_BYTES
+        self._writer.attach(
+            self._replica.buffer_devices(), overlap=overlap if self._overlap is None else self._overlap
+        )
 
     def detach(self) -> None:
         """Gives parameters and buffers memory of their own, with their present values; idempotent."""
@@ -134,9 +142,9 @@ class Worker:
             return
         self._writer.detach()
         self._replica.detach()
-        for pinned in self._pinned:
-            pinned.release()
-        self._pinned.clear()
+        for unlock in self._unlock:
+            unlock()
+        self._unlock.clear()
         self.version = -1
 
     @property
@@ -192,33 +200,57 @@ class Worker:
         """Returns the area of `version`, or None if that is not to be had any more."""
         if self._phase is not _Phase.MET and not self.is_newest:
             return None
-        area = torch.empty_like(self._replica.host)
+        area = torch.empty(self.layout.bytes, dtype=torch.uint8)
         return area if self.link.read_parameters(area) == self.version else None
 
-    def _look(self) -> None:
-        """Raises RuntimeError if the user's code has changed what the next pull overwrites."""
+    def _look(self, *, wait: bool = False) -> list[Tensor]:
+        """Looks whether the user's code has changed what the next pull overwrites.
+
+        Args:
+            wait: for the devices; otherwise what they find is refused after the next push's wait for them.
+
+        Returns:
+            What tells whether devices have found anything (uint8).
+
+        Raises:
+            RuntimeError: it has.
+        """
         replica, phase = self._replica, self._phase
         if replica.attached:
             replica.adopt()
         if not replica.attached or self.version < 0:
-            return
-        names = [self.layout.parameters[i].name for i in replica.watch.changed(self._published)]
+            return []
+        found = [] if wait else replica.watch.note(phase.bit)
+        names = [self.layout.parameters[i].name for i in replica.watch.changed(self._published, wait=wait)]
         if phase is not _Phase.BATCH:
             entries = [self.layout.buffers[i] for i in replica.changed_buffers()]
             names += [entry.name for entry in entries if phase is _Phase.MET or not entry.statistic]
+        if wait:
+            self._refuse_noted()
         if names:
-            self.stop()
-            raise RuntimeError(
-                f"{_listed(names)} changed on rank {self.link.rank} other than by an optimizer, {phase.value}. Under"
-                " hetero_stale the parameter server has the parameters and buffers, and what it sends next would undo"
-                " the change. Change them in on_train_epoch_start or on_train_epoch_end, on all ranks alike, or use"
-                " strategy='hetero_balanced'"
-            )
+            self._refuse(names, phase)
+        return found
+
+    def _refuse_noted(self) -> None:
+        """Refuses what devices have found."""
+        found = self._replica.watch.noted()
+        for phase in (_Phase.BETWEEN, _Phase.MET, _Phase.BATCH):  # where it was seen first
+            if indices := found.get(phase.bit):
+                self._refuse([self.layout.parameters[i].name for i in sorted(indices)], phase)
+
+    def _refuse(self, names: Sequence[str], phase: _Phase) -> NoReturn:
+        self.stop()
+        raise RuntimeError(
+            f"{_listed(names)} changed on rank {self.link.rank} other than by an optimizer, {phase.value}. Under"
+            " hetero_stale the parameter server has the parameters and buffers, and what it sends next would undo"
+            " the change. Change them in on_train_epoch_start or on_train_epoch_end, on all ranks alike, or use"
+            " strategy='hetero_balanced'"
+        )
 
     def _look_where_all_meet(self) -> None:
         """Keeps what was changed since they met; what was changed before is refused."""
         if self._phase is not _Phase.MET:
-            self._look()
+            self._look(wait=True)
         elif self._replica.attached and self.version >= 0:
             self._replica.adopt()
             self._kept = self._kept or self._replica.watch.touched
@@ -304,7 +336,7 @@ class Worker:
         lease: int,
         samples: int,
         weight: float,
-        compute_s: float,
+        compute_s: Callable[[], float],
         steps: int,
         zeroes: int,
     ) -> Reply:
@@ -317,7 +349,7 @@ class Worker:
             lease: number of the grant.
             samples: computed samples, at least 1; gradients are means over them.
             weight: what they count in the mean over the update.
-            compute_s: time they took [s].
+            compute_s: returns the time they took [s]; asked when the devices have come to the push.
             steps, zeroes: bit i: optimizer i steps now / was zeroed before.
 
         Returns:
@@ -326,13 +358,18 @@ class Worker:
         Raises:
             RemoteFailureError, ServerLostError: see `claim`.
         """
-        self._look()
+        told = Readout()
+        found = [told.add(each) for each in self._look()]
         self._buffers_pushed = bool(self.layout.buffers)
-        slot = self._writer.write(self._replica.buffers(), lambda numbers: self._hyper.write(numbers, self._clips))
+        slot = self._writer.write(
+            self._replica.buffers(), lambda numbers: self._hyper.write(numbers, self._clips), told
+        )
+        if any(map(any, found)):
+            self._refuse_noted()
         self._clips = [(0, 0.0)] * len(self._clips)
         request = Request(
             kind=Ask.PUSH, epoch=epoch, tick=tick, substep=substep, lease=lease, samples=samples, weight=weight,
-            compute_s=compute_s, flags=int(flags | self._wanted), steps=steps, zeroes=zeroes, slot=slot,
+            compute_s=compute_s(), flags=int(flags | self._wanted), steps=steps, zeroes=zeroes, slot=slot,
         )  # fmt: skip
         reply = self._answered(self._call(request))
         self._substeps_used = self._substeps_used or not flags & PushFlag.FINAL

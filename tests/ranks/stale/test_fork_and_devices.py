@@ -1,0 +1,101 @@
+"""A server is forked after its rank has used a device, which it must not touch: nor may what torch's optimizers ask."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from datetime import timedelta
+from typing import Any, NoReturn
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import LBFGS, Optimizer, SparseAdam
+
+from lightning_hetero.stale.policy import by_name
+from lightning_hetero.stale.runtime.memory.layout import FlatLayout
+from lightning_hetero.stale.runtime.processes import fork
+from lightning_hetero.stale.runtime.processes.start import ServerSettings, connect, start_server
+from lightning_hetero.stale.runtime.work.worker import Worker
+from lightning_hetero.transport.base import RemoteFailureError, Say
+from lightning_hetero.transport.flags import PushFlag
+
+CLASSES = [
+    cls
+    for cls in vars(torch.optim).values()
+    if isinstance(cls, type) and issubclass(cls, Optimizer) and cls not in (Optimizer, LBFGS, SparseAdam)  # refused
+]
+
+
+@pytest.fixture
+def poisoned(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """As after a fork: torch says that there is a device, and whoever asks for more of it gets an error."""
+
+    def fails(*_: Any, **__: Any) -> NoReturn:
+        raise RuntimeError("Cannot re-initialize CUDA in forked subprocess")
+
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available=False: torch.device("cuda"))
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    monkeypatch.setattr(torch.accelerator, "current_stream", fails)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", fails)
+    monkeypatch.setattr(torch.cuda, "_lazy_init", fails)
+    yield
+
+
+def start(cls: type[Optimizer]) -> tuple[nn.Linear, Optimizer, list[Tensor]]:
+    torch.manual_seed(3)
+    model = nn.Linear(3, 4, bias=False)
+    return model, cls(model.parameters(), lr=0.01), [torch.randn(4, 3) for _ in range(2)]  # type: ignore[call-arg]
+
+
+def served(cls: type[Optimizer]) -> Tensor:
+    """Returns what comes of steps in a server, as a rank makes them."""
+    model, optimizer, gradients = start(cls)
+    layout = FlatLayout.of(list(model.named_parameters()), optimizers=[optimizer])
+    process, address = start_server(
+        layout=layout, parameters=list(model.parameters()), buffers=[], optimizers=[optimizer],
+        settings=ServerSettings(policy=by_name("bsp")), ranks=[0], near=[0], far=[], ahead=0, state={},
+        host="127.0.0.1", timeout=timedelta(seconds=30),
+    )  # fmt: skip
+    worker = Worker(connect(address, 0), layout, list(model.parameters()), optimizers=[optimizer])
+    try:
+        worker.attach()
+        worker.pull()
+        worker.begin_epoch(0, [2, 4])
+        for tick, gradient in enumerate(gradients):
+            grant = worker.claim(0, tick)
+            assert grant.kind is Say.GRANT
+            worker.pull()
+            model.weight.grad = gradient
+            worker.push(
+                PushFlag.FINAL, epoch=0, tick=tick, substep=0, lease=grant.lease, samples=2, weight=2.0,
+                compute_s=lambda: 0.1, steps=1, zeroes=1,
+            )  # fmt: skip
+        worker.pull()
+        worker.detach()
+        worker.leave()
+        return model.weight.detach()
+    finally:
+        worker.link.close()
+        process.stop(5.0)
+
+
+@pytest.mark.usefixtures("poisoned")
+@pytest.mark.parametrize("cls", CLASSES)
+def test_every_optimizer_of_torchs_steps_in_a_server(cls: type[Optimizer]) -> None:
+    found = served(cls)
+    model, optimizer, gradients = start(cls)
+    with pytest.MonkeyPatch.context() as healthy:
+        healthy.setattr(torch.accelerator, "current_accelerator", lambda check_available=False: None)
+        healthy.setattr(torch.cuda, "is_available", lambda: False)
+        for gradient in gradients:
+            model.weight.grad = gradient
+            optimizer.step()
+    assert torch.equal(found, model.weight.detach())
+
+
+@pytest.mark.usefixtures("poisoned")
+def test_without_being_told_that_there_is_no_device_they_fail(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fork, "no_device_in_this_process", lambda: None)
+    with pytest.raises(RemoteFailureError, match="re-initialize CUDA"):
+        served(torch.optim.AdamW)
