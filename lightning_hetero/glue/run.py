@@ -24,6 +24,7 @@ from lightning_hetero.callbacks.reporting import Reporting
 from lightning_hetero.data.forks import spare_inherited
 from lightning_hetero.glue.checks import check_same_settings
 from lightning_hetero.glue.loaders import LoaderBinder
+from lightning_hetero.transport.groups import make_group
 from lightning_hetero.transport.side_channel import SideChannel
 from lightning_hetero.types import Event
 
@@ -37,7 +38,7 @@ _MOST_EVENTS = 4096  # kept for a trace that nobody may write
 
 def gloo_group(timeout: timedelta | None) -> dist.ProcessGroup:
     """Returns a new gloo group of the default group's members; a collective."""
-    group = dist.new_group(backend="gloo", timeout=timeout)
+    group = make_group(None, timeout, "gloo")
     assert isinstance(group, dist.ProcessGroup)
     return group
 

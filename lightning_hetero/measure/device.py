@@ -19,7 +19,16 @@ import torch
 from torch import Tensor
 from torch.utils.data._utils.pin_memory import pin_memory
 
-__all__ = ["Device", "Stamp", "device_of", "is_out_of_memory", "no_device_in_this_process", "page_locked"]
+__all__ = [
+    "Device",
+    "Stamp",
+    "autocast_kinds",
+    "device_in_use",
+    "device_of",
+    "is_out_of_memory",
+    "no_device_in_this_process",
+    "page_locked",
+]
 
 # What is printed if memory is short and no torch.OutOfMemoryError tells. NOT_INITIALIZED and INTERNAL_ERROR may mean
 # something else as well: they are what cuBLAS and cuDNN say if there is no room for their handle or workspace.
@@ -55,6 +64,9 @@ class Stamp(Protocol):
     def seconds_until(self, later: Any) -> float:
         """Returns the time between two stamps, both reached, that were made with ``timing`` [s]."""
         ...
+
+
+def _nothing() -> None: ...
 
 
 class _HostStamp:
@@ -137,6 +149,10 @@ class Device:
     def make_current(self) -> None:
         """Makes this the current device of its kind in this thread."""
 
+    def here(self) -> Callable[[], None]:
+        """Returns what makes the current device and stream of this thread those that they are now."""
+        return _nothing
+
     # ---- memory -----------------------------------------------------------------------------------------------
 
     def total_bytes(self) -> float:
@@ -161,6 +177,10 @@ class Device:
     def empty_cache(self) -> None:
         """Gives memory that the allocator holds unused back to the device."""
 
+    def host_bytes(self, size: int) -> Tensor:
+        """Returns memory of the host, uint8, from and to which the device copies while the host goes on."""
+        return torch.empty(size, dtype=torch.uint8)
+
     # ---- random numbers ---------------------------------------------------------------------------------------
 
     def random_state(self) -> Tensor | None:
@@ -182,6 +202,10 @@ class Device:
     def identity(self) -> str:
         """Returns what no other device of any machine is called; empty: nothing tells."""
         return ""
+
+    def widest_float(self) -> torch.dtype:
+        """Returns the floating dtype of most bits that it computes with."""
+        return torch.float64
 
     def tensor_cores(self) -> bool:
         """Whether matrix products of half precision are faster in tiles of eight."""
@@ -209,9 +233,12 @@ class Accelerator(Device):
         return self._torch.current_stream(self.device)
 
     def stamp(self, *, timing: bool = False, clock: Callable[[], float] = time.perf_counter) -> Stamp:
-        event = self._torch.Event(enable_timing=timing)
+        event = self._event(timing)
         event.record(self._stream())
         return _EventStamp(event, self._stream)
+
+    def _event(self, timing: bool) -> Any:
+        return self._torch.Event(enable_timing=timing)
 
     def synchronize(self) -> None:
         self._torch.synchronize(self.device)
@@ -230,6 +257,18 @@ class Accelerator(Device):
 
     def make_current(self) -> None:
         self._torch.set_device(self.device)
+
+    def here(self) -> Callable[[], None]:
+        own = self._torch
+        stream, index = own.current_stream(), own.current_device()
+
+        def put() -> None:
+            if own.current_stream() != stream:
+                own.set_stream(stream)  # and its device
+            if own.current_device() != index:
+                own.set_device(index)
+
+        return put
 
     def total_bytes(self) -> float:
         return float(self._torch.mem_get_info(self.device)[1])
@@ -250,6 +289,9 @@ class Accelerator(Device):
 
     def empty_cache(self) -> None:
         self._torch.empty_cache()
+
+    def host_bytes(self, size: int) -> Tensor:
+        return torch.empty(size, dtype=torch.uint8, pin_memory=True)
 
     def random_state(self) -> Tensor | None:
         return self._torch.get_rng_state(self.device)
@@ -275,6 +317,9 @@ class Accelerator(Device):
 
 class Cuda(Accelerator):
     """A GPU of NVIDIA's, or of AMD's where torch is built for ROCm."""
+
+    def _event(self, timing: bool) -> Any:
+        return self._torch.Event(enable_timing=timing, blocking=True)  # else who waits keeps a processor busy
 
     def _capability(self) -> tuple[int, int]:
         return self._torch.get_device_capability(self.device)
@@ -323,6 +368,12 @@ class Mps(Accelerator):
 
     def make_current(self) -> None: ...
 
+    def here(self) -> Callable[[], None]:
+        return _nothing
+
+    def host_bytes(self, size: int) -> Tensor:
+        return torch.empty(size, dtype=torch.uint8)
+
     def total_bytes(self) -> float:
         return float(self._torch.recommended_max_memory())
 
@@ -344,6 +395,9 @@ class Mps(Accelerator):
         if state is not None:
             self._torch.set_rng_state(state)
 
+    def widest_float(self) -> torch.dtype:
+        return torch.float32
+
     def name(self) -> str:
         return "Apple GPU"
 
@@ -362,6 +416,7 @@ class _MpsStamp(_EventStamp):
         self._event.wait()
 
 
+_HOST = Device(torch.device("cpu"))
 _KINDS: dict[str, type[Device]] = {"cpu": Device, "meta": Device, "cuda": Cuda, "mps": Mps}
 
 
@@ -378,6 +433,28 @@ def device_of(device: torch.device | str) -> Device:
 def page_locked(batch: Any) -> Any:
     """Returns a batch as a loader with ``pin_memory`` does: page-locked, if there is a device to copy it to."""
     return pin_memory(batch) if torch.accelerator.is_available() else batch
+
+
+@lru_cache(maxsize=1)
+def _accelerator() -> torch.device | None:
+    return torch.accelerator.current_accelerator()
+
+
+def device_in_use() -> Device:
+    """Returns the current device of the accelerator that this process uses; the host if it uses none."""
+    known = _accelerator()
+    if known is None:
+        return _HOST
+    module: Any = torch.get_device_module(known)
+    if not getattr(module, "is_initialized", lambda: True)():
+        return _HOST
+    return device_of(torch.device(known.type, torch.accelerator.current_device_index()))
+
+
+def autocast_kinds() -> tuple[str, ...]:
+    """Returns the types of devices whose autocast a script may set: CUDA's also on machines without."""
+    known = _accelerator()
+    return tuple(dict.fromkeys(["cpu", "cuda", *([] if known is None else [known.type])]))
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -398,3 +475,4 @@ def no_device_in_this_process() -> None:
         for name, answer in gone.items():
             setattr(module, name, answer)
     torch.accelerator.current_accelerator = lambda check_available=False: None
+    _accelerator.cache_clear()

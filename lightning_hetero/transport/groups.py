@@ -1,4 +1,4 @@
-"""Goes on with the ranks that are left: the default process group again, among the survivors (layer T).
+"""Process groups: further ones, and the default group again among the ranks that are left (layer T).
 
 A group of torch cannot lose a member: after a death its collectives fail for good. Worse, they fail only on the ranks
 that talk to the dead one; a rank that waits for a survivor waits until the group's timeout, unless this survivor
@@ -20,11 +20,19 @@ import weakref
 from collections.abc import Callable, Collection, Iterator, Sequence, Sized
 from contextlib import contextmanager, suppress
 from datetime import timedelta
+from typing import Any
 
 import torch.distributed as dist
 from torch.utils.data import DataLoader, DistributedSampler
 
-__all__ = ["MemberMissingError", "group_members", "leave_default_group", "rebuild_default_group", "shrink_sampler"]
+__all__ = [
+    "MemberMissingError",
+    "group_members",
+    "leave_default_group",
+    "make_group",
+    "rebuild_default_group",
+    "shrink_sampler",
+]
 
 _ASK_S = 0.5  # how often those who wait for a member ask whether it lives
 
@@ -42,6 +50,29 @@ class MemberMissingError(RuntimeError):
         self.ranks = tuple(ranks)
 
 
+def make_group(ranks: Sequence[int] | None, timeout: timedelta | None, backend: str | None) -> Any:
+    """Returns what `torch.distributed.new_group` does; collective over *all* ranks, members or not.
+
+    Where a device is bound to the default group, as Lightning 2.6 binds one to gloo's too, torch 2.13 has those who are
+    no members take part in a split of that group's communicator. Gloo has none, so its groups are made without.
+
+    Args:
+        ranks: the members; None: all.
+        timeout, backend: None: as the default group.
+
+    Returns:
+        The group, or torch's marker where this rank is no member.
+    """
+    world: Any = dist.group.WORLD
+    bound = world.bound_device_id
+    if (backend or dist.get_backend()) == dist.Backend.GLOO:
+        world.bound_device_id = None
+    try:
+        return dist.new_group(ranks, timeout, backend)
+    finally:
+        world.bound_device_id = bound
+
+
 def leave_default_group() -> None:
     """Destroys the default group, and its subgroups, if there is one; waits for no other rank.
 
@@ -54,7 +85,7 @@ def leave_default_group() -> None:
     _clear_frames(sys.exc_info()[1])
     group = dist.group.WORLD
     if group is not None and dist.get_backend() != dist.Backend.GLOO and hasattr(group, "abort"):
-        group.abort()  # NCCL would wait for its peers otherwise [CUDA untested]
+        group.abort()  # NCCL would wait for its peers otherwise
     del group
     dist.destroy_process_group()
 

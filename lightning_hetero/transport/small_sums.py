@@ -27,7 +27,7 @@ def start_sums(
     """Starts to sum several tensors over the ranks of a group, in one message if they are small together; collective.
 
     Args:
-        tensors: not empty ones; each as for `start_sum`.
+        tensors: not empty ones, on one kind of device; each as for `start_sum`.
         group: that takes all of them.
         near: the ranks of the group, if they are on one node: small ones need no message of the group's then.
 
@@ -35,8 +35,9 @@ def start_sums(
         Their sums, in order.
     """
     size_bytes = sum(map(_room, tensors))
-    on_cpu = all(tensor.device.type == "cpu" for tensor in tensors)
-    if not on_cpu or (dist.get_world_size(group) - 1) * size_bytes > SMALL_BYTES:
+    kinds = {tensor.device.type for tensor in tensors}
+    assert len(kinds) == 1, f"tensors on {sorted(kinds)}: no group of NCCL takes those of the CPU"
+    if kinds != {"cpu"} or (dist.get_world_size(group) - 1) * size_bytes > SMALL_BYTES:
         return [start_sum(tensor, group) for tensor in tensors]
     rows = [tensor.reshape(-1).view(torch.uint8) for tensor in tensors]
     gaps = [row.new_zeros(_room(tensor) - tensor.nbytes) for tensor, row in zip(tensors, rows, strict=True)]

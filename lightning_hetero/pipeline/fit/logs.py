@@ -31,6 +31,7 @@ from torch import Tensor
 from torchmetrics import Metric
 
 from lightning_hetero import lightning_compat as compat
+from lightning_hetero.measure.device import device_of
 from lightning_hetero.transport.one_round import Sum, Waited, start_sum, wait_for
 
 if TYPE_CHECKING:
@@ -98,7 +99,7 @@ class _Record:
     logs: StepLogs
     samples: int | None
     batch: Any
-    entries: list[tuple[_Key, Tensor | None, float]] = field(default_factory=list)
+    entries: list[tuple[_Key, Tensor | float | None, float]] = field(default_factory=list)
 
 
 _CURRENT: contextvars.ContextVar[_Record | None] = contextvars.ContextVar("logging_micro_batch", default=None)
@@ -197,6 +198,15 @@ class StepLogs:
         """Forgets what was collected, after an error."""
         self._records = []
 
+    def read(self, values: Sequence[Tensor | float]) -> list[float]:
+        """Returns the values as numbers, and reads with them what was collected: so the device is waited for once."""
+        logged = [value for record in self._records for _, value, _ in record.entries]
+        numbers = _numbers([*values, *logged])
+        rest = iter(numbers[len(values) :])
+        for record in self._records:
+            record.entries = [(key, next(rest), weight) for key, _, weight in record.entries]
+        return [float(number) for number in numbers[: len(values)] if number is not None]
+
     # ---- publishing ------------------------------------------------------------------------------------------------
 
     def publish(self, beside: Sequence[float] = ()) -> list[float]:
@@ -254,7 +264,7 @@ class StepLogs:
         options: dict[str, Any] = dict(zip(_SAME, key.options, strict=True))
         mean = total.weighted / total.weight if total.weight > 0 else total.plain / total.times
         number = {"sum": total.plain, "max": total.extreme, "min": -total.extreme}.get(key.reduction, mean)
-        value = torch.tensor(number, dtype=getattr(torch, key.dtype), device=self._module.device)
+        value = torch.full((), number, dtype=getattr(torch, key.dtype), device=self._module.device)
         if key.reduction == "metric":
             shown = value if total.weight > 0 else None
             metric = self._metric(key.name, options["metric_attribute"])
@@ -369,13 +379,13 @@ def _summed(records: Sequence[_Record]) -> dict[_Key, _Sums]:
     return sums
 
 
-def _numbers(values: Sequence[Tensor | None]) -> list[float | None]:
+def _numbers(values: Sequence[Tensor | float | None]) -> list[float | None]:
     """Returns the values, with one wait per device."""
-    numbers: list[float | None] = [None] * len(values)
-    for device in {value.device for value in values if value is not None}:
-        wide = torch.float32 if device.type == "mps" else torch.float64
-        where = [i for i, value in enumerate(values) if value is not None and value.device == device]
-        stacked = torch.stack([values[i].reshape(()).to(wide) for i in where])  # type: ignore[union-attr]
-        for i, number in zip(where, stacked.tolist(), strict=True):
+    numbers: list[float | None] = [None if isinstance(value, Tensor) else value for value in values]
+    tensors = [(i, value) for i, value in enumerate(values) if isinstance(value, Tensor)]
+    for device in {value.device for _, value in tensors}:
+        wide, where = device_of(device).widest_float(), [(i, value) for i, value in tensors if value.device == device]
+        stacked = torch.stack([value.reshape(()).to(wide) for _, value in where])
+        for (i, _), number in zip(where, stacked.tolist(), strict=True):
             numbers[i] = number
     return numbers

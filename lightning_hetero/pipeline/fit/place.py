@@ -26,6 +26,7 @@ from lightning_hetero import lightning_compat as compat
 from lightning_hetero.controller.messages import LinkTime
 from lightning_hetero.emulate.scenario import Scenario
 from lightning_hetero.glue.run import gloo_group
+from lightning_hetero.measure.device import device_of
 from lightning_hetero.measure.rest_probe import RestProbe
 from lightning_hetero.pipeline.decide.direct_links import direct_pairs
 from lightning_hetero.pipeline.decide.plan_times import called, times_of, work_s
@@ -39,7 +40,7 @@ from lightning_hetero.pipeline.fit.logs import StepLogs
 from lightning_hetero.pipeline.fit.plan.planning import PipelineSettings, PlanResult
 from lightning_hetero.pipeline.runtime.execute.emulated_pace import BusyTime, ScenarioPace, parts_of
 from lightning_hetero.pipeline.runtime.execute.failures import FailureBoard
-from lightning_hetero.pipeline.runtime.execute.links.direct_ways import DirectWays, device_of
+from lightning_hetero.pipeline.runtime.execute.links.direct_ways import DirectWays, rank_device
 from lightning_hetero.pipeline.runtime.execute.stage_runner import StageRunner, TimesOf
 from lightning_hetero.pipeline.runtime.execute.whole_step import WholeStep
 from lightning_hetero.pipeline.runtime.own.full_state import WholeState
@@ -136,7 +137,7 @@ class Place:
         self.averages.divide()
         to_device(module, optimizers, settings.device)
         self._node, others = Neighbours(channel, settings.device), range(1, channel.world_size)
-        self._devices = channel.all_gather_object(device_of(settings.device, settings.process_group_backend))
+        self._devices = channel.all_gather_object(rank_device(settings.device, settings.process_group_backend))
         near = all(self._node.are_near(0, rank) for rank in others) and not any(d.backend for d in self._devices)
         # Each of gloo's groups has a thread that looks around 100 times a second: none is made that nobody needs.
         self._wire = None if near else gloo_group(settings.timeout)
@@ -221,7 +222,7 @@ class Place:
     def _near_round(self) -> NearRound | None:
         """Returns a way for what all ranks tell one another in each batch, if all are on one node; collective."""
         channel, settings = self.channel, self.settings
-        node = self._node if settings.device.type == "cpu" else Neighbours(channel, torch.device("cpu"))
+        node = Neighbours(channel, torch.device("cpu")) if device_of(settings.device).asynchronous else self._node
         try:
             if channel.world_size == 1 or not all(node.are_near(0, rank) for rank in range(1, channel.world_size)):
                 return None
@@ -243,7 +244,7 @@ class Place:
         """What follows from who holds what."""
         device = self.settings.device
         self.whole = WholeState(self.module, self.ownership, group=self.channel.group, folder=self._folder)
-        wait = partial(self.failures.wait, polled=device.type != "cpu")
+        wait = partial(self.failures.wait, polled=device_of(device).asynchronous)
         self.sync = GradientSync(
             self.module,
             self.ownership,

@@ -172,10 +172,12 @@ class TrainBatches:
                 place.runner.serve(step, sizes, numbers, before_last_backward=arm)
         self._look(part, len(sizes))
         place.busy.end()
-        rest_s = place.rest_s(step)
-        sent_s, busy_s = time.perf_counter(), place.busy.busy_s
+        if not accumulates:
+            place.sync.start()
+        rest_s, losses = place.rest_s(step), place.logs.read([loss_of(output) for output in outputs])
+        busy_s, sent_s = place.busy.busy_s, time.perf_counter()
         told = self._told(step, sum(sizes), busy_s, sent_s - started_s - busy_s, rest_s)
-        receive = self._send(outputs, weights, told, None if accumulates else place.sync.launch_with)
+        receive = self._send(losses, weights, told, None if accumulates else place.sync.launch_with)
         self.replans.catch_up()
         if not accumulates:
             place.finish_sums()
@@ -241,7 +243,7 @@ class TrainBatches:
         weigh = self._place.settings.shared.weight_in(self._module)
         if weigh is None:
             return [each * size / sum(part.shares) for size in sizes]
-        own = [float(weigh(batch)) for batch in batches]
+        own = self._place.logs.read([w if isinstance(w, Tensor) else float(w) for w in map(weigh, batches)])
         total = self._place.channel.sum_async(sum(own))()
         return [each * weight / total if total > 0 else 0.0 for weight in own] or [0.0] * len(sizes)
 
@@ -252,15 +254,15 @@ class TrainBatches:
 
     def _send(
         self,
-        outputs: Sequence[Any],
+        losses: Sequence[float],
         weights: Sequence[float],
         told: Told,
         start: Callable[[Tensor], Sum] | None,
     ) -> Callable[[], list[float]]:
         """Starts to sum over all ranks what each has to tell of the batch, with what has been logged; by ``start``
         beside the gradients, None: by itself."""
-        pairs = zip(outputs, weights, strict=True) if outputs else ()
-        own = sum(float(loss_of(output)) * weight for output, weight in pairs)
+        pairs = zip(losses, weights, strict=True) if losses else ()
+        own = sum(loss * weight for loss, weight in pairs)
         numbers = (
             own * self._trainer.accumulate_grad_batches,
             self.replans.generation,
@@ -290,7 +292,7 @@ class TrainBatches:
                 f"rank {rank} trains under plan {number}, and the ranks together under {numbers / world:g} in the mean;"
                 " this is a bug of lightning_hetero"
             )
-        loss = torch.tensor(loss, device=self._place.settings.device, dtype=torch.float32)
+        loss = torch.full((), loss, device=self._place.settings.device, dtype=torch.float32)
         return replace(told, numbers=sums), loss, paused_s / world, bool(news)
 
     def _told(self, batch: int, samples: int, busy_s: float, wait_s: float, rest_s: float) -> Told:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import threading
 from typing import Any
 
 import pytest
@@ -15,10 +13,9 @@ from lightning_hetero.pipeline.decide.direct_links import RankDevice
 from lightning_hetero.pipeline.decide.schedule import What
 from lightning_hetero.pipeline.fit import place
 from lightning_hetero.pipeline.runtime.execute.failures import FailureBoard
-from lightning_hetero.pipeline.runtime.execute.links.direct_ways import DirectWay, DirectWays, device_of
+from lightning_hetero.pipeline.runtime.execute.links.direct_ways import DirectWays, rank_device
 from lightning_hetero.pipeline.runtime.execute.links.links import Links
 from lightning_hetero.pipeline.runtime.execute.links.messages import Message
-from lightning_hetero.transport.pairs.frames import FOREVER
 from tests.ranks.harness import run_ranks
 from tests.ranks.kit import regression, single, weights
 from tests.ranks.pipeline.kit import SAMPLES, Deep, fit, pipeline
@@ -33,11 +30,8 @@ def board(rank: int, name: str) -> FailureBoard:
     return FailureBoard(store, rank, patience_s=0.2)
 
 
-def ways_of(rank: int, pairs: list[tuple[int, int]], kind: type[DirectWay] | None = None) -> DirectWays:
-    ways = DirectWays(pairs, rank=rank, backend="gloo", timeout=None, device=CPU)
-    for way in ways.by_peer.values():
-        way.__class__ = kind or DirectWay
-    return ways
+def ways_of(rank: int, pairs: list[tuple[int, int]]) -> DirectWays:
+    return DirectWays(pairs, rank=rank, backend="gloo", timeout=None, device=CPU)
 
 
 def values() -> list[Any]:
@@ -54,38 +48,66 @@ def values() -> list[Any]:
 
 
 def exchange(rank: int, world: int) -> None:
-    for name, kind in (("a", None), ("e", Asked)):
-        ways = ways_of(rank, [(0, 1), (1, 0)], kind)
-        options: dict[str, Any] = {"device": CPU, "failures": board(rank, name), "timeout_s": 20.0}
-        links = Links(dist.new_group(backend="gloo"), rank, [1 - rank], ways=ways.by_peer, **options)
-        directly: list[int] = []
-        way, send = ways.by_peer[1 - rank], ways.by_peer[1 - rank].send
-        way.send = lambda payload, ready, send=send, to=directly: to.append(len(payload)) or send(payload, ready)  # type: ignore[method-assign]
+    ways = ways_of(rank, [(0, 1), (1, 0)])
+    options: dict[str, Any] = {"device": CPU, "failures": board(rank, "a"), "timeout_s": 20.0}
+    links = Links(dist.new_group(backend="gloo"), rank, [1 - rank], ways=ways.by_peer, **options)
+    way, directly = ways.by_peer[1 - rank], []
+    send = way.send
+    way.send = lambda payload, announce: directly.append(len(payload)) or send(payload, announce)  # type: ignore[method-assign]
+    for step in range(3):
         for m, value in enumerate(values()):  # both at once, unasked, and larger than what is buffered
             links.send(1 - rank, Message(what=What.ACTIVATION, micro_batch=m, value=value))
         for m, value in enumerate(values()):
             message = links.receive(1 - rank)
             assert message.micro_batch == m
             assert_same(message.value, value)
-        links.flush(1 - rank)
-        assert len(directly) == 5 and max(directly) == 24_000_000  # all but what is empty
-        links.close()
-        ways.close()
+        links.settle()
+        assert len(directly) == 5 * step  # a step goes over the hosts first; then all but what is empty
+    assert max(directly) == 24_000_000
+    links.send(1 - rank, Message(what=What.ACTIVATION, samples=7, value=torch.ones(5)))  # of another kind
+    assert_same(links.receive(1 - rank).value, torch.ones(5))
+    links.settle()
+    assert len(directly) == 10
+    links.close()
+    ways.close()
 
     # A neighbour that announces and falls silent; its own end hears of it when the other gives up.
-    for name, kind in (("b", None), ("c", Asked)):
-        ways = ways_of(rank, [(0, 1), (1, 0)], kind)
-        options: dict[str, Any] = {"device": CPU, "failures": board(rank, name), "timeout_s": 20.0 if rank else 1.0}
-        links = Links(dist.new_group(backend="gloo"), rank, [1 - rank], ways=ways.by_peer, **options)
-        if rank == 1:
-            ways.by_peer[0].send = lambda payload, ready: None  # type: ignore[method-assign]
-            links.send(0, Message(what=What.ACTIVATION, value=torch.ones(5)))
-        silent = r"rank 1 is gone.*(sent nothing|announced a message and did not send it) for 1 s, the timeout"
-        with pytest.raises(RuntimeError, match=silent if rank == 0 else r"rank 0 is gone.*connection is closed"):
-            links.receive(1 - rank)
-        links.abort()
-        links.abort()
-        links.close()
+    ways = ways_of(rank, [(0, 1), (1, 0)])
+    options = {"device": CPU, "failures": board(rank, "b"), "timeout_s": 20.0 if rank else 1.0}
+    links = Links(dist.new_group(backend="gloo"), rank, [1 - rank], ways=ways.by_peer, **options)
+    links.send(1 - rank, Message(what=What.ACTIVATION, value=torch.ones(5)))
+    links.receive(1 - rank)
+    links.settle()
+    if rank == 1:
+        ways.by_peer[0].send = lambda payload, announce: announce()  # type: ignore[method-assign]
+        links.send(0, Message(what=What.ACTIVATION, value=torch.ones(5)))
+    silent = r"rank 1 is gone.*sent nothing for 1 s, the timeout"
+    with pytest.raises(RuntimeError, match=silent if rank == 0 else r"rank 0 is gone.*connection is closed"):
+        links.receive(1 - rank)
+    links.abort()
+    links.abort()
+    links.close()
+
+    # Who has no room for what comes says so itself.
+    ways = ways_of(rank, [(0, 1), (1, 0)])
+    options = {"device": CPU, "failures": board(rank, "c"), "timeout_s": 20.0}
+    links = Links(dist.new_group(backend="gloo"), rank, [1 - rank], ways=ways.by_peer, **options)
+    links.send(1 - rank, Message(what=What.ACTIVATION, value=torch.ones(5)))
+    links.receive(1 - rank)
+    links.settle()
+    if rank == 0:
+        ways.by_peer[1].receive = out_of_memory  # type: ignore[method-assign]
+        with pytest.raises(torch.OutOfMemoryError, match="nothing left"):
+            links.receive(1)
+        with pytest.raises(torch.OutOfMemoryError, match="nothing left"):
+            links.send(1, Message(what=What.ACTIVATION, value=torch.ones(5)))  # still goes out
+        links._failures.report(torch.OutOfMemoryError("nothing left"))
+    else:
+        links.send(0, Message(what=What.ACTIVATION, value=torch.ones(5)))
+        links.receive(0)
+        with pytest.raises(RuntimeError, match="rank 0 failed: OutOfMemoryError: nothing left"):
+            links.receive(0)
+    links.abort()
 
     # What is polled, as NCCL's collectives have to be, is looked after likewise.
     own, tensor = board(rank, "d"), torch.ones(1)
@@ -103,26 +125,8 @@ def exchange(rank: int, world: int) -> None:
         dist.all_reduce(tensor)
 
 
-class Asked(DirectWay):
-    """As with NCCL, receives end by themselves, and whoever wants to know has to ask."""
-
-    def post_receive(self, size_bytes: int) -> tuple[Tensor, Any]:
-        payload, work = super().post_receive(size_bytes)
-        done = threading.Event()
-
-        def wait() -> None:
-            with contextlib.suppress(RuntimeError):
-                work.wait(FOREVER)
-                done.set()
-
-        threading.Thread(target=wait, daemon=True).start()
-        return payload, done
-
-    def settled(self, work: Any) -> Any:
-        return work
-
-    def arrived(self, work: Any) -> bool:
-        return work.is_set() if isinstance(work, threading.Event) else super().arrived(work)
+def out_of_memory(size_bytes: int, clear: Any) -> Tensor:
+    raise torch.OutOfMemoryError("nothing left")
 
 
 def test_links_with_direct_ways() -> None:
@@ -148,7 +152,7 @@ def test_ways_of_a_ring_are_made_without_a_circle() -> None:
 
 def made_direct(monkeypatch: pytest.MonkeyPatch, rank: int) -> None:
     """Takes each rank's CPU for a device of its own, with gloo as its backend."""
-    monkeypatch.setattr(place, "device_of", lambda *_: RankDevice(identity=f"own-{rank}", backend="gloo"))
+    monkeypatch.setattr(place, "rank_device", lambda *_: RankDevice(identity=f"own-{rank}", backend="gloo"))
 
 
 def trained(rank: int, world: int, plan: str) -> Any:
@@ -193,5 +197,4 @@ def test_the_cause_of_a_failure_appears_on_every_rank() -> None:
 
 
 def test_which_devices_have_a_way() -> None:
-    assert device_of(CPU, "nccl") == RankDevice(identity="", backend="")
-    assert device_of(torch.device("cuda", 0), "gloo") == RankDevice(identity="", backend="")
+    assert rank_device(CPU, "nccl") == RankDevice(identity="", backend="")

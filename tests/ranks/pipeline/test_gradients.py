@@ -28,6 +28,7 @@ from tests.ranks.pipeline.near_kit import near_round
 from tests.ranks.pipeline.ownership_kit import PLANS, Model, plan
 
 WORLD = 4
+NOBODY: Any = None  # no group
 
 
 class Rank:
@@ -297,7 +298,7 @@ def test_a_model_that_differs_between_ranks_is_refused() -> None:
 def test_buckets_are_filled_in_order_per_dtype_and_what_is_late_is_last() -> None:
     a, b, c = (nn.Parameter(torch.zeros(4)) for _ in range(3))
     half = nn.Parameter(torch.zeros(4).half())
-    buckets = fill_buckets([(a, False), (half, False), (b, False), (c, True)], bucket_bytes=32)
+    buckets = fill_buckets([(a, False), (half, False), (b, False), (c, True)], 32, group=NOBODY)
     assert [[id(p) for p in bucket.parameters] for bucket in buckets] == [[id(a), id(b)], [id(half)], [id(c)]]
     assert [bucket.late for bucket in buckets] == [False, False, True]
 
@@ -307,6 +308,6 @@ def test_few_early_gradients_travel_with_the_late_ones() -> None:
     half = nn.Parameter(torch.zeros(4).half())
     entries = [(a, False), (half, False), (b, True)]
     for least_bytes, late in ((16, [False, False, True]), (17, [False, True])):
-        buckets = fill_buckets(entries, bucket_bytes=64, least_bytes=least_bytes)
+        buckets = fill_buckets(entries, 64, group=NOBODY, least_bytes=least_bytes)
         assert [bucket.late for bucket in buckets] == late, "there is nothing late of half's dtype to travel with"
     assert {id(p) for p in buckets[-1].parameters} == {id(a), id(b)}

@@ -11,12 +11,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import Any
 
 import torch
 
 from lightning_hetero.emulate.scenario import Scenario
 from lightning_hetero.emulate.throttle import Pacer
+from lightning_hetero.measure.device import Stamp, device_of
 from lightning_hetero.pipeline.decide.schedule import Kind
 from lightning_hetero.types import GroupPlan, LayerCost, ModelCost
 
@@ -56,7 +56,7 @@ def parts_of(model: ModelCost, group: GroupPlan, rank: int, samples: int) -> dic
 class BusyTime:
     """Adds up what a rank's computations took, emulated time included; the stage runner's `Pace`.
 
-    On a GPU that is what they took there, between two events on its stream: the host only starts them.
+    That is what they took on the device, between two stamps: of one that is asynchronous the host only starts them.
 
     Args:
         pace: of an emulated device; None: the real one's.
@@ -72,18 +72,19 @@ class BusyTime:
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.pace = pace
-        self._device, self._clock = device, clock
+        self._device, self._clock = device_of(device), clock
         self._busy_s = 0.0
         self._in_step = False
-        self._began: Any = None
-        self._spans: list[tuple[Any, Any]] = []  # events, of which nobody has waited for the second
+        self._began: Stamp | None = None
+        self._spans: list[tuple[Stamp, Stamp]] = []  # of which nobody has waited for the second
 
     @property
     def busy_s(self) -> float:
         """In this training step, so far; waits for what runs on the device [s]."""
-        for began, ended in self._spans:
-            ended.synchronize()
-            self._busy_s += began.elapsed_time(ended) / 1e3
+        for _, ended in self._spans[-1:]:  # the others are before it
+            if not ended.reached():
+                ended.wait()
+        self._busy_s += sum(began.seconds_until(ended) for began, ended in self._spans)
         self._spans.clear()
         return self._busy_s
 
@@ -102,25 +103,24 @@ class BusyTime:
 
     def began(self) -> None:
         """A computation begins."""
-        if self._device.type == "cuda" and self._in_step:
-            self._began = self._event()
+        if self._device.asynchronous and self._in_step:
+            self._began = self._device.stamp(timing=True)
 
     def computed(self, kind: Kind, stage: int, samples: int, elapsed_s: float) -> None:
         """Takes note of a computation."""
         if self._began is not None:
-            self._spans.append((self._began, self._event()))
-            self._began = None
+            began, self._began = self._began, None
+            ended = self._device.stamp(timing=True)
+            self._spans.append((began, ended))
+            if self.pace is not None:
+                ended.wait()
+                elapsed_s = began.seconds_until(ended)
         else:
             self._busy_s += elapsed_s
         if self.pace is not None:
             before_s = self._clock()
             self.pace.computed(kind, stage, samples, elapsed_s)
             self._busy_s += self._clock() - before_s
-
-    def _event(self) -> Any:
-        event = torch.cuda.Event(enable_timing=True)
-        event.record(torch.cuda.current_stream(self._device))
-        return event
 
 
 class ScenarioPace:

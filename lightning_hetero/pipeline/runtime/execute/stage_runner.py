@@ -73,7 +73,7 @@ class StageRunner(LeaderRunner):
         timeout_s: how long a rank waits for another at most.
         device: of this rank's layers.
         ways, node: see `Links`.
-        time_layers: for `measured`; on the CPU only.
+        time_layers: for `measured`.
 
     Raises:
         ValueError: a rank that is not of the group, cuts that do not fit the layers, a cut on another rank than the
@@ -123,7 +123,7 @@ class StageRunner(LeaderRunner):
         self._schedules: dict[tuple[int, ...], Schedule] = {}
         self._has_trained = self._closed = self._failed = False
         first, end = group.cuts[self._position : self._position + 2]
-        self._clock = LayerClock(range(first, end)) if time_layers and device.type == "cpu" else None
+        self._clock = LayerClock(range(first, end), device) if time_layers else None
         stage = Stage(
             {i: layers[i] for i in range(first, end)},
             last=end == len(layers),
@@ -319,6 +319,8 @@ class StageRunner(LeaderRunner):
         try:
             with streams_kept(), self._carrier.streams_left() if self._carrier is not None else nullcontext():
                 yield
+            if self._local.links is not None:
+                self._local.links.settle()
         except BaseException as error:
             self._failed = True
             self._failures.report(error)  # before anybody notices a closed connection

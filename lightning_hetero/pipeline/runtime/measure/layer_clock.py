@@ -1,7 +1,7 @@
 """What each layer of a stage takes while it trains, forward and backward (layer T).
 
-Two readings of the clock per layer and pass: when its output is there, and when the gradient of that is. What lies
-between two readings is one layer's. On the CPU only: elsewhere the host just starts what is computed.
+Two stamps per layer and pass: when its output is there, and when the gradient of that is. What lies between two stamps
+is one layer's.
 """
 
 from __future__ import annotations
@@ -12,9 +12,15 @@ from functools import partial
 from statistics import median
 from typing import Any
 
+import torch
 from torch import Tensor
 
+from lightning_hetero.measure.device import Stamp, device_of
+
 __all__ = ["LayerClock"]
+
+
+_Span = tuple[Stamp, Stamp]
 
 
 class LayerClock:
@@ -22,14 +28,21 @@ class LayerClock:
 
     Args:
         layers: numbers of the stage's layers, in order.
-        clock: seconds; injectable for tests.
+        device: where they are.
+        clock: of the host, seconds; injectable for tests.
     """
 
-    def __init__(self, layers: Iterable[int], *, clock: Callable[[], float] = time.perf_counter) -> None:
-        self._clock = clock
-        self._forward: dict[int, list[float]] = {index: [] for index in layers}
-        self._backward: dict[int, list[float]] = {index: [] for index in self._forward}
-        self._since_s = 0.0
+    def __init__(
+        self,
+        layers: Iterable[int],
+        device: torch.device = torch.device("cpu"),  # noqa: B008
+        *,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self._now = partial(device_of(device).stamp, timing=True, clock=clock)
+        self._forward: dict[int, list[_Span]] = {index: [] for index in layers}
+        self._backward: dict[int, list[_Span]] = {index: [] for index in self._forward}
+        self._since = self._now()
         self._at: int | None = None  # the layer whose backward pass runs
 
     def begins(self, inputs: Any = ()) -> None:
@@ -41,42 +54,41 @@ class LayerClock:
         tensor = _with_gradient(inputs)
         if tensor is not None and not tensor.is_leaf:
             tensor.register_hook(self._through)
-        self._since_s = self._clock()
+        self._since = self._now()
 
     def returned(self, index: int, output: Any) -> None:
         """A layer has returned its output; its gradient is waited for."""
-        now_s = self._clock()
-        self._forward[index].append(now_s - self._since_s)
+        self._forward[index].append((self._since, self._now()))
         tensor = _with_gradient(output)
         if tensor is not None:
             tensor.register_hook(partial(self._back, index))
-        self._since_s = self._clock()
+        self._since = self._now()
 
     def goes_back(self) -> None:
         """A backward pass begins."""
-        self._at, self._since_s = None, self._clock()
+        self._at, self._since = None, self._now()
 
     def _back(self, index: int, _: Tensor) -> None:
-        now_s = self._clock()
-        self._spent(now_s)
-        self._at, self._since_s = index, now_s
+        now = self._now()
+        self._spent(now)
+        self._at, self._since = index, now
 
     def _through(self, _: Tensor) -> None:
         self.is_back()
 
     def is_back(self) -> None:
         """It has ended, or has left the layers."""
-        self._spent(self._clock())
+        self._spent(self._now())
         self._at = None
 
-    def _spent(self, now_s: float) -> None:
+    def _spent(self, now: Stamp) -> None:
         if self._at is not None:
-            self._backward[self._at].append(now_s - self._since_s)
+            self._backward[self._at].append((self._since, now))
 
     def take(self) -> list[float]:
         """Returns what all passes since it was last asked took, by layer [s]; empty if there were none.
 
-        The median of the passes, times their number: one hiccup says nothing of a layer.
+        The median of the passes, times their number: one hiccup says nothing of a layer. Waits for the device's work.
         """
         found = [_total(self._forward[index]) + _total(self._backward[index]) for index in self._forward]
         for spans in (*self._forward.values(), *self._backward.values()):
@@ -84,8 +96,11 @@ class LayerClock:
         return found if all(seconds > 0.0 for seconds in found) else []
 
 
-def _total(spans: list[float]) -> float:
-    return median(spans) * len(spans) if spans else 0.0
+def _total(spans: list[_Span]) -> float:
+    for _, end in spans[-1:]:
+        if not end.reached():
+            end.wait()
+    return median([start.seconds_until(end) for start, end in spans]) * len(spans) if spans else 0.0
 
 
 def _with_gradient(output: Any) -> Tensor | None:

@@ -1,7 +1,8 @@
 """Gradients in buckets: copied together, summed over the owners, and copied back (layer T).
 
-lane of owners (2, 1)    [ layer 2 | layer 1 ]  [ layer 0 ]  [ outside ]      launched in this order only
-one bucket               | gradient | gradient | ... | present? present? ... |
+owners (2, 1)    [ layer 3 | layer 2 ]               [ layer 0 ]  [ outside ]
+owners (2, 0)                           [ layer 1 ]                            launched in this order only
+one bucket       | gradient | gradient | ... | present? present? ... |
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from lightning_hetero.transport.one_node.near_round import NearRound
 from lightning_hetero.transport.one_round import Sum, Waited
 from lightning_hetero.transport.small_sums import start_sums
 
-__all__ = ["Arrived", "Bucket", "Lane", "fill_buckets"]
+__all__ = ["Arrived", "Bucket", "Queue", "fill_buckets"]
 
 
 class Bucket:
@@ -24,22 +25,34 @@ class Bucket:
 
     Args:
         late: some of them are complete only when all backward passes are done, or it is not known when.
+        group: of their owners.
     """
 
-    def __init__(self, late: bool) -> None:
+    def __init__(self, late: bool, group: dist.ProcessGroup) -> None:
         self.parameters: list[nn.Parameter] = []
-        self.late = late
+        self.late, self._group = late, group
         self.awaited: set[int] = set()  # ids of parameters whose gradient is still to come
         self.sent: Tensor | None = None
         self._sum: Sum | None = None
 
+    @property
+    def kind(self) -> str:
+        """Type of the device that the gradients are on."""
+        return self.parameters[0].device.type
+
+    def shared_by(self, group: dist.ProcessGroup) -> bool:
+        """Whether all ranks of a group of all ranks are owners."""
+        return dist.get_world_size(self._group) == dist.get_world_size(group)
+
     @torch.no_grad()
-    def launch(self, group: dist.ProcessGroup, *beside: Tensor, near: NearRound | None = None) -> list[Sum]:
+    def launch(self, *beside: Tensor, near: NearRound | None = None) -> list[Sum]:
         """Starts to sum a copy of the gradients, and of which there are; returns the sums of what goes along."""
-        present = [p.grad is not None for p in self.parameters]
-        flags = torch.tensor(present, dtype=self.parameters[0].dtype).to(self.parameters[0].device)
+        flags = self.parameters[0].new_ones(len(self.parameters))
+        for i, parameter in enumerate(self.parameters):
+            if parameter.grad is None:
+                flags[i].zero_()
         self.sent = torch.cat([*map(_flat, self.parameters), flags])
-        self._sum, *others = start_sums([self.sent, *beside], group, near=near)
+        self._sum, *others = start_sums([self.sent, *beside], self._group, near=near)
         return others
 
     @torch.no_grad()
@@ -68,12 +81,14 @@ class Bucket:
         self.awaited = set()
 
 
-class Lane:
-    """The buckets of one set of owners, launched in this order on all of them."""
+class Queue:
+    """This rank's buckets, launched in the order that all ranks launch theirs in, whatever sets of owners they are of.
 
-    def __init__(self, group: dist.ProcessGroup, buckets: Sequence[Bucket]) -> None:
+    So no two ranks wait for one another, each in another sum, where a device carries out one after the other.
+    """
+
+    def __init__(self, buckets: Sequence[Bucket]) -> None:
         self.buckets = buckets
-        self.group = group
         self._launched = 0
 
     def launch(self) -> None:
@@ -82,29 +97,29 @@ class Lane:
             if bucket.awaited or bucket.late:
                 return
             self._launched += 1
-            bucket.launch(self.group)
+            bucket.launch()
 
-    def launch_all(self, *beside: Tensor, near: NearRound | None = None) -> list[Sum]:
+    def launch_all(self, *beside: Tensor, group: dist.ProcessGroup, near: NearRound | None = None) -> list[Sum]:
         """Launches what has not been yet.
 
         Args:
-            beside: what the last bucket takes along, if it `takes_along`.
+            beside: what a bucket takes along that all ranks launch, all when their backward passes are done, and not
+                when it is complete; if there is one on the same kind of device.
+            group: of all ranks.
             near: what both take then, if they can, see `start_sums`.
 
         Returns:
-            The sums of that.
+            The sums of that; empty if it has to travel by itself.
         """
+        left = self.buckets[self._launched :]
+        kinds = {tensor.device.type for tensor in beside}
+        takes = next((b for b in reversed(left) if beside and b.late and b.shared_by(group) and b.kind in kinds), None)
         sums: list[Sum] = []
-        for bucket in self.buckets[self._launched :]:
+        for bucket in left:
             self._launched += 1
-            last = beside and bucket is self.buckets[-1]
-            sums = bucket.launch(self.group, *beside, near=near) if last else bucket.launch(self.group)
+            found = bucket.launch(*beside, near=near) if bucket is takes else bucket.launch()
+            sums += found
         return sums
-
-    @property
-    def takes_along(self) -> bool:
-        """Whether all ranks launch the last bucket when all backward passes are done, and not when it is complete."""
-        return self._launched < len(self.buckets) and self.buckets[-1].late
 
     def forget(self) -> None:
         """Begins anew."""
@@ -116,8 +131,8 @@ class Lane:
 class Arrived:
     """The hook of a bucket's parameters: one more gradient is complete."""
 
-    def __init__(self, lane: Lane, bucket: Bucket) -> None:
-        self._lane, self._bucket = lane, bucket
+    def __init__(self, queue: Queue, bucket: Bucket) -> None:
+        self._queue, self._bucket = queue, bucket
 
     def __call__(self, parameter: Tensor) -> None:
         if self._bucket.sent is not None:
@@ -128,17 +143,22 @@ class Arrived:
             )
         self._bucket.awaited.discard(id(parameter))
         if not self._bucket.awaited:
-            self._lane.launch()
+            self._queue.launch()
 
 
 def fill_buckets(
-    entries: Sequence[tuple[nn.Parameter, bool]], bucket_bytes: int, *, least_bytes: int = 0
+    entries: Sequence[tuple[nn.Parameter, bool]],
+    bucket_bytes: int,
+    *,
+    group: dist.ProcessGroup,
+    least_bytes: int = 0,
 ) -> list[Bucket]:
     """Fills buckets in the order of the parameters, the late ones last; one is open for each dtype.
 
     Args:
         entries: parameters, and whether the gradient is late.
         bucket_bytes: from which on a bucket is full.
+        group: of their owners.
         least_bytes: early gradients of one dtype that are fewer in all travel with the late ones.
     """
     early_bytes: dict[torch.dtype, int] = {}
@@ -153,7 +173,7 @@ def fill_buckets(
         key = late, parameter.dtype
         bucket, size_bytes = fill.get(key, (None, 0))
         if bucket is None:
-            bucket = Bucket(late)
+            bucket = Bucket(late, group)
             buckets.append(bucket)
         bucket.parameters.append(parameter)
         size_bytes += parameter.numel() * parameter.element_size()

@@ -7,16 +7,16 @@
 
 from __future__ import annotations
 
-import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_hetero.measure.device import device_of
 from lightning_hetero.pipeline.runtime.own.near_ways import NearWays
 from lightning_hetero.pipeline.runtime.own.owner_groups import Wait
 from lightning_hetero.pipeline.runtime.own.parcel_bytes import ParcelBytes, portions
@@ -28,19 +28,14 @@ CHUNK_BYTES = 16 * 2**20
 """Sent by gloo from one rank to another per round, at most."""
 
 _UNDER_WAY = 2  # rounds
-_POLL_S = 5e-5
 
 
 class Way(Protocol):
     """See `DirectWay`, which this layer's neighbours make."""
 
-    def send(self, payload: Tensor, ready: Any) -> None: ...
+    def send(self, payload: Tensor, announce: Callable[[], None]) -> None: ...
 
-    def post_receive(self, size_bytes: int) -> tuple[Tensor, Any]: ...
-
-    def arrived(self, work: Any) -> bool: ...
-
-    def take_over(self, payload: Tensor) -> Tensor: ...
+    def receive(self, size_bytes: int, clear: Callable[[], None]) -> Tensor: ...
 
 
 def exchange(
@@ -148,25 +143,28 @@ def _past_hosts(
     wait: Wait,
     ways: Mapping[int, Way],
 ) -> None:
-    """Sends from device to device: every receive is posted, on all ranks, before the first send begins."""
-    posted: list[tuple[int, list[Tensor], Any, Any]] = []
-    for source, parcel in sorted(incoming.items()):
-        if direct := parcel.direct:
-            posted.append((source, direct, *ways[source].post_receive(sum(t.nbytes for t in direct))))
+    """Sends from device to device, when all is ready to be sent: pair by pair, in one order on all ranks."""
+    rank = dist.get_rank(group)
+    payloads = {
+        target: torch.cat([t.detach().contiguous().view(-1).view(torch.uint8) for t in direct])
+        for target, parcel in outgoing.items()
+        if (direct := parcel.direct)
+    }
+    for payload in payloads.values():
+        device_of(payload.device).stamp().wait()
     ready = dist.all_reduce(torch.zeros(1), group=group, async_op=True)
     assert ready is not None
     wait(ready)
-    for target, parcel in sorted(outgoing.items()):
-        if direct := parcel.direct:
-            payload = torch.cat([t.detach().contiguous().view(-1).view(torch.uint8) for t in direct])
-            event = None
-            if payload.device.type == "cuda":  # [CUDA, untested]
-                event = torch.cuda.Event()
-                event.record(torch.cuda.current_stream(payload.device))
-            ways[target].send(payload, event)
-    for source, tensors, payload, work in posted:
-        while not ways[source].arrived(work):
-            time.sleep(_POLL_S)
-        data = ways[source].take_over(payload)
-        for tensor, piece in zip(tensors, data.split([t.nbytes for t in tensors]), strict=True):
+    sources = [source for source, parcel in incoming.items() if parcel.direct]
+    for source, target in sorted([(rank, t) for t in payloads] + [(s, rank) for s in sources]):
+        if source == rank:
+            ways[target].send(payloads.pop(target), _nothing)
+            continue
+        direct = incoming[source].direct
+        data = ways[source].receive(sum(t.nbytes for t in direct), _nothing)
+        device_of(data.device).keep_for_stream(data)
+        for tensor, piece in zip(direct, data.split([t.nbytes for t in direct]), strict=True):
             tensor.copy_(piece.clone().view(tensor.dtype).view(tensor.shape))
+
+
+def _nothing() -> None: ...

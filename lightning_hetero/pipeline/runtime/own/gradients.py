@@ -1,12 +1,12 @@
 """One gradient on all owners of a layer, and norms over the whole model (layer T).
 
     backward of the last micro-batch   layer 3 ──► layer 2 ──► layer 1 ──► layer 0 ──► before
-    owners (2, 3) and (0, 3)           [ bucket 0 ]──────► summed, not waited for
-    owners (2, 1)                                            [ bucket 0 ]─► [ bucket 1, outside ]
+    owners (2, 3)                      [ bucket 0 ]──────► summed, not waited for
+    owners (2, 1)                                            [ bucket 1 ]─► [ bucket 2, outside ]
     finish()                           what is left; wait; write back into .grad
 
-Losses are weighted before backward, so gradients are *summed* over the owners. As in DDP, all owners of a layer reduce
-its buckets in one order that is fixed beforehand, whatever order the gradients come in. A bucket carries one more
+Losses are weighted before backward, so gradients are *summed* over the owners. As in DDP, all ranks reduce their
+buckets in one order that is fixed beforehand, whatever order the gradients come in. A bucket carries one more
 number per parameter: whether this rank had a gradient. So a parameter that was used in some group gets the sum in all
 of them, and one that was used nowhere keeps ``None``, without a further exchange.
 """
@@ -18,10 +18,10 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_hetero.pipeline.runtime.own.buckets import Arrived, Lane, fill_buckets
+from lightning_hetero.measure.device import device_of
+from lightning_hetero.pipeline.runtime.own.buckets import Arrived, Bucket, Queue, fill_buckets
 from lightning_hetero.pipeline.runtime.own.owner_groups import OwnerGroups
 from lightning_hetero.pipeline.runtime.own.ownership import Ownership
 from lightning_hetero.transport.one_node.near_round import NearRound
@@ -81,6 +81,9 @@ class GradientSync:
         groups.prepare(ownership.holders(name) for name in tensors)
         self._known = {id(tensors[name]): tensors[name] for name in names}  # kept: an id is not given again
         self._counted = {id(tensors[n]) for n in names if ownership.owners(n)[0] == ownership.rank}
+        devices = [device_of(tensor.device) for tensor in self._known.values()]
+        self._asynchronous = any(device.asynchronous for device in devices)
+        self._widest = devices[0].widest_float() if devices else torch.float64
         floating = (tensor.dtype for tensor in self._known.values() if tensor.is_floating_point())
         self._dtype = next(floating, torch.get_default_dtype())
 
@@ -89,13 +92,15 @@ class GradientSync:
             return ownership.layer_of[name] is None or ownership.is_shared(name)
 
         self._synced: dict[tuple[int, ...], list[tuple[nn.Parameter, bool]]] = {}
+        self._place: dict[int, int] = {}  # of a parameter in the order of all that are summed, the same on all ranks
         for name in sorted(reversed(names), key=lambda n: (late(n), -(ownership.layer_of[n] or 0))):
             owners, parameter = ownership.owners(name), tensors[name]
+            self._place[id(parameter)] = len(self._place)
             if len(owners) > 1 and ownership.rank in owners:
                 assert isinstance(parameter, nn.Parameter)
                 self._synced.setdefault(owners, []).append((parameter, late(name)))
-        self._layouts: dict[tuple[bool, ...], list[Lane]] = {}
-        self._lanes: list[Lane] | None = None  # while armed
+        self._layouts: dict[tuple[bool, ...], Queue] = {}
+        self._queue: Queue | None = None  # while armed
         self._hooks: list[Any] = []
 
     def sizes_bytes(self) -> dict[tuple[int, ...], int]:
@@ -116,29 +121,34 @@ class GradientSync:
         Raises:
             RuntimeError: it is armed already.
         """
-        if self._lanes is not None:
+        if self._queue is not None:
             raise RuntimeError("gradients are being synchronised: call finish() before the next arm()")
-        self._lanes = self._layout()
-        for lane in self._lanes:
-            for bucket in lane.buckets:
-                bucket.awaited = set() if bucket.late else set(map(id, bucket.parameters))
-                if not bucket.late:
-                    arrived = Arrived(lane, bucket)
-                    self._hooks += [p.register_post_accumulate_grad_hook(arrived) for p in bucket.parameters]
+        self._queue = self._layout()
+        for bucket in self._queue.buckets:
+            bucket.awaited = set() if bucket.late else set(map(id, bucket.parameters))
+            if not bucket.late:
+                arrived = Arrived(self._queue, bucket)
+                self._hooks += [p.register_post_accumulate_grad_hook(arrived) for p in bucket.parameters]
 
     def disarm(self) -> None:
         """Removes the hooks of `arm`; for a step that failed. What is under way is forgotten."""
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
-        for lane in self._lanes or ():
-            lane.forget()
-        self._lanes = None
+        if self._queue is not None:
+            self._queue.forget()
+        self._queue = None
 
     def close(self) -> None:
         """As `disarm`, for good: lets go of the groups."""
         self.disarm()
         self._layouts.clear()
+
+    def start(self) -> None:
+        """As `launch`, but only where no control numbers of the hosts can go along; the device then need not be waited
+        for first, to know these."""
+        if self._asynchronous:
+            self.launch()
 
     def launch(self) -> None:
         """Starts to reduce what has not been yet; all ranks call it, or none, before `finish`.
@@ -159,16 +169,12 @@ class GradientSync:
 
     def _launch(self, *beside: Tensor) -> list[Sum]:
         """Launches all; returns the sums of what could go along."""
-        self._lanes = self._layout() if self._lanes is None else self._lanes
-        sums: list[Sum] = []
+        self._queue = self._layout() if self._queue is None else self._queue
         try:
-            for lane in self._lanes:
-                takes = lane.takes_along and dist.get_world_size(lane.group) == dist.get_world_size(self._groups.world)
-                sums += lane.launch_all(*beside, near=self._near) if takes else lane.launch_all()
+            return self._queue.launch_all(*beside, group=self._groups.world, near=self._near)
         except BaseException:
             self.disarm()
             raise
-        return sums
 
     def finish(self) -> None:
         """Reduces what has not been yet, waits for all, and writes the sums into ``.grad``.
@@ -181,28 +187,25 @@ class GradientSync:
         """
         self.launch()
         try:
-            for lane in self._lanes or ():
-                for bucket in lane.buckets:
-                    bucket.collect(self._wait)
+            assert self._queue is not None
+            for bucket in self._queue.buckets:
+                bucket.collect(self._wait)
         finally:
             self.disarm()
 
-    def _layout(self) -> list[Lane]:
+    def _layout(self) -> Queue:
         """The buckets for the parameters that are trained at present: some are frozen or thawed meanwhile."""
         trained = tuple(p.requires_grad for entries in self._synced.values() for p, _ in entries)
         if trained not in self._layouts:
-            self._layouts[trained] = [
-                Lane(
-                    group,
-                    fill_buckets(
-                        [e for e in self._synced[owners] if e[0].requires_grad],
-                        self._bucket_bytes,
-                        least_bytes=self._least_bytes,
-                    ),
-                )
-                for owners in sorted(self._synced)
-                if (group := self._groups.get(owners)) is not None
-            ]
+            buckets: list[Bucket] = []
+            for owners, entries in self._synced.items():
+                group = self._groups.get(owners)
+                assert group is not None
+                chosen = [entry for entry in entries if entry[0].requires_grad]
+                buckets += fill_buckets(chosen, self._bucket_bytes, group=group, least_bytes=self._least_bytes)
+            # Not by the first one: a bucket is complete with its last.
+            buckets.sort(key=lambda bucket: (bucket.late, max(self._place[id(p)] for p in bucket.parameters)))
+            self._layouts[trained] = Queue(buckets)
         return self._layouts[trained]
 
     # ---- over the whole model ----------------------------------------------------------------------------------
@@ -227,7 +230,7 @@ class GradientSync:
         ]
         norms = torch.zeros(1, dtype=torch.float64)
         if gradients:
-            norms = torch.stack([n.to(torch.float64) for n in torch._foreach_norm(gradients)]).to("cpu")
+            norms = torch.stack([n.to(self._widest) for n in torch._foreach_norm(gradients)]).to("cpu", torch.float64)
         return self._total(norms.pow(2).sum()).sqrt().to(self._dtype)
 
     @torch.no_grad()
@@ -242,7 +245,7 @@ class GradientSync:
         own = {i: p.grad for i, p in enumerate(parameters) if id(p) in self._counted and p.grad is not None}
         if own:
             norms = torch._foreach_norm([*own.values()], norm_type)
-            for i, norm in zip(own, torch.stack([n.to(torch.float64) for n in norms]).tolist(), strict=True):
+            for i, norm in zip(own, torch.stack([n.to(self._widest) for n in norms]).tolist(), strict=True):
                 found[i] = norm
         return found
 
@@ -269,7 +272,7 @@ class GradientSync:
         gradients = [g for p in chosen if (g := _gradient(p)) is not None]
         if gradients:
             factor = (float(max_norm) / (total + 1e-6)).clamp(max=1.0)
-            torch._foreach_mul_(gradients, factor.to(gradients[0].device))
+            torch._foreach_mul_(gradients, factor.item())  # a number goes to the device without a copy
         return total
 
     @torch.no_grad()

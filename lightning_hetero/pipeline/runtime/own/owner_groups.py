@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_hetero.pipeline.runtime.own.ownership import Ownership
+from lightning_hetero.transport.groups import make_group
 
 __all__ = ["OwnerGroups", "Wait", "as_bytes", "gathered", "raise_together", "share_buffers", "share_initial"]
 
@@ -51,7 +52,7 @@ class OwnerGroups:
         wanted = sorted(ranks for ranks in sets if len(ranks) > 1 and not self._is_world(ranks))
         for ranks in wanted:
             known = self._groups.pop(ranks, None)  # to the end of the order: used last
-            self._groups[ranks] = dist.new_group(list(ranks), self._timeout, self._backend) if known is None else known
+            self._groups[ranks] = make_group(ranks, self._timeout, self._backend) if known is None else known
         for ranks in list(self._groups)[: max(0, len(self._groups) - max(_MOST_GROUPS, len(wanted)))]:
             _destroy(self._groups.pop(ranks))
 

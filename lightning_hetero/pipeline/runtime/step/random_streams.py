@@ -16,6 +16,8 @@ from contextlib import contextmanager
 import numpy as np
 import torch
 
+from lightning_hetero.measure.device import device_in_use, device_of
+
 __all__ = [
     "HostStreams",
     "TorchStreams",
@@ -79,13 +81,12 @@ def seed_streams(seed: int) -> None:
 
 
 def seed_torch_streams(seed: int) -> None:
-    """Seeds torch's CPU generator and, where CUDA is in use, that of the current device.
+    """Seeds torch's CPU generator and, where an accelerator is in use, that of the current device.
 
     ``torch.manual_seed`` would seed those of all devices and look for other backends (0.2 ms).
     """
     torch.default_generator.manual_seed(seed)
-    if torch.cuda.is_initialized():
-        torch.cuda.default_generators[torch.cuda.current_device()].manual_seed(seed)
+    device_in_use().seed(seed)
 
 
 def seed_host_streams(seed: int) -> None:
@@ -107,29 +108,27 @@ class HostStreams:
 
 
 class TorchStreams:
-    """The state of torch's CPU generator and, where CUDA is in use, that of the current device, as of its making."""
+    """The state of torch's CPU generator and of an accelerator's that is in use, as of its making."""
 
     def __init__(self) -> None:
         self._cpu = torch.default_generator.get_state()
-        self._cuda: tuple[int, torch.Tensor] | None = None  # device and state
-        if torch.cuda.is_initialized():
-            device = torch.cuda.current_device()
-            self._cuda = device, torch.cuda.default_generators[device].get_state()
+        self._device = device_in_use()
+        self._state = self._device.random_state()
 
     def put_back(self) -> None:
         """Lets both go on from there."""
         torch.default_generator.set_state(self._cpu)
-        if self._cuda is not None:
-            device, state = self._cuda
-            torch.cuda.default_generators[device].set_state(state)
+        self._device.set_random_state(self._state)
 
 
 @contextmanager
 def nothing_drawn(device: torch.device) -> Iterator[None]:
     """What is drawn inside, from torch on the CPU and the device, `random` or NumPy, nobody has drawn afterwards."""
-    host = HostStreams()
+    host, cpu, own = HostStreams(), torch.default_generator.get_state(), device_of(device)
+    state = own.random_state()
     try:
-        with torch.random.fork_rng([device] if device.type == "cuda" else []):
-            yield
+        yield
     finally:
+        torch.default_generator.set_state(cpu)
+        own.set_random_state(state)
         host.put_back()

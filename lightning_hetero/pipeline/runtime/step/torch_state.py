@@ -4,7 +4,7 @@ A training step that is suspended in the middle (see `resumable`) must take thes
 that it holds open would hold for everything which runs meanwhile. They fall into three classes:
 
 - **swapped** at every switch (`Switches`): grad mode, autocast (enabled, dtype, cache, nesting), the number of
-  intra-op threads, torch's generators, on CUDA also the current device, stream and generator;
+  intra-op threads, torch's generators, of an accelerator also the current device, stream and generator;
 - **refused** when a step changed them and calls the backbone meanwhile (`Surroundings`): they cannot be swapped, or
   mean nothing to layers that are computed elsewhere: ``inference_mode``, saved-tensor hooks, ``with torch.device``,
   the default dtype, ...;
@@ -20,13 +20,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any
 
 import torch
 from torch._C import _autograd
 from torch._C._functorch import maybe_current_level
 
+from lightning_hetero.measure.device import autocast_kinds, device_in_use
 from lightning_hetero.pipeline.runtime.step.random_streams import TorchStreams
 
 __all__ = [
@@ -41,14 +41,6 @@ __all__ = [
 # ---- swapped ---------------------------------------------------------------------------------------------------
 
 
-@lru_cache(maxsize=1)
-def _autocast_devices() -> tuple[str, ...]:
-    # CPU and CUDA always: a script written for CUDA sets its switches on machines without, too.
-    accelerator = torch.accelerator.current_accelerator() if hasattr(torch, "accelerator") else None
-    kinds = ["cpu", "cuda", *([accelerator.type] if accelerator is not None else [])]
-    return tuple(dict.fromkeys(kinds))
-
-
 def enabled_autocast() -> dict[str, torch.dtype]:
     """Returns the dtype of autocast for each type of device for which it is enabled now."""
     return {kind: dtype for kind, enabled, dtype in _autocast() if enabled}
@@ -56,33 +48,13 @@ def enabled_autocast() -> dict[str, torch.dtype]:
 
 def _autocast() -> tuple[tuple[str, bool, torch.dtype], ...]:
     return tuple(
-        [(kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in _autocast_devices()]
+        [(kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in autocast_kinds()]
     )
 
 
 def _autocast_nesting() -> int:
     torch.autocast_increment_nesting()  # the number is only told by a change
     return torch.autocast_decrement_nesting()
-
-
-@dataclass(frozen=True, slots=True)
-class _CudaSwitches:
-    """Current device and stream of this thread."""
-
-    device: int
-    stream: Any  # torch.cuda.Stream
-
-    @classmethod
-    def now(cls) -> _CudaSwitches | None:
-        if not torch.cuda.is_initialized():
-            return None
-        return cls(torch.cuda.current_device(), torch.cuda.current_stream())
-
-    def put(self) -> None:
-        if torch.cuda.current_stream() != self.stream:
-            torch.cuda.set_stream(self.stream)  # and its device
-        if torch.cuda.current_device() != self.device:
-            torch.cuda.set_device(self.device)
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +67,7 @@ class Switches:
     autocast_nesting: int
     threads: int
     streams: TorchStreams
-    cuda: _CudaSwitches | None
+    put_device: Callable[[], None]
 
     @classmethod
     def now(cls) -> Switches:
@@ -107,7 +79,7 @@ class Switches:
             autocast_nesting=_autocast_nesting(),
             threads=torch.get_num_threads(),
             streams=TorchStreams(),
-            cuda=_CudaSwitches.now(),
+            put_device=device_in_use().here(),
         )
 
     def put(self, *, over: Switches | None = None) -> None:
@@ -122,8 +94,7 @@ class Switches:
         # what one step has cast must not serve another, e.g. after the latter has changed the weights.
         torch.clear_autocast_cache()
         self.streams.put_back()
-        if self.cuda is not None:
-            self.cuda.put()
+        self.put_device()
 
     def _is_like(self, other: Switches) -> bool:
         return (

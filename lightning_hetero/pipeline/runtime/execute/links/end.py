@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import Any
 
 from torch import Tensor
 
+from lightning_hetero.measure.device import Stamp
 from lightning_hetero.pipeline.decide.link_clock import LinkClock
 from lightning_hetero.pipeline.runtime.execute.links.messages import Message
 from lightning_hetero.types import Link
 
 __all__ = ["Arrivals", "Come", "LinkEnd"]
 
-# Header, payload, from when on they may be used [s, time.monotonic], what brings the payload over a direct way.
-Come = tuple[bytes, Tensor, float, Any]
+# Header, payload, from when on they may be used [s, time.monotonic], after what on the device; None: at once.
+Come = tuple[bytes, Tensor, float, Stamp | None]
 
 
 class LinkEnd(ABC):
@@ -22,8 +22,8 @@ class LinkEnd(ABC):
 
     @property
     @abstractmethod
-    def broken(self) -> str | None:
-        """Why nothing can be sent, or come, any more; None as long as it can."""
+    def broken(self) -> str | Exception | None:
+        """Why nothing can be sent, or come, any more: what went wrong on this side, or in words; None: it can."""
 
     @abstractmethod
     def post(self, message: Message | None) -> None:
@@ -38,8 +38,8 @@ class LinkEnd(ABC):
         """Returns whether all that was posted is out, after at most ``timeout_s``."""
 
     @abstractmethod
-    def take(self, timeout_s: float) -> Come | str | None:
-        """Returns what comes next, why nothing will come, or None after the timeout."""
+    def take(self, timeout_s: float) -> Come | str | Exception | None:
+        """Returns what comes next, why nothing will come, what went wrong on this side, or None after the timeout."""
 
     @abstractmethod
     def ended(self, timeout_s: float) -> bool:

@@ -14,6 +14,7 @@ import torch
 from torch import distributed as dist
 
 from lightning_hetero.controller.messages import LinkTime
+from lightning_hetero.measure.device import device_of
 from lightning_hetero.pipeline.decide.link_clock import LinkClock
 from lightning_hetero.pipeline.runtime.execute.failures import FailureBoard
 from lightning_hetero.pipeline.runtime.execute.links.direct_ways import DirectWay
@@ -23,14 +24,12 @@ from lightning_hetero.pipeline.runtime.execute.links.node_end import NodeEnd
 from lightning_hetero.pipeline.runtime.execute.links.wire_end import WireEnd
 from lightning_hetero.transport.one_node.neighbours import Neighbours
 from lightning_hetero.transport.patience import Patience
-from lightning_hetero.transport.sockets import first_line
 from lightning_hetero.types import Link
 
 __all__ = ["Links"]
 
 LOOK_S = 1.0  # at the failure board, while waiting
 _ABORT_S = 1.0  # how long threads may take to notice that a connection is closed
-_POLL_S = 5e-5
 
 
 class Links:
@@ -42,13 +41,12 @@ class Links:
             neighbours are on the node.
         rank: this process, global.
         peers: its neighbours, global ranks.
-        device: where received tensors are put; payloads from elsewhere than the CPU go through pinned memory, but on
-            direct ways [CUDA, untested].
+        device: where received tensors are put.
         failures: looked at while waiting.
         timeout_s: how long `receive` waits at most.
         emulated: by (source, target): a message can be received no earlier than over such a link. Ranks share a clock,
             so they must be on one machine.
-        ways: by peer, for those to which payloads go directly.
+        ways: by peer, for those to which payloads go directly, from the second step of a kind on, see `settle`.
         node: the ranks of this one's node. With those of the peers, and without a direct way, the wire is not used, and
             the constructor waits for their `Links` to be made, too.
 
@@ -71,7 +69,9 @@ class Links:
     ) -> None:
         peers = sorted(set(peers))
         self._ways = {peer: way for peer, way in (ways or {}).items() if peer in peers}
-        self._device = device
+        self._device = device_of(device)
+        self._seen: set[Any] = set()  # kinds of messages
+        self._direct: set[Any] = set()
         self._failures = failures
         self._patience = Patience(failures, timeout_s)
         self._closed = False
@@ -89,8 +89,9 @@ class Links:
                     wire,
                     dist.get_group_rank(wire, peer),
                     names=(f"pipeline-send-{rank}-{peer}", f"pipeline-receive-{peer}-{rank}"),
-                    device=device,
+                    device=self._device,
                     way=self._ways.get(peer),
+                    direct=self._direct,
                     arrivals=arrivals[peer],
                 )
 
@@ -111,20 +112,22 @@ class Links:
             TypeError: a value that cannot travel.
         """
         end = self._ends[peer]
+        if self._ways:
+            self._seen.add(message.kind)
         end.post(message)
         deadline_s: float | None = None
         while end.broken is None and not end.room(LOOK_S):
             deadline_s = deadline_s or self._patience.deadline_s()
             self._patience.look(peer, deadline_s, "took nothing")
         if end.broken is not None:
-            raise self._failures.lost(peer, end.broken)
+            raise self._lost(peer, end.broken)
 
     def flush(self, peer: int) -> None:
         """Waits until everything posted is out."""
         end, deadline_s = self._ends[peer], self._patience.deadline_s()
         while not end.wait_out(LOOK_S):
             if end.broken is not None:
-                raise self._failures.lost(peer, end.broken)
+                raise self._lost(peer, end.broken)
             self._patience.look(peer, deadline_s, "took nothing")
 
     def receive(self, peer: int) -> Message:
@@ -136,34 +139,34 @@ class Links:
         end, deadline_s = self._ends[peer], self._patience.deadline_s()
         while (came := end.take(LOOK_S)) is None:
             self._patience.look(peer, deadline_s, "sent nothing")
-        if isinstance(came, str):
-            raise self._failures.lost(peer, came)
-        header, payload, usable_s, work = came
+        if not isinstance(came, tuple):
+            raise self._lost(peer, came)
+        header, payload, usable_s, arrived = came
         while (early_s := usable_s - time.monotonic()) > 0.0:  # over an emulated link it would still be on its way
             time.sleep(min(early_s, LOOK_S))
             if early_s > LOOK_S:
                 self._failures.check()
-        if peer in self._ways:
-            self._wait_for(peer, work, deadline_s)
-            return unpack(header, self._ways[peer].take_over(payload))
-        return unpack(header, payload.to(self._device, non_blocking=True))
+        if arrived is not None:
+            arrived.hold()
+        self._device.keep_for_stream(payload)
+        return unpack(header, payload)
 
-    def _wait_for(self, peer: int, work: Any, deadline_s: float) -> None:
-        """Waits on the host for a payload that is on its way between devices; None: for none."""
-        look_s = time.monotonic() + LOOK_S
-        while not self._arrived(peer, work):
-            if (why := self._ends[peer].broken) is not None:  # what is under way on the device would never end
-                raise self._failures.lost(peer, why)
-            time.sleep(_POLL_S)
-            if time.monotonic() >= look_s:
-                self._patience.look(peer, deadline_s, "announced a message and did not send it")
-                look_s += LOOK_S
+    def _lost(self, peer: int, why: str | Exception) -> Exception:
+        """Returns the error to raise: what went wrong on this side, or that the peer is gone."""
+        return why if isinstance(why, Exception) else self._failures.lost(peer, why)
 
-    def _arrived(self, peer: int, work: Any) -> bool:
-        try:
-            return work is None or self._ways[peer].arrived(work)
-        except RuntimeError as error:
-            raise self._failures.lost(peer, first_line(error)) from error
+    def settle(self) -> None:
+        """Ends a step: all that goes directly is out, and messages of the kinds that it had go so from now on.
+
+        Before, they go over the hosts: so nothing that a device runs for the first time waits for a neighbour. And what
+        comes behind it, e.g. sums of gradients, is not begun before what the neighbours need for theirs.
+
+        Raises:
+            RuntimeError: a rank has failed, or a peer is gone.
+        """
+        for peer in self._ways:
+            self.flush(peer)
+        self._direct |= self._seen
 
     def times(self) -> list[LinkTime]:
         """Returns what was timed of messages to this rank since it was last asked; nothing of direct ways."""

@@ -83,6 +83,11 @@ class Message:
         """What it is a part of: sender and receiver must agree on it."""
         return self.what, self.stage, self.micro_batch, self.micro_batches, self.step, self.samples
 
+    @property
+    def kind(self) -> tuple[int, bool]:
+        """What is computed with it is as with others of the same kind: its samples, and whether it is of training."""
+        return self.samples, self.micro_batches > 0
+
 
 def tensors_in(value: Any) -> list[Tensor]:
     """Returns the tensors of a nested tuple, in order."""

@@ -2,6 +2,8 @@
 
     main thread      post ──► gloo ──► sender thread, waits until it is out and frees it
                      take ◄── queue ◄── receiver thread ◄── gloo
+    on a device      post ──► copy to the host, beside computation ──► sender thread ──► gloo
+                     take ◄── queue ◄── copy to the device, beside it ◄── receiver thread ◄── gloo
 
 Both threads wait without holding the interpreter. The receiver takes in what comes at once, so a transfer overlaps
 computation on both sides.
@@ -11,7 +13,8 @@ larger than the receiver has made room for goes as two, head and payload; both s
 what went before. Gloo lets less come than there is room for. So a message wakes the receiver once, as a rule, and the
 sender, who only has to free it, once in a while.
 
-Between devices that have a `DirectWay` the head alone goes over gloo, and the payload never leaves the devices.
+Between devices that have a `DirectWay` the head alone goes over gloo, and the payload never leaves the devices; but for
+the first messages of a kind, beside which the devices may still have to load what they are going to run.
 """
 
 from __future__ import annotations
@@ -21,14 +24,17 @@ import struct
 import threading
 import time
 from collections import deque
+from collections.abc import Callable, Container
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from queue import Empty, SimpleQueue
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from lightning_hetero.measure.device import Device, Stamp, device_of, is_out_of_memory
 from lightning_hetero.pipeline.runtime.execute.links.direct_ways import DirectWay
 from lightning_hetero.pipeline.runtime.execute.links.end import Arrivals, Come, LinkEnd
 from lightning_hetero.pipeline.runtime.execute.links.messages import Message, pack
@@ -38,15 +44,15 @@ from lightning_hetero.transport.sockets import first_line
 __all__ = ["WireEnd"]
 
 _HEAD_BYTES = 1024
-_SIZES = struct.Struct("<QQ")  # bytes of header and payload
+_SIZES = struct.Struct("<QQQ")  # bytes of header and payload, whether that comes over the direct way
 _STAMP = struct.Struct("<dd")  # when it was sent [s, time.monotonic], what came back seems to have taken [s, LinkClock]
 _BEFORE_HEADER = _SIZES.size + _STAMP.size
 _INLINE_BYTES = _HEAD_BYTES - _BEFORE_HEADER
 _ROOM_BYTES = 4 * 2**20  # at most; the larger a message, the less an extra block matters
 _REMEMBERED = 8  # messages, whose largest determines the room
 _HELD, _HELD_BYTES = 8, 2**20  # messages, and their bytes, that may wait together to be freed
-# Parts, gloo's works that send them, event after which they or the payload can be sent, payload for the direct way.
-_Job = tuple[list[Tensor], list[Any], Any, Tensor | None]
+# Parts, gloo's works that send them, after what they or the payload can be sent, payload for the direct way.
+_Job = tuple[list[Tensor], list[Any], Stamp | None, Tensor | None]
 _TAG, _TAG_OF_THE_END, _TAG_CLEAR = 0x9A55, 0x9A56, 0x9A57
 
 
@@ -70,8 +76,9 @@ class _Given:
     wire: Any
     peer: int
     names: tuple[str, str]
-    device: torch.device
+    device: Device
     way: DirectWay | None
+    direct: Container[Any]
     arrivals: Arrivals
 
 
@@ -84,6 +91,7 @@ class WireEnd(LinkEnd):
         names: of the threads, of the one that sends and of the one that receives.
         device: of this rank's layers.
         way: from device to device; None: payloads go over the wire.
+        direct: kinds of messages whose payloads take the way.
         arrivals: of what comes.
     """
 
@@ -93,15 +101,18 @@ class WireEnd(LinkEnd):
         peer: int,
         *,
         names: tuple[str, str],
-        device: torch.device,
+        device: Device,
         way: DirectWay | None,
+        direct: Container[Any],
         arrivals: Arrivals,
     ) -> None:
-        self._given = given = _Given(wire=wire, peer=peer, names=names, device=device, way=way, arrivals=arrivals)
+        self._given = given = _Given(
+            wire=wire, peer=peer, names=names, device=device, way=way, direct=direct, arrivals=arrivals
+        )
         self._sender, self._receiver = _Sender(given), _Receiver(given)
 
     @property
-    def broken(self) -> str | None:
+    def broken(self) -> str | Exception | None:
         return self._sender.broken or self._receiver.broken
 
     def post(self, message: Message | None) -> None:
@@ -110,7 +121,7 @@ class WireEnd(LinkEnd):
     def wait_out(self, timeout_s: float) -> bool:
         return self._sender.wait_out(timeout_s)
 
-    def take(self, timeout_s: float) -> Come | str | None:
+    def take(self, timeout_s: float) -> Come | str | Exception | None:
         return self._receiver.take(timeout_s)
 
     def ended(self, timeout_s: float) -> bool:
@@ -132,11 +143,11 @@ class _LinkThread:
 
     def __init__(self, given: _Given, name: str) -> None:
         self.given = given
+        self.stream = given.device.side_stream()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
 
     def _run(self) -> None:
-        if self.given.device.type == "cuda":  # else pinned memory would belong to the first one [CUDA, untested]
-            torch.cuda.set_device(self.given.device)
+        self.given.device.make_current()  # else pinned memory would belong to the first one
         self._work()
 
     def _work(self) -> None:
@@ -157,7 +168,7 @@ class _Sender(_LinkThread):
 
     def __init__(self, given: _Given) -> None:
         super().__init__(given, given.names[0])
-        self.broken: str | None = None
+        self.broken: str | Exception | None = None
         self._room = _Room()
         self._posted: SimpleQueue[list[_Job] | None] = SimpleQueue()
         self._held: list[_Job] = []  # on their way, not yet given to the thread
@@ -170,26 +181,22 @@ class _Sender(_LinkThread):
     def post(self, message: Message | None) -> None:
         """Posts a message; None: the last, without a header."""
         device, way = self.given.device, self.given.way
-        at_once = device.type == "cpu" or way is not None  # else when it has been copied to the host
         header, direct, ready = b"", None, None
         block = torch.empty(_HEAD_BYTES, dtype=torch.uint8)
-        if message is not None and way is not None:
+        if message is not None and way is not None and message.kind in self.given.direct:
             header, payload = pack(message)
             if payload.numel():
-                direct = payload.to(device)
-                ready = _event_on(device)
+                direct, ready = payload.to(device.device), device.stamp()
         elif message is not None:
             header, block = pack(message, front_bytes=_HEAD_BYTES)
-        if block.device.type != "cpu":  # [CUDA, untested]
-            on_host = torch.empty(block.shape, dtype=block.dtype, pin_memory=True)
-            on_host[_HEAD_BYTES:].copy_(block[_HEAD_BYTES:], non_blocking=True)
-            ready = _event_on(block.device)
-            block = on_host
+            if device_of(block.device).asynchronous:
+                block, ready = self._on_host(block)
+        at_once = way is None and ready is None  # else the thread sends, one after the other
         payload_bytes = block.numel() - _HEAD_BYTES
         announced_bytes = payload_bytes if direct is None else direct.numel()
         inline = len(header) <= _INLINE_BYTES
         head = block[:_HEAD_BYTES].numpy().data
-        _SIZES.pack_into(head, 0, len(header), announced_bytes)
+        _SIZES.pack_into(head, 0, len(header), announced_bytes, direct is not None)
         self._stamp(block)
         if inline:
             head[_BEFORE_HEADER : _BEFORE_HEADER + len(header)] = header
@@ -208,11 +215,20 @@ class _Sender(_LinkThread):
                 self.broken = first_line(error)
         self._held.append((parts, works, ready, direct))
         self._held_bytes += block.numel()
-        thread_sends = direct is not None or not at_once
-        if thread_sends or len(self._held) >= _HELD or self._held_bytes >= _HELD_BYTES:
+        if not at_once or len(self._held) >= _HELD or self._held_bytes >= _HELD_BYTES:
             self._hand_over()
         if message is None:
             self.give_up()
+
+    def _on_host(self, block: Tensor) -> tuple[Tensor, Stamp]:
+        """Starts to copy a block to the host, beside what is computed; returns where to, and after what it is there."""
+        device = self.given.device
+        room, packed = device.host_bytes(block.numel()), device.stamp()
+        with device.on(self.stream):
+            packed.hold()
+            device.keep_for_stream(block)
+            room[_HEAD_BYTES:].copy_(block[_HEAD_BYTES:], non_blocking=True)
+            return room, device.stamp()
 
     def _hand_over(self) -> None:
         """Lets the thread wait for all that is held: each time it wakes costs as much as a small message."""
@@ -236,22 +252,29 @@ class _Sender(_LinkThread):
             while (jobs := self._posted.get()) is not None:
                 while jobs:
                     parts, works, ready, direct = jobs.pop(0)
-                    if ready is not None and direct is None:
-                        ready.synchronize()
-                        self._stamp(parts[0])  # [CUDA, untested]
-                    works = works or self._send(parts)
-                    while works:
-                        works.pop(0).wait(FOREVER)
-                    if direct is not None and self.given.way is not None:
-                        clear = torch.empty(1, dtype=torch.uint8)
-                        self.given.wire.recv([clear], self.given.peer, _TAG_CLEAR).wait(FOREVER)
-                        self.given.way.send(direct, ready)
+                    if ready is not None:
+                        ready.wait()
+                        self._stamp(parts[0])
+                    if direct is None or self.given.way is None:
+                        self._let_out(works or self._send(parts))
+                    else:
+                        self.given.way.send(direct, partial(self._announce, parts))
                     del parts, direct  # their memory must not live until the next one comes
                     self._gone += 1
                 with self._out:
                     self._out.notify_all()
         except RuntimeError as error:
-            self.broken = first_line(error)
+            self.broken = error if is_out_of_memory(error) else first_line(error)
+
+    def _announce(self, parts: list[Tensor]) -> None:
+        """Says that a payload comes over the direct way, and waits until there is room."""
+        self._let_out(self._send(parts))
+        clear = torch.empty(1, dtype=torch.uint8)
+        self.given.wire.recv([clear], self.given.peer, _TAG_CLEAR).wait(FOREVER)
+
+    def _let_out(self, works: list[Any]) -> None:
+        while works:
+            works.pop(0).wait(FOREVER)
 
     def _stamp(self, head: Tensor) -> None:
         """Notes that a message is ready to go."""
@@ -260,15 +283,6 @@ class _Sender(_LinkThread):
 
     def _send(self, parts: list[Tensor]) -> list[Any]:
         return [self.given.wire.send([part], self.given.peer, _TAG) for part in parts]
-
-
-def _event_on(device: torch.device) -> Any:
-    """Returns an event after what the current stream does now; None where nothing is waited for."""
-    if device.type != "cuda":
-        return None
-    event = torch.cuda.Event()
-    event.record(torch.cuda.current_stream(device))
-    return event
 
 
 class _Receiver(_LinkThread):
@@ -280,13 +294,13 @@ class _Receiver(_LinkThread):
 
     def __init__(self, given: _Given) -> None:
         super().__init__(given, given.names[1])
-        self.broken: str | None = None
+        self.broken: str | Exception | None = None
         self._room = _Room()
-        self._come: SimpleQueue[Come | str] = SimpleQueue()
+        self._come: SimpleQueue[Come | str | Exception] = SimpleQueue()
         self._thread.start()
 
-    def take(self, timeout_s: float) -> Come | str | None:
-        """Returns what comes next, why none will come, or None after the timeout."""
+    def take(self, timeout_s: float) -> Come | str | Exception | None:
+        """Returns what comes next, why none will come, what went wrong on this side, or None after the timeout."""
         try:
             return self._come.get(timeout=timeout_s)
         except Empty:
@@ -299,51 +313,56 @@ class _Receiver(_LinkThread):
                 del came  # its memory must not live until the next one comes
             self._come.put("it has closed its links")
         except RuntimeError as error:
-            self.broken = f"its connection is closed: {first_line(error)}"
-            self._come.put(self.broken)
+            closed = f"its connection is closed: {first_line(error)}"
+            self.broken = why = error if is_out_of_memory(error) else closed
+            self._come.put(why)
 
     def _next(self) -> Come | None:
         """Returns the next message; None after the last."""
-        pinned = self.given.device.type == "cuda"
-        block = self._receive(self._room.size_bytes, pinned=pinned)
+        device, way = self.given.device, self.given.way
+        block = self._receive(self._room.size_bytes, device.host_bytes)
         head = block[:_HEAD_BYTES].numpy().tobytes()
-        header_bytes, payload_bytes = _SIZES.unpack_from(head)
+        header_bytes, payload_bytes, direct = _SIZES.unpack_from(head)
         sent_s, back_s = _STAMP.unpack_from(head, _SIZES.size)
         if not header_bytes:
             return None
-        size_bytes = _HEAD_BYTES + payload_bytes
-        if self.given.way is not None:
+        arrivals = self.given.arrivals
+        if direct:
+            assert way is not None
+            self._room.went(0)
             header = self._header(head, header_bytes)
-            payload, work = self._directly(self.given.way, payload_bytes)
-            return header, payload, self.given.arrivals.usable_s(sent_s, payload_bytes), work
+            payload = way.receive(payload_bytes, self._clear)
+            return header, payload, arrivals.usable_s(sent_s, payload_bytes), None
+        size_bytes = _HEAD_BYTES + payload_bytes
         if size_bytes > block.numel():
-            payload = self._receive(payload_bytes, pinned=pinned)
-        elif 2 * size_bytes > block.numel():
+            payload = self._receive(payload_bytes, device.host_bytes)
+        else:
             payload = block[_HEAD_BYTES:size_bytes]
-        else:  # it would keep more memory than it has
-            payload = block[_HEAD_BYTES:size_bytes].clone()
+            if 2 * size_bytes <= block.numel() and not device.asynchronous:  # it would keep more memory than it has
+                payload = payload.clone()
         self._room.went(payload_bytes)
-        header, usable_s = self._header(head, header_bytes), self.given.arrivals.usable_s(sent_s, payload_bytes)
-        self.given.arrivals.came(
+        header, usable_s = self._header(head, header_bytes), arrivals.usable_s(sent_s, payload_bytes)
+        arrivals.came(
             sent_s=sent_s, back_s=back_s, arrived_s=time.monotonic(), usable_s=usable_s, size_bytes=payload_bytes
         )
-        return header, payload, usable_s, None
+        with device.on(self.stream):
+            payload = payload.to(device.device, non_blocking=True)
+            return header, payload, usable_s, device.stamp()
 
     def _header(self, head: bytes, size_bytes: int) -> bytes:
         if size_bytes <= _INLINE_BYTES:
             return head[_BEFORE_HEADER : _BEFORE_HEADER + size_bytes]
-        return self._receive(size_bytes).numpy().tobytes()
+        return self._receive(size_bytes, _plain).numpy().tobytes()
 
-    def _directly(self, way: DirectWay, size_bytes: int) -> tuple[Tensor, Any]:
-        """Returns room for a payload, cleared for the sender, and what brings it; None: it has come."""
-        if not size_bytes:
-            return torch.empty(0, dtype=torch.uint8, device=self.given.device), None
-        payload, work = way.post_receive(size_bytes)
+    def _clear(self) -> None:
         self.given.wire.send([torch.empty(1, dtype=torch.uint8)], self.given.peer, _TAG_CLEAR).wait(FOREVER)
-        return payload, way.settled(work)
 
-    def _receive(self, size_bytes: int, *, pinned: bool = False) -> Tensor:
-        target = torch.empty(size_bytes, dtype=torch.uint8, pin_memory=pinned)
+    def _receive(self, size_bytes: int, room: Callable[[int], Tensor]) -> Tensor:
+        target = room(size_bytes)
         if size_bytes:
             self.given.wire.recv([target], self.given.peer, _TAG).wait(FOREVER)
         return target
+
+
+def _plain(size_bytes: int) -> Tensor:
+    return torch.empty(size_bytes, dtype=torch.uint8)
