@@ -19,11 +19,15 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+from lightning.fabric.utilities.rank_zero import rank_zero_warn
 
 from lightning_hetero.cluster.spec import override_cluster
 from lightning_hetero.emulate.scenario import Scenario
+from lightning_hetero.measure.device import device_of
 from lightning_hetero.measure.probe import probe_cluster
 from lightning_hetero.pipeline.fit.plan.rehearsal import Rehearsal, measure_model, measure_series
+from lightning_hetero.pipeline.runtime.measure.around_backbone import NeverCalledError
+from lightning_hetero.pipeline.runtime.step.layer_calls.chain import NotAChainError
 from lightning_hetero.pipeline.runtime.step.undivided import Undivided, find_layers, undivided
 from lightning_hetero.plan.setup import Setup, whole_step
 from lightning_hetero.transport.side_channel import SideChannel
@@ -153,8 +157,7 @@ class WarmUp:
             dist.barrier(self.channel.group)
             began_s = time.perf_counter()
             dist.all_reduce(data)
-            if data.is_cuda:
-                torch.cuda.synchronize(data.device)
+            device_of(data.device).synchronize()
             times_s.append(time.perf_counter() - began_s)
         return float(max(self.channel.all_gather_object(median(times_s[1:]))))
 
@@ -170,8 +173,11 @@ class WarmUp:
             try:
                 rehearsal = self._rehearsal(divided=True)
                 found = None if isinstance(rehearsal.backbone, Undivided) else self._measured(rehearsal)
-            except Exception:  # a module may be one that cannot be divided in many ways; then it is not
+            except (NotAChainError, NeverCalledError):
                 found = None
+            except Exception as error:
+                said = f"{type(error).__name__}: {error}"
+                rank_zero_warn(f"hetero_auto leaves out hetero_pipeline: rank 0 could not measure the layers: {said}")
         return self.channel.all_gather_object(found)[0] or whole
 
 
