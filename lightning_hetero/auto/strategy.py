@@ -29,6 +29,7 @@ from lightning_hetero.glue.setup import CHECKPOINT_KEY
 from lightning_hetero.glue.strategy import HeteroStrategy
 from lightning_hetero.lightning_compat.strategies import TolerantDDPStrategy, follow, hand_over
 from lightning_hetero.measure.device import device_of
+from lightning_hetero.pipeline.fit.plan.planning import carried_by
 from lightning_hetero.pipeline.strategy import HeteroPipelineStrategy
 from lightning_hetero.plan.setup import Setup
 from lightning_hetero.stale.strategy import BoundedStalenessStrategy
@@ -208,14 +209,16 @@ class AutoStrategy(HeteroStrategy[EngineRun[Any]], TolerantDDPStrategy):
             channel=channel,
             global_batch=batch,
             scenario=self._scenario,
+            carried=carried_by(self),
             layers="pipeline" in able,
             budget_s=self.warm_up_s,
         )
         try:
             return self._agreed(channel, warm_up.measure(), refused)
         except RuntimeError as error:
-            first = ("pipeline", *self.engines) if "OutOfMemoryError" in str(error) else self.engines
-            left = [name for name in first if name in self.engines]
+            left = self.engines
+            if "OutOfMemoryError" in str(error) and "pipeline" in left:
+                left = ("pipeline", *left)
             return without_measuring(left, refused, str(error), failed=True)
 
     def _agreed(self, channel: SideChannel, setup: Setup, refused: Mapping[str, str]) -> Choice:

@@ -25,6 +25,8 @@ from lightning_hetero.cluster.spec import override_cluster
 from lightning_hetero.emulate.scenario import Scenario
 from lightning_hetero.measure.device import device_of
 from lightning_hetero.measure.probe import probe_cluster
+from lightning_hetero.pipeline.decide.direct_links import MOST_COMMUNICATORS
+from lightning_hetero.pipeline.fit.plan.planning import Carried
 from lightning_hetero.pipeline.fit.plan.rehearsal import Rehearsal, measure_model, measure_series
 from lightning_hetero.pipeline.runtime.measure.around_backbone import NeverCalledError
 from lightning_hetero.pipeline.runtime.step.layer_calls.chain import NotAChainError
@@ -58,6 +60,7 @@ class WarmUp:
         channel: of all ranks.
         global_batch: samples of all ranks per update.
         scenario: emulation in force.
+        carried: what training carries messages with, and computes in.
         layers: whether the layers are to be measured, too, where that may be of use.
         budget_s: aimed-at time of the series [s].
     """
@@ -70,6 +73,7 @@ class WarmUp:
     channel: SideChannel
     global_batch: int
     scenario: Scenario | None
+    carried: Carried
     layers: bool
     budget_s: float
 
@@ -164,7 +168,14 @@ class WarmUp:
     def _cluster(self, speeds: list[float]) -> Cluster:
         """Returns the devices and links, with the speeds that the user's step shows."""
         level = [1.0 if abs(speed - 1.0) < _LEVEL else speed for speed in speeds]
-        return override_cluster(probe_cluster(self.channel.group, self.device), speeds=level)
+        probed = probe_cluster(
+            self.channel.group,
+            self.device,
+            direct=self.carried.direct,
+            communicators=MOST_COMMUNICATORS,
+            dtype=self.carried.dtype,
+        )
+        return override_cluster(probed, speeds=level)
 
     def _by_layers(self, whole: ModelCost) -> ModelCost:
         """Returns the costs by layer, from rank 0; as a whole, where layers are not known or cannot be measured."""

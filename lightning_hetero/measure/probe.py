@@ -125,19 +125,20 @@ def probe_cluster(
         # The first rank alone looks: files may differ from host to host, and all must agree on what is measured.
         found = _find(cache_folder, key, now_s, max_age_s, size) if probe.rank == 0 else None
         found = probe.gather(found)[0]
+        results: list[tuple[float, dict[Pair, Link]]] = []
         if found is None:
             speed = probe.speed()
             links = probe.links(meetings([f["host"] for f in facts]), carrier)
-            results: list[tuple[float, dict[Pair, Link]]] = probe.gather((speed, links))
-    if found is None:
+            results = probe.gather((speed, links))
+    if found is not None:
+        cluster = cluster_from_plain(found["cluster"])
+        reference = cluster.devices[reference_rank].speed
+        cluster = override_cluster(cluster, speeds=[d.speed / reference for d in cluster.devices])
+    else:
         cluster = _assemble(facts, results, reference_rank, speed_tolerance, link_tolerance)
         if cache_folder is not None and probe.rank == 0 and math.isfinite(now_s):
             data = {"measured_s": now_s, "reference": reference_rank, "cluster": cluster_to_plain(cluster)}
             cache.save(cache_folder, CACHE_KIND, key, data)
-    else:
-        cluster = cluster_from_plain(found["cluster"])
-        reference = cluster.devices[reference_rank].speed
-        cluster = override_cluster(cluster, speeds=[d.speed / reference for d in cluster.devices])
     return override_cluster(cluster, mem_bytes=memory)
 
 
