@@ -18,7 +18,15 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-__all__ = ["Device", "Stamp", "device_of", "is_out_of_memory", "no_device_in_this_process"]
+__all__ = [
+    "Device",
+    "Stamp",
+    "accelerators",
+    "device_of",
+    "is_out_of_memory",
+    "no_device_in_this_process",
+    "wheel_architectures",
+]
 
 # What is printed if memory is short and no torch.OutOfMemoryError tells. NOT_INITIALIZED and INTERNAL_ERROR may mean
 # something else as well: they are what cuBLAS and cuDNN say if there is no room for their handle or workspace.
@@ -182,6 +190,10 @@ class Device:
         """Returns what no other device of any machine is called; empty: nothing tells."""
         return ""
 
+    def capability(self) -> tuple[int, int] | None:
+        """Returns what CUDA says a card of NVIDIA's can do, e.g. (8, 6); None: it is none."""
+        return None
+
     def tensor_cores(self) -> bool:
         """Whether matrix products of half precision are faster in tiles of eight."""
         return False
@@ -231,7 +243,7 @@ class Accelerator(Device):
         self._torch.set_device(self.device)
 
     def total_bytes(self) -> float:
-        return float(self._torch.mem_get_info(self.device)[1])
+        return float(self._torch.get_device_properties(self.device).total_memory)  # takes none, as asking for more does
 
     def free_bytes(self) -> float:
         free, _ = self._torch.mem_get_info(self.device)
@@ -275,15 +287,14 @@ class Accelerator(Device):
 class Cuda(Accelerator):
     """A GPU of NVIDIA's, or of AMD's where torch is built for ROCm."""
 
-    def _capability(self) -> tuple[int, int]:
-        return self._torch.get_device_capability(self.device)
+    def capability(self) -> tuple[int, int] | None:
+        return None if torch.version.hip else self._torch.get_device_capability(self.device)
 
     def tensor_cores(self) -> bool:
-        return self._capability() >= (7, 0)
+        return (self.capability() or (7, 0)) >= (7, 0)
 
     def computes_bfloat16(self) -> bool:
-        # Not is_bf16_supported(), which counts emulation.
-        return torch.version.hip is not None or self._capability() >= (8, 0)
+        return (self.capability() or (8, 0)) >= (8, 0)  # not is_bf16_supported(), which counts emulation
 
     def page_lock(self, address: int, size: int) -> Callable[[], None] | None:
         runtime = self._torch.cudart()
@@ -372,6 +383,17 @@ def _device(device: torch.device) -> Device:
 def device_of(device: torch.device | str) -> Device:
     """Returns what the device can do; one without a number is the current one of its kind when it is used."""
     return _device(torch.device(device))
+
+
+def accelerators() -> list[torch.device]:
+    """Returns the accelerators that this process sees."""
+    kind = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    return [] if kind is None else [torch.device(kind.type, index) for index in range(torch.accelerator.device_count())]
+
+
+def wheel_architectures() -> tuple[str, ...]:
+    """Returns for which of CUDA's architectures torch's wheel has code, e.g. ``("sm_80", "compute_90")``."""
+    return tuple(torch.cuda.get_arch_list()) if torch.version.cuda else ()
 
 
 def is_out_of_memory(error: BaseException) -> bool:

@@ -135,7 +135,7 @@ class Carried:
 def carried_by(strategy: DDPStrategy) -> Carried:
     """Returns what a strategy's training will use, once its process group is there."""
     rank_device = device_of(strategy.root_device, strategy.process_group_backend)
-    return Carried(direct=rank_device.backend, dtype=trained_dtype(strategy.precision_plugin))
+    return Carried(direct=rank_device.backend, dtype=trained_dtype(strategy.precision_plugin.precision))
 
 
 class CannotDivideError(RuntimeError):
