@@ -43,6 +43,7 @@ CACHE_KIND = "cluster"
 
 _FLOP, _TRAFFIC_BYTES = 1e9, 5e7  # what "speed" is the inverse of the time of
 _SPEED_PART = 0.3  # of the budget; the rest goes to the links
+_MOST_SIDE, _PRODUCT_PART = 4096, 0.05  # of matrices on accelerators; of the speed's budget that a product takes
 _LEAST_LINK_S = 0.004  # a direction's part of the budget, however many ranks there are
 
 
@@ -185,12 +186,21 @@ def measure_speed(
         budget_s: about how long to measure [s]; at least three repeats are made.
         clock: host clock [s]; injectable for tests.
     """
-    side, length = (4096, 1 << 24) if device_of(device).asynchronous else (192, 1 << 19)
+    large = device_of(device).asynchronous
+    side, length = (512, 1 << 24) if large else (192, 1 << 19)
     a = torch.ones(side, side, dtype=dtype, device=device)
     x = torch.ones(length, dtype=dtype, device=device)
     product, total = torch.empty_like(a), torch.empty_like(x)
     timer = Timer(device, clock)
     timer.warm_up(lambda: torch.mm(a, a, out=product))
+    while large and side < _MOST_SIDE:  # else it would be the launch that is timed
+        start = timer.mark()
+        torch.mm(a, a, out=product)
+        if timer.seconds(start, timer.mark()) > _PRODUCT_PART * budget_s:
+            break
+        side *= 2
+        a = torch.ones(side, side, dtype=dtype, device=device)
+        product = torch.empty_like(a)
     products: list[float] = []
     sums: list[float] = []
     end_s, warm_ups = clock() + budget_s, 2

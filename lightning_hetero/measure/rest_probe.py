@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import torch
 
-from lightning_hetero.measure.device import device_of
 from lightning_hetero.measure.timer import Timer
 
 __all__ = ["RestProbe"]
 
-# A product of such matrices takes about a millisecond: on one core of a processor, and on an accelerator, where a small
-# one would tell the time of its launch.
-_HOST, _ACCELERATOR = 256, 2048
+_SIZES = (256, 4096)  # of matrices; from the first on, until a product takes long enough
+_LEAST_S = 5e-4  # for it not to be the launch that is timed
 
 
 class RestProbe:
@@ -22,18 +20,22 @@ class RestProbe:
     """
 
     def __init__(self, device: torch.device) -> None:
-        size = _ACCELERATOR if device_of(device).asynchronous else _HOST
-        self._matrix = torch.full((size, size), 1.0 / size, device=device)
-        self._product = torch.empty_like(self._matrix)
-        self._timer = Timer(device)
+        self._device, self._timer = device, Timer(device)
+        self._begin(_SIZES[0])
+        self._timer.warm_up(self._multiply)
+        while len(self._matrix) < _SIZES[1] and self.seconds() < _LEAST_S:
+            self._begin(2 * len(self._matrix))
 
-    @torch.no_grad()
+    def _begin(self, size: int) -> None:
+        self._matrix = torch.full((size, size), 1.0 / size, device=self._device)
+        self._product = torch.empty_like(self._matrix)
+
     def seconds(self) -> float:
         """Returns what it took this time [s]; waits for that."""
-        self._timer.warm_up(self._multiply)
         start = self._timer.mark()
         self._multiply()
         return self._timer.seconds(start, self._timer.mark())
 
+    @torch.no_grad()
     def _multiply(self) -> None:
         torch.mm(self._matrix, self._matrix, out=self._product)

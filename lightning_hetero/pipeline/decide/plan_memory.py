@@ -19,11 +19,14 @@ def held_bytes(plan: PipelinePlan, model: ModelCost, ranks: int) -> list[float]:
         most = max(group.micro_batches)
         for stage, rank in enumerate(group.ranks):
             first, end = group.cuts[stage : stage + 2]
-            parts = [*model.layers[first:end], *((model.before, model.head) if stage == 0 else ())]
-            kept = sum(part.activation_bytes for part in parts)
+            own = model.layers[first:end]
+            state, kept = sum(layer.state_bytes for layer in own), sum(layer.activation_bytes for layer in own)
             if stage > 0:
                 kept += model.layers[first - 1].output_bytes
-            held[rank] = sum(part.state_bytes for part in parts) + group.depths[stage] * most * kept
+            else:  # the head keeps what it does of one micro-batch at a time
+                state += model.before.state_bytes + model.head.state_bytes + most * model.head.activation_bytes
+                kept += model.before.activation_bytes
+            held[rank] = state + group.depths[stage] * most * kept
     return held
 
 
