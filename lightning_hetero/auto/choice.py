@@ -26,11 +26,13 @@ class Choice:
         engine: its name.
         line: which and why, for people.
         plan: what it was chosen from; None: nothing was measured.
+        failed: the trial failed.
     """
 
     engine: ChosenName
     line: str
     plan: Plan | None = None
+    failed: bool = False
 
 
 def choose(setup: Setup, engines: Sequence[ChosenName], refused: Mapping[str, str]) -> Choice:
@@ -63,7 +65,9 @@ def choose(setup: Setup, engines: Sequence[ChosenName], refused: Mapping[str, st
     return Choice(engine=chosen.engine, line=f"hetero_auto takes {found.verdict}{without}", plan=found)
 
 
-def without_measuring(engines: Sequence[ChosenName], refused: Mapping[str, str], why: str) -> Choice:
+def without_measuring(
+    engines: Sequence[ChosenName], refused: Mapping[str, str], why: str, *, failed: bool = False
+) -> Choice:
     """Returns the first of ``engines`` that trains this module, where nothing could be measured.
 
     Raises:
@@ -71,7 +75,7 @@ def without_measuring(engines: Sequence[ChosenName], refused: Mapping[str, str],
     """
     for name in engines:
         if name not in refused:
-            return Choice(engine=name, line=f"hetero_auto takes hetero_{name} without a warm-up: {why}")
+            return Choice(engine=name, line=f"hetero_auto takes hetero_{name} without a warm-up: {why}", failed=failed)
     _refuse(refused)
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
-import torch
+from lightning.fabric.utilities.rank_zero import rank_zero_warn
 from lightning.pytorch.plugins.precision import HalfPrecision
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
@@ -28,6 +28,8 @@ from lightning_hetero.glue.run import EngineRun, gloo_group
 from lightning_hetero.glue.setup import CHECKPOINT_KEY
 from lightning_hetero.glue.strategy import HeteroStrategy
 from lightning_hetero.lightning_compat.strategies import TolerantDDPStrategy, follow, hand_over
+from lightning_hetero.measure.device import device_of
+from lightning_hetero.pipeline.fit.plan.planning import carried_by
 from lightning_hetero.pipeline.strategy import HeteroPipelineStrategy
 from lightning_hetero.plan.setup import Setup
 from lightning_hetero.stale.strategy import BoundedStalenessStrategy
@@ -147,12 +149,11 @@ class AutoStrategy(HeteroStrategy[EngineRun[Any]], TolerantDDPStrategy):
         with isolate_rng():  # what is drawn from here on is what it would be without a warm-up
             refused = self._refused(module)
             self.choice = self._choice(trainer, module, refused)
-            rank_zero_info(self.choice.line)
+            (rank_zero_warn if self.choice.failed else rank_zero_info)(self.choice.line)
             engine = self._made(self.choice.engine, self._given)
             if self.choice.engine == "pipeline":  # which moves what each rank holds by itself
                 module.cpu()
-                if self.root_device.type == "cuda":
-                    torch.cuda.empty_cache()
+                device_of(self.root_device).empty_cache()
             hand_over(trainer, self, engine)
             self._chosen = engine
             engine.setup_environment()
@@ -208,14 +209,17 @@ class AutoStrategy(HeteroStrategy[EngineRun[Any]], TolerantDDPStrategy):
             channel=channel,
             global_batch=batch,
             scenario=self._scenario,
+            carried=carried_by(self),
             layers="pipeline" in able,
             budget_s=self.warm_up_s,
         )
         try:
             return self._agreed(channel, warm_up.measure(), refused)
         except RuntimeError as error:
-            first = ("pipeline", *self.engines) if "OutOfMemoryError" in str(error) else self.engines
-            return without_measuring([name for name in first if name in self.engines], refused, str(error))
+            left = self.engines
+            if "OutOfMemoryError" in str(error) and "pipeline" in left:
+                left = ("pipeline", *left)
+            return without_measuring(left, refused, str(error), failed=True)
 
     def _agreed(self, channel: SideChannel, setup: Setup, refused: Mapping[str, str]) -> Choice:
         """Returns rank 0's choice: others may round otherwise."""

@@ -19,11 +19,17 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+from lightning.fabric.utilities.rank_zero import rank_zero_warn
 
 from lightning_hetero.cluster.spec import override_cluster
 from lightning_hetero.emulate.scenario import Scenario
+from lightning_hetero.measure.device import device_of
 from lightning_hetero.measure.probe import probe_cluster
+from lightning_hetero.pipeline.decide.direct_links import MOST_COMMUNICATORS
+from lightning_hetero.pipeline.fit.plan.planning import Carried
 from lightning_hetero.pipeline.fit.plan.rehearsal import Rehearsal, measure_model, measure_series
+from lightning_hetero.pipeline.runtime.measure.around_backbone import NeverCalledError
+from lightning_hetero.pipeline.runtime.step.layer_calls.chain import NotAChainError
 from lightning_hetero.pipeline.runtime.step.undivided import Undivided, find_layers, undivided
 from lightning_hetero.plan.setup import Setup, whole_step
 from lightning_hetero.transport.side_channel import SideChannel
@@ -54,6 +60,7 @@ class WarmUp:
         channel: of all ranks.
         global_batch: samples of all ranks per update.
         scenario: emulation in force.
+        carried: what training carries messages with, and computes in.
         layers: whether the layers are to be measured, too, where that may be of use.
         budget_s: aimed-at time of the series [s].
     """
@@ -66,6 +73,7 @@ class WarmUp:
     channel: SideChannel
     global_batch: int
     scenario: Scenario | None
+    carried: Carried
     layers: bool
     budget_s: float
 
@@ -153,15 +161,21 @@ class WarmUp:
             dist.barrier(self.channel.group)
             began_s = time.perf_counter()
             dist.all_reduce(data)
-            if data.is_cuda:
-                torch.cuda.synchronize(data.device)
+            device_of(data.device).synchronize()
             times_s.append(time.perf_counter() - began_s)
         return float(max(self.channel.all_gather_object(median(times_s[1:]))))
 
     def _cluster(self, speeds: list[float]) -> Cluster:
         """Returns the devices and links, with the speeds that the user's step shows."""
         level = [1.0 if abs(speed - 1.0) < _LEVEL else speed for speed in speeds]
-        return override_cluster(probe_cluster(self.channel.group, self.device), speeds=level)
+        probed = probe_cluster(
+            self.channel.group,
+            self.device,
+            direct=self.carried.direct,
+            communicators=MOST_COMMUNICATORS,
+            dtype=self.carried.dtype,
+        )
+        return override_cluster(probed, speeds=level)
 
     def _by_layers(self, whole: ModelCost) -> ModelCost:
         """Returns the costs by layer, from rank 0; as a whole, where layers are not known or cannot be measured."""
@@ -170,8 +184,11 @@ class WarmUp:
             try:
                 rehearsal = self._rehearsal(divided=True)
                 found = None if isinstance(rehearsal.backbone, Undivided) else self._measured(rehearsal)
-            except Exception:  # a module may be one that cannot be divided in many ways; then it is not
+            except (NotAChainError, NeverCalledError):
                 found = None
+            except Exception as error:
+                said = f"{type(error).__name__}: {error}"
+                rank_zero_warn(f"hetero_auto leaves out hetero_pipeline: rank 0 could not measure the layers: {said}")
         return self.channel.all_gather_object(found)[0] or whole
 
 

@@ -16,6 +16,7 @@ import os
 import platform
 import shutil
 import socket
+import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
@@ -34,6 +35,7 @@ from lightning_hetero.cli.probe import probe_machine
 from lightning_hetero.doctor.facts import DeviceFacts, Facts, Package
 from lightning_hetero.doctor.finding import findings_text, worst
 from lightning_hetero.doctor.training import examine
+from lightning_hetero.measure.device import accelerators, device_of, wheel_architectures
 from lightning_hetero.plan.planner import plan
 from lightning_hetero.plan.setup import Setup
 
@@ -52,12 +54,14 @@ def find_out(asked: argparse.Namespace) -> Facts:
     """Returns the facts, the probe's and the module's included as far as they were asked for."""
     environ = {name: os.environ[name] for name in _ENVIRON if name in os.environ}
     total, free = (float(n) for n in shutil.disk_usage(_MEMORY)[::2]) if _MEMORY.is_dir() else (None, None)
+    devices, problem = _gpus() if asked.accelerator != "cpu" else ((), "")
     facts = Facts(
         system=platform.system(),
         packages=tuple(_packages()),
-        devices=tuple(_gpus()) if asked.accelerator != "cpu" else (),
+        devices=devices,
+        devices_problem=problem,
         cuda=torch.version.cuda,
-        arch_list=tuple(torch.cuda.get_arch_list()) if torch.version.cuda else (),
+        arch_list=wheel_architectures(),
         cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
         shm_bytes=total,
         shm_free_bytes=free,
@@ -72,7 +76,8 @@ def find_out(asked: argparse.Namespace) -> Facts:
     )
     if asked.probe:
         try:
-            facts = replace(facts, cluster=probe_machine(devices=asked.devices, accelerator=asked.accelerator))
+            cluster, backend = probe_machine(devices=asked.devices, accelerator=asked.accelerator)
+            facts = replace(facts, cluster=cluster, links_by=backend)
         except (RuntimeError, ValueError) as error:
             facts = replace(facts, probe_problem=f"the probe failed: {error}")
     return facts if asked.module is None else _with_module(facts, asked)
@@ -136,17 +141,41 @@ def _version_of(name: str) -> str | None:
         return None
 
 
-def _gpus() -> list[DeviceFacts]:
-    found: list[DeviceFacts] = []
-    for index in range(torch.cuda.device_count()):
-        known = torch.cuda.get_device_properties(index)
-        free, total = torch.cuda.mem_get_info(index)
-        found.append(
+def _gpus() -> tuple[tuple[DeviceFacts, ...], str]:
+    """Returns the GPUs, and why not.
+
+    Torch is asked nothing that takes a card's memory, of which there may be none left: what is free nvidia-smi knows.
+    """
+    try:
+        seen = [device_of(device) for device in accelerators()]
+        free = _free_bytes() if seen else {}
+        found = [
             DeviceFacts(
-                name=known.name, capability=(known.major, known.minor), mem_bytes=float(total), free_bytes=float(free)
+                name=on.name(),
+                capability=on.capability(),
+                mem_bytes=on.total_bytes(),
+                free_bytes=free.get(on.identity().removeprefix("GPU-")),
+                identity=on.identity(),
+                computes_bfloat16=on.computes_bfloat16(),
             )
-        )
-    return found
+            for on in seen
+        ]
+    except RuntimeError as error:
+        return (), str(error).strip().splitlines()[0]
+    return tuple(found), ""
+
+
+def _free_bytes() -> dict[str, float]:
+    """Returns the free memory of NVIDIA's cards, by what tells them from others."""
+    command = ["nvidia-smi", "--query-gpu=uuid,memory.free", "--format=csv,noheader,nounits"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=20.0)
+    except (OSError, subprocess.TimeoutExpired):
+        return {}
+    rows = (line.rpartition(",") for line in done.stdout.splitlines())
+    return {
+        uuid.strip().removeprefix("GPU-"): float(free) * 2.0**20 for uuid, _, free in rows if free.strip().isdigit()
+    }
 
 
 def _has_backend(name: str) -> bool:

@@ -23,6 +23,7 @@ from lightning_hetero.cli.probe import probe_machine
 from lightning_hetero.cli.summary import format_table
 from lightning_hetero.cluster.describe import describe_cluster
 from lightning_hetero.cluster.units import as_number, bytes_text
+from lightning_hetero.glue.precision import trained_dtype
 from lightning_hetero.pipeline.fit.plan.planning import read_cluster
 from lightning_hetero.plan.estimate import Estimate
 from lightning_hetero.plan.formula import model_from_formula
@@ -86,7 +87,8 @@ def _modelled(given: Mapping[str, Any]) -> tuple[Setup, list[str]]:
     else:
         model = model_from_formula(given["formula"])
         notes.append(f"costs by formula: {len(model.layers)} layers, {bytes_text(_state_bytes(model))} of state")
-    cluster = _cluster(given)
+    cluster, measured = _cluster(given)
+    notes += measured
     batch = given.get("global_batch")
     if batch is None and per_device is None:
         raise ValueError(
@@ -96,12 +98,17 @@ def _modelled(given: Mapping[str, Any]) -> tuple[Setup, list[str]]:
     return Setup(cluster=cluster, model=model, global_batch=batch, spans=spans), notes
 
 
-def _cluster(given: Mapping[str, Any]) -> Cluster:
+def _cluster(given: Mapping[str, Any]) -> tuple[Cluster, list[str]]:
     spec = (given.get("cluster") or {}).get("spec", "probe")
     cluster = read_cluster(spec)
     if isinstance(cluster, Cluster):
-        return cluster
-    return probe_machine(devices=given.get("devices"), accelerator=str(given.get("accelerator", "auto")))
+        return cluster, []
+    cluster, backend = probe_machine(
+        devices=given.get("devices"),
+        accelerator=str(given.get("accelerator", "auto")),
+        dtype=trained_dtype(given.get("precision", "32-true")),
+    )
+    return cluster, [f"links measured here, by {backend}"]
 
 
 def _adjusted(setup: Setup, given: Mapping[str, Any]) -> Setup:

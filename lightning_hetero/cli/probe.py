@@ -7,9 +7,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from lightning_hetero.cli.ranks import as_rank, device_of_rank, on_ranks
+from lightning_hetero.cli.ranks import as_rank, backend_of, device_of_rank, on_ranks
 from lightning_hetero.cluster.spec import cluster_from_plain, cluster_to_plain
+from lightning_hetero.measure.device import accelerators
 from lightning_hetero.measure.probe import probe_cluster
+from lightning_hetero.pipeline.decide.direct_links import MOST_COMMUNICATORS
 from lightning_hetero.types import Cluster
 
 __all__ = ["probe_machine"]
@@ -17,18 +19,21 @@ __all__ = ["probe_machine"]
 _CPU_RANKS = 2  # where nothing tells how many
 
 
-def probe_machine(*, devices: int | None = None, accelerator: str = "auto") -> Cluster:
-    """Returns speeds, free memory and links of this machine's devices; takes some seconds to start.
+def probe_machine(
+    *, devices: int | None = None, accelerator: str = "auto", dtype: torch.dtype = torch.float32
+) -> tuple[Cluster, str]:
+    """Returns speeds, memory and links of this machine's devices, and the links' backend; takes some seconds to start.
 
     Args:
         devices: how many; None: all GPUs, or two processes on a machine without.
         accelerator: ``"cpu"``, ``"gpu"``, or ``"auto"``: GPUs where there are any.
+        dtype: of the speeds.
 
     Raises:
         ValueError: more devices than there are, or no GPU where one is asked for.
         RuntimeError: a rank failed.
     """
-    gpus = torch.cuda.device_count() if accelerator != "cpu" else 0
+    gpus = len(accelerators()) if accelerator != "cpu" else 0
     if accelerator not in ("auto", "cpu", "gpu"):
         raise ValueError(f"accelerator={accelerator!r} must be 'auto', 'cpu' or 'gpu'")
     if accelerator == "gpu" and not gpus:
@@ -37,13 +42,23 @@ def probe_machine(*, devices: int | None = None, accelerator: str = "auto") -> C
         raise ValueError(f"devices={devices} must be 1 to {gpus or 'as many processes as you like'}")
     count = devices or gpus or _CPU_RANKS
     kind = "gpu" if gpus else "cpu"
-    return cluster_from_plain(on_ranks("lightning_hetero.cli.probe", count, {"accelerator": kind}))
+    setting = {"accelerator": kind, "dtype": str(dtype).removeprefix("torch.")}
+    found = on_ranks("lightning_hetero.cli.probe", count, setting)
+    return cluster_from_plain(found["cluster"]), found["backend"]
 
 
 def _probe(setting: dict[str, Any]) -> dict[str, Any]:
-    world = dist.group.WORLD
+    world, device = dist.group.WORLD, device_of_rank(setting["accelerator"])
     assert world is not None
-    return cluster_to_plain(probe_cluster(world, device_of_rank(setting["accelerator"])))
+    backend = backend_of(device)
+    cluster = probe_cluster(
+        world,
+        device,
+        direct="" if backend == "gloo" else backend,
+        communicators=MOST_COMMUNICATORS,
+        dtype=getattr(torch, setting["dtype"]),
+    )
+    return {"cluster": cluster_to_plain(cluster), "backend": backend}
 
 
 if __name__ == "__main__":

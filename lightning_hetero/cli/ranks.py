@@ -16,7 +16,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-__all__ = ["as_rank", "device_of_rank", "on_ranks"]
+from lightning_hetero.measure.device import accelerators, device_of
+
+__all__ = ["as_rank", "backend_of", "device_of_rank", "on_ranks"]
 
 _TAIL = 1500  # characters of a failed program's output that say why
 
@@ -59,9 +61,8 @@ def as_rank(find: Callable[[dict[str, Any]], Any]) -> None:
     for name in ("lightning.pytorch", "lightning.fabric"):
         logging.getLogger(name).setLevel(logging.ERROR)
     device = device_of_rank(setting.get("accelerator", "cpu"))
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-    dist.init_process_group("nccl" if device.type == "cuda" and dist.is_nccl_available() else "gloo")
+    device_of(device).make_current()
+    dist.init_process_group(backend_of(device))
     try:
         found = find(setting)
         if dist.get_rank() == 0:
@@ -73,6 +74,11 @@ def as_rank(find: Callable[[dict[str, Any]], Any]) -> None:
 
 def device_of_rank(accelerator: str) -> torch.device:
     """Returns this process's device, by its local rank."""
-    if accelerator == "cpu" or not torch.cuda.is_available():
-        return torch.device("cpu")
-    return torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
+    there = [] if accelerator == "cpu" else accelerators()
+    return there[int(os.environ.get("LOCAL_RANK", 0))] if there else torch.device("cpu")
+
+
+def backend_of(device: torch.device) -> str:
+    """Returns torch's backend for ranks on such devices, as the Trainer takes it; gloo, where the wheel has it not."""
+    backend = dist.Backend.default_device_backend_map.get(device.type, "gloo")
+    return backend if dist.is_backend_available(backend) else "gloo"

@@ -35,14 +35,19 @@ class DeviceFacts:
 
     Attributes:
         name: e.g. ``"NVIDIA GeForce RTX 3080"``.
-        capability: of CUDA, e.g. (8, 6).
-        mem_bytes, free_bytes: of its memory.
+        capability: of CUDA, e.g. (8, 6); None: it is no card of NVIDIA's.
+        mem_bytes: of its memory.
+        free_bytes: of it; None: nothing tells.
+        identity: that no other device has; empty: nothing tells.
+        computes_bfloat16: and does not emulate it.
     """
 
     name: str
-    capability: tuple[int, int]
+    capability: tuple[int, int] | None
     mem_bytes: float
-    free_bytes: float
+    free_bytes: float | None = None
+    identity: str = ""
+    computes_bfloat16: bool = True
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -68,6 +73,7 @@ class Facts:
         system: e.g. ``"Linux"``.
         packages: needed ones.
         devices: GPUs, in the order in which ranks get them.
+        devices_problem: why torch does not tell of them.
         cuda: version of CUDA that torch's wheel was built for; None: a wheel for CPUs.
         arch_list: architectures in the wheel, e.g. ``("sm_80", "compute_90")``.
         cores: processors that this process may use.
@@ -79,6 +85,7 @@ class Facts:
         free_ports: MASTER_PORT -> whether this machine can listen there.
         environ: variables that decide about ranks, rendezvous and devices.
         cluster: of the probe; None: it was not made.
+        links_by: backend that its links were measured with.
         probe_problem: why not.
         devices_wanted, nodes_wanted: of the Trainer; None: not said.
         param_bytes: of the module; 0: none was given.
@@ -91,6 +98,7 @@ class Facts:
     system: str = "Linux"
     packages: tuple[Package, ...] = ()
     devices: tuple[DeviceFacts, ...] = ()
+    devices_problem: str = ""
     cuda: str | None = None
     arch_list: tuple[str, ...] = ()
     cores: int = 1
@@ -103,6 +111,7 @@ class Facts:
     free_ports: Mapping[str, bool] = field(default_factory=dict[str, bool])
     environ: Mapping[str, str] = field(default_factory=dict[str, str])
     cluster: Cluster | None = None
+    links_by: str = ""
     probe_problem: str = ""
     devices_wanted: int | None = None
     nodes_wanted: int | None = None

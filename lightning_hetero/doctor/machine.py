@@ -40,6 +40,10 @@ def versions(facts: Facts) -> list[Finding]:
 def device_order(facts: Facts) -> list[Finding]:
     """Which rank gets which device."""
     check = "device order"
+    if facts.devices_problem:
+        text = f"torch does not get at the GPUs: {facts.devices_problem}"
+        advice = "look at nvidia-smi, the driver and CUDA_VISIBLE_DEVICES; --accelerator cpu leaves GPUs out"
+        return [Finding(check=check, level="fail", text=text, advice=advice)]
     if not facts.devices:
         text = f"no GPU: ranks are processes on {facts.cores} cores"
         return [Finding(check=check, level="ok", text=text)]
@@ -60,23 +64,24 @@ def device_order(facts: Facts) -> list[Finding]:
 def architectures(facts: Facts) -> list[Finding]:
     """Whether torch's wheel holds code for every card."""
     check = "CUDA architectures"
-    if not facts.devices:
+    cards = [(rank, device, device.capability) for rank, device in enumerate(facts.devices) if device.capability]
+    if not cards:
         return []
     if facts.cuda is None:
         text = "there are GPUs, and torch's wheel is one for CPUs"
         return [
             Finding(check=check, level="fail", text=text, advice="install a CUDA wheel of torch, see pytorch.org")
         ]
-    found = [_architecture(rank, device, facts) for rank, device in enumerate(facts.devices)]
+    found = [_architecture(rank, device, version, facts) for rank, device, version in cards]
     bad = [finding for finding in found if finding.level != "ok"]
     if bad:
         return bad
-    kinds = ", ".join(sorted({f"sm_{a}{b}" for a, b in (device.capability for device in facts.devices)}))
+    kinds = ", ".join(sorted({f"sm_{a}{b}" for _, _, (a, b) in cards}))
     return [Finding(check=check, level="ok", text=f"the wheel for CUDA {facts.cuda} has code for {kinds}")]
 
 
-def _architecture(rank: int, device: DeviceFacts, facts: Facts) -> Finding:
-    check, major, minor = "CUDA architectures", *device.capability
+def _architecture(rank: int, device: DeviceFacts, capability: tuple[int, int], facts: Facts) -> Finding:
+    check, (major, minor) = "CUDA architectures", capability
     binary = [(int(m[1]), int(m[2])) for a in facts.arch_list if (m := re.fullmatch(r"sm_(\d+)(\d)[af]?", a))]
     source = [(int(m[1]), int(m[2])) for a in facts.arch_list if (m := re.fullmatch(r"compute_(\d+)(\d)[af]?", a))]
     name = f"rank {rank} ({device.name}, sm_{major}{minor})"
@@ -98,6 +103,29 @@ def _architecture(rank: int, device: DeviceFacts, facts: Facts) -> Finding:
         text=f"{name}: the wheel for CUDA {facts.cuda} has no code for it ({has})",
         advice=f"install {wheel} of torch that has it, or leave the card out with CUDA_VISIBLE_DEVICES",
     )
+
+
+def bfloat16(facts: Facts) -> list[Finding]:
+    """Whether a card only emulates bfloat16."""
+    without = [f"rank {rank} ({d.name})" for rank, d in enumerate(facts.devices) if not d.computes_bfloat16]
+    if not without:
+        return []
+    text = f"{', '.join(without)}: bfloat16 is emulated there, many times slower, and all ranks wait for it"
+    advice = "train with precision='16-mixed' or '32-true', not with bf16"
+    return [Finding(check="bfloat16", level="warn", text=text, advice=advice)]
+
+
+def instances(facts: Facts) -> list[Finding]:
+    """Whether cards are divided into instances."""
+    divided = [f"rank {rank} ({device.name})" for rank, device in enumerate(facts.devices) if " MIG " in device.name]
+    if not divided:
+        return []
+    text = f"{', '.join(divided)}: an instance of a divided card; a process sees one, and NCCL joins no two of a card"
+    advice = (
+        "start a process for each instance with CUDA_VISIBLE_DEVICES=MIG-..., and set process_group_backend='gloo'; or"
+        " switch MIG off"
+    )
+    return [Finding(check="MIG", level="warn", text=text, advice=advice)]
 
 
 def shared_memory(facts: Facts) -> list[Finding]:
@@ -216,18 +244,18 @@ def memory(facts: Facts) -> list[Finding]:
     """How much memory training may use."""
     found: list[Finding] = []
     for rank, device in enumerate(facts.devices):
-        if device.free_bytes < 0.8 * device.mem_bytes:
+        if device.free_bytes is not None and device.free_bytes < 0.8 * device.mem_bytes:
             held = bytes_text(device.mem_bytes - device.free_bytes)
             found.append(
                 Finding(
                     check="memory",
                     level="warn",
                     text=f"rank {rank} ({device.name}): {held} of {bytes_text(device.mem_bytes)} are taken already",
-                    advice="nvidia-smi shows by whom; plans count with what is free",
+                    advice="nvidia-smi shows by whom; plans count with what is free, less a reserve",
                 )
             )
     if not found and facts.devices:
-        free = ", ".join(bytes_text(device.free_bytes) for device in facts.devices)
+        free = ", ".join("not known" if d.free_bytes is None else bytes_text(d.free_bytes) for d in facts.devices)
         found.append(Finding(check="memory", level="ok", text=f"free by rank: {free}"))
     return found
 
@@ -240,7 +268,7 @@ def links(facts: Facts) -> list[Finding]:
     n = len(cluster.devices)
     rates = {(a, b): cluster.links[a][b].bandwidth_bytes_per_s for a in range(n) for b in range(n) if a != b}
     slowest, fastest = min(rates, key=rates.__getitem__), max(rates.values())
-    text = f"{rate_text(rates[slowest])} to {rate_text(fastest)}"
+    text = f"{rate_text(rates[slowest])} to {rate_text(fastest)}{facts.links_by and f', by {facts.links_by}'}"
     if fastest > _SLOW_LINK * rates[slowest]:
         a, b = slowest
         ends = f"from rank {a} ({cluster.devices[a].name}) to rank {b} ({cluster.devices[b].name})"
@@ -272,16 +300,25 @@ def cores(facts: Facts) -> list[Finding]:
 
 def same_names(facts: Facts) -> list[Finding]:
     """Whether a device was given to two ranks."""
+    check, found = "device order", list[Finding]()
     visible = facts.environ.get("CUDA_VISIBLE_DEVICES", "")
     repeated = [name for name, count in Counter(filter(None, visible.split(","))).items() if count > 1]
-    if not repeated:
-        return []
-    text = f"CUDA_VISIBLE_DEVICES={visible} names {', '.join(repeated)} twice"
-    return [Finding(check="device order", level="fail", text=text, advice="name each device once")]
+    if repeated:
+        text = f"CUDA_VISIBLE_DEVICES={visible} names {', '.join(repeated)} twice"
+        found.append(Finding(check=check, level="fail", text=text, advice="name each device once"))
+    local = int(facts.environ.get("LOCAL_WORLD_SIZE", "0") or 0)
+    if local > len(facts.devices) > 0:
+        text = f"of {local} ranks on this node this one sees {len(facts.devices)} GPUs: NCCL joins no two ranks on one"
+        advice = (
+            "fine if each rank sees another GPU; else start as many as there are GPUs, or share them with"
+            " process_group_backend='gloo', see docs/reference/gpu.md"
+        )
+        found.append(Finding(check=check, level="warn", text=text, advice=advice))
+    return found
 
 
 MACHINE_CHECKS = (
-    versions, device_order, same_names, architectures, memory, shared_memory, fork, backends, rendezvous, cores, speeds,
-    links,
+    versions, device_order, same_names, instances, architectures, bfloat16, memory, shared_memory, fork, backends,
+    rendezvous, cores, speeds, links,
 )  # fmt: skip
 """In the order in which people read them."""

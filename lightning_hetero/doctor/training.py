@@ -23,7 +23,7 @@ def world_size(facts: Facts) -> list[Finding]:
     found: list[Finding] = []
     if wanted is not None and facts.devices and wanted > len(facts.devices):
         text = f"devices={wanted}, but this machine shows {len(facts.devices)} GPUs"
-        advice = "lower devices, or look at CUDA_VISIBLE_DEVICES"
+        advice = "lower devices, or look at CUDA_VISIBLE_DEVICES; a GPU for two ranks takes gloo, docs/reference/gpu.md"
         found.append(Finding(check=check, level="fail", text=text, advice=advice))
     local = environ.get("LOCAL_WORLD_SIZE")
     if local is not None and wanted is not None and int(local) != wanted:

@@ -30,6 +30,7 @@ from lightning_hetero.glue.gathered import gather_unequal
 from lightning_hetero.glue.loaders import SharedSettings
 from lightning_hetero.glue.nodes import UnevenNodesStrategy
 from lightning_hetero.glue.one_device import OneDeviceFit
+from lightning_hetero.glue.precision import warn_of_emulation
 from lightning_hetero.glue.refusals import Refusals
 from lightning_hetero.glue.run import EngineRun
 from lightning_hetero.glue.setup import CHECKPOINT_KEY, has_monitor, register
@@ -192,6 +193,8 @@ class HeteroStrategy(UnevenNodesStrategy, Reporting, Generic[Run]):
         if trainer is None or self._run is not None or self._one_device is not None:
             return
         fitting = trainer.state.fn == TrainerFn.FITTING
+        if fitting:
+            warn_of_emulation(self.precision_plugin, self.root_device, self.global_rank)
         if self.world_size == 1:
             if fitting:
                 self._begin_on_one_device(trainer)

@@ -28,6 +28,11 @@ __all__ = [
     "is_out_of_memory",
     "no_device_in_this_process",
     "page_locked",
+    "accelerators",
+    "device_of",
+    "is_out_of_memory",
+    "no_device_in_this_process",
+    "wheel_architectures",
 ]
 
 # What is printed if memory is short and no torch.OutOfMemoryError tells. NOT_INITIALIZED and INTERNAL_ERROR may mean
@@ -207,6 +212,10 @@ class Device:
         """Returns the floating dtype of most bits that it computes with."""
         return torch.float64
 
+    def capability(self) -> tuple[int, int] | None:
+        """Returns what CUDA says a card of NVIDIA's can do, e.g. (8, 6); None: it is none."""
+        return None
+
     def tensor_cores(self) -> bool:
         """Whether matrix products of half precision are faster in tiles of eight."""
         return False
@@ -271,7 +280,9 @@ class Accelerator(Device):
         return put
 
     def total_bytes(self) -> float:
-        return float(self._torch.mem_get_info(self.device)[1])
+        return float(
+            self._torch.get_device_properties(self.device).total_memory
+        )  # takes none, as asking for more does
 
     def free_bytes(self) -> float:
         free, _ = self._torch.mem_get_info(self.device)
@@ -321,15 +332,14 @@ class Cuda(Accelerator):
     def _event(self, timing: bool) -> Any:
         return self._torch.Event(enable_timing=timing, blocking=True)  # else who waits keeps a processor busy
 
-    def _capability(self) -> tuple[int, int]:
-        return self._torch.get_device_capability(self.device)
+    def capability(self) -> tuple[int, int] | None:
+        return None if torch.version.hip else self._torch.get_device_capability(self.device)
 
     def tensor_cores(self) -> bool:
-        return self._capability() >= (7, 0)
+        return (self.capability() or (7, 0)) >= (7, 0)
 
     def computes_bfloat16(self) -> bool:
-        # Not is_bf16_supported(), which counts emulation.
-        return torch.version.hip is not None or self._capability() >= (8, 0)
+        return (self.capability() or (8, 0)) >= (8, 0)  # not is_bf16_supported(), which counts emulation
 
     def page_lock(self, address: int, size: int) -> Callable[[], None] | None:
         runtime = self._torch.cudart()
@@ -455,6 +465,21 @@ def autocast_kinds() -> tuple[str, ...]:
     """Returns the types of devices whose autocast a script may set: CUDA's also on machines without."""
     known = _accelerator()
     return tuple(dict.fromkeys(["cpu", "cuda", *([] if known is None else [known.type])]))
+
+
+def accelerators() -> list[torch.device]:
+    """Returns the accelerators that this process sees."""
+    kind = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    return (
+        []
+        if kind is None
+        else [torch.device(kind.type, index) for index in range(torch.accelerator.device_count())]
+    )
+
+
+def wheel_architectures() -> tuple[str, ...]:
+    """Returns for which of CUDA's architectures torch's wheel has code, e.g. ``("sm_80", "compute_90")``."""
+    return tuple(torch.cuda.get_arch_list()) if torch.version.cuda else ()
 
 
 def is_out_of_memory(error: BaseException) -> bool:

@@ -6,9 +6,8 @@
 per byte). It ranks devices; what a layer costs ``pipeline.runtime.measure`` tells. All ranks measure at the same
 time, since they will also train at the same time: processes that share a device see their share of it.
 
-*Link* from a to b: a sends, b confirms with one byte, a reads its clock. One byte takes two latencies, a large message
-takes its transfer more; the line through both gives ``latency_s`` (half of the fixed part: clocks of two hosts cannot
-be compared, so a latency is the same in both directions) and ``bandwidth_bytes_per_s`` (of this direction alone).
+*Links* are measured with what will carry the messages, see `LinkProbe`: the backend of the devices' memory (NCCL) if
+ranks will send one another from device to device, else the group.
 
 Noise must not become structure: devices of the same kind whose speeds differ by less than 5 % are taken for equal, and
 so are the links between the same two hosts; among the GPUs of one host, those that differ by less than 25 %.
@@ -19,34 +18,32 @@ from __future__ import annotations
 import math
 import platform
 import time
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
+from lightning_hetero.cluster.memory import budget_bytes
 from lightning_hetero.cluster.pairing import Pair, complete_links, level, meetings
 from lightning_hetero.cluster.spec import cluster_from_plain, cluster_to_plain, override_cluster
 from lightning_hetero.measure import cache
+from lightning_hetero.measure.device import device_of
+from lightning_hetero.measure.link_probe import LinkProbe
 from lightning_hetero.measure.timer import Timer
-from lightning_hetero.solvers.fit import fit_affine
 from lightning_hetero.types import Cluster, Device, Link
 
-__all__ = ["free_memory_bytes", "measure_speed", "probe_cluster", "probe_key"]
+__all__ = ["measure_speed", "probe_cluster", "probe_key"]
 
-VERSION = 1  # of the procedure; part of the cache's key
+VERSION = 2  # of the procedure; part of the cache's key
 CACHE_KIND = "cluster"
 
 _FLOP, _TRAFFIC_BYTES = 1e9, 5e7  # what "speed" is the inverse of the time of
 _SPEED_PART = 0.3  # of the budget; the rest goes to the links
-_REPEATS = 6
-_SMALL_BYTES = 1
-_FIRST_BYTES = 1 << 16  # grows from here until a message takes its part of the budget
-_MOST_BYTES = {"cpu": 1 << 22, "cuda": 1 << 26}
+_MOST_SIDE, _PRODUCT_PART = 4096, 0.05  # of matrices on accelerators; of the speed's budget that a product takes
 _LEAST_LINK_S = 0.004  # a direction's part of the budget, however many ranks there are
 
 
@@ -56,6 +53,8 @@ def probe_cluster(
     *,
     given: Cluster | None = None,
     mem_bytes: float | None = None,
+    direct: str = "",
+    communicators: int = 0,
     dtype: torch.dtype = torch.float32,
     reference_rank: int = 0,
     budget_s: float = 0.4,
@@ -72,10 +71,13 @@ def probe_cluster(
     group that training will use pays that once.
 
     Args:
-        group: the ranks in question; with gloo and CUDA devices, copies to and from the host count for the links.
+        group: the ranks in question; with gloo and accelerators, copies to and from the host count for the links.
         device: this rank's.
         given: used in place of measuring anything, e.g. an emulated cluster.
-        mem_bytes: this rank may use no more than this, whatever is free [bytes]; ``None``: what is free.
+        mem_bytes: this rank may use no more than this, whatever `budget_bytes` makes of what is free [bytes].
+        direct: backend of messages from device to device, e.g. ``nccl``, the same on all ranks, which are then all of
+            the default group's; of use if each has a device to itself. Empty: the group carries what is sent.
+        communicators: of ``direct`` that training will have on a rank; what one takes of its memory is measured.
         dtype: in which the speed is measured; what will be trained in.
         reference_rank: the device of speed 1, on which layers are profiled.
         budget_s: aimed-at length of the measurement [s].
@@ -109,24 +111,35 @@ def probe_cluster(
     if mem_bytes is not None and not mem_bytes > 0.0:
         raise ValueError(f"mem_bytes={mem_bytes!r} must be > 0 (bytes), or None for what is free")
     probe = _Probe(group, device, dtype, budget_s, clock)
-    facts: list[dict[str, Any]] = probe.gather(probe.facts(mem_bytes))
-    memory = [math.inf if fact["mem_bytes"] is None else fact["mem_bytes"] for fact in facts]
-    key = probe_key([(f["host"], f["name"], f["kind"]) for f in facts], backend=probe.backend, dtype=dtype)
-    # The first rank alone looks: files may differ from host to host, and all must agree on what is measured.
-    found = _find(cache_folder, key, now_s, max_age_s, size) if probe.rank == 0 else None
-    found = probe.gather(found)[0]
-    if found is None:
-        speed = probe.speed()
-        links = probe.links(meetings([f["host"] for f in facts]))
-        results: list[tuple[float, dict[Pair, Link]]] = probe.gather((speed, links))
+    facts: list[dict[str, Any]] = probe.gather(probe.facts())
+    places = [(fact["host"], fact["device"]) for fact in facts]
+    apart = bool(direct) and size > 1 and len(set(places)) == size
+    with _direct_group(direct, device) if apart else nullcontext((group, 0.0)) as (carrier, communicator_bytes):
+        budget = budget_bytes(
+            device_of(device).free_bytes(),
+            ranks=places.count(places[probe.rank]),
+            communicators_bytes=communicators * communicator_bytes,
+        )
+        memory: list[float] = probe.gather(min(budget, math.inf if mem_bytes is None else mem_bytes))
+        backend = str(dist.get_backend(carrier))
+        key = probe_key([(f["host"], f["name"], f["kind"]) for f in facts], backend=backend, dtype=dtype)
+        # The first rank alone looks: files may differ from host to host, and all must agree on what is measured.
+        found = _find(cache_folder, key, now_s, max_age_s, size) if probe.rank == 0 else None
+        found = probe.gather(found)[0]
+        results: list[tuple[float, dict[Pair, Link]]] = []
+        if found is None:
+            speed = probe.speed()
+            links = probe.links(meetings([f["host"] for f in facts]), carrier)
+            results = probe.gather((speed, links))
+    if found is not None:
+        cluster = cluster_from_plain(found["cluster"])
+        reference = cluster.devices[reference_rank].speed
+        cluster = override_cluster(cluster, speeds=[d.speed / reference for d in cluster.devices])
+    else:
         cluster = _assemble(facts, results, reference_rank, speed_tolerance, link_tolerance)
         if cache_folder is not None and probe.rank == 0 and math.isfinite(now_s):
             data = {"measured_s": now_s, "reference": reference_rank, "cluster": cluster_to_plain(cluster)}
             cache.save(cache_folder, CACHE_KIND, key, data)
-    else:
-        cluster = cluster_from_plain(found["cluster"])
-        reference = cluster.devices[reference_rank].speed
-        cluster = override_cluster(cluster, speeds=[d.speed / reference for d in cluster.devices])
     return override_cluster(cluster, mem_bytes=memory)
 
 
@@ -135,19 +148,25 @@ def probe_key(ranks: Sequence[tuple[str, str, str]], *, backend: str, dtype: tor
 
     Args:
         ranks: (host, name of the device there, its kind), by rank.
-        backend: of the group, e.g. ``gloo``.
-        dtype: in which the speed is measured.
+        backend: of what carries messages, e.g. ``gloo``.
+        dtype: in which the speed is measured; of float32, what torch may do to be faster counts as well.
     """
-    return cache.key_of([VERSION, [list(rank) for rank in ranks], backend, str(dtype), torch.__version__])
+    how = [str(dtype), torch.get_float32_matmul_precision()]
+    return cache.key_of([VERSION, [list(rank) for rank in ranks], backend, how, torch.__version__])
 
 
-def free_memory_bytes(device: torch.device) -> float:
-    """Returns what training may still use on the device; ``inf`` where nothing tells (CPU) [bytes]."""
-    if device.type != "cuda":
-        return math.inf
-    free, _ = torch.cuda.mem_get_info(device)
-    # What this process's allocator holds without using it is as good as free.
-    return float(free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device))
+@contextmanager
+def _direct_group(backend: str, device: torch.device) -> Iterator[tuple[dist.ProcessGroup, float]]:
+    """Makes a group of all ranks for as long as it is needed; yields what it takes of the device's memory, too."""
+    on = device_of(device)
+    with on.current():
+        before = on.free_bytes()
+        group = dist.new_group(backend=backend)
+        assert isinstance(group, dist.ProcessGroup)
+        dist.all_reduce(torch.zeros(1, device=device), group=group)
+        on.synchronize()
+        yield group, max(0.0, before - on.free_bytes())
+        dist.destroy_process_group(group)
 
 
 def measure_speed(
@@ -167,11 +186,21 @@ def measure_speed(
         budget_s: about how long to measure [s]; at least three repeats are made.
         clock: host clock [s]; injectable for tests.
     """
-    side, length = (4096, 1 << 24) if device.type == "cuda" else (192, 1 << 19)
+    large = device_of(device).asynchronous
+    side, length = (512, 1 << 24) if large else (192, 1 << 19)
     a = torch.ones(side, side, dtype=dtype, device=device)
     x = torch.ones(length, dtype=dtype, device=device)
     product, total = torch.empty_like(a), torch.empty_like(x)
     timer = Timer(device, clock)
+    timer.warm_up(lambda: torch.mm(a, a, out=product))
+    while large and side < _MOST_SIDE:  # else it would be the launch that is timed
+        start = timer.mark()
+        torch.mm(a, a, out=product)
+        if timer.seconds(start, timer.mark()) > _PRODUCT_PART * budget_s:
+            break
+        side *= 2
+        a = torch.ones(side, side, dtype=dtype, device=device)
+        product = torch.empty_like(a)
     products: list[float] = []
     sums: list[float] = []
     end_s, warm_ups = clock() + budget_s, 2
@@ -235,28 +264,19 @@ class _Probe:
     ) -> None:
         self.group, self.device, self.dtype, self.budget_s, self.clock = group, device, dtype, budget_s, clock
         self.rank = dist.get_rank(group)
-        self.backend = str(dist.get_backend(group))
 
-    def facts(self, mem_bytes: float | None) -> dict[str, Any]:
-        """Returns what tells this rank from others, and its memory now (None: no limit)."""
-        device = self.device
-        if device.type == "cuda":
-            index = torch.cuda.current_device() if device.index is None else device.index
-            name, kind = f"cuda:{index}", torch.cuda.get_device_name(device)
-        else:
-            name, kind = f"{device.type}:{self.rank}", f"{platform.machine()}, {torch.get_num_threads()} threads"
-        memory = min(free_memory_bytes(device), math.inf if mem_bytes is None else mem_bytes)
-        return {
-            "host": platform.node(),
-            "name": name,
-            "kind": kind,
-            "mem_bytes": None if memory == math.inf else memory,
-        }
+    def facts(self) -> dict[str, Any]:
+        """Returns what tells this rank from others."""
+        on, number = device_of(self.device), self.rank
+        kind = f"{platform.machine()}, {torch.get_num_threads()} threads"
+        if on.asynchronous:
+            number, kind = self.device.index or 0, on.name()
+        name = f"{self.device.type}:{number}"
+        return {"host": platform.node(), "name": name, "kind": kind, "device": on.identity() or name}
 
     def gather(self, value: Any) -> list[Any]:
         values: list[Any] = [None] * dist.get_world_size(self.group)
-        # NCCL moves objects through the current CUDA device.
-        with torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext():
+        with device_of(self.device).current():  # NCCL moves objects through it
             dist.all_gather_object(values, value, group=self.group)
         return values
 
@@ -265,108 +285,17 @@ class _Probe:
             self.device, dtype=self.dtype, budget_s=_SPEED_PART * self.budget_s, clock=self.clock
         )
 
-    def links(self, rounds: Sequence[Sequence[Pair]]) -> dict[Pair, Link]:
+    def links(self, rounds: Sequence[Sequence[Pair]], carrier: dist.ProcessGroup) -> dict[Pair, Link]:
         """Measures the links from this rank to those it meets; answers those that measure theirs to it."""
         links: dict[Pair, Link] = {}
         part_s = (1.0 - _SPEED_PART) * self.budget_s / max(1, 2 * len(rounds))
         for pairs in rounds:
             for a, b in pairs:
                 if self.rank in (a, b):
-                    wire = _Wire(self.group, b if self.rank == a else a, self.device, self.backend, self.clock)
+                    wire = LinkProbe(carrier, b if self.rank == a else a, self.device, self.clock)
                     for sender in (a, b):
                         if sender != self.rank:
                             wire.answer()
                         else:
                             links[self.rank, wire.peer] = wire.measure(max(part_s, _LEAST_LINK_S))
         return links
-
-
-class _Wire:
-    """Both roles in the measurement of one link. Every message is announced by its size; 0 ends the talk."""
-
-    def __init__(
-        self,
-        group: dist.ProcessGroup,
-        peer: int,
-        device: torch.device,
-        backend: str,
-        clock: Callable[[], float],
-    ) -> None:
-        self.peer = peer
-        self._group, self._clock = group, clock
-        self._peer = dist.get_global_rank(group, peer)
-        self._wire = device if backend == "nccl" else torch.device("cpu")
-        # Gloo cannot send from CUDA memory: a message then passes through pinned host memory at both ends.
-        self._staged = self._wire.type != device.type and device.type == "cuda"
-        self._timer = Timer(device)
-        self._most_bytes = _MOST_BYTES.get(device.type, _MOST_BYTES["cpu"])
-        self._body = torch.zeros(self._most_bytes, dtype=torch.uint8, device=self._wire, pin_memory=self._staged)
-        self._own = torch.zeros_like(self._body, device=device) if self._staged else self._body
-        self._byte = torch.zeros(1, dtype=torch.uint8, device=self._wire)
-        self._size = torch.zeros(1, dtype=torch.int64, device=self._wire)
-
-    def measure(self, budget_s: float) -> Link:
-        """Returns the link to the peer, which must be in `answer`.
-
-        The least of several times counts: whatever else the two processes' hosts do only ever adds to a time.
-        """
-        end_s = self._clock() + budget_s
-        self._time(_SMALL_BYTES)  # connections and buffers
-        small_s = self._least(_SMALL_BYTES, 4 * _REPEATS, end_s - 0.7 * budget_s)
-        size, large_s = _FIRST_BYTES, self._time(_FIRST_BYTES)
-        while size < self._most_bytes and (part_s := (end_s - self._clock()) / _REPEATS) > 2.0 * large_s:
-            size = min(self._most_bytes, int(size * min(16.0, part_s / max(large_s, 1e-9))))
-            large_s = self._time(size)
-        large_s = min(large_s, self._least(size, _REPEATS, end_s))
-        self._send(self._size.fill_(0))
-        cost = fit_affine([_SMALL_BYTES, size], [small_s, large_s])
-        # Where noise hides the transfer, all of the time is taken for it: no link is free.
-        rate = 1.0 / cost.per_sample_s if cost.per_sample_s > 0.0 else size / max(large_s, 1e-9)
-        return Link(bandwidth_bytes_per_s=rate, latency_s=cost.fixed_s / 2.0)
-
-    def _least(self, size_bytes: int, repeats: int, until_s: float) -> float:
-        least_s = self._time(size_bytes)
-        for _ in range(repeats - 1):
-            if self._clock() >= until_s:
-                break
-            least_s = min(least_s, self._time(size_bytes))
-        return least_s
-
-    def answer(self) -> None:
-        """Takes in what the peer's `measure` sends and confirms it, until it has seen enough."""
-        while True:
-            self._receive(self._size)
-            size = int(self._size.item())
-            if size == 0:
-                return
-            self._send(self._byte)
-            body = self._body[:size]
-            self._receive(body)
-            if self._staged:
-                self._own[:size].copy_(body)
-                self._timer.wait()
-            self._send(self._byte)
-
-    def _time(self, size_bytes: int) -> float:
-        self._send(self._size.fill_(size_bytes))
-        self._receive(self._byte)  # the peer is ready: its being late is no part of the link
-        self._timer.wait()
-        start_s = self._clock()
-        body = self._body[:size_bytes]
-        if self._staged:
-            body.copy_(self._own[:size_bytes])
-        self._send(body)
-        self._receive(self._byte)
-        return self._clock() - start_s
-
-    def _send(self, message: Tensor) -> None:
-        self._settle(dist.isend(message, self._peer, group=self._group))
-
-    def _receive(self, message: Tensor) -> None:
-        self._settle(dist.irecv(message, self._peer, group=self._group))
-
-    def _settle(self, work: dist.Work | None) -> None:
-        assert work is not None, "this rank belongs to the group"
-        work.wait()
-        if self._wire.type != "cpu":
-            self._timer.wait()  # NCCL's wait is for the stream only

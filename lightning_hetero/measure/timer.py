@@ -1,4 +1,4 @@
-"""Time stamps on a device, whose differences are read later (layer T).
+"""Times of what a device computes, read when it is done (layer T).
 
 Unlike the stopwatches of `lightning_hetero.measure.step_clock`, which follow training steps and never wait, these serve
 measurements that own the device: reading a difference waits for the work in between.
@@ -12,38 +12,39 @@ from typing import Any
 
 import torch
 
+from lightning_hetero.measure.device import device_of
+
 __all__ = ["Timer"]
+
+_WARM_S = 0.3  # of load, after which the clocks of a device that was idle have risen
 
 
 class Timer:
-    """Stamps of one device: CUDA events on its current stream, the host's clock for all else.
+    """Stamps of one device.
 
     Args:
         device: where the work that is timed runs.
-        clock: host clock [s]; injectable for tests.
+        clock: host clock [s], for devices without one of their own; injectable for tests.
     """
 
     def __init__(self, device: torch.device, clock: Callable[[], float] = time.perf_counter) -> None:
         self.device = device
-        self._clock = clock
+        self._on, self._clock = device_of(device), clock
+        self._cold = self._on.asynchronous
+
+    def warm_up(self, run: Callable[[], object]) -> None:
+        """Has an asynchronous device do the same again and again before anything counts; once, and not on the host."""
+        end_s = time.monotonic() + _WARM_S
+        while self._cold:
+            run()
+            self._on.synchronize()
+            self._cold = time.monotonic() < end_s
 
     def mark(self) -> Any:
-        """Returns a stamp of the work submitted so far; only a device that is neither CPU nor CUDA is waited for."""
-        if self.device.type == "cuda":
-            event = torch.cuda.Event(enable_timing=True)
-            event.record(torch.cuda.current_stream(self.device))
-            return event
-        self.wait()
-        return self._clock()
+        """Returns a stamp of the work submitted so far."""
+        return self._on.stamp(timing=True, clock=self._clock)
 
     def seconds(self, start: Any, end: Any) -> float:
-        """Returns the time between two stamps [s]; waits for the later one on CUDA."""
-        if self.device.type == "cuda":
-            end.synchronize()
-            return start.elapsed_time(end) / 1e3
-        return end - start
-
-    def wait(self) -> None:
-        """Waits until all work submitted to the device is done."""
-        if self.device.type not in ("cpu", "meta"):
-            getattr(torch, self.device.type).synchronize(self.device)
+        """Returns the time between two stamps [s]; waits for the later one."""
+        end.wait()
+        return start.seconds_until(end)

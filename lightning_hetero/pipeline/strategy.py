@@ -38,6 +38,7 @@ from lightning_hetero.pipeline.fit.plan.planning import (
     PipelineSettings,
     PlanResult,
     PlanSettings,
+    carried_by,
     evaluation_plan,
     make_plan,
     read_cluster,
@@ -245,8 +246,10 @@ class HeteroPipelineStrategy(WholeCheckpointsDDP):
             known_model, known_total, planned = self._planned
             if known_model == model and (total is None or total == known_total):
                 return planned
+        carried = carried_by(self)
         if total is None:
-            planned = evaluation_plan(run.module, backbone, self.plan_settings, run.channel, self.root_device)
+            device = self.root_device
+            planned = evaluation_plan(run.module, backbone, self.plan_settings, run.channel, device, carried)
         else:
             step = Rehearsal(
                 module=run.module,
@@ -260,7 +263,12 @@ class HeteroPipelineStrategy(WholeCheckpointsDDP):
                 carrier=self.carrier,
             )
             planned = make_plan(
-                step, self.plan_settings, channel=run.channel, global_batch=total, scenario=run.scenario
+                step,
+                self.plan_settings,
+                channel=run.channel,
+                global_batch=total,
+                scenario=run.scenario,
+                carried=carried,
             )
         self._planned = (model, total, planned)
         return planned

@@ -7,17 +7,14 @@ from collections import Counter
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
-
+from lightning_hetero.pipeline.decide.plan_memory import held_bytes
 from lightning_hetero.pipeline.decide.plans import best_plan, describe_plan, in_one_piece, resting
 from lightning_hetero.pipeline.decide.simulate.machine import Machine
 from lightning_hetero.pipeline.decide.simulate.traces import Phase
 from lightning_hetero.plan.estimate import Estimate, impossible
 from lightning_hetero.plan.setup import Setup
 from lightning_hetero.plan.unsteady import slowest_s
-from lightning_hetero.solvers.chain.model import stage_bytes
-from lightning_hetero.solvers.placement.pipes import Problem
-from lightning_hetero.types import GroupPlan, PipelinePlan
+from lightning_hetero.types import PipelinePlan
 
 __all__ = ["pipeline", "plan_override"]
 
@@ -47,11 +44,8 @@ def pipeline(setup: Setup) -> Estimate:
         plan = in_one_piece(plan, model, cluster)
     calm = Phase(start=0.0, slowness=(1.0,) * setup.ranks)
     batch = Machine(model, cluster).batch(plan, calm)
-    samples, memory = [0.0] * setup.ranks, [0.0] * setup.ranks
-    problem = Problem(model, cluster, setup.global_batch, (setup.global_batch,))
+    samples = [0.0] * setup.ranks
     for group in plan.groups:
-        for rank, size_bytes in zip(group.ranks, _memory(problem, group), strict=True):
-            memory[rank] = size_bytes
         # A pipeline's samples pass all of its devices: each counts for its part of the group's work.
         total_s = math.fsum(batch.work_s[rank] for rank in group.ranks)
         for rank in group.ranks:
@@ -63,7 +57,7 @@ def pipeline(setup: Setup) -> Estimate:
         bound_s=min(plan.lower_bound_s, batch.seconds),
         work_s=batch.work_s,
         shares=tuple(samples),
-        memory_bytes=tuple(memory),
+        memory_bytes=tuple(held_bytes(plan, model, setup.ranks)),
         exchange_s=plan.sync_s,
         reasons=tuple(_reasons(setup, plan, batch.seconds)),
         overrides=(
@@ -99,13 +93,6 @@ def plan_override(plan: PipelinePlan) -> str:
         where = f"ranks:{listed(group.ranks)},cuts:{listed(group.cuts)}"
         groups.append(f"{{{where},{sizes},depths:{listed(group.depths)}}}")
     return f"{{groups:[{','.join(groups)}]}}"
-
-
-def _memory(problem: Problem, group: GroupPlan) -> list[float]:
-    """Returns what each stage holds, its micro-batches in flight included [bytes]."""
-    chain = problem.chain(group.ranks, max(group.micro_batches), len(group.micro_batches))
-    state, activations = stage_bytes(chain, np.array([group.cuts], dtype=np.int64))
-    return (state + activations * np.array(group.depths, dtype=np.float64))[0].tolist()
 
 
 def _reasons(setup: Setup, plan: PipelinePlan, batch_s: float) -> list[str]:

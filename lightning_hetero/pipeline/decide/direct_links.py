@@ -6,7 +6,10 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-__all__ = ["RankDevice", "direct_pairs", "neighbours"]
+__all__ = ["MOST_COMMUNICATORS", "RankDevice", "direct_pairs", "neighbours"]
+
+MOST_COMMUNICATORS = 6
+"""That a rank usually has: to and from each of two neighbours, and of two sets of owners of the same layers."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -22,6 +22,7 @@ def gpu(name: str, major: int, minor: int, *, free: float = 10.0) -> DeviceFacts
 
 BOX = Facts(
     devices=(gpu("RTX 4090", 8, 9), gpu("RTX 3080", 8, 6), gpu("RTX 2080", 7, 5)),
+    links_by="nccl",
     cuda="12.8",
     arch_list=("sm_75", "sm_80", "sm_86", "sm_90"),
     cores=16,
@@ -66,6 +67,28 @@ def test_the_order_of_unequal_devices_is_said_where_it_is_not_the_buses() -> Non
     assert "processes on 16 cores" in machine.device_order(replace(BOX, devices=()))[0].text
     twice = replace(BOX, environ={"CUDA_VISIBLE_DEVICES": "0,1,0"})
     assert "names 0 twice" in machine.same_names(twice)[0].text and levels(machine.same_names, twice) == ["fail"]
+    crowd = replace(BOX, environ={"LOCAL_WORLD_SIZE": "4"})
+    (found,) = machine.same_names(crowd)
+    assert found.level == "warn" and "of 4 ranks on this node this one sees 3 GPUs" in found.text
+    assert "gloo" in found.advice and machine.same_names(replace(crowd, devices=())) == []
+
+
+def test_cards_that_do_not_do_all_are_named() -> None:
+    old = replace(gpu("RTX 2080", 7, 5), computes_bfloat16=False)
+    (found,) = machine.bfloat16(replace(BOX, devices=(*BOX.devices[:2], old)))
+    assert found.level == "warn" and found.text.startswith("rank 2 (RTX 2080): bfloat16 is emulated")
+    assert "'16-mixed'" in found.advice
+    (found,) = machine.instances(replace(BOX, devices=(gpu("NVIDIA H100 80GB HBM3 MIG 1g.10gb", 9, 0),) * 2))
+    assert found.level == "warn" and "rank 1 (NVIDIA H100 80GB HBM3 MIG 1g.10gb)" in found.text
+    other = replace(gpu("Arc", 0, 0), capability=None)
+    assert machine.architectures(replace(BOX, cuda=None, devices=(other,))) == []
+
+
+def test_what_the_driver_does_not_tell() -> None:
+    (found,) = machine.device_order(replace(BOX, devices=(), devices_problem="no driver"))
+    assert found.level == "fail" and "no driver" in found.text
+    unknown = replace(BOX, devices=(replace(BOX.devices[0], free_bytes=None), BOX.devices[1]))
+    assert machine.memory(unknown)[0].text == "free by rank: not known, 10 GiB"
 
 
 @pytest.mark.parametrize(

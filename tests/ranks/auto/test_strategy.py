@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -150,12 +151,15 @@ class Unready(Toy):
         return super().training_step(batch, batch_idx)
 
 
-def unready_job(rank: int, world: int, make: Any) -> tuple[str, str, Weights]:
+def unready_job(rank: int, world: int, make: Any) -> tuple[str, str, Weights, list[str]]:
     module, strategy = make(), auto()
     trainer = rank_trainer(rank, world, strategy, max_epochs=1)
-    trainer.fit(module, loader(world))
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        trainer.fit(module, loader(world))
     assert strategy.choice is not None
-    return type(trainer.strategy).__name__, strategy.choice.line, weights(module)
+    said = [str(one.message) for one in warned if "hetero_auto" in str(one.message)]
+    return type(trainer.strategy).__name__, strategy.choice.line, weights(module), said
 
 
 @pytest.mark.parametrize(
@@ -164,9 +168,13 @@ def unready_job(rank: int, world: int, make: Any) -> tuple[str, str, Weights]:
 def test_what_cannot_be_tried_trains_all_the_same_and_says_why(make: Any, why: str) -> None:
     expected = make()
     single(expected, regression(SAMPLES), BATCH, max_epochs=1)
-    for kind, line, trained in run_ranks(2, unready_job, make):
+    for rank, (kind, line, trained, warned) in enumerate(run_ranks(2, unready_job, make)):
         assert kind == "LoadBalancedStrategy" and why in line
         assert trained.distance(weights(expected)) <= EXACT
+        # A trial that failed is worth a warning, which says where and why; one that was not made is not.
+        assert warned == ([line] if make is Unready and rank == 0 else [])
+    if make is Unready:
+        assert "hetero_balanced without a warm-up: rank 0 could not try the training step: RuntimeError: no" in line
 
 
 def resumed_job(rank: int, world: int, folder: str) -> tuple[Weights, tuple[int, ...], tuple[int, ...]]:

@@ -11,6 +11,7 @@ import re
 import weakref
 from collections.abc import Iterator
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -19,10 +20,14 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
-from lightning_hetero.pipeline.fit.plan.rehearsal import Rehearsal, measure_model
+from lightning_hetero.measure import timer
+from lightning_hetero.measure.device import Device as HostDevice
+from lightning_hetero.measure.device import _HostStamp
+from lightning_hetero.pipeline.fit.plan import rehearsal as rehearsing
+from lightning_hetero.pipeline.fit.plan.rehearsal import Rehearsal, measure_model, measure_series
 from lightning_hetero.pipeline.runtime.measure import one_layer, residence
 from lightning_hetero.pipeline.runtime.step.backbone import find_backbone
-from lightning_hetero.pipeline.runtime.step.undivided import find_layers
+from lightning_hetero.pipeline.runtime.step.undivided import find_layers, undivided
 from tests.ranks.kit import FEATURES, quiet_trainer, regression
 from tests.ranks.pipeline.kit import WIDTH, Deep, pipeline
 
@@ -97,11 +102,11 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[Device]:
     assert found.now_bytes == 0  # all of it is given back
 
 
-def measured(module: Deep, *, named: bool = True, **options: Any) -> Any:
+def rehearsal(module: Deep, *, named: bool = True) -> Rehearsal:
     trainer = quiet_trainer(devices=1, max_epochs=1)
     trainer.strategy.connect(module)
     module.trainer = trainer
-    step = Rehearsal(
+    return Rehearsal(
         module=module,
         backbone=find_backbone(module, "model") if named else find_layers(module, None),
         found=not named,
@@ -112,8 +117,11 @@ def measured(module: Deep, *, named: bool = True, **options: Any) -> Any:
         context=nullcontext,
         carrier="auto",
     )
+
+
+def measured(module: Deep, *, named: bool = True, **options: Any) -> Any:
     defaults = {"micro_batch_size": None, "checkpoint_layers": False, "cache_folder": None}
-    return measure_model(step, **{**defaults, **options})
+    return measure_model(rehearsal(module, named=named), **{**defaults, **options})
 
 
 def test_one_layer_at_a_time_is_on_the_device(device: Device) -> None:
@@ -158,6 +166,48 @@ def test_what_fits_nowhere_is_told_with_a_way_out(device: Device) -> None:
     assert model.layers[0].param_bytes == trained
     assert model.layers[0].state_bytes == 4 * trained + sum(b.nbytes for b in module.buffers())
     assert model.layers[0].activation_bytes > 10 * 64 * 8
+
+
+def test_a_series_of_whole_steps_has_the_module_on_the_device(device: Device) -> None:
+    module = Wide()
+    whole = sum(t.nbytes for t in (*module.parameters(), *module.buffers()))
+    before = {name: (id(t), t.data_ptr()) for name, t in (*module.named_parameters(), *module.named_buffers())}
+    step = replace(rehearsal(module), backbone=undivided(module, "as a whole"))
+    assert len(measure_series(step, 8)) == 8
+    assert device.peak_bytes >= whole
+    now = {name: (id(t), t.data_ptr()) for name, t in (*module.named_parameters(), *module.named_buffers())}
+    assert now == before and not any(b.any() for b in module.buffers())
+
+
+class Ahead(HostDevice):
+    """Runs ahead of nothing, but is taken for a device that does."""
+
+    asynchronous = True
+
+
+class Launched(Wide):
+    """What takes long about it is to be launched, up to so many rows: by the clock, which each step moves on."""
+
+    now_s, enough = 0.0, 200
+
+    def loss(self, batch: Any) -> Tensor:
+        Launched.now_s += max(1.0, len(batch[0]) / self.enough)
+        return super().loss(batch)
+
+
+def test_more_samples_are_tried_where_they_seem_to_cost_nothing(
+    device: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ahead = Ahead(torch.device("cpu"))
+    monkeypatch.setattr(ahead, "stamp", lambda **_: _HostStamp(Launched.now_s))
+    for module in (rehearsing, timer):
+        monkeypatch.setattr(module, "device_of", lambda _: ahead)
+    monkeypatch.setattr(timer, "_WARM_S", 0.0)
+    step = replace(rehearsal(found := Launched()), backbone=undivided(found, "as a whole"))
+    model, _ = measure_model(step, micro_batch_size=None, checkpoint_layers=False, cache_folder=None)
+    # 16 samples, then 64, 256 and 1024; of these 4 and 1024 count, which take 1 s and 5 s.
+    (layer,) = model.layers
+    assert layer.forward.seconds(4) == pytest.approx(1.0) and layer.forward.seconds(1024) == pytest.approx(5.12)
 
 
 @pytest.mark.stock_ddp("models: built in configure_model", "pipeline")

@@ -16,17 +16,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from lightning_hetero.cluster.spec import cluster_from_plain, equal_cluster, override_cluster
 from lightning_hetero.emulate.scenario import Scenario
 from lightning_hetero.glue.loaders import SharedSettings
+from lightning_hetero.glue.precision import trained_dtype
 from lightning_hetero.measure.probe import probe_cluster
+from lightning_hetero.pipeline.decide.direct_links import MOST_COMMUNICATORS
 from lightning_hetero.pipeline.decide.plans import best_plan, check_plan, emulated, in_one_piece, unit_costs
 from lightning_hetero.pipeline.decide.recorded_costs import recorded
-from lightning_hetero.pipeline.fit.hints import add_hint
+from lightning_hetero.pipeline.fit.plan.fitting import first_finds, plan_with_room
 from lightning_hetero.pipeline.fit.plan.rehearsal import Rehearsal, calls_in, measure_model
+from lightning_hetero.pipeline.runtime.execute.links.direct_ways import device_of
 from lightning_hetero.pipeline.runtime.measure.around_backbone import NeverCalledError
 from lightning_hetero.pipeline.runtime.measure.memory import tensor_bytes
 from lightning_hetero.pipeline.runtime.own.ownership import tied
@@ -41,20 +43,23 @@ from lightning_hetero.solvers.plans import replicas
 from lightning_hetero.types import Cluster, ModelCost, PipelinePlan
 
 if TYPE_CHECKING:
+    from lightning.pytorch.strategies import DDPStrategy
+
     from lightning_hetero.transport.side_channel import SideChannel
 
 __all__ = [
     "CannotDivideError",
+    "Carried",
     "PipelineSettings",
     "PlanResult",
     "PlanSettings",
+    "carried_by",
     "declared_calls",
     "evaluation_plan",
     "make_plan",
     "read_cluster",
     "tied_spans",
 ]
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PlanSettings:
@@ -114,6 +119,25 @@ class PipelineSettings:
         }
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Carried:
+    """What decides how fast devices and links will be.
+
+    Attributes:
+        direct: backend of messages from device to device; empty: they pass through the hosts' memory.
+        dtype: in which training computes.
+    """
+
+    direct: str
+    dtype: torch.dtype
+
+
+def carried_by(strategy: DDPStrategy) -> Carried:
+    """Returns what a strategy's training will use, once its process group is there."""
+    rank_device = device_of(strategy.root_device, strategy.process_group_backend)
+    return Carried(direct=rank_device.backend, dtype=trained_dtype(strategy.precision_plugin.precision))
+
+
 class CannotDivideError(RuntimeError):
     """The layers that were found cannot be divided, as the first try showed; says why."""
 
@@ -144,6 +168,7 @@ def make_plan(
     channel: SideChannel,
     global_batch: int,
     scenario: Scenario | None,
+    carried: Carried,
 ) -> PlanResult:
     """Measures what is not given and plans. Collective.
 
@@ -153,45 +178,45 @@ def make_plan(
         channel: of all ranks.
         global_batch: samples of all ranks per step.
         scenario: emulation in force; its speeds are the devices', its times the model's.
+        carried: what training carries messages with, and computes in.
 
     Raises:
         CannotDivideError: the step does with the layers what a pipeline cannot do; on all ranks.
         ValueError: no plan is possible (with the reason), or the one given does not fit.
-        RuntimeError: the step fails on the example; ranks other than 0 name rank 0's reason.
+        RuntimeError: the step fails on the example; ranks other than 0 name rank 0's reason. Or a rank does not get the
+            memory that plans take; on all ranks.
     """
     started_s = time.monotonic()
-    cluster = _cluster(settings, channel, step.device, scenario)
-    answer: tuple[str, Any] = ("", None)
+    cluster = _cluster(settings, channel, step.device, scenario, carried)
     cannot = (NotAChainError, NeverCalledError) if step.found else NotAChainError
-    error: Exception | None = None
-    if channel.rank == 0:
+
+    def costs() -> Any:
         try:
-            answer = ("", _decide(step, settings, cluster, global_batch, scenario))
+            return _costs(step, settings, scenario)
         except cannot as caught:
-            answer = ("", str(caught))
-        except Exception as caught:  # told to all ranks, or they would wait
-            add_hint(caught)
-            error, answer = caught, (f"{type(caught).__name__}: {caught}", None)
+            return str(caught)
+
+    costed = first_finds(channel, costs)
     if settings.plan is None:
         # Measuring leaves graphs in reference cycles. And a full collection, due some time after all imports, takes
         # hundreds of milliseconds: in a step, all ranks would wait for each one's.
         gc.collect()
-    told: list[Any] = [answer]
-    dist.broadcast_object_list(told, src=0, group=channel.group)
-    if error is not None:
-        raise error
-    reason, decided = told[0]
-    if reason:
-        raise RuntimeError(f"rank 0 could not plan the pipeline: {reason}")
-    if isinstance(decided, str):
-        raise CannotDivideError(decided)
-    plan, model, calls = decided
+    if isinstance(costed, str):
+        raise CannotDivideError(costed)
+    model, calls = costed
+    plan = settings.plan
+    if plan is None:
+        plan, cluster = _planned(step, settings, model, cluster, global_batch, channel)
     check_plan(plan, layers=len(step.backbone.layers), ranks=channel.world_size, global_batch=global_batch)
     return PlanResult(plan=plan, cluster=cluster, model=model, calls=calls, seconds=time.monotonic() - started_s)
 
 
 def _cluster(
-    settings: PlanSettings, channel: SideChannel, device: torch.device, scenario: Scenario | None
+    settings: PlanSettings,
+    channel: SideChannel,
+    device: torch.device,
+    scenario: Scenario | None,
+    carried: Carried,
 ) -> Cluster:
     given = settings.cluster
     world = channel.world_size
@@ -202,7 +227,14 @@ def _cluster(
         return equal_cluster(world)  # nothing is decided by it
     known = given if isinstance(given, Cluster) else None
     return probe_cluster(
-        channel.group, device, given=known, cache_folder=settings.cache_folder, now_s=time.time()
+        channel.group,
+        device,
+        given=known,
+        direct=carried.direct,
+        communicators=MOST_COMMUNICATORS,
+        dtype=carried.dtype,
+        cache_folder=settings.cache_folder,
+        now_s=time.time(),
     )
 
 
@@ -236,9 +268,10 @@ def _recorded_cluster(path: str | Path) -> Cluster:
     return found[0]
 
 
-def _decide(
-    step: Rehearsal, settings: PlanSettings, cluster: Cluster, global_batch: int, scenario: Scenario | None
-) -> tuple[PipelinePlan, ModelCost | None, int]:
+def _costs(
+    step: Rehearsal, settings: PlanSettings, scenario: Scenario | None
+) -> tuple[ModelCost | None, int]:
+    """Returns the costs, if they are given or needed, and the calls of the backbone."""
     module, backbone = step.module, step.backbone
     model = settings.profile
     needs_times = scenario is not None and scenario.emulated
@@ -256,24 +289,38 @@ def _decide(
     if needs_times and model is not None:
         assert scenario is not None
         model = emulated(model, scenario)
-    if settings.plan is not None:
-        return settings.plan, model, calls
-    assert model is not None
-    plan = best_plan(
-        model,
-        cluster,
-        global_batch,
-        spans=tied_spans(module, backbone),
-        micro_batch_size=settings.micro_batch_size,
-        max_groups=settings.max_groups,
-        overlap=settings.overlap,
-        depth=settings.depth,
-    )
-    if not plan.ok:
-        raise ValueError(f"no plan fits these devices: {plan.reason}{_undivided(backbone)}")
-    if isinstance(backbone, Undivided) and settings.micro_batch_size is None:
-        plan = in_one_piece(plan, model, cluster)
-    return plan, model, calls
+    return model, calls
+
+
+def _planned(
+    step: Rehearsal,
+    settings: PlanSettings,
+    model: ModelCost,
+    cluster: Cluster,
+    global_batch: int,
+    channel: SideChannel,
+) -> tuple[PipelinePlan, Cluster]:
+    """Returns the best plan, and the cluster it was made for. Collective."""
+    backbone = step.backbone
+
+    def plan_for(cluster: Cluster) -> PipelinePlan:
+        plan = best_plan(
+            model,
+            cluster,
+            global_batch,
+            spans=tied_spans(step.module, backbone),
+            micro_batch_size=settings.micro_batch_size,
+            max_groups=settings.max_groups,
+            overlap=settings.overlap,
+            depth=settings.depth,
+        )
+        if not plan.ok:
+            raise ValueError(f"no plan fits these devices: {plan.reason}{_undivided(backbone)}")
+        if isinstance(backbone, Undivided) and settings.micro_batch_size is None:
+            plan = in_one_piece(plan, model, cluster)
+        return plan
+
+    return plan_with_room(plan_for, model, cluster, device=step.device, channel=channel)
 
 
 def tied_spans(module: nn.Module, backbone: Backbone) -> list[tuple[int, int]]:
@@ -287,7 +334,12 @@ def _undivided(backbone: Backbone) -> str:
 
 
 def evaluation_plan(
-    module: nn.Module, backbone: Backbone, settings: PlanSettings, channel: SideChannel, device: torch.device
+    module: nn.Module,
+    backbone: Backbone,
+    settings: PlanSettings,
+    channel: SideChannel,
+    device: torch.device,
+    carried: Carried,
 ) -> PlanResult:
     """Plans validation, test or prediction without a fit before it: as in a fit, if a plan was given. Collective.
 
@@ -295,7 +347,7 @@ def evaluation_plan(
     does not fit, one pipeline by parameters.
     """
     started_s = time.monotonic()
-    cluster = _cluster(settings, channel, device, None)
+    cluster = _cluster(settings, channel, device, None, carried)
     layers, world = len(backbone.layers), channel.world_size
     sizes = [float(tensor_bytes([*layer.parameters(), *layer.buffers()])) for layer in backbone.layers]
     if settings.plan is not None:

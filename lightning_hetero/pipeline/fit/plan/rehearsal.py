@@ -21,6 +21,7 @@ from torchmetrics import Metric
 
 from lightning_hetero import lightning_compat as compat
 from lightning_hetero.data.layouts import first_samples
+from lightning_hetero.measure.device import device_of
 from lightning_hetero.pipeline.fit.acting import leader_runs
 from lightning_hetero.pipeline.runtime.measure.around_backbone import count_calls, measure_outside
 from lightning_hetero.pipeline.runtime.measure.layers import Example, profile_on_device
@@ -43,6 +44,8 @@ __all__ = ["Rehearsal", "calls_in", "measure_model", "measure_series", "nobody_n
 
 _MOST_SAMPLES = 64  # that a profile is made with
 _FEWEST = 2  # with one size alone a fixed time cannot be told from a time per sample
+_GROWTH = 1.5  # of the time from few samples to many, below which more of them are tried on an accelerator
+_MORE, _MOST_GROWN = 4, 4096  # times as many, and up to so many
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -78,7 +81,8 @@ def measure_model(
     """Returns the costs of a module, and how often a step calls the backbone. Nothing of the module changes.
 
     The layers stay where they are; one at a time is copied to the device. Where that does not fit with so many samples,
-    fewer are tried.
+    fewer are tried; where an accelerator takes hardly longer for them than for a few, because launching its work takes
+    that long, more: else samples would seem to cost nothing.
 
     Args:
         step: the user's.
@@ -93,14 +97,26 @@ def measure_model(
     """
     with nobody_notices(step.module, step.loader, step.device):
         samples = _few(step.loader, micro_batch_size)
+        grows = micro_batch_size is None and device_of(step.device).asynchronous
+        least, found = max(1, len(samples) // 4), None
         while True:
             try:
-                return _measured(step, samples, checkpoint_layers=checkpoint_layers, cache_folder=cache_folder)
+                sizes = (least, len(samples))
+                found = _measured(
+                    step, samples, sizes, checkpoint_layers=checkpoint_layers, cache_folder=cache_folder
+                )
+                if not (grows and _is_flat(found[0], sizes) and _MORE * len(samples) <= _MOST_GROWN):
+                    return found
+                samples = samples * _MORE
+                continue
             except torch.OutOfMemoryError as error:
+                if found is not None:
+                    return found
                 if micro_batch_size is not None or len(samples) < 2 * _FEWEST:
                     _refuse_size(step, len(samples), error)
             gc.collect()  # the failed step's frames hold what they computed
             samples = samples[: len(samples) // 2]
+            least = max(1, len(samples) // 4)
 
 
 def calls_in(step: Rehearsal) -> int:
@@ -126,7 +142,7 @@ def measure_series(step: Rehearsal, steps: int) -> list[float]:
     """Returns the seconds of successive steps on the same samples, forward and backward. Nothing of the module changes.
 
     Args:
-        step: the user's; the module is on the device.
+        step: the user's.
         steps: how many.
 
     Raises:
@@ -134,20 +150,32 @@ def measure_series(step: Rehearsal, steps: int) -> list[float]:
     """
     assert isinstance(step.loader, DataLoader)
     with nobody_notices(step.module, step.loader, step.device), step.context():
+        _move_outside(step)
         batch = step.to_device(step.loader.collate_fn(_few(step.loader, None)))
         body = partial(compat.call_training_step, step.module, batch, 0)
         return series_of(body, parameters=list(step.module.parameters()), device=step.device, steps=steps)
 
 
+def _is_flat(model: ModelCost, sizes: tuple[int, int]) -> bool:
+    """Whether a step of many samples takes hardly longer than one of few."""
+    parts = [cost for part in (model.before, *model.layers, model.head) for cost in (part.forward, part.backward)]
+    few_s, many_s = (sum(cost.seconds(n) for cost in parts) for n in sizes)
+    return many_s < _GROWTH * few_s
+
+
 def _measured(
-    step: Rehearsal, samples: list[Any], *, checkpoint_layers: bool, cache_folder: str | None
+    step: Rehearsal,
+    samples: list[Any],
+    sizes: tuple[int, int],
+    *,
+    checkpoint_layers: bool,
+    cache_folder: str | None,
 ) -> tuple[ModelCost, int]:
-    """Measures with at most these samples."""
+    """Measures with so many of these samples."""
     module, layers, device = step.module, step.backbone.layers, step.device
     _move_outside(step)
     optimizer = _known(list(module.parameters()), step.optimizers)
     assert isinstance(step.loader, DataLoader)
-    sizes = sorted({max(1, len(samples) // 4), len(samples)})
     with step.context():
         bodies = [
             (n, partial(compat.call_training_step, module, step.to_device(step.loader.collate_fn(samples[:n])), 0))
@@ -255,7 +283,7 @@ def nobody_notices(
         snapshot = Snapshot(
             [module, *compat.trainer_callbacks(trainer)], data=data, leave=(Trainer, Strategy, Logger, *leave)
         )
-        stack.callback(_give_back, device)
+        stack.callback(device_of(device).empty_cache)  # other processes on it may have what measuring took
         stack.callback(snapshot.put_back)
         for metric in (m for m in module.modules() if isinstance(m, Metric)):
             local = compat.combine_metric_with(
@@ -266,9 +294,3 @@ def nobody_notices(
         stack.enter_context(compat.unlogged(module))
         stack.enter_context(leader_runs("training_step"))
         yield
-
-
-def _give_back(device: torch.device) -> None:
-    """Lets other processes on the same device have the memory that measuring took."""
-    if device.type == "cuda":
-        torch.cuda.empty_cache()

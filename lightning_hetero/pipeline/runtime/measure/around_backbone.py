@@ -189,6 +189,7 @@ class _Bench:
 
     def measure(self, samples: int, body: Callable[[], Any]) -> _Seen:
         """Returns the medians over the runs but the first."""
+        self.timer.warm_up(lambda: _run(self, samples, body))
         runs = [_run(self, samples, body) for _ in range(1 + _REPEATS)][1:]
 
         def typical(name: str) -> tuple[float, float]:

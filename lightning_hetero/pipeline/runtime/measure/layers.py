@@ -29,6 +29,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from lightning_hetero.measure import cache
+from lightning_hetero.measure.device import device_of
 from lightning_hetero.measure.timer import Timer
 from lightning_hetero.pipeline.decide.recorded_costs import layer_from_plain, layer_to_plain
 from lightning_hetero.pipeline.runtime.measure.layer_identity import structure_of
@@ -197,10 +198,9 @@ def profile_key(
     Weights, optimizer and random state do not count.
     """
     device = tensors_of([one.value for one in example.values()] if _is_by_size(example) else example)[0].device
-    if device.type == "cuda":
-        where = torch.cuda.get_device_name(device)
-    else:  # the name of a CPU says little: the host's does
-        where = f"{platform.node()}, {device.type}, {torch.get_num_threads()} threads"
+    where = device_of(device).name()
+    if not device_of(device).asynchronous:  # the name of a CPU says little: the host's does
+        where = f"{platform.node()}, {where}, {torch.get_num_threads()} threads"
     autocast = torch.is_autocast_enabled(device.type) and str(torch.get_autocast_dtype(device.type))
     caller = f"{call.__module__}.{getattr(call, '__qualname__', type(call).__qualname__)}"
     sizes = [example] if not _is_by_size(example) else [[one.key, one.value] for one in example.values()]

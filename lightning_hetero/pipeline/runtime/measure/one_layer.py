@@ -141,17 +141,17 @@ class Trial:
         between, so that on a GPU short operations are queued as they will be.
         """
 
+        def once() -> tuple[Any, Any, Any]:
+            value = self._fresh()
+            start = timer.mark()
+            output = self._call(self.layer, value)
+            middle = timer.mark()
+            self._backward(output)
+            return start, middle, timer.mark() if self.goes_back else middle
+
         def job() -> list[tuple[Any, Any, Any]]:
-            marks: list[tuple[Any, Any, Any]] = []
-            for _ in range(warm_ups + repeats):
-                value = self._fresh()
-                start = timer.mark()
-                output = self._call(self.layer, value)
-                middle = timer.mark()
-                self._backward(output)
-                marks.append((start, middle, timer.mark() if self.goes_back else middle))
-                del output
-            return marks[warm_ups:]
+            timer.warm_up(once)
+            return [once() for _ in range(warm_ups + repeats)][warm_ups:]
 
         marks = self._run(job)
         forward = median(timer.seconds(start, middle) for start, middle, _ in marks)

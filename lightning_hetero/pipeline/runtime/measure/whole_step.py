@@ -58,6 +58,7 @@ def measure_whole(
         for p in parameters:
             p.grad = None
         with nothing_drawn(device), torch.enable_grad():
+            timer.warm_up(lambda: _run(bodies[-1][1], parameters, timer))
             for samples, body in bodies:
                 runs = [_run(body, parameters, timer) for _ in range(1 + _REPEATS)][1:]
                 forward_s, backward_s = median(r[0] for r in runs), median(r[1] for r in runs)
@@ -96,6 +97,7 @@ def measure_series(
     timer, grads = Timer(device), [(p, p.grad) for p in parameters]
     try:
         with nothing_drawn(device), torch.enable_grad():
+            timer.warm_up(lambda: _run(body, parameters, timer))
             runs = [_run(body, parameters, timer) for _ in range(1 + steps)][1:]
     finally:
         for p, grad in grads:
