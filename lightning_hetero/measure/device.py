@@ -22,16 +22,13 @@ from torch.utils.data._utils.pin_memory import pin_memory
 __all__ = [
     "Device",
     "Stamp",
+    "accelerators",
     "autocast_kinds",
     "device_in_use",
     "device_of",
     "is_out_of_memory",
     "no_device_in_this_process",
     "page_locked",
-    "accelerators",
-    "device_of",
-    "is_out_of_memory",
-    "no_device_in_this_process",
     "wheel_architectures",
 ]
 

@@ -28,7 +28,7 @@ from lightning_hetero.pipeline.decide.plans import best_plan, check_plan, emulat
 from lightning_hetero.pipeline.decide.recorded_costs import recorded
 from lightning_hetero.pipeline.fit.plan.fitting import first_finds, plan_with_room
 from lightning_hetero.pipeline.fit.plan.rehearsal import Rehearsal, calls_in, measure_model
-from lightning_hetero.pipeline.runtime.execute.links.direct_ways import device_of
+from lightning_hetero.pipeline.runtime.execute.links.direct_ways import rank_device
 from lightning_hetero.pipeline.runtime.measure.around_backbone import NeverCalledError
 from lightning_hetero.pipeline.runtime.measure.memory import tensor_bytes
 from lightning_hetero.pipeline.runtime.own.ownership import tied
@@ -134,8 +134,8 @@ class Carried:
 
 def carried_by(strategy: DDPStrategy) -> Carried:
     """Returns what a strategy's training will use, once its process group is there."""
-    rank_device = device_of(strategy.root_device, strategy.process_group_backend)
-    return Carried(direct=rank_device.backend, dtype=trained_dtype(strategy.precision_plugin.precision))
+    direct = rank_device(strategy.root_device, strategy.process_group_backend).backend
+    return Carried(direct=direct, dtype=trained_dtype(strategy.precision_plugin.precision))
 
 
 class CannotDivideError(RuntimeError):
