@@ -97,9 +97,11 @@ class Device:
     Attributes:
         device: as given.
         asynchronous: calls return before their work is done, so that the host's clock does not time it.
+        records_graphs: compiled code may be recorded as a graph of kernels, for the shapes that it was recorded with.
     """
 
     asynchronous = False
+    records_graphs = False
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -184,6 +186,10 @@ class Device:
 
     def tensor_cores(self) -> bool:
         """Whether matrix products of half precision are faster in tiles of eight."""
+        return False
+
+    def tunes_each_shape(self) -> bool:
+        """Whether each shape that is new is tried with many kernels first, which takes long."""
         return False
 
     def computes_bfloat16(self) -> bool:
@@ -275,11 +281,16 @@ class Accelerator(Device):
 class Cuda(Accelerator):
     """A GPU of NVIDIA's, or of AMD's where torch is built for ROCm."""
 
+    records_graphs = True
+
     def _capability(self) -> tuple[int, int]:
         return self._torch.get_device_capability(self.device)
 
     def tensor_cores(self) -> bool:
         return self._capability() >= (7, 0)
+
+    def tunes_each_shape(self) -> bool:
+        return torch.backends.cudnn.benchmark
 
     def computes_bfloat16(self) -> bool:
         # Not is_bf16_supported(), which counts emulation.
