@@ -16,12 +16,13 @@ import torch
 from benchmarks.report import write_results
 from benchmarks.steps import percentile
 from lightning_hetero.balanced.runtime.checksum import ParameterChecksum
+from lightning_hetero.measure.device import device_of
 
 
 def measure(every: int, steps: int) -> dict[str, list[float]]:
     """Returns seconds of each step and take."""
     parameters = [torch.randn(1000, 1000) for _ in range(10)] + [torch.randn(1000) for _ in range(10)]
-    checksum = ParameterChecksum(every, lambda: parameters, device=torch.device("cpu"))
+    checksum = ParameterChecksum(every, lambda: parameters, device=device_of("cpu"))
     taken: dict[str, list[float]] = {"step": [], "take": []}
     for _ in range(steps):
         for name, call in (("step", checksum.stepped), ("take", checksum.take)):

@@ -10,7 +10,6 @@ One training batch, with the collaborator that does the work:
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -210,10 +209,8 @@ class LoadBalancedStrategy(HeteroStrategy[BalancedRun]):
         run = self._run
         if run is None or not run.trainer.training:
             return super().batch_to_device(batch, device, dataloader_idx)
-        started_s = time.perf_counter()
-        batch = super().batch_to_device(batch, device, dataloader_idx)
-        run.open(batch, time.perf_counter() - started_s)
-        return batch
+        move = super().batch_to_device
+        return run.transfer(batch, lambda host: move(host, device, dataloader_idx))
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         run = self._run
@@ -283,6 +280,16 @@ class LoadBalancedStrategy(HeteroStrategy[BalancedRun]):
         if weighs and run is not None and run.weighs_means and compat.batch_results_open(run.trainer):
             return weighted_mean_(tensor, run.weight.local, world)
         return super().reduce(tensor, group, reduce_op)
+
+    def on_validation_start(self) -> None:
+        super().on_validation_start()
+        if self._run is not None:
+            self._run.training_pauses()
+
+    def on_train_end(self) -> None:
+        super().on_train_end()
+        if self._run is not None:
+            self._run.training_ended()
 
     # ---- what others may ask ----------------------------------------------------------------------------------
 

@@ -21,6 +21,7 @@ from lightning_hetero.callbacks.work import BatchCost, check_batch_cost, cost_in
 from lightning_hetero.cluster.score import imbalance, shares_text, straggler_scores, waiting
 from lightning_hetero.cluster.stragglers import StragglerTest
 from lightning_hetero.cluster.what_if import exchange_alone, what_if
+from lightning_hetero.measure.device import device_of
 from lightning_hetero.measure.step_clock import StepProbe, when_backward_ends
 from lightning_hetero.types import Event, SpeedSample, StepReport
 
@@ -296,7 +297,9 @@ class _OwnTiming:
     """
 
     def __init__(self, trainer: Trainer, module: LightningModule, batch_cost: BatchCost | None) -> None:
-        self.probe = StepProbe(trainer.strategy.root_device, waiting=(nn.SyncBatchNorm,))
+        device = device_of(trainer.strategy.root_device)
+        self.probe = StepProbe(device, waiting=(nn.SyncBatchNorm,))
+        self._late = int(device.asynchronous)
         self.probe.attach(module)
         self._rank = trainer.global_rank
         self._cost = cost_in(module, batch_cost)
@@ -324,8 +327,8 @@ class _OwnTiming:
         return float(samples if self._weight is None else self._weight(batch))
 
     def next_steps(self) -> range:
-        """Returns the steps, the same on every rank, whose times are known: on CUDA they are a step late."""
-        return range(self._from, self._until)
+        """Returns the steps, the same on every rank, whose times are known: on an accelerator they are late."""
+        return range(self._from, self._until - self._late)
 
     def take_steps(self, steps: range) -> Tensor:
         """Returns and forgets work and own time [s] of each step; zeros: not measured."""
@@ -340,13 +343,13 @@ class _OwnTiming:
 
     def close(self) -> None:
         self.probe.close()
-        compute_s = self.probe.take()
-        if compute_s is None or not self._sizes:
-            return
+        while self._sizes and (seconds := self.probe.take_both()) is not None:
+            self._note(*seconds)
+
+    def _note(self, compute_s: float, wait_s: float) -> None:
         epoch, step, samples, work = self._sizes.popleft()
         if epoch == self.epoch and self._world_size > 1:
             self._steps[step] = work, compute_s
-        wait_s = self.probe.wait_s
         self._sums = [a + b for a, b in zip(self._sums, (1.0, samples, work, compute_s, wait_s), strict=True)]
         self._waits_s.append(wait_s)
         data = {"samples": samples, "compute_s": compute_s, "wait_s": wait_s}

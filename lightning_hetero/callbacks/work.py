@@ -1,14 +1,18 @@
-"""How much work a rank's batch is, in the user's items, e.g. tokens (layer L)."""
+"""How much work a rank's batch is, in the user's items, e.g. tokens, and when to ask (layer L)."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import nn
 
-__all__ = ["BatchCost", "check_batch_cost", "cost_in", "count_work"]
+if TYPE_CHECKING:
+    from lightning.pytorch import Trainer
+
+__all__ = ["BatchCost", "CountedOnHost", "check_batch_cost", "cost_in", "count_work"]
 
 BatchCost = Callable[[Any], float]
 
@@ -43,3 +47,29 @@ def count_work(cost: BatchCost, batch: Any, rank: int) -> float:
             " batch, e.g. its tokens, padding included"
         )
     return work
+
+
+class CountedOnHost:
+    """Asks a user's function of a batch before the batch is moved, where the answer does not wait for the device.
+
+    Not where a hook may make another batch of it on its way, and no more once a function could not do with the host's.
+
+    Args:
+        trainer: the running trainer.
+        count: asks the function.
+    """
+
+    def __init__(self, trainer: Trainer, count: Callable[[Any], None]) -> None:
+        self._count = count
+        owners = trainer.lightning_module, getattr(trainer, "datamodule", None)
+        hooks = "transfer_batch_to_device", "on_after_batch_transfer"
+        self._same = not any(is_overridden(hook, owner) for hook in hooks for owner in owners)
+
+    def before(self, batch: Any) -> bool:
+        """Returns whether it was asked; if not, it is to be asked for the batch that was moved."""
+        if self._same:
+            try:
+                self._count(batch)
+            except Exception:  # whatever it is, the device's batch will show it, too
+                self._same = False
+        return self._same

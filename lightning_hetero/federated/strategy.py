@@ -200,9 +200,10 @@ class FederatedStrategy(ElasticDDPStrategy[FederatedRun]):
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
         if batch is None:
             return None
+        run = self._run if self._run is not None and self._run.trainer.training else None
+        counted = run is None or run.counts.before(batch)
         batch = super().batch_to_device(batch, device, dataloader_idx)
-        run = self._run
-        if run is not None and run.trainer.training:
+        if run is not None and not counted:
             run.open(batch)
         return batch
 

@@ -29,7 +29,7 @@ def weighted_mean_(value: Tensor, weight: float, group: dist.ProcessGroup) -> Te
     wide = torch.float64 if value.device.type != "mps" else torch.float32
     flat = value.detach().to(wide).reshape(-1)
     weighted = flat * weight if weight else torch.zeros_like(flat)  # a dummy batch may be NaN
-    packed = torch.cat([weighted, flat.new_tensor([weight]), flat])
+    packed = torch.cat([weighted, flat.new_full((1,), weight), flat])
     dist.all_reduce(packed, group=group)
     n = flat.numel()
     total = packed[n]

@@ -133,7 +133,7 @@ class EngineRun(Reporting, ABC, Generic[Binder]):
         if self.fitting:
             self.undo.callback(compat.keep_train_sampler(trainer))
             self.undo.callback(compat.count_throughput(trainer, self.trained))
-            self.undo.callback(compat.note_sigterm(trainer))
+            self.undo.callback(compat.note_sigterm(trainer, self.keeps_sigterm))
 
     @abstractmethod
     def state_dict(self) -> dict[str, Any]:
@@ -155,6 +155,10 @@ class EngineRun(Reporting, ABC, Generic[Binder]):
     def waiting(self) -> AbstractContextManager[None]:
         """Returns what surrounds a wait for other ranks in a step; where it counts as a rank's work, nothing."""
         return nullcontext()
+
+    def keeps_sigterm(self) -> bool:
+        """This process has received SIGTERM: whether the run ends all ranks at once; else Lightning ends this one."""
+        return False
 
     def weigh_logs(self, samples: Callable[[], int | None]) -> None:
         """Lets values logged in a training batch count ``samples()`` of this rank in the mean of an epoch."""

@@ -31,6 +31,8 @@ __all__ = [
     "module_attributes",
     "note_sigterm",
     "outputs_of",
+    "raise_sigterm",
+    "receive_sigterm",
     "replace_sigterm_broadcast",
     "requeues",
     "run_again",
@@ -102,11 +104,9 @@ def replace_sigterm_broadcast(trainer: Trainer, any_told: Callable[[bool], bool]
     loop = trainer.fit_loop.epoch_loop
 
     def broadcast() -> None:
-        told = bool(getattr(trainer, "received_sigterm", False))
-        if any_told(told):
-            if not told:
-                _LOG.info("[rank %d] Another rank has received SIGTERM: this one ends, too", trainer.global_rank)
-            raise SIGTERMException
+        if any_told(bool(getattr(trainer, "received_sigterm", False))):
+            _LOG.info("[rank %d] A rank has received SIGTERM: all of them end", trainer.global_rank)
+            raise_sigterm(trainer)
 
     vars(loop)["_broadcast_sigterm_tensor"] = broadcast
 
@@ -116,12 +116,26 @@ def replace_sigterm_broadcast(trainer: Trainer, any_told: Callable[[bool], bool]
     return undo
 
 
-def note_sigterm(trainer: Trainer) -> Callable[[], None]:
+def receive_sigterm(trainer: Trainer) -> None:
+    """Lets Lightning know of a SIGTERM: it ends the fit at the end of the batch."""
+    trainer._signal_connector.received_sigterm = True
+
+
+def raise_sigterm(trainer: Trainer) -> None:
+    """Ends the fit here, as Lightning does for a SIGTERM."""
+    receive_sigterm(trainer)
+    raise SIGTERMException
+
+
+def note_sigterm(trainer: Trainer, kept: Callable[[], bool]) -> Callable[[], None]:
     """Has Lightning's handler of SIGTERM note the signal and pass it to the launcher, and no more; returns undo.
 
     From 2.6 on its own waits, in the middle of whatever this rank does, for a broadcast of all ranks on the default
     group. A rank that gets the signal alone, or elsewhere than the others, waits for the group's timeout. What is noted
     ends the fit at the end of the batch. To be called before the Trainer sets its handlers.
+
+    Args:
+        kept: called in the handler; whether the caller notes it, and not Lightning, for all ranks to end at once.
     """
     connector: Any = trainer._signal_connector
 
@@ -131,7 +145,8 @@ def note_sigterm(trainer: Trainer) -> Callable[[], None]:
         launcher: Any = trainer.strategy.launcher
         if launcher is not None and not connector.received_sigterm:
             launcher.kill(number)
-        connector.received_sigterm = True
+        if not kept():
+            receive_sigterm(trainer)
 
     vars(connector)["_sigterm_notifier_fn"] = handler  # an instance attribute over a method
 

@@ -17,8 +17,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import nn
+
+from lightning_hetero.measure.device import Device
 
 __all__ = ["CompileWatch", "Compiled", "compiled_parts"]
 
@@ -71,7 +72,7 @@ class Compiled:
     per_size: bool = False
 
 
-def compiled_parts(module: nn.Module, device: torch.device) -> Compiled:
+def compiled_parts(module: nn.Module, device: Device) -> Compiled:
     """Returns what of a module, its submodules and their methods is compiled for a device.
 
     ``torch.compile`` of a module, ``module.compile()``, a compiled method, in a class or put on an instance, and what
@@ -99,9 +100,9 @@ def _is_compiled(one: object) -> bool:
     return callable(one) and "get_compiler_config" in getattr(one, "__dict__", {})
 
 
-def _per_size(one: Any, device: torch.device) -> bool:
+def _per_size(one: Any, device: Device) -> bool:
     config = one.get_compiler_config()  # Inductor's; None of other backends
-    if device.type == "cuda" and isinstance(config, dict) and config.get("triton.cudagraphs"):
+    if device.records_graphs and isinstance(config, dict) and config.get("triton.cudagraphs"):
         return True
     asked = (cell.cell_contents for cell in one.get_compiler_config.__closure__ or ())
     dynamic = next((context._dynamic for context in asked if hasattr(context, "_dynamic")), True)

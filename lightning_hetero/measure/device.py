@@ -112,9 +112,11 @@ class Device:
     Attributes:
         device: as given.
         asynchronous: calls return before their work is done, so that the host's clock does not time it.
+        records_graphs: compiled code may be recorded as a graph of kernels, for the shapes that it was recorded with.
     """
 
     asynchronous = False
+    records_graphs = False
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -215,6 +217,10 @@ class Device:
 
     def tensor_cores(self) -> bool:
         """Whether matrix products of half precision are faster in tiles of eight."""
+        return False
+
+    def tunes_each_shape(self) -> bool:
+        """Whether each shape that is new is tried with many kernels first, which takes long."""
         return False
 
     def computes_bfloat16(self) -> bool:
@@ -326,6 +332,8 @@ class Accelerator(Device):
 class Cuda(Accelerator):
     """A GPU of NVIDIA's, or of AMD's where torch is built for ROCm."""
 
+    records_graphs = True
+
     def _event(self, timing: bool) -> Any:
         return self._torch.Event(enable_timing=timing, blocking=True)  # else who waits keeps a processor busy
 
@@ -334,6 +342,9 @@ class Cuda(Accelerator):
 
     def tensor_cores(self) -> bool:
         return (self.capability() or (7, 0)) >= (7, 0)
+
+    def tunes_each_shape(self) -> bool:
+        return torch.backends.cudnn.benchmark
 
     def computes_bfloat16(self) -> bool:
         return (self.capability() or (8, 0)) >= (8, 0)  # not is_bf16_supported(), which counts emulation

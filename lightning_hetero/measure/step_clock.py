@@ -3,26 +3,35 @@
     fetch   transfer | forward ........ backward | gradient exchange | optimizer
     [1]-----[1]------[2]---------------------[3]..................[4]----------[5]
 
-[1] host seconds handed in by the owner (`add`), [2] `start` from a forward pre-hook *inside* the wrapper, because
-DDP broadcasts buffers before the module's forward and that waits for peers; [3] `stop` from an autograd callback
-which runs when the last gradient has been computed and before DDP waits for the buckets; [4] `exchanged` when
-``backward()`` has returned: [3]-[4] is waiting plus communication; [5] `add` again: it counts for the next step.
+[1] `arm` when the batch was fetched, and `transferring` around its way to the device, [2] `start` from a forward
+pre-hook *inside* the wrapper, because DDP broadcasts buffers before the module's forward and that waits for peers; [3]
+`backward_ended` from an autograd callback which runs when the last gradient has been computed and before DDP waits for
+the buckets; [4] `exchanged` when ``backward()`` has returned: [3]-[4] is waiting plus communication; [4]-[5], if
+`updating` was called, counts for the next step.
+
+All are stamps of the device, see `lightning_hetero.measure.device`: a host that runs ahead of its device has only put
+work into a queue when a call returns, and where it waits for the queue (a copy from pageable memory, a value that is
+read), it waits for the work of peers, too. A stream that runs empty, because the host is late, is this rank's time.
 
 Which stamps are free of waiting was measured, see docs/theory/balanced.md.
 """
 
 from __future__ import annotations
 
+import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any, Protocol
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-__all__ = ["CudaStopwatch", "HostStopwatch", "StepProbe", "Stopwatch", "when_backward_ends"]
+from lightning_hetero.measure.device import Device, Stamp
+
+__all__ = ["StepProbe", "Stopwatch", "when_backward_ends"]
 
 
 def when_backward_ends(loss: Tensor, callback: Callable[[], None]) -> None:
@@ -40,120 +49,85 @@ def when_backward_ends(loss: Tensor, callback: Callable[[], None]) -> None:
     loss.register_hook(hook)
 
 
-class Stopwatch(Protocol):
-    """Adds up running time between `resume` and `pause`; `take` may lag behind by one step (CUDA)."""
+class Stopwatch:
+    """Adds up a device's time between `resume` and `pause`; a step is known once its last stamp is reached.
+
+    On the host that is at once, on an accelerator a step or two later: nothing waits here but `wait`.
+
+    Args:
+        device: whose work is timed.
+        clock: host clock [s]; injectable for tests.
+
+    Attributes:
+        last: the latest end of an interval, or what is put in its place; None: there was none.
+    """
+
+    def __init__(self, device: Device, clock: Callable[[], float] = time.perf_counter) -> None:
+        self._stamp = partial(device.stamp, timing=True, clock=clock)
+        self.last: Stamp | None = None
+        self._since: Stamp | None = None
+        self._pieces: list[tuple[Stamp, Stamp, float]] = []  # begin, end, and what it counts at most [s]
+        self._done: deque[list[tuple[Stamp, Stamp, float]]] = deque()
 
     @property
     def running(self) -> bool:
         """Whether time is being added up now."""
-        ...
-
-    def resume(self) -> None: ...
-
-    def pause(self) -> None: ...
-
-    def take(self) -> float | None:
-        """Returns the seconds of the oldest finished step not yet taken, or ``None`` if it is not known yet."""
-        ...
-
-    def close(self) -> None:
-        """Ends the step."""
-        ...
-
-    def reset(self) -> None:
-        """Forgets the open step, e.g. when it is abandoned; closed steps can still be taken."""
-        ...
-
-
-class HostStopwatch:
-    """Wall-clock stopwatch for devices whose work is done when the call returns (CPU).
-
-    Args:
-        clock: returns seconds; injectable for tests.
-    """
-
-    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
-        self._clock = clock
-        self._since: float | None = None
-        self._sum_s = 0.0
-        self._done: deque[float] = deque()
-
-    @property
-    def running(self) -> bool:
         return self._since is not None
 
-    def resume(self) -> None:
+    def resume(self, since: Stamp | None = None) -> None:
+        """Adds up from now on, or from an earlier stamp."""
         if self._since is None:
-            self._since = self._clock()
+            self._since = since or self._stamp()
 
     def pause(self) -> None:
         if self._since is not None:
-            self._sum_s += self._clock() - self._since
+            self.last = self._stamp()
+            self._pieces.append((self._since, self.last, math.inf))
             self._since = None
 
-    def close(self) -> None:
-        self.pause()
-        self._done.append(self._sum_s)
-        self._sum_s = 0.0
+    def drop(self) -> None:
+        """Pauses; what has passed since it was resumed does not count."""
+        self._since = None
 
-    def take(self) -> float | None:
-        return self._done.popleft() if self._done else None
-
-    def reset(self) -> None:
-        self._since, self._sum_s = None, 0.0
-
-
-class CudaStopwatch:
-    """Stopwatch on the current CUDA stream: events at the same places, read when they have completed.
-
-    NCCL works on its own stream and the compute stream joins it only after [3], so the time between the events
-    holds no waiting. A step is readable when its last event has completed, normally one step later; nothing here
-    ever synchronises the device.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._open: torch.cuda.Event | None = None
-        self._pieces: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
-        self._done: deque[list[tuple[torch.cuda.Event, torch.cuda.Event]]] = deque()
-
-    @property
-    def running(self) -> bool:
-        return self._open is not None
-
-    def _stamp(self) -> torch.cuda.Event:
-        event = torch.cuda.Event(enable_timing=True)
-        event.record(torch.cuda.current_stream(self._device))
-        return event
-
-    def resume(self) -> None:
-        if self._open is None:
-            self._open = self._stamp()
-
-    def pause(self) -> None:
-        if self._open is not None:
-            self._pieces.append((self._open, self._stamp()))
-            self._open = None
+    def add(self, most_s: float) -> None:
+        """Adds the time since the latest interval, at most so much of it."""
+        if self.last is not None:
+            self._pieces.append((self.last, self._stamp(), most_s))
 
     def close(self) -> None:
+        """Ends the step."""
         self.pause()
         self._done.append(self._pieces)
         self._pieces = []
 
+    @property
+    def known(self) -> bool:
+        """Whether `take` has something to give."""
+        return bool(self._done) and all(end.reached() for _, end, _ in self._done[0])
+
     def take(self) -> float | None:
-        if not self._done or any(not end.query() for _, end in self._done[0]):
+        """Returns the seconds of the oldest finished step not yet taken, or ``None`` if it is not known yet."""
+        if not self.known:
             return None
-        return sum(start.elapsed_time(end) for start, end in self._done.popleft()) / 1e3
+        return math.fsum(min(begin.seconds_until(end), most_s) for begin, end, most_s in self._done.popleft())
+
+    def wait(self) -> None:
+        """Waits until all finished steps are known."""
+        if self.last is not None:
+            self.last.wait()
 
     def reset(self) -> None:
-        self._open, self._pieces = None, []
+        """Forgets the open step, e.g. when it is abandoned; closed steps can still be taken."""
+        self._since, self._pieces = None, []
 
 
 class StepProbe:
     """Times the steps of one rank; the owner calls the stamps [1]-[5] of the module docstring.
 
+    It keeps the host at most two steps ahead of the device, so that a step is known when it can still be answered.
+
     Args:
-        device: where the module computes; CUDA gets event timing, everything else the host clock.
+        device: where the module computes.
         waiting: module types that wait for peers inside forward or backward (e.g. ``SyncBatchNorm``); the
             stopwatch is paused around them.
         clock: host clock [s]; injectable for tests.
@@ -161,21 +135,18 @@ class StepProbe:
 
     def __init__(
         self,
-        device: torch.device,
+        device: Device,
         *,
         waiting: Iterable[type[nn.Module]] = (),
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        self._clock = clock
-        self._watch: Stopwatch = CudaStopwatch(device) if device.type == "cuda" else HostStopwatch(clock)
+        self._watch = Stopwatch(device, clock)
+        self._exchange = Stopwatch(device, clock)
         self._waiting = tuple(waiting)
         self._handles: list[Any] = []
         self._armed = False
         self._running = False
-        self._host_s = 0.0
-        self._wait_s = 0.0
-        self._ended_s: float | None = None
-        self._unread: deque[float] = deque()  # host seconds of closed steps the watch has not given yet
+        self._ends: deque[Stamp] = deque()  # of steps that the device may still have before it
 
     def attach(self, module: nn.Module) -> None:
         """Hooks the module's forward (start stamp) and its waiting submodules (pauses). Undone by `detach`."""
@@ -219,19 +190,44 @@ class StepProbe:
             handle.remove()
         self._handles.clear()
 
-    def arm(self, host_s: float = 0.0) -> None:
-        """Opens a step; the next `start` counts. ``host_s``: seconds of fetch and transfer that belong to it."""
+    def arm(self, fetch_s: float = 0.0) -> None:
+        """Opens a step; the next `start` counts.
+
+        Args:
+            fetch_s: the host was so long about the batch just now; it counts as far as the device had nothing to do.
+        """
+        if self._exchange.last is not None:
+            self._ends.append(self._exchange.last)
+        if len(self._ends) > 1:
+            self._ends.popleft().wait()
         if self._running or self._armed:  # the step before never finished (exception, skipped batch)
             self._watch.reset()
-            self._host_s = 0.0
+            self._exchange.reset()
+        elif self._exchange.running:  # broken off when its own work was done
+            self._exchange.close()
+        self._watch.drop()
         self._armed, self._running = True, False
-        self._host_s += host_s
-        self._wait_s = 0.0
-        self._ended_s = None
+        if fetch_s:
+            self._watch.add(fetch_s)
 
-    def add(self, host_s: float) -> None:
-        """Adds host seconds of own work, e.g. the optimizer's, to the step that is measured next."""
-        self._host_s += host_s
+    @contextmanager
+    def transferring(self) -> Iterator[None]:
+        """Around the batch's way to the device."""
+        if self._armed:
+            self._watch.resume()
+        yield
+        self._watch.pause()
+
+    def updating(self) -> None:
+        """From here until `updated` the optimizer works: for the step that is measured next."""
+        if not self._running:
+            self._watch.drop()  # a closure that runs twice
+            self._watch.resume()
+
+    def updated(self) -> None:
+        """Stamp [5]."""
+        if not self._running:
+            self._watch.pause()
 
     def start(self) -> None:
         """Stamp [2]. Only the first call after `arm` counts: users call ``self(x)`` inside ``training_step``."""
@@ -262,31 +258,39 @@ class StepProbe:
         """Stamp [3]: own gradients are complete."""
         if self._running:
             self._watch.pause()
-            self._ended_s = self._clock()
+            self._exchange.resume(self._watch.last)
 
     def exchanged(self) -> None:
         """Stamp [4]: ``backward()`` has returned."""
-        if self._ended_s is not None:
-            self._wait_s += self._clock() - self._ended_s
-            self._ended_s = None
+        if not self._exchange.running:
+            return
+        if self._running:
+            self._exchange.pause()
+        else:
+            self._exchange.close()
+        self._watch.last = self._exchange.last  # a batch that is fetched now is fetched behind it
 
     def close(self) -> None:
-        """Ends the step's work; what comes later (`add`) belongs to the next one. Waiting may still be added."""
+        """Ends the step's work; what comes later belongs to the next one, but for the exchange that is under way."""
         if not self._running:
             return
         self._running = False
         self._watch.close()
-        self._unread.append(self._host_s)
-        self._host_s = 0.0
+        if not self._exchange.running:
+            self._exchange.close()
 
     def take(self) -> float | None:
-        """Returns compute seconds of the oldest closed step, ``None`` while its events have not completed."""
-        seconds = self._watch.take()
-        if seconds is None:
-            return None
-        return seconds + self._unread.popleft()
+        """Returns own seconds of the oldest closed step, ``None`` while the device has not come to its end."""
+        return self._watch.take()
 
-    @property
-    def wait_s(self) -> float:
-        """Seconds the last closed step spent in the gradient exchange (host clock)."""
-        return self._wait_s
+    def take_wait(self) -> float | None:
+        """Likewise, the seconds that it spent in gradient exchanges."""
+        return self._exchange.take()
+
+    def take_both(self) -> tuple[float, float] | None:
+        """Returns own seconds and those in gradient exchanges of the oldest closed step, once both are known."""
+        if not (self._watch.known and self._exchange.known):
+            return None
+        own_s, wait_s = self.take(), self.take_wait()
+        assert own_s is not None and wait_s is not None
+        return own_s, wait_s

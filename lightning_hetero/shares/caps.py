@@ -39,6 +39,12 @@ class MemoryUse:
         self._base_bytes = 0.0
         self._peaks: dict[int, float] = {}  # by samples: of the smallest and of the largest step
 
+    def wants(self, samples: int) -> bool:
+        """Whether a step of so many samples would tell something new."""
+        if samples < 1 or self._steps <= _UNSTEADY:
+            return samples > 0
+        return not min(self._peaks, default=samples + 1) <= samples <= max(self._peaks, default=samples)
+
     def observe(self, samples: int, base_bytes: float, peak_bytes: float) -> None:
         """Takes in a step: the bytes in use before it, and the most during it."""
         self._steps += 1

@@ -22,6 +22,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
+import torch.distributed as dist
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -37,7 +38,6 @@ from lightning_hetero.balanced.runtime.pieces import (
     GradientSum,
     cut,
     free_memory,
-    is_memory_error,
     leaves,
     save_buffers,
     save_random_states,
@@ -46,6 +46,7 @@ from lightning_hetero.balanced.runtime.pieces import (
 from lightning_hetero.data.layouts import Layout
 from lightning_hetero.data.micro_batches import join_outputs, split_batch
 from lightning_hetero.lightning_compat.patches import patched
+from lightning_hetero.measure.device import Device, is_out_of_memory
 from lightning_hetero.shares.caps import MemoryCap
 
 if TYPE_CHECKING:
@@ -79,7 +80,7 @@ class Recovery:
         trainer: Trainer,
         model: nn.Module,
         *,
-        device: torch.device,
+        device: Device,
         weight: LossWeight,
         cap: MemoryCap,
         waiting: tuple[type[nn.Module], ...],
@@ -143,11 +144,11 @@ class Recovery:
             self._reason = self._reason or f"{self._samples} samples do not fit, as an earlier run has learned"
             return self._by_pieces(args, kwargs, cap.safe)
         put_back = self._save() if cap.untried(self._samples) else None
-        self._memory.begin()
+        self._memory.begin(self._samples)
         try:
             output = self._original(*args, **kwargs)
         except RuntimeError as error:
-            if not is_memory_error(error):
+            if not is_out_of_memory(error):
                 raise
             self._check(error, self._count(args))
         else:
@@ -234,7 +235,7 @@ class Recovery:
                 try:
                     done(piece, size, lambda piece=piece: original(piece, *args[1:], **kwargs), last)
                 except Exception as error:
-                    if not is_memory_error(error):
+                    if not is_out_of_memory(error):
                         if planned and not self._in_pieces:
                             raise
                         _give_up(self._reason, f"{type(error).__name__}: {error}", error)
@@ -288,7 +289,7 @@ class Recovery:
         try:
             run(loss)
         except RuntimeError as error:
-            if not is_memory_error(error):
+            if not is_out_of_memory(error):
                 raise
             self._check_backward(error)
         else:
@@ -387,7 +388,9 @@ class Recovery:
         """Raises the error, with the reason, if smaller pieces would not help."""
         self._reason = str(error).strip() or type(error).__name__
         least, why = least_samples(self._module), ""
-        if self._communicates is not None:
+        if isinstance(error, dist.DistError):  # of NCCL: its peers are in it, and its communicator has failed
+            why = "it ran out in a collective, which this rank cannot begin again; max_samples leaves it more memory"
+        elif self._communicates is not None:
             why = f"{self._communicates} communicates with the other ranks in forward"
         elif self._exchanged:
             why = "training_step had already communicated with the other ranks"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
@@ -12,6 +11,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 import torch
+from lightning.fabric.utilities.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -26,12 +26,13 @@ from lightning_hetero.balanced.runtime.batch_norm import statistics_kept
 from lightning_hetero.balanced.runtime.checksum import ParameterChecksum
 from lightning_hetero.balanced.runtime.loss_weight import LossWeight
 from lightning_hetero.callbacks.requeue import RequeueInStep
-from lightning_hetero.callbacks.work import BatchCost, cost_in, count_work
+from lightning_hetero.callbacks.work import BatchCost, CountedOnHost, cost_in, count_work
 from lightning_hetero.data import Part
 from lightning_hetero.data.costs import costs_digest
 from lightning_hetero.glue.loaders import SharedSettings
 from lightning_hetero.glue.run import EngineRun
 from lightning_hetero.measure.compiles import CompileWatch
+from lightning_hetero.measure.device import device_of
 from lightning_hetero.measure.host_load import HostLoad
 from lightning_hetero.measure.step_clock import StepProbe, when_backward_ends
 from lightning_hetero.shares.caps import MemoryCap
@@ -130,23 +131,33 @@ class BalancedRun(EngineRun[BalancedBinder]):
             batch_weight=shared.weight_in(self.module),
         )
         self._cost = cost
-        self.cap = MemoryCap(careful=device.type == "cuda")
-        self._device, self._waiting = device, (nn.SyncBatchNorm, *settings.waiting_modules)
+        self._counts = CountedOnHost(trainer, self._count)
+        self._device, self._waiting = device_of(device), (nn.SyncBatchNorm, *settings.waiting_modules)
+        self.cap = MemoryCap(careful=self._device.asynchronous)
+        if self.rebalancer.enabled and self._device.tunes_each_shape():
+            rank_zero_warn(
+                "torch.backends.cudnn.benchmark is on: cuDNN tries its kernels anew for every number of samples, and"
+                " hetero_balanced changes them. Trainer(benchmark=False) switches it off; a larger quantum keeps the"
+                " numbers few"
+            )
         self._recovery: Recovery | None = None  # where there is a batch and automatic optimization
-        self.probe = StepProbe(device, waiting=self._waiting)
+        self.probe = StepProbe(self._device, waiting=self._waiting)
         self.undo.callback(self.probe.detach)
         self._compiles = CompileWatch()
         self.undo.callback(self._compiles.close)
         every = settings.check_parameters_every
-        self._checksum = None if every is None else ParameterChecksum(every, self._optimized, device=device)
+        self._checksum = None if every is None else ParameterChecksum(every, self._optimized, device=self._device)
         self._trained = Trained(trainer)
         self._model: nn.Module | None = None
         self._measured: deque[tuple[Part, bool]] = deque()  # closed steps whose time is not yet known; to be believed?
-        self._finished: tuple[Part, float] | None = None  # a step whose time is known, but not yet its wait
+        self._finished: deque[tuple[Part, float]] = deque()  # steps whose time is known, but not yet their wait
         self._voided: list[Any] = []  # hooks that keep a batch of weight 0 out of the gradients
+        self._sigterm = False  # received, and kept
+        self._said: deque[Callable[[], float]] = deque()  # how many ranks were told, before the latest batches
+        self.undo.callback(compat.replace_sigterm_broadcast(trainer, self._any_told))
         self._load = HostLoad() if self.policy.wants_load else None
         self._wait_s = 0.0
-        self._returned_s: float | None = None
+        self._seen: set[int] = set()  # sizes of batches that the device has computed
         self._sent = False
         self._synced = False
         self._told: int | None = None  # the most samples of a part, by an earlier run
@@ -248,11 +259,19 @@ class BalancedRun(EngineRun[BalancedBinder]):
 
     # ---- one step ---------------------------------------------------------------------------------------------
 
-    def open(self, batch: Any, transfer_s: float) -> None:
-        """The next batch is on the device: which part is it, what does it weigh."""
+    def transfer(self, batch: Any, move: Callable[[Any], Any]) -> Any:
+        """The next batch was fetched: which part is it, what does it weigh. Returns it, moved to the device."""
+        self._open()
+        counted = self._counts.before(batch)
+        with self.probe.transferring():
+            batch = move(batch)
+        if not counted:
+            self._count(batch)
+        return batch
+
+    def _open(self) -> None:
         if self.binder.equal is not None:
             self.part = None
-            self.weight.open_equal(batch)
             return
         part = self.binder.open(compat.upcoming_batch(self.trainer))
         self.part = part
@@ -260,10 +279,14 @@ class BalancedRun(EngineRun[BalancedBinder]):
             self.cap.goes_on(-(-self._told // self.binder.pieces))
             self._told = None
         self._sent = self._synced = False
-        self._returned_s = None
-        self.weight.open(part, batch)
-        part.work = self._work_of(part, batch)
-        self.probe.arm(part.fetch_s + transfer_s)
+        self.probe.arm(part.fetch_s)
+
+    def _count(self, batch: Any) -> None:
+        if self.part is None:
+            self.weight.open_equal(batch)
+            return
+        self.weight.open(self.part, batch)
+        self.part.work = self._work_of(self.part, batch)
 
     def memory_guard(self) -> AbstractContextManager[Any]:
         """Around ``training_step``: a batch that does not fit, or exceeds ``max_samples``, is computed in pieces."""
@@ -339,10 +362,9 @@ class BalancedRun(EngineRun[BalancedBinder]):
         if self.part is None:
             return
         self.probe.exchanged()
-        self._wait_s = self.probe.wait_s
         if self.automatic:
-            self._note_step()
-            self._returned_s = time.perf_counter()
+            self._note_steps()
+            self.probe.updating()
         else:
             self.probe.resume()
 
@@ -352,22 +374,17 @@ class BalancedRun(EngineRun[BalancedBinder]):
 
     def optimizer_stepped(self) -> None:
         """Clipping and update ran since the gradients were there; their time belongs to the next measurement."""
-        if self._returned_s is not None:
-            self.probe.add(time.perf_counter() - self._returned_s)
-            self._returned_s = None
+        self.probe.updated()
         if self._checksum is not None and self.part is not None:
             self._checksum.stepped()
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
         """Around a collective, e.g. of ``self.log(..., sync_dist=True)``: waiting for peers is not this rank's work."""
-        started_s = time.perf_counter()
         if self._recovery is not None:
             self._recovery.communicates()
         with self.probe.paused():
             yield
-        if self._returned_s is not None:
-            self._returned_s += time.perf_counter() - started_s
 
     def _step_measured(self) -> None:
         controller, part = self.binder.controller, self.part
@@ -375,15 +392,14 @@ class BalancedRun(EngineRun[BalancedBinder]):
             return
         self._sent = True
         self.probe.close()
-        self._measured.append((part, self._believed()))
-        while (compute_s := self.probe.take()) is not None:  # CUDA: of the step before
+        self._measured.append((part, self._believed(part)))
+        while (compute_s := self.probe.take()) is not None:  # on an accelerator, of a step before
             done, believed = self._measured.popleft()
             # Sent while the gradients still travel, so the wait is the last known one.
             if believed:
                 controller.measured(done.computed, compute_s, self._wait_s, done.work)
-            self._finished = (done, compute_s)
-            if done is not part or not self.automatic:
-                self._note_step()
+            self._finished.append((done, compute_s))
+        self._note_steps()
         decides = self.rebalancer.enabled
         exchanges = self._synced and (decides or self._checksum is not None)
         if exchanges and controller.wants_exchange(part.epoch, part.step):
@@ -394,9 +410,15 @@ class BalancedRun(EngineRun[BalancedBinder]):
         while controller.news:
             self._note_decision(part, controller.news.popleft())
 
-    def _believed(self) -> bool:
-        """Whether the step's time says how fast this rank is; pieces do only where they are there to stay."""
-        if self._compiles.ask():
+    def _believed(self, part: Part) -> bool:
+        """Whether the step's time says how fast this rank is; pieces do only where they are there to stay.
+
+        The first one of a size does not where libraries look for the best kernels of that size. Where each part has a
+        size of its own, all do.
+        """
+        new = self._device.asynchronous and part.computed not in self._seen and not self.binder.cuts_by_cost
+        self._seen.add(part.computed)
+        if self._compiles.ask() or new:
             return False
         return self._recovery is None or self._recovery.believed or not (self._recovery.tried or self.policy.limits.fit)
 
@@ -425,16 +447,40 @@ class BalancedRun(EngineRun[BalancedBinder]):
         elif decision.data.get("queues") and self.channel.rank == 0:
             self.events.note("queue", part.epoch, part.step, decision.data)
 
-    def _note_step(self) -> None:
-        """Notes the measured step once its own wait is known."""
+    def _note_steps(self) -> None:
+        """Notes measured steps once their own wait is known."""
         if self._recovery is not None and self.part is not None and (learned := self._recovery.take_learned()):
             self.events.note("memory", self.part.epoch, self.part.step, learned)
-        if self._finished is not None:
-            (part, compute_s), self._finished = self._finished, None
-            data = {"samples": part.samples, "compute_s": compute_s, "wait_s": self._wait_s}
+        while self._finished and (wait_s := self.probe.take_wait()) is not None:
+            self._wait_s = wait_s
+            part, compute_s = self._finished.popleft()
+            data = {"samples": part.samples, "compute_s": compute_s, "wait_s": wait_s}
             if part.work != part.computed:
                 data["work"] = part.work
             self.events.note("step", part.epoch, part.step, data)
+
+    # ---- SIGTERM ----------------------------------------------------------------------------------------------
+
+    def keeps_sigterm(self) -> bool:
+        self._sigterm = self._sigterm or (bool(self._said) and self.trainer.training)
+        return self._sigterm and self.trainer.training
+
+    def _any_told(self, told: bool) -> bool:
+        """In the place of Lightning's broadcast before every batch: whether a rank was told before the one before.
+
+        Over the host, and no rank waits: the others have said so, or their gradients would not be here.
+        """
+        self._said.append(self.channel.sum_async(float(told or self._sigterm)))
+        return len(self._said) > 1 and self._said.popleft()() > 0
+
+    def training_pauses(self) -> None:
+        """Batches end for a while, or altogether: a rank that was told ends alone."""
+        if self._sigterm:
+            compat.receive_sigterm(self.trainer)
+
+    def training_ended(self) -> None:
+        if self._sigterm:
+            compat.raise_sigterm(self.trainer)
 
     # ---- end --------------------------------------------------------------------------------------------------
 
@@ -444,4 +490,6 @@ class BalancedRun(EngineRun[BalancedBinder]):
             controller.abandon()
         elif controller is not None:
             controller.drain()
+        while self._said and not self.failed:
+            self._said.popleft()()
         super().close()

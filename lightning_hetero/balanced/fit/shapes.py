@@ -6,18 +6,16 @@ from typing import TYPE_CHECKING
 
 from lightning_hetero.balanced.decide.quantum import ShapeNeeds
 from lightning_hetero.measure.compiles import compiled_parts
+from lightning_hetero.measure.device import device_of
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
 
 __all__ = ["shape_needs"]
 
-_HALF = ("16", "transformer-engine")  # in the words for precision
-
 
 def shape_needs(trainer: Trainer) -> ShapeNeeds:
     """Returns what this rank needs, once its module is set up."""
-    device = trainer.strategy.root_device
+    device = device_of(trainer.strategy.root_device)
     compiled = compiled_parts(trainer.lightning_module, device)
-    half = any(word in str(trainer.precision) for word in _HALF)
-    return ShapeNeeds(compiled=compiled.any, per_size=compiled.per_size, tiles=half and device.type == "cuda")
+    return ShapeNeeds(compiled=compiled.any, per_size=compiled.per_size, tiles=device.tensor_cores())

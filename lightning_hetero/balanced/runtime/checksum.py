@@ -8,6 +8,8 @@ from collections.abc import Callable, Iterable
 import torch
 from torch import Tensor
 
+from lightning_hetero.measure.device import Device
+
 __all__ = ["ParameterChecksum"]
 
 _BITS = 52  # of a whole number that a float64 holds
@@ -27,7 +29,7 @@ class ParameterChecksum:
         device: where they are.
     """
 
-    def __init__(self, every: int, parameters: Callable[[], Iterable[Tensor]], *, device: torch.device) -> None:
+    def __init__(self, every: int, parameters: Callable[[], Iterable[Tensor]], *, device: Device) -> None:
         self._every, self._parameters, self._device = every, parameters, device
         self._left = 0  # steps of this round
         self._ahead: list[Tensor] = []  # what is not summed yet, the next last
@@ -59,23 +61,22 @@ class ParameterChecksum:
     def take(self) -> float:
         """Returns the sum since it was taken last, in [0, 2**52); NaN without a step in between.
 
-        On a GPU it is the one before, which is known by now without waiting for the device.
+        On an accelerator it is the one before, which is known by now without waiting for the device.
         """
         sums, self._sums = self._sums, []
-        if self._device.type == "cpu":
+        if not self._device.asynchronous:
             return float(_folded(sum(map(int, sums)))) if sums else math.nan
         known, self._under_way = self._under_way, self._copied(sums) if sums else None
         return math.nan if known is None else known()
 
     def _copied(self, sums: list[Tensor]) -> Callable[[], float]:
         """Starts the way to the host; the result waits for its end."""
-        total = torch.stack([one.to(self._device, non_blocking=True) for one in sums]).sum()
+        total = torch.stack([one.to(self._device.device, non_blocking=True) for one in sums]).sum()
         host = total.to("cpu", non_blocking=True)
-        over = torch.Event(device=self._device)
-        over.record(torch.accelerator.current_stream(self._device))
+        over = self._device.stamp()
 
         def wait() -> float:
-            over.synchronize()
+            over.wait()
             return float(_folded(int(host.item())))
 
         return wait

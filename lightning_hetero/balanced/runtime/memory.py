@@ -1,46 +1,48 @@
-"""What a step takes of a CUDA device's memory (layer T)."""
+"""What a step takes of a device's memory (layer T)."""
 
 from __future__ import annotations
 
-import torch
-
+from lightning_hetero.measure.device import Device
 from lightning_hetero.shares.caps import MemoryCap, MemoryUse
 
 __all__ = ["MemoryWatch"]
 
 
 class MemoryWatch:
-    """Measures the memory of each step on a CUDA device and keeps `MemoryCap.estimate` up to date; else does nothing.
+    """Measures the memory of steps and keeps `MemoryCap.estimate` up to date, where the device tells what it uses.
 
-    Other processes may use the device as well, so what is there is asked anew whenever more samples than ever have
-    fitted. Never run on a GPU by us.
+    Only of steps that teach something, because it takes time, and a peak that the user may read begins anew. Other
+    processes may use the device as well, so what is there is asked anew whenever more samples than ever have fitted.
 
     Args:
         device: of this rank.
         cap: what is known of its memory.
     """
 
-    def __init__(self, device: torch.device, cap: MemoryCap) -> None:
+    def __init__(self, device: Device, cap: MemoryCap) -> None:
         self._device, self._cap = device, cap
-        self._on = device.type == "cuda"
         self._use = MemoryUse()
+        self._begun = False
         self._base_bytes = 0.0
         self._limit_bytes = 0.0
         self._asked_for = -1
 
-    def begin(self) -> None:
+    def begin(self, samples: int) -> None:
         """A step begins."""
-        if self._on:
-            torch.cuda.reset_peak_memory_stats(self._device)
-            self._base_bytes = float(torch.cuda.memory_allocated(self._device))
+        self._begun = self._device.asynchronous and self._use.wants(samples)
+        if self._begun:
+            self._device.forget_peak()
+            self._base_bytes = self._device.used_bytes()
 
     def end(self, samples: int) -> None:
         """Its backward pass is over, and all samples have fitted at once."""
-        if not self._on:
+        if not self._begun:
             return
-        self._use.observe(samples, self._base_bytes, float(torch.cuda.max_memory_allocated(self._device)))
+        self._begun = False
+        if not (peak_bytes := self._device.peak_bytes()):
+            return
+        self._use.observe(samples, self._base_bytes, peak_bytes)
         if self._asked_for != self._cap.safe:
             self._asked_for = self._cap.safe
-            free, _ = torch.cuda.mem_get_info(self._device)
-            self._limit_bytes = float(free + torch.cuda.memory_reserved(self._device))
+            self._limit_bytes = self._device.free_bytes() + self._device.used_bytes()
         self._cap.estimate = self._use.most(self._limit_bytes)

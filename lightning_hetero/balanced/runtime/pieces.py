@@ -18,12 +18,13 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from lightning_hetero.measure.device import Device
+
 __all__ = [
     "GradientSum",
     "GradientsTaken",
     "cut",
     "free_memory",
-    "is_memory_error",
     "leaves",
     "save_buffers",
     "save_random_states",
@@ -31,18 +32,10 @@ __all__ = [
 ]
 
 
-def is_memory_error(error: BaseException) -> bool:
-    """Whether memory has run out: on a device, or the host's."""
-    if isinstance(error, torch.OutOfMemoryError):
-        return True
-    return isinstance(error, RuntimeError) and "DefaultCPUAllocator: can't allocate memory" in str(error)
-
-
-def free_memory(device: torch.device) -> None:
+def free_memory(device: Device) -> None:
     """Gives back what nobody refers to any more: an error's frames may be part of a circle."""
     gc.collect()
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
+    device.empty_cache()
     torch.clear_autocast_cache()
 
 
@@ -206,27 +199,43 @@ class GradientsTaken:
 
 
 def save_buffers(module: nn.Module) -> Callable[[], None]:
-    """Returns what puts the module's buffers back as they are now, e.g. BatchNorm's statistics; kept on the host."""
-    saved = [(buffer, buffer.detach().to("cpu", copy=True)) for buffer in module.buffers()]
+    """Returns what puts the module's buffers back as they are now, e.g. BatchNorm's statistics.
 
+    Kept where they are, in one piece per dtype, so that nothing waits for a device; on the host where memory is short,
+    or where they cannot be packed.
+    """
+    alike: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+    for buffer in module.buffers():
+        alike.setdefault((buffer.device, buffer.dtype), []).append(buffer)
+    saved = [(buffers, _copies(buffers)) for buffers in alike.values()]
+
+    @torch.no_grad()
     def put_back() -> None:
-        with torch.no_grad():
-            for buffer, value in saved:
+        for buffers, values in saved:
+            for buffer, value in zip(buffers, values, strict=True):
                 buffer.copy_(value)
 
     return put_back
 
 
-def save_random_states(device: torch.device) -> Callable[[], None]:
+@torch.no_grad()
+def _copies(tensors: Sequence[Tensor]) -> list[Tensor]:
+    try:
+        packed = torch.cat([tensor.reshape(-1) for tensor in tensors]).split([tensor.numel() for tensor in tensors])
+        return [part.view(tensor.shape) for part, tensor in zip(packed, tensors, strict=True)]
+    except (RuntimeError, TypeError):
+        return [tensor.to("cpu", copy=True) for tensor in tensors]
+
+
+def save_random_states(device: Device) -> Callable[[], None]:
     """Returns what puts the random generators back as they are now: Python's, NumPy's, torch's and the device's."""
     python, numpy, host = random.getstate(), np.random.get_state(), torch.get_rng_state()  # noqa: NPY002
-    on_device = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+    on_device = device.random_state()
 
     def put_back() -> None:
         random.setstate(python)
         np.random.set_state(numpy)  # noqa: NPY002
         torch.set_rng_state(host)
-        if on_device is not None:
-            torch.cuda.set_rng_state(on_device, device)
+        device.set_random_state(on_device)
 
     return put_back

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import os
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from datetime import timedelta
@@ -20,6 +21,7 @@ from torch import Tensor
 
 from lightning_hetero import lightning_compat as compat
 from lightning_hetero.callbacks.requeue import RequeueTogether
+from lightning_hetero.callbacks.work import CountedOnHost
 from lightning_hetero.federated.decide.policy import AdaptiveSteps
 from lightning_hetero.federated.decide.report import engine_metrics, step_report
 from lightning_hetero.federated.decide.rounds import (
@@ -45,7 +47,8 @@ from lightning_hetero.glue.elastic.join import Invitation
 from lightning_hetero.glue.elastic.members import Members
 from lightning_hetero.glue.loaders import SharedSettings
 from lightning_hetero.measure.compiles import CompileWatch
-from lightning_hetero.measure.step_clock import HostStopwatch
+from lightning_hetero.measure.device import device_of
+from lightning_hetero.measure.step_clock import Stopwatch
 from lightning_hetero.types import StepReport
 
 if TYPE_CHECKING:
@@ -104,7 +107,7 @@ class FederatedRun(ElasticRun[OwnBinder]):
         self.binder = OwnBinder(trainer, self.channel, shared, self, resizes=self.policy.resizes)
         self.undo.callback(compat.watch_train_source(trainer, self.binder.announce))
         self.weigh_logs(self.current_samples)
-        self._settings, self._device = settings, device
+        self._settings, self._device = settings, device_of(device)
         self._automatic = self.module.automatic_optimization
         if settings.proximal and not self._automatic:
             raise ValueError(
@@ -112,6 +115,7 @@ class FederatedRun(ElasticRun[OwnBinder]):
                 " term to your losses there"
             )
         self._weight_of = shared.weight_in(self.module)
+        self.counts = CountedOnHost(trainer, self.open)
         self._division = Division(trainer, settings, self.binder, members)
         self._mine = Client(0, 0, 0)  # what this rank trains on
         self._course: Course | None = None
@@ -124,7 +128,9 @@ class FederatedRun(ElasticRun[OwnBinder]):
         self._made = 0  # local steps since then
         self._measured = [0.0, 0.0, 0.0]  # samples, batches and seconds since the last decision
         self._warm = False
-        self._watch = HostStopwatch()
+        self._watch = Stopwatch(self._device)
+        self._timed: deque[tuple[int, int, int, bool]] = deque()  # epoch, slot, samples; is it to be believed?
+        self._seen: set[int] = set()  # sizes of batches that the device has computed
         self._compiles = CompileWatch()
         self.undo.callback(self._compiles.close)
         self._wait_s = 0.0
@@ -345,7 +351,7 @@ class FederatedRun(ElasticRun[OwnBinder]):
     # ---- a local step -----------------------------------------------------------------------------------------
 
     def open(self, batch: Any) -> None:
-        """The batch is on the device: what does it count."""
+        """What does the batch count."""
         if self.samples:
             self._weight += self.samples if self._weight_of is None else self._counted(batch)
 
@@ -409,23 +415,28 @@ class FederatedRun(ElasticRun[OwnBinder]):
         last, self._open = self._last_slot(), True
         if self.samples:
             self._watch.close()
-            seconds = self._watch.take() or 0.0
-            believed = self._warm and not self._compiles.ask()
+            # The first of a size tells no speed where libraries look for the best kernels of that size.
+            new = self._device.asynchronous and self.samples not in self._seen
+            believed = self._warm and not self._compiles.ask() and not new
+            self._seen.add(self.samples)
+            self._timed.append((compat.epoch_running(self.trainer), self._slot, self.samples, believed))
             self._warm = self._trained = True
             self._made += course.steps_after(self._slot, last)
-            if believed:
-                for i, value in enumerate((float(self.samples), 1.0, seconds)):
-                    self._measured[i] += value
-            self._note_step(seconds)
+            self._take_times()
         else:
             self._watch.reset()
         if course.ends_round(self._slot, self.plan, last):
             self._meet(over=True)
 
-    def _note_step(self, seconds: float) -> None:
-        data = {"samples": self.samples, "compute_s": seconds, "wait_s": self._wait_s}
-        self._wait_s = 0.0
-        self.events.note("step", compat.epoch_running(self.trainer), self._slot, data)
+    def _take_times(self) -> None:
+        """Takes in the steps whose times are known: on an accelerator, of those before."""
+        while (seconds := self._watch.take()) is not None:
+            epoch, slot, samples, believed = self._timed.popleft()
+            if believed:
+                for i, value in enumerate((float(samples), 1.0, seconds)):
+                    self._measured[i] += value
+            self.events.note("step", epoch, slot, {"samples": samples, "compute_s": seconds, "wait_s": self._wait_s})
+            self._wait_s = 0.0
 
     # ---- all ranks --------------------------------------------------------------------------------------------
 
@@ -453,10 +464,8 @@ class FederatedRun(ElasticRun[OwnBinder]):
             )
 
     def _meet(self, *, over: bool) -> None:
-        if self._device.type != "cpu":  # the work of this round belongs to this rank's time
-            started_s = time.perf_counter()
-            torch.accelerator.synchronize(self._device)
-            self._measured[2] += time.perf_counter() - started_s
+        self._watch.wait()  # the work of this round belongs to this rank's time
+        self._take_times()
         began_s = time.perf_counter()
         clients = self.clients
         if clients is None:

@@ -1,4 +1,4 @@
-"""`CudaStopwatch`: kernel time between stamps, read without synchronising the device."""
+"""`Stopwatch` on a GPU: kernel time between stamps, read without synchronising the device."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ import time
 
 import torch
 
-from lightning_hetero.measure.step_clock import CudaStopwatch, StepProbe, when_backward_ends
+from lightning_hetero.measure.device import device_of
+from lightning_hetero.measure.step_clock import StepProbe, Stopwatch, when_backward_ends
 
 CYCLES = 200_000_000  # about 0.1 s on present devices; only ratios and margins of a factor matter
 
@@ -27,7 +28,7 @@ def _spin_s() -> float:
 
 def test_kernel_time_is_measured_and_readable_later() -> None:
     spin_s = _spin_s()
-    watch = CudaStopwatch(torch.device("cuda", 0))
+    watch = Stopwatch(device_of("cuda:0"))
     watch.resume()
     assert watch.running
     _spin()
@@ -46,7 +47,7 @@ def test_kernel_time_is_measured_and_readable_later() -> None:
 
 
 def test_steps_come_out_in_order_and_an_abandoned_one_never() -> None:
-    watch = CudaStopwatch(torch.device("cuda", 0))
+    watch = Stopwatch(device_of("cuda:0"))
     for cycles in (CYCLES, CYCLES // 10):
         watch.resume()
         _spin(cycles)
@@ -64,7 +65,7 @@ def test_steps_come_out_in_order_and_an_abandoned_one_never() -> None:
 def test_step_probe_on_cuda_holds_forward_and_backward() -> None:
     device = torch.device("cuda", 0)
     module = torch.nn.Linear(8, 1).to(device)
-    probe = StepProbe(device)
+    probe = StepProbe(device_of(device))
     probe.attach(module)
     for _ in range(3):
         probe.arm()

@@ -14,10 +14,11 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_hetero.balanced.runtime.checksum import ParameterChecksum
+from lightning_hetero.measure.device import device_of
 from tests.ranks.harness import run_ranks
 from tests.ranks.kit import Toy, balanced, rank_trainer, regression
 
-CPU = torch.device("cpu")
+CPU = device_of("cpu")
 EVERY = 3
 
 

@@ -14,12 +14,12 @@ from lightning_hetero.balanced.runtime.pieces import (
     GradientsTaken,
     GradientSum,
     cut,
-    is_memory_error,
     leaves,
     save_buffers,
     save_random_states,
     stand_in,
 )
+from lightning_hetero.measure.device import device_of, is_out_of_memory
 from lightning_hetero.shares.caps import MemoryCap
 
 
@@ -138,50 +138,62 @@ def test_which_gradients_a_broken_pass_has_left(accumulating: bool) -> None:
 
 
 def test_what_counts_as_a_lack_of_memory() -> None:
-    assert is_memory_error(torch.OutOfMemoryError("anything"))
+    assert is_out_of_memory(torch.OutOfMemoryError("anything"))
     with pytest.raises(RuntimeError) as error:
         torch.empty(2**60, dtype=torch.uint8)  # more than any address space
-    assert is_memory_error(error.value)
-    assert not is_memory_error(RuntimeError("out of luck"))
-    assert not is_memory_error(ValueError("out of memory"))
+    assert is_out_of_memory(error.value)
+    assert not is_out_of_memory(RuntimeError("out of luck"))
+    assert not is_out_of_memory(ValueError("out of memory"))
 
 
 def test_buffers_and_random_states_are_put_back() -> None:
-    module, device = nn.BatchNorm1d(3), torch.device("cpu")
+    module, device = nn.BatchNorm1d(3), device_of("cpu")
+    module.register_buffer("sparse", torch.eye(3).to_sparse())
+    module.register_buffer("turned", torch.arange(6.0).view(2, 3).t())
+    module.register_buffer("none", torch.empty(0))
     undo = save_buffers(module), save_random_states(device)
     drawn = random.random(), np.random.rand(), torch.rand(1).item()
     module(torch.randn(4, 3))
+    module.sparse.mul_(2.0)
+    module.turned.mul_(2.0)
     assert module.num_batches_tracked == 1
     for one in undo:
         one()
+    assert torch.equal(module.sparse.to_dense(), torch.eye(3))
+    assert torch.equal(module.turned, torch.arange(6.0).view(2, 3).t())
     assert (random.random(), np.random.rand(), torch.rand(1).item()) == drawn
     assert module.num_batches_tracked == 0 and not module.running_mean.any()  # type: ignore[union-attr]
 
 
 def test_memory_is_asked_of_a_device_that_has_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     """The calls, on a device made up; the arithmetic is in tests/pure/balanced/test_caps.py."""
-    mib, asked, base, peak = 2**20, [0], [0], [0]
+    mib, asked, base, peak, forgotten = 2**20, [0], [0], [0], [0]
 
     def available(device: torch.device) -> tuple[int, int]:
         asked[0] += 1
         return 700 * mib, 1000 * mib
 
-    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device: None)
+    def forget(device: torch.device) -> None:
+        forgotten[0] += 1
+
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", forget)
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: base[0] * mib)
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: peak[0] * mib)
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 300 * mib)
     monkeypatch.setattr(torch.cuda, "mem_get_info", available)
     cap = MemoryCap(careful=True)
-    watch = MemoryWatch(torch.device("cuda", 0), cap)
-    for samples, bytes_before, most_bytes in ((40, 0, 500), (40, 300, 700), (40, 300, 800), (20, 300, 600)):
+    watch = MemoryWatch(device_of("cuda:0"), cap)
+    steps = (40, 0, 500), (40, 300, 700), (40, 300, 800), (20, 300, 600)
+    for samples, bytes_before, most_bytes in (*steps, (20, 300, 900), (30, 300, 900), (-1, 300, 900)):
         base[0], peak[0] = bytes_before, most_bytes
-        watch.begin()
+        watch.begin(samples)
         cap.fits(samples)
         watch.end(samples)
     assert cap.estimate == 50 and cap.most == 50  # 400 + 10 per sample, in 0.9 of 1000
     assert asked == [1]
+    assert forgotten == [4]  # only in steps that teach something: the peak is the user's, too
     nothing = MemoryCap()
-    on_host = MemoryWatch(torch.device("cpu"), nothing)
-    on_host.begin()
+    on_host = MemoryWatch(device_of("cpu"), nothing)
+    on_host.begin(4)
     on_host.end(4)
     assert nothing.estimate is None and asked == [1]

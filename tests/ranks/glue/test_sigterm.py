@@ -64,8 +64,10 @@ def test_a_rank_that_is_told_to_go_keeps_nobody_waiting(engine: str, target: int
     ranks = run_ranks(2, told_to_go, engine, target, timeout_s=30.0)
     ended, seen, steps = ranks[target]
     assert (ended, seen) == ("SIGTERMException", 1) and 2 <= steps < 2 * BATCHES
-    other, _, steps = ranks[1 - target]
-    if (engine, target) == ("stale", 1):  # a rank that goes is no failure there
-        assert (other, steps) == ("finished", 2 * BATCHES)
+    other, _, others_steps = ranks[1 - target]
+    if engine == "balanced":  # by Lightning's own exception, behind the same batch
+        assert (other, others_steps, steps) == ("SIGTERMException", 4, 4)
+    elif (engine, target) == ("stale", 1):  # a rank that goes is no failure there
+        assert (other, others_steps) == ("finished", 2 * BATCHES)
     else:
-        assert other != "finished" and steps < 2 * BATCHES
+        assert other != "finished" and others_steps < 2 * BATCHES

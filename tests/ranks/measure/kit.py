@@ -1,12 +1,65 @@
-"""A stopwatch that is read late."""
+"""A device whose host runs ahead, by virtual clocks; a stopwatch that is read late."""
 
 from __future__ import annotations
 
-from lightning_hetero.measure.step_clock import HostStopwatch
+import time
+from collections.abc import Callable
+
+import torch
+
+from lightning_hetero.measure.device import Device, Stamp, device_of
+from lightning_hetero.measure.step_clock import Stopwatch
 
 
-class Late(HostStopwatch):
-    """Gives a step's time one step later, as CUDA events do."""
+class Late(Stopwatch):
+    """Knows a step's time one step later, as an accelerator does."""
 
-    def take(self) -> float | None:
-        return super().take() if len(self._done) > 1 else None
+    def __init__(self) -> None:
+        super().__init__(device_of("cpu"))
+
+    @property
+    def known(self) -> bool:
+        return super().known and len(self._done) > 1
+
+
+class VirtualStamp:
+    """A time on the device's clock."""
+
+    def __init__(self, device: VirtualGpu, at_s: float) -> None:
+        self._device, self._at_s = device, at_s
+
+    def reached(self) -> bool:
+        return self._device.host_s >= self._at_s
+
+    def wait(self) -> None:
+        self._device.host_s = max(self._device.host_s, self._at_s)
+
+    def hold(self) -> None: ...
+
+    def seconds_until(self, later: VirtualStamp) -> float:
+        return later._at_s - self._at_s
+
+
+class VirtualGpu(Device):
+    """One host and one stream, both of which pass time only when told.
+
+    Attributes:
+        host_s: where the host is.
+        tail_s: when the stream has done all that was submitted.
+    """
+
+    asynchronous = True
+
+    def __init__(self) -> None:
+        super().__init__(torch.device("cuda", 0))
+        self.host_s = self.tail_s = 0.0
+
+    def stamp(self, *, timing: bool = False, clock: Callable[[], float] = time.perf_counter) -> Stamp:
+        return VirtualStamp(self, max(self.tail_s, self.host_s))
+
+    def synchronize(self) -> None:
+        self.host_s = max(self.host_s, self.tail_s)
+
+    def submit(self, seconds: float) -> None:
+        """Queues work that takes so long."""
+        self.tail_s = max(self.tail_s, self.host_s) + seconds

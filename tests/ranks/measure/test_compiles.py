@@ -13,10 +13,11 @@ from lightning.pytorch.utilities.compile import from_compiled
 from torch import Tensor, nn
 
 from lightning_hetero.measure.compiles import Compiled, CompileWatch, compiled_parts
+from lightning_hetero.measure.device import device_of
 
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script_method`:DeprecationWarning")  # Inductor's own
 PINNED = f"torch {torch.__version__}: what measure/compiles.py takes from torch._dynamo has changed"
-CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+CPU, CUDA = device_of("cpu"), device_of("cuda")
 
 
 @pytest.fixture(autouse=True)

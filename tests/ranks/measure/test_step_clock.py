@@ -84,7 +84,7 @@ def noted(rank: int, world: int) -> list[tuple[list[tuple[int, int]], list[tuple
         )
         if late:
             module.on_train_start = (  # type: ignore[method-assign]
-                lambda s=strategy: setattr(s._run.probe, "_watch", Late())  # type: ignore[union-attr]
+                lambda s=strategy: vars(s._run.probe).update(_watch=Late(), _exchange=Late())
             )
         events: list[tuple[int, int]] = []
         module.on_train_batch_end = (  # type: ignore[method-assign]
@@ -98,7 +98,7 @@ def noted(rank: int, world: int) -> list[tuple[list[tuple[int, int]], list[tuple
 
 
 def test_events_tell_each_step_its_own_samples() -> None:
-    """Also when the time of a step is known only during the next one, as on CUDA."""
+    """Also when the time of a step is known only during the next one, as on an accelerator."""
     for (batches, events), (late_batches, late_events) in run_ranks(2, noted):
         assert len(batches) == 6 and len(set(batches)) > 2
         assert events == batches

@@ -1,4 +1,4 @@
-"""`HostStopwatch` and `StepProbe` by a scripted clock: what counts as a step's own work, to the second."""
+"""`Stopwatch` and `StepProbe` by a scripted clock: what counts as a step's own work, to the second."""
 
 from __future__ import annotations
 
@@ -9,8 +9,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_hetero.measure.step_clock import HostStopwatch, StepProbe, when_backward_ends
-from tests.ranks.measure.kit import Late
+from lightning_hetero.measure.device import device_of
+from lightning_hetero.measure.step_clock import StepProbe, Stopwatch, when_backward_ends
+from tests.ranks.measure.kit import VirtualGpu
+
+CPU = device_of("cpu")
 
 
 class FakeClock:
@@ -63,7 +66,7 @@ def clock() -> FakeClock:
 
 @pytest.fixture
 def probe(clock: FakeClock) -> StepProbe:
-    return StepProbe(torch.device("cpu"), waiting=[Waits], clock=clock)
+    return StepProbe(CPU, waiting=[Waits], clock=clock)
 
 
 def ended(probe: StepProbe) -> None:
@@ -71,9 +74,10 @@ def ended(probe: StepProbe) -> None:
     probe.close()
 
 
-def step(probe: StepProbe, clock: FakeClock, module: nn.Module, host_s: float = 0.0, wait_s: float = 0.0) -> None:
+def step(probe: StepProbe, clock: FakeClock, module: nn.Module, fetch_s: float = 0.0, wait_s: float = 0.0) -> None:
     """One automatic step as `BalancedRun` stamps it."""
-    probe.arm(host_s)
+    clock.pass_s(fetch_s)
+    probe.arm(fetch_s)
     loss = module(torch.ones(2, 1)).sum()
     when_backward_ends(loss, lambda: ended(probe))
     loss.backward()
@@ -81,8 +85,8 @@ def step(probe: StepProbe, clock: FakeClock, module: nn.Module, host_s: float = 
     probe.exchanged()
 
 
-def test_host_stopwatch(clock: FakeClock) -> None:
-    watch = HostStopwatch(clock)
+def test_stopwatch(clock: FakeClock) -> None:
+    watch = Stopwatch(CPU, clock)
     assert watch.take() is None
     watch.pause()  # before any resume: nothing
     for seconds in (1.0, 2.0):
@@ -102,7 +106,7 @@ def test_host_stopwatch(clock: FakeClock) -> None:
 
 
 def test_abandoned_step_is_forgotten_and_closed_ones_are_not(clock: FakeClock) -> None:
-    watch = HostStopwatch(clock)
+    watch = Stopwatch(CPU, clock)
     watch.resume()
     clock.pass_s(1.0)
     watch.close()
@@ -119,21 +123,46 @@ def test_abandoned_step_is_forgotten_and_closed_ones_are_not(clock: FakeClock) -
 def test_step_is_fetch_forward_and_backward(probe: StepProbe, clock: FakeClock) -> None:
     module = Spends(clock, forward_s=1.0, backward_s=2.0)
     probe.attach(module)
+    step(probe, clock, module)
+    assert probe.take_both() == pytest.approx((3.0, 0.0))
     module(torch.ones(1, 1))  # validation: not armed
-    step(probe, clock, module, host_s=0.25, wait_s=7.0)
+    step(probe, clock, module, fetch_s=0.25, wait_s=7.0)
     assert probe.take() == pytest.approx(3.25)
-    assert probe.wait_s == pytest.approx(7.0)
-    assert probe.take() is None
+    assert probe.take_wait() == pytest.approx(7.0)
+    assert probe.take() is None and probe.take_wait() is None
+
+
+def test_way_to_the_device_counts(probe: StepProbe, clock: FakeClock) -> None:
+    module = Spends(clock, 1.0, 2.0)
+    probe.attach(module)
+    with probe.transferring():  # of no step
+        clock.pass_s(40.0)
+    probe.arm()
+    with probe.transferring():
+        clock.pass_s(0.5)
+    clock.pass_s(40.0)
+    probe.start()
+    clock.pass_s(3.0)
+    ended(probe)
+    assert probe.take() == pytest.approx(3.5)
 
 
 def test_optimizer_belongs_to_the_next_step(probe: StepProbe, clock: FakeClock) -> None:
     module = Spends(clock, 1.0, 2.0)
     probe.attach(module)
     step(probe, clock, module)
-    probe.add(0.5)
+    probe.updating()
+    clock.pass_s(0.25)
+    with probe.paused():  # for the other ranks
+        clock.pass_s(40.0)
+    clock.pass_s(0.25)
+    probe.updated()
+    clock.pass_s(40.0)
     assert probe.take() == pytest.approx(3.0)
-    step(probe, clock, module, host_s=0.25)
+    step(probe, clock, module, fetch_s=0.25)
     assert probe.take() == pytest.approx(3.75)
+    probe.updating()  # a window of accumulation: no optimizer works
+    clock.pass_s(40.0)
     step(probe, clock, module)
     assert probe.take() == pytest.approx(3.0)
 
@@ -231,7 +260,7 @@ def test_two_backward_passes(probe: StepProbe, clock: FakeClock) -> None:
         clock.pass_s(0.5)  # optimizer
     probe.close()
     assert probe.take() == pytest.approx(7.0)
-    assert probe.wait_s == pytest.approx(40.0)
+    assert probe.take_wait() == pytest.approx(40.0)
 
 
 def test_closure_run_twice_counts_once(probe: StepProbe, clock: FakeClock) -> None:
@@ -250,24 +279,55 @@ def test_abandoned_steps(probe: StepProbe, clock: FakeClock) -> None:
     """A step skipped before forward, or broken off in backward, leaves no time in the next one."""
     module = Spends(clock, 1.0, 2.0)
     probe.attach(module)
-    probe.arm(host_s=100.0)  # never started
-    probe.arm(host_s=100.0)
+    step(probe, clock, module, wait_s=1.0)
+    clock.pass_s(100.0)
+    probe.arm(fetch_s=100.0)  # never started
+    probe.arm(fetch_s=100.0)
     module(torch.ones(1, 1))  # started, never finished
-    step(probe, clock, module, host_s=0.25)
-    assert probe.take() == pytest.approx(3.25)
-    assert probe.take() is None
+    clock.pass_s(100.0)
+    step(probe, clock, module, fetch_s=0.25, wait_s=2.0)
+    assert probe.take_both() == pytest.approx((3.0, 1.0))
+    assert probe.take_both() == pytest.approx((3.25, 2.0))
+    assert probe.take_both() is None
 
 
-def test_step_read_late_keeps_its_own_host_time(clock: FakeClock) -> None:
-    probe = StepProbe(torch.device("cpu"), clock=clock)
-    probe._watch = Late(clock)
+def test_exchange_that_is_broken_off(probe: StepProbe, clock: FakeClock) -> None:
+    """Own work was done, and told: each step keeps its own wait."""
     module = Spends(clock, 1.0, 2.0)
     probe.attach(module)
-    step(probe, clock, module, host_s=0.25)
+    probe.arm()
+    loss = module(torch.ones(1, 1)).sum()
+    when_backward_ends(loss, lambda: ended(probe))
+    loss.backward()
+    clock.pass_s(5.0)
+    step(probe, clock, module, wait_s=7.0)
+    assert probe.take_both() == pytest.approx((3.0, 5.0))
+    assert probe.take_both() == pytest.approx((3.0, 7.0))
+
+
+def test_what_the_host_spends_counts_as_far_as_the_stream_runs_empty() -> None:
+    """And a step is known when the device has come to its end."""
+    gpu = VirtualGpu()
+    probe = StepProbe(gpu)
+
+    def one(fetch_s: float) -> None:
+        gpu.host_s += fetch_s
+        probe.arm(fetch_s)
+        probe.start()
+        gpu.submit(5.0)
+        probe.backward_ended()
+        probe.close()
+        gpu.submit(1.0)
+        probe.exchanged()
+
+    one(0.0)
     assert probe.take() is None
-    probe.arm(host_s=100.0)
-    module(torch.ones(1, 1))  # abandoned; the step before is still to be read
-    step(probe, clock, module, host_s=0.75)
-    assert probe.take() == pytest.approx(3.25)
-    step(probe, clock, module)
-    assert probe.take() == pytest.approx(3.75)
+    one(2.0)  # while the first is computed
+    assert probe.take() is None
+    gpu.host_s = 11.5  # in the second one's exchange
+    assert probe.take_both() == (5.0, 1.0)
+    assert probe.take_both() is None
+    assert (probe.take(), probe.take_wait()) == (5.0, None)
+    one(3.0)
+    gpu.synchronize()
+    assert (probe.take_wait(), probe.take()) == (1.0, 7.5)  # the stream stood still from 12 to 14.5
