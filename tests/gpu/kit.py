@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
+import os
 import warnings
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.plugins.precision import MixedPrecision
+from lightning.pytorch.strategies import DDPStrategy
 from torch import nn
-from torch.utils.data import DataLoader, Dataset, Subset
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, Subset
 
 from lightning_hetero import AutoStrategy
 from lightning_hetero.data import ShuffledOrder
 from tests.gpu.ranks import CardEnvironment, SharedCards
 from tests.ranks.federated.kit import federated
-from tests.ranks.kit import Weights, balanced, quiet_trainer, regression, single, stale
+from tests.ranks.kit import Weights, balanced, quiet_trainer, regression, stale
 from tests.ranks.pipeline.kit import LAYERS, Block, Deep, pipeline
 
 __all__ = [
@@ -38,12 +41,12 @@ __all__ = [
     "weights",
 ]
 
-SIMULATED = False
-STEPS, BATCH = 10, 16
+SIMULATED = "LIGHTNING_HETERO_SIMGPUS" in os.environ
+STEPS, BATCH, SAMPLES = 10, 16, 208
 PRECISIONS = {"32-true": 1e-5, "16-mixed": 2e-2, "bf16-mixed": 1e-1}
 """How far weights may be from those of a single process in float32, as part of what training has moved them by."""
 
-of_kernels = pytest.mark.skipif(SIMULATED, reason="what it measures is the time of kernels, and a simulated GPU has none")
+of_kernels = pytest.mark.skipif(SIMULATED, reason="it is about kernels and their time; a simulated GPU has neither")
 
 
 class Model(Deep):
@@ -97,7 +100,7 @@ def auto(**options: Any) -> AutoStrategy:
 
 
 def engine(name: str, backend: str = "gloo") -> Any:
-    """Returns a strategy that is exact: ``pipeline 2x2`` is that engine with a plan, ``pipeline`` plans by itself."""
+    """Returns a strategy that trains what one process does: ``pipeline 2x2`` is that engine with a plan, ``pipeline`` plans by itself."""
     name, _, plan = name.partition(" ")
     options: dict[str, Any] = {"process_group_backend": backend}
     if name == "pipeline":
@@ -106,6 +109,8 @@ def engine(name: str, backend: str = "gloo") -> Any:
         return stale(policy="bsp", **options)
     if name == "federated":
         return federated(local_steps=1, **options)
+    if name == "ddp":
+        return DDPStrategy(**options)
     return {"balanced": balanced, "auto": auto}[name](**options)
 
 
@@ -148,28 +153,56 @@ def fit_engine(
     *,
     backend: str = "gloo",
     validate: bool = False,
+    samples: int = SAMPLES,
+    shuffle: bool = True,
+    ckpt_path: str | None = None,
+    save: str | None = None,
     **options: Any,
 ) -> Trained:
-    """Trains `STEPS` steps of global batches of `BATCH` samples."""
+    """Trains `STEPS` steps of global batches of `BATCH` samples.
+
+    Args:
+        rank, world, backend: where.
+        name, precision: as of `engine` and `PRECISIONS`.
+        module: a `Model` unless given.
+        validate: as often as ``options`` say.
+        samples, shuffle: of the data.
+        ckpt_path, save: a checkpoint to begin with, and one to write in the end.
+        options: of the Trainer.
+    """
     module = Model() if module is None else module
     strategy, where = engine(name, backend), _Where()
     callbacks = [where, *options.pop("callbacks", ())]
     trainer = card_trainer(rank, world, strategy, precision=precision, callbacks=callbacks, **options)
-    data = regression(208, dtype=torch.float32)
-    loaders = [DataLoader(parts(name, rank, world, data), batch_size=BATCH // world, shuffle=name != "federated")]
+    data = regression(samples, dtype=torch.float32)
+    loaders = [DataLoader(parts(name, rank, world, data), batch_size=BATCH // world, shuffle=shuffle and name != "federated")]
     if validate:
         loaders.append(DataLoader(regression(40, seed=9, dtype=torch.float32), batch_size=5))
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        trainer.fit(module, *loaders)
+        trainer.fit(module, *loaders, ckpt_path=ckpt_path)
+        if save is not None:
+            trainer.save_checkpoint(save)
     logged = {key: float(value) for key, value in trainer.callback_metrics.items()}
     choice = getattr(getattr(strategy, "choice", None), "line", "")
     warned = [str(warning.message) for warning in caught]
     return Trained(weights(module), logged, warned, type(trainer.strategy).__name__, choice, where.kinds)
 
 
-def oracle(module: LightningModule | None = None, validate: bool = False, **options: Any) -> tuple[Weights, Trainer]:
-    """Trains the same on the CPU in one process."""
+def oracle(
+    module: LightningModule | None = None,
+    *,
+    samples: int = SAMPLES,
+    shuffle: bool = True,
+    ckpt_path: Path | None = None,
+    **options: Any,
+) -> Weights:
+    """Trains the same on the CPU in one process, with the global batches that stock DDP's sampler would form."""
     module = Model() if module is None else module
-    trainer = single(module, regression(208, dtype=torch.float32), BATCH, max_steps=STEPS, max_epochs=None, **options)
-    return weights(module), trainer
+    data = regression(samples, dtype=torch.float32)
+    sampler = DistributedSampler(data, num_replicas=1, rank=0, shuffle=shuffle, seed=0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        trainer = quiet_trainer(**{"devices": 1, "max_steps": STEPS, "max_epochs": None, **options})
+        trainer.fit(module, DataLoader(data, batch_size=BATCH, sampler=sampler), ckpt_path=ckpt_path)
+    return weights(module)

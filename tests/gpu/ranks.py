@@ -1,7 +1,7 @@
 """Ranks on GPUs: processes that stay alive between tests, several of them on one card where there are fewer cards.
 
 They differ from `tests.ranks.harness` in three things. They are spawned: what has been forked from a process that has
-asked for CUDA has none. They have no process group, so that Lightning makes it as it does for users, with ``device_id``.
+asked for CUDA has none. They have no process group, so that Lightning makes it as for users, with ``device_id``.
 And a pool in which a rank has failed is not used again, because an error of CUDA's stays in its process.
 """
 
