@@ -119,7 +119,7 @@ class Part:
         if self.gpus:
             from tests.simgpu.sim import on_import
 
-            environment |= {**on_import.environment(self.gpus, True), DRY: "1"}
+            environment |= {**on_import.environment(self.gpus), DRY: "1"}
         with self.log.open("a") as log:
             log.write(f"\n==== {step.name}\n")
             log.flush()

@@ -45,6 +45,6 @@ def copies() -> None:
             waits.setdefault(f"{kind} to the host", {})[size] = round(1e3 * (time.perf_counter() - started_s), 3)
             torch.cuda.synchronize()
     detail(host_ms=waits)
-    for kind, by_size in waits.items():
+    for kind, by_size in waits.items() if not is_dry() else ():
         waiting = [size for size, ms in by_size.items() if ms > 0.8e3 * QUEUE_S]
         found(**{kind: f"waits from {waiting[0]} B on" if waiting else "never waits"})

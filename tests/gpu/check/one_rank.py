@@ -31,7 +31,7 @@ def _all(names: tuple[str, ...], precisions: tuple[str, ...], compiled: bool = F
                 bad.append(f"{name}, {precision}: {far:.1e}")
     detail(apart=apart)
     for precision in precisions:
-        found(**{precision: f"{max(far for key, far in apart.items() if precision in key):.1e}"})
+        found(**{precision: f"{max(far for key, far in apart.items() if key.endswith(f', {precision}')):.1e}"})
     if bad:
         raise SystemExit("; ".join(bad))
 
