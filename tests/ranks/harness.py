@@ -24,7 +24,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -118,8 +118,8 @@ class RankEnvironment(ClusterEnvironment):
 class _Pool:
     """``world_size`` worker processes, one pair of pipes each: control, and a lifeline nobody writes to."""
 
-    def __init__(self, world_size: int) -> None:
-        context = process_context()
+    def __init__(self, world_size: int, context: Any = None, target: Callable[..., None] = serve) -> None:
+        context = context or process_context()
         self.controls: list[Connection] = []
         self.lifelines: list[Connection] = []
         self.processes: list[Any] = []
@@ -127,7 +127,7 @@ class _Pool:
             control, worker_control = context.Pipe()
             worker_lifeline, lifeline = context.Pipe(duplex=False)
             process = context.Process(
-                target=serve, args=(rank, world_size, worker_control, worker_lifeline), name=f"rank-{rank}"
+                target=target, args=(rank, world_size, worker_control, worker_lifeline), name=f"rank-{rank}"
             )
             process.start()
             worker_control.close()
@@ -242,7 +242,7 @@ def _first_failed(outcomes: dict[int, Outcome]) -> int | None:
     return min(failed, key=lambda rank: outcomes[rank].failed_at_s, default=None)
 
 
-_POOLS: dict[int, _Pool] = {}
+_POOLS: dict[Hashable, _Pool] = {}  # by number of ranks, and, where they are other processes, what they are
 
 
 def run_ranks(world_size: int, fn: Callable[..., T], *args: Any, timeout_s: float = 60.0) -> list[T]:
@@ -268,10 +268,15 @@ def run_ranks(world_size: int, fn: Callable[..., T], *args: Any, timeout_s: floa
         raise ValueError(f"world_size={world_size} must be at least 1")
     if "<locals>" in fn.__qualname__ or "<lambda>" in fn.__qualname__:
         raise TypeError(f"{fn.__qualname__} cannot be imported by name in a rank: define it at module level")
-    pool = _POOLS.get(world_size)
+    return pool_of(world_size, lambda: _Pool(world_size)).run(fn, args, timeout_s)
+
+
+def pool_of(key: Hashable, make: Callable[[], _Pool]) -> _Pool:
+    """Returns the pool that is kept under ``key``, a new one if there is none or a process of it has ended."""
+    pool = _POOLS.get(key)
     if pool is None or not pool.alive():
-        pool = _POOLS[world_size] = _Pool(world_size)
-    return pool.run(fn, args, timeout_s)
+        pool = _POOLS[key] = make()
+    return pool
 
 
 def process_context() -> Any:

@@ -15,7 +15,8 @@ import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection
@@ -59,7 +60,11 @@ class Job:
     timeout_s: float
 
 
-def serve(rank: int, world_size: int, control: Connection, lifeline: Connection) -> None:
+Joins = Callable[[int, int, Job], AbstractContextManager[None]]
+
+
+def serve(rank: int, world_size: int, control: Connection, lifeline: Connection, joined: Joins | None = None) -> None:
+    """Does one job after another; ``joined`` is around each, `_joined_group` unless given."""
     threading.Thread(target=_die_with_parent, args=(lifeline,), daemon=True).start()
     for name in list(os.environ):
         if name in _LAUNCHER_NAMES or name.startswith(_LAUNCHER_PREFIXES):
@@ -76,7 +81,7 @@ def serve(rank: int, world_size: int, control: Connection, lifeline: Connection)
         except EOFError:
             return
         with _stack_in_time(rank, job):
-            outcome = _do(rank, world_size, job)
+            outcome = _do(rank, world_size, job, joined or _joined_group)
             control.send_bytes(_pickled(outcome))
         if outcome.error is not None:
             _leave_group()  # now: the peers may be waiting for this rank
@@ -98,10 +103,10 @@ def _die_with_parent(lifeline: Connection) -> None:
     os._exit(1)
 
 
-def _do(rank: int, world_size: int, job: Job) -> Outcome:
+def _do(rank: int, world_size: int, job: Job, joined: Joins) -> Outcome:
     try:
         sys.path[:] = job.sys_path
-        with _joined_group(rank, world_size, job), _no_threads_left(rank):
+        with joined(rank, world_size, job), _no_threads_left(rank):
             fn, args = pickle.loads(job.call)
             outcome = Outcome(value=fn(rank, world_size, *args))
             pickle.loads(pickle.dumps(outcome))  # what cannot be read back must fail here, with a traceback
@@ -134,7 +139,8 @@ def _stack_in_time(rank: int, job: Job) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _joined_group(rank: int, world_size: int, job: Job) -> Iterator[None]:
+def in_its_folder(rank: int, world_size: int, job: Job) -> Iterator[None]:
+    """Seeds every generator in the job's empty folder, and makes no group."""
     work = Path(job.folder, "work")
     work.mkdir(exist_ok=True)
     os.chdir(work)
@@ -143,12 +149,18 @@ def _joined_group(rank: int, world_size: int, job: Job) -> Iterator[None]:
     torch.manual_seed(0)
     torch.set_default_dtype(torch.float32)
     rank_zero_only.rank = rank  # pyright: ignore[reportFunctionMemberAccess]
-    meeting = Path(job.folder, "store").as_uri()
-    dist.init_process_group("gloo", meeting, timedelta(seconds=job.timeout_s), world_size, rank)
-    # None may fail and leave before all have come: where joining fails torch counts a group that it never
-    # forgets, names the next one differently than the others do, and the next job waits in vain.
-    dist.barrier()
     yield
+
+
+@contextlib.contextmanager
+def _joined_group(rank: int, world_size: int, job: Job) -> Iterator[None]:
+    with in_its_folder(rank, world_size, job):
+        meeting = Path(job.folder, "store").as_uri()
+        dist.init_process_group("gloo", meeting, timedelta(seconds=job.timeout_s), world_size, rank)
+        # None may fail and leave before all have come: where joining fails torch counts a group that it never
+        # forgets, names the next one differently than the others do, and the next job waits in vain.
+        dist.barrier()
+        yield
 
 
 @contextlib.contextmanager

@@ -8,7 +8,9 @@ import torch
 
 from lightning_hetero.measure.device import device_of
 from lightning_hetero.measure.step_clock import StepProbe, Stopwatch, when_backward_ends
+from tests.gpu.kit import of_kernels
 
+pytestmark = of_kernels
 CYCLES = 200_000_000  # about 0.1 s on present devices; only ratios and margins of a factor matter
 
 

@@ -1,0 +1,52 @@
+"""What a batch of a new size costs: the time of its first, second and tenth step, with cuDNN searching and without."""
+
+from __future__ import annotations
+
+import statistics
+import time
+
+import torch
+from torch import nn
+
+from tests.gpu.check.found import detail, found, is_dry
+from tests.gpu.check.models import Gpt, images, resnet50, texts
+
+STEPS = 10
+
+
+def _seconds(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> list[float]:
+    seconds = []
+    for _ in range(2 if is_dry() else STEPS):
+        torch.cuda.synchronize()
+        started_s = time.perf_counter()
+        with torch.autocast("cuda", torch.bfloat16, enabled=not is_dry()):
+            loss = nn.functional.cross_entropy(model(x).flatten(0, -2), y.flatten())
+        loss.backward()
+        torch.cuda.synchronize()
+        seconds.append(time.perf_counter() - started_s)
+        for parameter in model.parameters():
+            parameter.grad = None
+    return seconds
+
+
+def sizes() -> None:
+    """Eight sizes of a batch for each model, all of them new."""
+    if is_dry():
+        cases = {"ResNet": (resnet50((1, 1), 4), images(16)), "GPT": (Gpt(16, 1, 50, 8), texts(8, 50))}
+    else:
+        cases = {"ResNet-50": (resnet50(), images(224)), "GPT-2 small": (Gpt(), texts(256, 50257))}
+    counts = (2, 3) if is_dry() else (16, 17, 19, 22, 26, 31, 24, 28)
+    for name, (model, make) in cases.items():
+        model.cuda()
+        x, y = (part.cuda() for part in make(0))
+        for benchmark in (False, True):
+            torch.backends.cudnn.benchmark = benchmark
+            _seconds(model, x.expand(8, *x.shape).contiguous(), y.expand(8, *y.shape).contiguous())  # the model's own start
+            rows = {n: _seconds(model, x.expand(n, *x.shape).contiguous(), y.expand(n, *y.shape)) for n in counts}
+            detail(model=name, benchmark=benchmark, seconds=rows)
+            more = [(row[0] - row[-1]) / row[-1] for row in rows.values()]
+            second = [(row[1] - row[-1]) / row[-1] for row in rows.values()]
+            says = f"first step +{statistics.median(more):.0%} (most +{max(more):.0%}), second +{statistics.median(second):.0%}"
+            found(**{f"{name}{', searching' if benchmark else ''}": says})
+        model.cpu()
+        torch.cuda.empty_cache()
