@@ -11,6 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_hetero.measure.device import device_of
+
 __all__ = ["integer_mean_", "is_mean", "weighted_mean_"]
 
 
@@ -26,7 +28,7 @@ def weighted_mean_(value: Tensor, weight: float, group: dist.ProcessGroup) -> Te
 
     With all weights zero it is the plain mean. Any shape; the arithmetic is float64 where the device has it.
     """
-    wide = torch.float64 if value.device.type != "mps" else torch.float32
+    wide = device_of(value.device).widest_float()
     flat = value.detach().to(wide).reshape(-1)
     weighted = flat * weight if weight else torch.zeros_like(flat)  # a dummy batch may be NaN
     packed = torch.cat([weighted, flat.new_full((1,), weight), flat])

@@ -14,6 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_hetero.measure.device import device_of
+
 __all__ = ["average_", "weighted_mean_"]
 
 _BUCKET = 4_000_000  # numbers that travel at once: 32 MB
@@ -64,7 +66,7 @@ def weighted_mean_(copies: Sequence[Sequence[Tensor]], weights: Sequence[float])
 
 
 def _wide(tensor: Tensor) -> Tensor:
-    return tensor.detach().to(torch.float64 if tensor.device.type != "mps" else torch.float32)
+    return tensor.detach().to(device_of(tensor.device).widest_float())
 
 
 def _buckets(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
