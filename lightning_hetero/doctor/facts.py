@@ -17,7 +17,7 @@ class Package:
     Attributes:
         name: as on the index.
         installed: its version; None: it is not there.
-        wanted: the versions that will do, e.g. ``">=2.5,<3"``.
+        wanted: the versions that will do, e.g. ``">=2.6,<3"``.
         fits: whether the installed one is among them.
         optional: what is missing without it; empty: it is required.
     """

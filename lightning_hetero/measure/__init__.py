@@ -3,6 +3,8 @@
 ``step_clock``  stopwatches for a rank's own work per training step, free of waiting for peers
 ``host_load``   processors' time and memory that others leave free
 ``probe``       `probe_cluster`: speeds, memory and links at start-up
+``link_probe``  a link, with what will carry its messages
+``rest_probe``  what a rank can compute while it rests
 ``timer``       time stamps on a device that is measured
 ``cache``       measurements kept between runs
 """

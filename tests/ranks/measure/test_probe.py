@@ -8,20 +8,24 @@ from __future__ import annotations
 import json
 import math
 import time
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from lightning_hetero.cluster import equal_cluster
-from lightning_hetero.measure import cache
+from lightning_hetero.measure import cache, probe
+from lightning_hetero.measure.device import Device
+from lightning_hetero.measure.link_probe import LinkProbe
 from lightning_hetero.measure.probe import measure_speed, probe_cluster, probe_key
 from lightning_hetero.types import Cluster
 from tests.ranks.harness import run_ranks
 
-CPU = torch.device("cpu")
+CPU, GIB = torch.device("cpu"), 2.0**30
 
 
 def world() -> dist.ProcessGroup:
@@ -107,7 +111,64 @@ def override(rank: int, world_size: int) -> list[str]:
     return refused
 
 
+class Card(Device):
+    """A device that ranks share, or have to themselves, with memory of which process groups take some."""
+
+    groups = 0
+
+    def __init__(self, name: str) -> None:
+        super().__init__(CPU)
+        self._name = name
+
+    def identity(self) -> str:
+        return self._name
+
+    def free_bytes(self) -> float:
+        return 10 * GIB - 0.25 * GIB * self.groups
+
+
+def on_cards(rank: int, world_size: int, cards: str, direct: str) -> tuple[list[float], list[str], int]:
+    """Returns the memory that the ranks may use, the groups that have carried messages, and those that are left."""
+    card, carriers, make = Card(cards[rank]), [], dist.new_group
+
+    def new_group(*args: Any, **kwargs: Any) -> Any:
+        card.groups += 1
+        return make(*args, **kwargs)
+
+    def destroy(group: Any) -> None:
+        card.groups -= 1
+
+    class Carried(LinkProbe):
+        def __init__(self, group: dist.ProcessGroup, *args: Any) -> None:
+            carriers.append("the group" if group is world() else "a group of its own")
+            super().__init__(group, *args)
+
+    changed = {"new_group": new_group, "destroy_process_group": destroy}
+    with ExitStack() as stack:
+        stack.enter_context(patch.object(probe, "device_of", lambda _: card))
+        stack.enter_context(patch.object(probe, "LinkProbe", Carried))
+        for name, other in changed.items():
+            stack.enter_context(patch.object(dist, name, other))
+        cluster = probe_cluster(world(), CPU, direct=direct, communicators=4, budget_s=0.02)
+    return [device.mem_bytes for device in cluster.devices], carriers, card.groups
+
+
 # ---- tests ---------------------------------------------------------------------------------------------------
+
+
+def test_ranks_that_share_a_card_share_its_memory_and_their_messages_go_through_the_host() -> None:
+    for memory, carriers, left in run_ranks(3, on_cards, "aab", "gloo"):
+        assert memory == [4 * GIB, 4 * GIB, 8.5 * GIB]  # 0.9 of what is free, by ranks, less half a gibibyte
+        assert set(carriers) == {"the group"} and left == 0
+
+
+def test_links_are_measured_with_what_will_carry_them_and_what_that_takes_is_kept_free() -> None:
+    for memory, carriers, left in run_ranks(2, on_cards, "ab", "gloo"):
+        # With the group there a quarter of a gibibyte is less, and training will have four of them.
+        assert memory == [0.9 * 9.75 * GIB - 0.5 * GIB - 4 * 0.25 * GIB] * 2
+        assert set(carriers) == {"a group of its own"} and left == 0
+    for _, carriers, _ in run_ranks(2, on_cards, "ab", ""):
+        assert set(carriers) == {"the group"}
 
 
 def test_all_ranks_get_the_same_complete_cluster() -> None:

@@ -46,7 +46,7 @@ from lightning_hetero.types import AffineCost, LayerCost, ModelCost
 
 __all__ = ["Example", "estimate_on_meta", "profile_key", "profile_on_device"]
 
-VERSION = 1  # of the procedure; part of the cache's key
+VERSION = 2  # of the procedure; part of the cache's key
 CACHE_KIND = "profile"
 
 _ZERO = AffineCost(fixed_s=0.0, per_sample_s=0.0)
