@@ -130,7 +130,7 @@ class TolerantDDPStrategy(DDPStrategy):
         """Whether this is a fit that survives the death of a rank."""
 
     def _get_process_group_backend(self) -> str:
-        # An operation of NCCL's waits on the device for a rank that has died: until its timeout, which ends the process.
+        # An operation of NCCL waits on the device for a rank that has died, until its timeout ends the process.
         if self._process_group_backend is None and self.can_lose_ranks():
             return "gloo"
         return super()._get_process_group_backend()
