@@ -173,7 +173,7 @@ class FederatedStrategy(ElasticDDPStrategy[FederatedRun]):
         clients = None if self._run is None else self._run.clients
         return clients if clients is not None and clients.open else None
 
-    def _can_be_joined(self) -> bool:
+    def can_lose_ranks(self) -> bool:
         return self.settings.min_clients is not None
 
     def setup(self, trainer: Trainer) -> None:

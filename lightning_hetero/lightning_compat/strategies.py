@@ -125,6 +125,16 @@ class TolerantDDPStrategy(DDPStrategy):
     def goes_on_without_a_rank(self) -> bool:
         """Whether the death of a rank (not rank 0) would be survived now; another thread asks."""
 
+    @abstractmethod
+    def can_lose_ranks(self) -> bool:
+        """Whether this is a fit that survives the death of a rank."""
+
+    def _get_process_group_backend(self) -> str:
+        # An operation of NCCL waits on the device for a rank that has died, until its timeout ends the process.
+        if self._process_group_backend is None and self.can_lose_ranks():
+            return "gloo"
+        return super()._get_process_group_backend()
+
     def choose_backend(self) -> str:
         """Settles and returns `process_group_backend`, for a rank that makes its process group by itself."""
         self._process_group_backend = self._get_process_group_backend()

@@ -90,8 +90,8 @@ class ElasticDDPStrategy(HeteroStrategy[Run], TolerantDDPStrategy):
         """Whether this rank is training on a batch, in which the others may have no part."""
         return False
 
-    def _can_be_joined(self) -> bool:
-        """Whether the others let a rank in that comes late, or again."""
+    def can_lose_ranks(self) -> bool:
+        """Also whether the others let a rank in that comes late, or again."""
         return True
 
     # ---- who takes part ---------------------------------------------------------------------------------------
@@ -146,7 +146,7 @@ class ElasticDDPStrategy(HeteroStrategy[Run], TolerantDDPStrategy):
         fits_with_others = (
             trainer is not None and trainer.state.fn == TrainerFn.FITTING and self.world_size > 1
         )
-        if fits_with_others and self._can_be_joined() and not dist.is_initialized():
+        if fits_with_others and self.can_lose_ranks() and not dist.is_initialized():
             newcomer = Newcomer.find(self.cluster_environment, self.global_rank)
         if newcomer is None:
             super().setup_distributed()

@@ -137,7 +137,7 @@ class StaleRun(ElasticRun[GrantedBinder]):
                 policy = Bsp() if compat.finds_learning_rate(self.trainer) else None
                 address = session.serve(ahead=binder.source.ahead, state=state, policy=policy)
                 self.admission.announce()
-            address = _broadcast(address)
+            address = self.channel.all_gather_object(address)[0]
         assert address is not None
         session.connect(address)
         self._callback_hooks.close()  # callbacks may be others now
@@ -224,7 +224,7 @@ class StaleRun(ElasticRun[GrantedBinder]):
             return
         own = self.session.changed()
         why = "changes of the model other than by optimizers, which all ranks must make"
-        everyone: list[Changed] = self.meetings.together(why, lambda: _gather(own))
+        everyone: list[Changed] = self.meetings.together(why, lambda: self.channel.all_gather_object(own))
         refuse_different(self._members.alive, everyone)
         self.session.settle_others()
         lowest = everyone[0]
@@ -343,7 +343,7 @@ class StaleRun(ElasticRun[GrantedBinder]):
         members, settings, hosted = self._members, self._settings, None
         if members.is_lowest:
             hosted = host_store(settings.host, settings.patience)
-        host, port = _broadcast(None if hosted is None else (settings.host, hosted.port))
+        host, port = self.channel.all_gather_object(None if hosted is None else (settings.host, hosted.port))[0]
         store = dist.TCPStore(host, port, is_master=False) if hosted is None else hosted  # lives with the group
         self._groups.rebuild(members.alive, 0, store=store)
 
@@ -365,17 +365,3 @@ class StaleRun(ElasticRun[GrantedBinder]):
         self.admission.end()
         self.session.close()
         super().close()
-
-
-def _broadcast(value: Any) -> Any:
-    """Returns the value of the lowest of the ranks."""
-    box = [value]
-    dist.broadcast_object_list(box, 0)
-    return box[0]
-
-
-def _gather(value: Any) -> list[Any]:
-    """Returns the value of every rank, in their order."""
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, value)
-    return everyone

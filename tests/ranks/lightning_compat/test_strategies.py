@@ -69,6 +69,11 @@ def test_batch_to_device() -> None:
 class Tolerant(TolerantDDPStrategy):
     """Goes on without nobody."""
 
+    loses = False
+
+    def can_lose_ranks(self) -> bool:
+        return self.loses
+
     def goes_on_without_a_rank(self) -> bool:
         return False
 
@@ -136,6 +141,16 @@ def test_a_backend_can_be_chosen_before_there_is_a_group() -> None:
     assert "self._process_group_backend = self._get_process_group_backend()" in inspect.getsource(
         DDPStrategy.setup_distributed
     ), VERSIONS
+
+
+@pytest.mark.parametrize("loses", [True, False])
+def test_on_gpus_groups_that_may_lose_ranks_are_gloos(loses: bool) -> None:
+    """NCCL's collectives would wait on the device for the dead, until a timeout that ends the process."""
+    options: Any = {"parallel_devices": [torch.device("cuda", 0)], "cluster_environment": LightningEnvironment()}
+    strategy = Tolerant(**options)
+    strategy.loses = loses
+    assert strategy.choose_backend() == ("gloo" if loses else "nccl"), VERSIONS
+    assert Tolerant(**options, process_group_backend="nccl").choose_backend() == "nccl", VERSIONS
 
 
 def test_syncs_batch_norm() -> None:
