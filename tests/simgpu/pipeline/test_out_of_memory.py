@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,8 +12,9 @@ from torch import Tensor, nn
 from lightning_hetero.pipeline.runtime.execute.links.direct_ways import DirectWay
 from tests.simgpu import kit
 from tests.simgpu.harness import run_sim_ranks
+from tests.simgpu.sim.cuda import cap
 
-_FULL = 1 << 50  # bytes; no device has them
+_CAP, _FULL = 1 << 26, 1 << 30  # bytes that a device has, and that are asked for
 
 
 class _Needs(torch.autograd.Function):
@@ -56,13 +58,14 @@ class Fills(kit.DeepPlain):
                 DirectWay.receive = lambda *_: torch.empty(_FULL, dtype=torch.uint8, device="cuda")  # type: ignore[method-assign]
 
 
-def _fails(rank: int, world: int, plan: str, backend: str, when: str) -> str:
+def _fails(rank: int, world: int, folder: str, plan: str, backend: str, when: str) -> None:
+    cap(rank, _CAP)
     strategy = kit.strategy_of("pipeline", backend, plan=plan)
     try:
         kit.fit_quietly(kit.trainer_on_gpus(world, strategy), Fills(when), kit.loader(world))
     except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return "trained"
+        Path(folder, str(rank)).write_text(f"{type(error).__name__}: {error}")
+        raise
 
 
 @pytest.mark.parametrize(
@@ -77,9 +80,10 @@ def _fails(rank: int, world: int, plan: str, backend: str, when: str) -> str:
         pytest.param("2x2", "gloo", "forward", marks=pytest.mark.long),
     ],
 )
-def test_all_ranks_end_with_the_cause(plan: str, backend: str, when: str) -> None:
+def test_all_ranks_end_with_the_cause(plan: str, backend: str, when: str, tmp_path: Path) -> None:
     world = 4 if plan == "2x2" else 2
-    found = run_sim_ranks(world, _fails, plan, backend, when, nccl=backend == "nccl", timeout_s=60.0)
-    assert any(text.startswith("OutOfMemoryError: ") for text in found), found
+    with pytest.raises(RuntimeError, match="CUDA out of memory"):
+        run_sim_ranks(world, _fails, str(tmp_path), plan, backend, when, nccl=backend == "nccl", timeout_s=60.0)
+    found = [(tmp_path / str(rank)).read_text() for rank in range(world)]
     for text in found:
         assert text.startswith("OutOfMemoryError: ") or "failed: OutOfMemoryError: " in text, found

@@ -39,8 +39,8 @@ class Syncs:
 
     Attributes:
         counting: whether to count now.
-        found: how often, by (kind, place); kinds begin with `BESIDE` where a thread waits that sends or receives, beside
-            the one that trains.
+        found: how often, by (kind, place); kinds begin with `BESIDE` where a thread waits that sends or receives,
+            beside the one that trains.
     """
 
     BESIDE = "beside training: "
