@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import threading
 from collections import Counter
 from types import FrameType
 
@@ -39,11 +38,8 @@ class Syncs:
 
     Attributes:
         counting: whether to count now.
-        found: how often, by (kind, place); kinds begin with `BESIDE` where a thread waits that sends or receives,
-            beside the one that trains.
+        found: how often, by (kind, place).
     """
-
-    BESIDE = "beside training: "
 
     def __init__(self) -> None:
         self.counting = False
@@ -51,8 +47,7 @@ class Syncs:
 
     def note(self, kind: str) -> None:
         if self.counting:
-            beside = threading.current_thread().name.startswith("pipeline-")
-            self.found[self.BESIDE * beside + kind, place()] += 1
+            self.found[kind, place()] += 1
 
 
 syncs = Syncs()

@@ -1,4 +1,4 @@
-"""The pipeline on simulated GPUs: which way messages take, where layers move to, what the host waits for."""
+"""Layers that move from one simulated GPU to another while the pipeline trains."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import pytest
 from tests.ranks.pipeline.replan_kit import Scripted, group, heard, plan
 from tests.simgpu import kit
 from tests.simgpu.harness import run_sim_ranks
-from tests.simgpu.sim.syncs import syncs
 
 _MOVES: dict[int, Any] = {
     2: {
@@ -39,21 +38,3 @@ def test_layers_move_from_device_to_device_where_kernels_run_one_after_the_other
     for found, cancelled in run_sim_ranks(4 if first == "2x2" else 2, _moving, first, nccl=True, serial=True):
         assert cancelled == [""] * 3
         assert found.distance(expected) < 1e-6
-
-
-def _counted(rank: int, world: int, plan: str, backend: str) -> tuple[kit.Weights, dict[str, float]]:
-    module, count = kit.DeepPlain(), kit.CountSyncs()
-    trainer = kit.trainer_on_gpus(world, kit.strategy_of("pipeline", backend, plan=plan), callbacks=[count])
-    kit.fit_quietly(trainer, module, kit.loader(world, pin_memory=True))
-    return kit.host_weights(module), count.per_step()
-
-
-@pytest.mark.parametrize("backend", ["gloo", "nccl"])
-@pytest.mark.parametrize("plan", ["1x2", "2x1", pytest.param("2x2", marks=pytest.mark.long)])
-def test_the_host_waits_for_a_device_at_most_four_times_per_step(plan: str, backend: str) -> None:
-    expected = kit.oracle(kit.DeepPlain())
-    world = 4 if plan == "2x2" else 2
-    for found, waits in run_sim_ranks(world, _counted, plan, backend, nccl=backend == "nccl", serial=True):
-        assert found.distance(expected) < 1e-6
-        beside = {place for place in waits if place.startswith(syncs.BESIDE)}
-        assert sum(n for place, n in waits.items() if place not in beside) <= 4.0, waits
