@@ -68,7 +68,7 @@ def make_group(ranks: Sequence[int] | None, timeout: timedelta | None, backend: 
     if (backend or dist.get_backend()) == dist.Backend.GLOO:
         world.bound_device_id = None
     try:
-        return dist.new_group(ranks, timeout, backend)
+        return dist.new_group(None if ranks is None else list(ranks), timeout, backend)
     finally:
         world.bound_device_id = bound
 

@@ -383,6 +383,8 @@ class Place:
         self.logs.close()
         self.sync.close()
         self.averages.release()
+        if self.failures.reported:
+            self.owner_groups.abort()
         try:
             if not self.failures.reported:
                 self.evaluation.finish()

@@ -23,7 +23,6 @@ from pathlib import Path
 
 import torch
 
-from lightning_hetero.measure.device import device_of
 from lightning_hetero.transport.one_node.blocks import are_to_be_had
 from lightning_hetero.transport.patience import Patience
 from lightning_hetero.transport.side_channel import SideChannel
@@ -48,7 +47,7 @@ class Neighbours:
         self._rank = channel.rank
         self._token = secrets.token_bytes(16)
         self._listener: socket.socket | None = None
-        place = "" if device_of(device).asynchronous else _place()
+        place = _place() if device.type == "cpu" else ""
         with contextlib.suppress(OSError):  # a sandbox without such sockets: nobody is near
             self._listener = _listener() if place else None
         place, own = (place, self._listener.getsockname()) if self._listener is not None else ("", b"")

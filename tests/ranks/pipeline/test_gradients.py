@@ -280,6 +280,53 @@ def test_numbers_go_along_with_gradients() -> None:
     run_ranks(WORLD, _with_numbers)
 
 
+def _numbers_elsewhere(rank: int, world: int) -> None:
+    """Numbers on the CPU do not go along with gradients on another device: no group of NCCL would take them."""
+    part = Rank(rank, PLANS["4x1"], wait=_board(rank).wait, least_bytes=1 << 20)
+    part.backward(_random(part.whole, part.group))
+    with patch.object(buckets.Bucket, "kind", "cuda"):
+        SUMS.clear()
+        with patch.object(buckets, "start_sums", noted):
+            total = part.sync.launch_with(torch.ones(2))
+        assert SUMS and all(len(tensors) == 1 for tensors in SUMS)
+        part.sync.finish()
+        total.work.wait()
+        assert total.result().tolist() == [4.0, 4.0]
+    with pytest.raises(AssertionError, match=r"tensors on \['cpu', 'meta'\]"):
+        start_sums([torch.ones(1), torch.ones(1, device="meta")], part.groups.world)
+
+
+def test_numbers_of_the_hosts_do_not_go_along_with_gradients_on_a_device() -> None:
+    run_ranks(WORLD, _numbers_elsewhere)
+
+
+def _order(rank: int, world: int) -> list[list[int]]:
+    """Owners of each sum in the order in which this rank begins them."""
+    groups = ((0,), (0, 5)), ((1,), (0, 5)), ((2, 3), (0, 2, 5))  # ranks 0 and 1 are in two sets of owners
+    part = Rank(rank, plan(*groups), bucket_bytes=1, wait=_board(rank).wait)
+    part.sync.arm()
+    begun: list[list[int]] = []
+
+    def start(tensors: Sequence[Tensor], group: Any, **options: Any) -> list[Sum]:
+        begun.append(dist.get_process_group_ranks(group))
+        return start_sums(tensors, group, **options)
+
+    with patch.object(buckets, "start_sums", start):
+        if rank != 1:  # whose group has nothing to do in this batch
+            part.backward(_random(part.whole, part.group))
+        part.sync.finish()
+    return begun
+
+
+def test_all_ranks_begin_sums_in_one_order_whoever_has_gradients() -> None:
+    begun = run_ranks(WORLD, _order)
+    ahead: set[tuple[tuple[int, int, int], ...]] = set()
+    for own in begun:  # the n-th sum of a set of owners is the same one on all of them
+        seen = [(*owners, sum(o == owners for o in own[:i])) for i, owners in enumerate(own)]
+        ahead |= {(a, b) for i, a in enumerate(seen) for b in seen[i + 1 :]}  # type: ignore[misc]
+    assert not any((b, a) in ahead for a, b in ahead)
+
+
 def _different(rank: int, world: int) -> None:
     group = dist.group.WORLD
     assert group is not None

@@ -32,6 +32,7 @@ from lightning_hetero.transport import groups
 from lightning_hetero.transport.groups import (
     MemberMissingError,
     leave_default_group,
+    make_group,
     rebuild_default_group,
     shrink_sampler,
 )
@@ -340,3 +341,23 @@ def test_other_samplers_stay(sampler: type) -> None:
     assert not shrink_sampler(plain, [0, 2], 2)
     assert sorted(x for batch in plain for x in batch.tolist()) == data
     assert not shrink_sampler(DataLoader(data, batch_size=None), [0, 2], 2)
+
+
+def _some(rank: int, world: int) -> None:
+    """Torch 2.13 has who is no member take part in a split, which gloo's groups cannot."""
+    world_group: Any = dist.group.WORLD
+    bound = world_group.bound_device_id = torch.device("cuda", rank)  # as Lightning 2.6 does, whatever the backend
+    for backend in (None, "gloo"):
+        group = make_group([0, 1], None, backend)
+        if rank < 2:
+            tensor = torch.ones(1)
+            dist.all_reduce(tensor, group=group)
+            assert tensor.item() == 2.0
+        else:
+            assert group is dist.GroupMember.NON_GROUP_MEMBER
+        assert world_group.bound_device_id == bound
+    world_group.bound_device_id = None
+
+
+def test_some_ranks_make_a_group_of_gloo_though_a_device_is_bound() -> None:
+    run_ranks(3, _some)

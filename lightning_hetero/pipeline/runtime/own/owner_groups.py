@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import pickle
 from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
@@ -71,6 +72,13 @@ class OwnerGroups:
         """Whether the group of all ranks that there is serves as these ranks' own."""
         same = dist.get_backend(self.world) == (self._backend or dist.get_backend())
         return same and len(ranks) == dist.get_world_size(self.world)
+
+    def abort(self) -> None:
+        """Ends what is under way on a device: a sum whose peers have failed would keep this process from ending."""
+        for group in self._groups.values():
+            if isinstance(group, dist.ProcessGroup) and dist.get_backend(group) != dist.Backend.GLOO:
+                with contextlib.suppress(RuntimeError):  # nothing is, or it has been aborted
+                    group.abort()
 
     def close(self) -> None:
         """Destroys the groups, and lets go of ``world``; not after a failure, when peers may be gone."""
