@@ -9,25 +9,10 @@ import pytest
 from tests.simgpu.cases import TOLERANCE, Case, expected, run
 from tests.simgpu.kit import STEPS
 
-# What is known to fail, by finding (issue 30): mended elsewhere; the mark goes with the fault.
-_A1 = pytest.mark.xfail(reason="A1: torch.optim asks for the device in the forked server", strict=True)
-_A2 = pytest.mark.xfail(reason="A2: a tensor of the host in a sum of NCCL", strict=True)
-_A3 = pytest.mark.xfail(reason="A3: new_group of gloo with device_id", strict=True)
 CIRCLE = "A5: a message waits behind one that the other side has posted"
 
 PRECISIONS = ("32-true", "bf16-mixed", "16-mixed")
 FEATURES = ("accumulation", "norm", "validation", "resume")
-
-
-def _marks(case: Case) -> list[pytest.MarkDecorator]:
-    marks = []
-    if case.engine == "stale":
-        marks.append(_A1)
-    if case.engine == "pipeline" and case.backend == "nccl" and case.plan in ("2x1", "moves"):
-        marks.append(_A2)
-    if case.engine == "pipeline" and case.backend == "gloo" and case.plan == "2x2":
-        marks.append(_A3)
-    return marks
 
 
 ALWAYS = [
@@ -66,8 +51,8 @@ def _all() -> list[Case]:
     return [case for case in cases if case not in ALWAYS]
 
 
-PARAMETERS = [pytest.param(case, id=str(case), marks=_marks(case)) for case in ALWAYS]
-PARAMETERS += [pytest.param(case, id=str(case), marks=[pytest.mark.long, *_marks(case)]) for case in _all()]
+PARAMETERS = [pytest.param(case, id=str(case)) for case in ALWAYS]
+PARAMETERS += [pytest.param(case, id=str(case), marks=pytest.mark.long) for case in _all()]
 
 
 @pytest.mark.parametrize("case", PARAMETERS)
