@@ -24,7 +24,22 @@ from tests.ranks.kit import FEATURES, Toy, Weights, quiet_trainer, regression, s
 from tests.ranks.pipeline.kit import PLANS, Deep
 from tests.simgpu.sim.syncs import syncs
 
-__all__ = ["STEPS", "CountSyncs", "Plain", "WithNorm", "host_weights", "oracle", "strategy_of", "trainer_on_gpus"]
+__all__ = [
+    "STEPS",
+    "CountSyncs",
+    "DeepPlain",
+    "Plain",
+    "Sgd",
+    "WithNorm",
+    "fit_quietly",
+    "host_weights",
+    "loader",
+    "oracle",
+    "scalars",
+    "strategy_of",
+    "trainer_on_gpus",
+    "val_loader",
+]
 
 STEPS = 10
 
@@ -45,12 +60,17 @@ class Sgd(Plain):
 
 
 class WithNorm(Plain):
-    """With batch normalization, whose statistics are each rank's own."""
+    """With batch normalization, whose statistics are each rank's own.
 
-    def __init__(self) -> None:
+    Args:
+        dropout: drawn on each device from its own numbers.
+    """
+
+    def __init__(self, dropout: float = 0.1) -> None:
         super().__init__()
+        torch.manual_seed(1)
         self.net = nn.Sequential(
-            nn.Linear(FEATURES, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Dropout(0.1), nn.Linear(16, 1)
+            nn.Linear(FEATURES, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Dropout(dropout), nn.Linear(16, 1)
         )
 
 

@@ -26,6 +26,7 @@ _NAMES = (
 
 
 def _on_aliases(op: Any) -> Callable[..., Any]:
+    @torch._disable_dynamo
     def called(*args: Any, **kwargs: Any) -> Any:
         operands = _Operands(op)
         near_args = [operands.positional(i, x) for i, x in enumerate(args)]

@@ -117,6 +117,10 @@ def _exchange(device: int) -> int:
     return -1 if device < 0 else torch._C._accelerator_exchangeDevice(device)
 
 
+def _maybe_exchange(device: int) -> int:  # another function: dynamo knows them by their identity
+    return _exchange(device)
+
+
 def _streamed(stream: torch.Stream) -> tuple[int, int, int]:
     return stream.stream_id, stream.device_index, _CUDA
 
@@ -173,7 +177,7 @@ def install(gpus: int) -> None:
     _streams_on_ours(cuda)
     cuda._cudart = _runtime()
     cuda._is_in_bad_fork = lib().forked
-    cuda._exchange_device = cuda._maybe_exchange_device = _exchange
+    cuda._exchange_device, cuda._maybe_exchange_device = _exchange, _maybe_exchange
     cuda._get_device_properties = _properties
     generators[:] = [torch.Generator().manual_seed(0) for _ in range(gpus)]
     cuda.default_generators = tuple(generators)

@@ -128,6 +128,7 @@ def _mixed(one: Any, other: Any, name: str) -> RuntimeError:
     )
 
 
+@torch._disable_dynamo
 def _kernel(op: Any, *args: Any, **kwargs: Any) -> Any:
     with _AutoDispatchBelowAutograd():
         operands = _Operands(op)
@@ -173,6 +174,7 @@ def _drawn(op: Any, device: int, args: list[Any], kwargs: dict[str, Any]) -> Any
 # ---- copies
 
 
+@torch._disable_dynamo
 def _copy(to: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
     with _AutoDispatchBelowAutograd():
         if is_far(to) and is_far(source):
@@ -254,6 +256,7 @@ def _bits(x: Tensor) -> Tensor:
     return x.contiguous().reshape(-1).view(torch.uint8)
 
 
+@torch._disable_dynamo
 def _record_stream(tensor: Tensor, stream: Any) -> None:
     at = torch.ops.simgpu.where(tensor)
     if at:

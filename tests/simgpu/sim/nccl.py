@@ -28,6 +28,9 @@ from tests.simgpu.sim.syncs import place
 
 __all__ = ["entries", "install"]
 
+_Group: Any = dist.ProcessGroup  # its stub names arguments otherwise than torch's Python calls them
+_Gloo: Any = c10d.ProcessGroupGloo
+
 entries: list[Entry] = []  # of this rank, in order
 _lock = threading.Lock()
 _serial: queue.SimpleQueue[Callable[[], None]] | None = None
@@ -99,7 +102,7 @@ class _Options:
         self.is_high_priority_stream = False
 
 
-class _Nccl(dist.ProcessGroup):
+class _Nccl(_Group):
     Options = _Options
     supports_splitting = True
 
@@ -111,10 +114,10 @@ class _Nccl(dist.ProcessGroup):
         self.members: list[int] = list(getattr(options, "global_ranks_in_group", None) or range(size))
         self.label = str(getattr(options, "group_name", ""))
         timeout = getattr(options, "_timeout", None) or timedelta(seconds=600)
-        self.inner = c10d.ProcessGroupGloo(store, rank, size, timeout=timeout)
+        self.inner = _Gloo(store, rank, size, timeout=timeout)
         self.stream = torch.cuda.Stream(self.bound)
         self._met = False
-        self._jobs = _serial if _serial is not None else _server(f"nccl {self.label}")
+        self._jobs: Any = _serial if _serial is not None else _server(f"nccl {self.label}")
 
     # ---- what torch asks of a backend
 
@@ -306,7 +309,7 @@ class _Nccl(dist.ProcessGroup):
         return self._issue("reduce", [], _several(tensors), lambda _, out: self.inner.reduce(out, opts).wait())
 
     def _reduce_scatter_base(self, output: Tensor, input: Tensor, opts: Any = None) -> _Work:
-        options = c10d.AllreduceOptions()
+        options: Any = c10d.AllreduceOptions()
         options.reduceOp = opts.reduceOp if opts is not None else dist.ReduceOp.SUM
 
         def do(reads: list[Tensor], writes: list[Tensor]) -> None:
@@ -350,6 +353,7 @@ def install(serial: bool) -> None:
     # Asked for by torch.cuda.nccl.version(), which Lightning and the doctor print.
     torch._C._nccl_version = lambda: (2 << 32) | (28 << 16)  # pyright: ignore[reportAttributeAccessIssue]
     torch._C._nccl_version_suffix = lambda: b""  # pyright: ignore[reportAttributeAccessIssue]
-    for module in (c10d, dist):
+    modules: tuple[Any, ...] = (c10d, dist)
+    for module in modules:
         module.is_nccl_available = lambda: True
-        module.ProcessGroupNCCL = _Nccl  # pyright: ignore[reportAttributeAccessIssue]
+        module.ProcessGroupNCCL = _Nccl

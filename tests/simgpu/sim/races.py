@@ -119,7 +119,9 @@ def settle() -> None:
     orders = order()
     for identity in lib().freed():
         block = _blocks.pop(identity, None)
-        for use in block.uses if block is not None else ():
+        if block is None:
+            continue
+        for use in block.uses:
             if use.stream in (block.home, *block.kept) or orders.is_before(use.stream, use.number, block.home):
                 continue
             orders.race(

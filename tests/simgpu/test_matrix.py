@@ -1,0 +1,66 @@
+"""Every engine on simulated GPUs: ten steps are those of one process, whatever carries the messages."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from tests.simgpu.cases import TOLERANCE, Case, expected, run
+from tests.simgpu.kit import STEPS
+
+CIRCLE = "A5: a message waits behind one that the other side has posted"
+
+PRECISIONS = ("32-true", "bf16-mixed", "16-mixed")
+FEATURES = ("accumulation", "norm", "validation", "resume")
+
+
+ALWAYS = [
+    Case("ddp"),
+    Case("ddp", "nccl", "16-mixed", feature="validation"),
+    Case("balanced"),
+    Case("balanced", "nccl", "bf16-mixed"),
+    Case("balanced", precision="16-mixed", feature="accumulation"),
+    Case("stale"),
+    Case("stale", "nccl", "16-mixed", feature="validation"),
+    Case("federated", "nccl"),
+    Case("auto", "nccl"),
+    Case("pipeline", plan="1x2", feature="validation"),
+    Case("pipeline", "nccl", plan="2x1"),
+    Case("pipeline", plan="2x2", world=4),
+    Case("pipeline", "nccl", "16-mixed", plan="1x2"),
+    Case("pipeline", plan="moves"),
+    Case("pipeline", "nccl", plan="1x2", feature="resume"),
+    Case("pipeline", plan="1x2", gpus=1),
+]
+
+
+def _all() -> list[Case]:
+    cases = []
+    for backend in ("gloo", "nccl"):
+        for engine in ("ddp", "balanced", "stale", "federated", "auto"):
+            precisions = PRECISIONS if engine != "federated" else PRECISIONS[:1]
+            cases += [Case(engine, backend, precision) for precision in precisions]
+            cases += [Case(engine, backend, feature=feature) for feature in FEATURES]
+        for plan in ("1x2", "2x1", "2x2", "", "moves"):
+            world = 4 if plan == "2x2" else 2
+            cases += [Case("pipeline", backend, precision, plan, world=world) for precision in PRECISIONS]
+            features = [feature for feature in FEATURES if feature != "norm"]  # statistics are each stage's own
+            cases += [Case("pipeline", backend, plan=plan, feature=feature, world=world) for feature in features]
+    cases += [Case(engine, gpus=1) for engine in ("ddp", "balanced", "stale", "federated", "auto")]
+    return [case for case in cases if case not in ALWAYS]
+
+
+PARAMETERS = [pytest.param(case, id=str(case)) for case in ALWAYS]
+PARAMETERS += [pytest.param(case, id=str(case), marks=pytest.mark.long) for case in _all()]
+
+
+@pytest.mark.parametrize("case", PARAMETERS)
+def test_ten_steps_are_those_of_one_process(case: Case) -> None:
+    circle = CIRCLE if case.engine in ("pipeline", "auto") else ""
+    for found, wanted in zip(run(case, circle_known=circle), expected(case), strict=True):
+        assert found.steps == wanted.steps >= (6 if case.feature == "accumulation" else STEPS)
+        assert all(map(math.isfinite, found.losses))
+        assert found.weights.distance(wanted.weights) <= TOLERANCE[case.precision]
+        if case.feature == "validation":
+            assert found.logged["val"] == pytest.approx(wanted.logged["val"], rel=TOLERANCE[case.precision])
