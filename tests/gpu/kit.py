@@ -100,7 +100,7 @@ def auto(**options: Any) -> AutoStrategy:
 
 
 def engine(name: str, backend: str = "gloo") -> Any:
-    """Returns a strategy that trains what one process does: ``pipeline 2x2`` is that engine with a plan, ``pipeline`` plans by itself."""
+    """Returns a strategy that trains what one process does; ``pipeline 2x2`` has a plan, ``pipeline`` makes its own."""
     name, _, plan = name.partition(" ")
     options: dict[str, Any] = {"process_group_backend": backend}
     if name == "pipeline":
@@ -175,12 +175,12 @@ def fit_engine(
     callbacks = [where, *options.pop("callbacks", ())]
     trainer = card_trainer(rank, world, strategy, precision=precision, callbacks=callbacks, **options)
     data = regression(samples, dtype=torch.float32)
-    loaders = [DataLoader(parts(name, rank, world, data), batch_size=BATCH // world, shuffle=shuffle and name != "federated")]
-    if validate:
-        loaders.append(DataLoader(regression(40, seed=9, dtype=torch.float32), batch_size=5))
+    own = parts(name, rank, world, data)
+    train = DataLoader(own, batch_size=BATCH // world, shuffle=shuffle and own is data)
+    val = DataLoader(regression(40, seed=9, dtype=torch.float32), batch_size=5) if validate else None
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        trainer.fit(module, *loaders, ckpt_path=ckpt_path)
+        trainer.fit(module, train, val, ckpt_path=ckpt_path)
         if save is not None:
             trainer.save_checkpoint(save)
     logged = {key: float(value) for key, value in trainer.callback_metrics.items()}

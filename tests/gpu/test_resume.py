@@ -30,7 +30,9 @@ class Halfway(Callback):
         else:
             torch.cuda.set_rng_state(self.begin)
 
-    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
         if trainer.global_step == HALF and self.begin is None:
             self.half = torch.cuda.get_rng_state()
             trainer.save_checkpoint("half.ckpt")

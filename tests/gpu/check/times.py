@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import statistics
-import time
 from typing import Any
 
 import torch
@@ -20,18 +19,18 @@ NAMES = ("ddp", "balanced", "stale", "federated")
 
 
 class Times(Callback):
-    """Seconds between the ends of steps, by the host's clock with the device at rest, and by events."""
+    """Seconds between the ends of steps, by events."""
 
     def __init__(self) -> None:
-        self.host_s: list[float] = []
         self.events: list[Any] = []
         self.samples: list[int] = []
 
-    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, _: int) -> None:
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
         event = torch.cuda.Event(enable_timing=True)
         event.record()
         self.events.append(event)
-        self.host_s.append(time.perf_counter())
         self.samples.append(len(batch[0]))
 
     def median_s(self) -> float:
