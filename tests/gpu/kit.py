@@ -14,7 +14,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.plugins.precision import MixedPrecision
 from lightning.pytorch.strategies import DDPStrategy
 from torch import nn
-from torch.utils.data import DataLoader, Dataset, DistributedSampler, Subset
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, Subset, TensorDataset
 
 from lightning_hetero import AutoStrategy
 from lightning_hetero.data import ShuffledOrder
@@ -100,11 +100,13 @@ def auto(**options: Any) -> AutoStrategy:
 
 
 def engine(name: str, backend: str = "gloo") -> Any:
-    """Returns a strategy that trains what one process does: ``pipeline 2x2`` is that engine with a plan, ``pipeline`` plans by itself."""
+    """Returns a strategy that trains what one process does: ``pipeline 2x2`` by that plan, ``balanced equal`` as DDP."""
     name, _, plan = name.partition(" ")
     options: dict[str, Any] = {"process_group_backend": backend}
     if name == "pipeline":
         return pipeline(plan or None, **options)
+    if name == "balanced" and plan == "equal":
+        return balanced(policy=None, rebalance=False, **options)
     if name == "stale":
         return stale(policy="bsp", **options)
     if name == "federated":
@@ -118,10 +120,17 @@ def parts(name: str, rank: int, world: int, data: Dataset) -> Dataset:
     """Returns what the loader of a rank holds: under ``federated`` its parts of the global batches, else all."""
     if name != "federated":
         return data
-    samples, full = len(data), BATCH  # type: ignore[arg-type]
-    order = list(ShuffledOrder(samples, seed=0, shuffle=True, global_batch_size=full, drop_last=False).indices(0))
+    count, full = len(data), BATCH  # type: ignore[arg-type]
+    order = list(ShuffledOrder(count, seed=0, shuffle=True, global_batch_size=full, drop_last=False).indices(0))
     mine = BATCH // world
-    return Subset(data, [i for at in range(rank * mine, samples, full) for i in order[at : at + mine]])
+    return Subset(data, [i for at in range(rank * mine, count, full) for i in order[at : at + mine]])
+
+
+def samples(same: bool = False) -> TensorDataset:
+    """Returns the data; ``same``: in their order, all global batches are the same one."""
+    x, y = regression(BATCH if same else SAMPLES, dtype=torch.float32).tensors
+    times = 2 * STEPS if same else 1
+    return TensorDataset(x.repeat(times, 1), y.repeat(times, 1))
 
 
 class Trained(NamedTuple):
@@ -153,8 +162,7 @@ def fit_engine(
     *,
     backend: str = "gloo",
     validate: bool = False,
-    samples: int = SAMPLES,
-    shuffle: bool = True,
+    same: bool = False,
     ckpt_path: str | None = None,
     save: str | None = None,
     **options: Any,
@@ -166,7 +174,7 @@ def fit_engine(
         name, precision: as of `engine` and `PRECISIONS`.
         module: a `Model` unless given.
         validate: as often as ``options`` say.
-        samples, shuffle: of the data.
+        same: all global batches are the same one.
         ckpt_path, save: a checkpoint to begin with, and one to write in the end.
         options: of the Trainer.
     """
@@ -174,13 +182,13 @@ def fit_engine(
     strategy, where = engine(name, backend), _Where()
     callbacks = [where, *options.pop("callbacks", ())]
     trainer = card_trainer(rank, world, strategy, precision=precision, callbacks=callbacks, **options)
-    data = regression(samples, dtype=torch.float32)
-    loaders = [DataLoader(parts(name, rank, world, data), batch_size=BATCH // world, shuffle=shuffle and name != "federated")]
-    if validate:
-        loaders.append(DataLoader(regression(40, seed=9, dtype=torch.float32), batch_size=5))
+    data = samples(same)
+    own = parts(name, rank, world, data)
+    train = DataLoader(own, batch_size=BATCH // world, shuffle=own is data and not same)
+    val = DataLoader(regression(40, seed=9, dtype=torch.float32), batch_size=5) if validate else None
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        trainer.fit(module, *loaders, ckpt_path=ckpt_path)
+        trainer.fit(module, train, val, ckpt_path=ckpt_path)
         if save is not None:
             trainer.save_checkpoint(save)
     logged = {key: float(value) for key, value in trainer.callback_metrics.items()}
@@ -192,15 +200,14 @@ def fit_engine(
 def oracle(
     module: LightningModule | None = None,
     *,
-    samples: int = SAMPLES,
-    shuffle: bool = True,
+    same: bool = False,
     ckpt_path: Path | None = None,
     **options: Any,
 ) -> Weights:
     """Trains the same on the CPU in one process, with the global batches that stock DDP's sampler would form."""
     module = Model() if module is None else module
-    data = regression(samples, dtype=torch.float32)
-    sampler = DistributedSampler(data, num_replicas=1, rank=0, shuffle=shuffle, seed=0)
+    data = samples(same)
+    sampler = DistributedSampler(data, num_replicas=1, rank=0, shuffle=not same, seed=0)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         trainer = quiet_trainer(**{"devices": 1, "max_steps": STEPS, "max_epochs": None, **options})

@@ -9,12 +9,12 @@ import pytest
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 
-from tests.gpu.kit import BATCH, PRECISIONS, STEPS, Model, Trained, fit_engine, moved, oracle, weights
+from tests.gpu.kit import PRECISIONS, STEPS, Model, Trained, fit_engine, moved, oracle, weights
 from tests.gpu.ranks import run_card_ranks
 from tests.ranks.kit import Weights
 
 HALF = STEPS // 2
-NAMES = ("balanced", "stale", "pipeline 1x2")
+NAMES = ("balanced equal", "stale", "pipeline 1x2")
 
 
 class Halfway(Callback):
@@ -30,7 +30,9 @@ class Halfway(Callback):
         else:
             torch.cuda.set_rng_state(self.begin)
 
-    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
         if trainer.global_step == HALF and self.begin is None:
             self.half = torch.cuda.get_rng_state()
             trainer.save_checkpoint("half.ckpt")
@@ -65,15 +67,13 @@ def test_with_the_devices_random_numbers(name: str) -> None:
 
 # ---- between the GPU and the CPU: every step on the same batch, as stock Lightning resumes with other ones ----------
 
-SAME: dict[str, Any] = {"samples": BATCH, "shuffle": False}
-
 
 def saved(rank: int, world: int, name: str, path: str) -> Trained:
-    return fit_engine(rank, world, name, **SAME, max_steps=HALF, save=path)
+    return fit_engine(rank, world, name, same=True, max_steps=HALF, save=path)
 
 
 def resumed(rank: int, world: int, name: str, path: str) -> Trained:
-    return fit_engine(rank, world, name, **SAME, ckpt_path=path)
+    return fit_engine(rank, world, name, same=True, ckpt_path=path)
 
 
 class Saves(Callback):
@@ -86,12 +86,12 @@ class Saves(Callback):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_from_the_gpu_to_the_cpu_and_back(name: str, tmp_path: Path) -> None:
-    expected, start = oracle(**SAME), weights(Model())
-    assert moved(oracle(**SAME, max_steps=HALF), expected, start) > 0.1  # not by the first half alone
+    expected, start = oracle(same=True), weights(Model())
+    assert moved(oracle(same=True, max_steps=HALF), expected, start) > 0.1  # not by the first half alone
     path = tmp_path / "gpu.ckpt"
     run_card_ranks(2, saved, name, str(path))
-    assert moved(oracle(**SAME, ckpt_path=path), expected, start) <= PRECISIONS["32-true"]
+    assert moved(oracle(same=True, ckpt_path=path), expected, start) <= PRECISIONS["32-true"]
     path = tmp_path / "cpu.ckpt"
-    oracle(**SAME, max_steps=HALF, callbacks=[Saves(path)])
+    oracle(same=True, max_steps=HALF, callbacks=[Saves(path)])
     for trained in run_card_ranks(2, resumed, name, str(path)):
         assert moved(trained.weights, expected, start) <= PRECISIONS["32-true"]

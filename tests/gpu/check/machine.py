@@ -1,4 +1,4 @@
-"""Which machine this is: versions, card, clocks; what the doctor says of it; what compute-sanitizer says of a few steps."""
+"""Which machine this is, what the doctor says of it, and what compute-sanitizer says of a few steps."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import sys
 from typing import Any
 
 import torch
+from torch.cuda import nccl
 
 from tests.gpu.check.found import detail, found, is_dry, skip
 
@@ -40,12 +41,12 @@ def machine() -> None:
     if torch.cuda.device_count() == 0:
         found(cards=0)
         raise SystemExit("torch sees no GPU here")
-    nccl: Any = torch.cuda.nccl.version() if torch.distributed.is_nccl_available() and not is_dry() else "simulated"
+    version: Any = nccl.version() if torch.distributed.is_nccl_available() and not is_dry() else "simulated"
     found(
         device=torch.cuda.get_device_name(0),
         driver=_driver(),
         torch=torch.__version__,
-        nccl=".".join(map(str, nccl)) if isinstance(nccl, tuple) else nccl,
+        nccl=".".join(map(str, version)) if isinstance(version, tuple) else version,
         cards=torch.cuda.device_count(),
         lightning=lightning.__version__,
         python=platform.python_version(),

@@ -29,6 +29,10 @@ def _seconds(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> list[float]:
     return seconds
 
 
+def _batch(n: int, *one: torch.Tensor) -> list[torch.Tensor]:
+    return [part.expand(n, *part.shape).contiguous() for part in one]
+
+
 def sizes() -> None:
     """Eight sizes of a batch for each model, all of them new."""
     if is_dry():
@@ -41,12 +45,13 @@ def sizes() -> None:
         x, y = (part.cuda() for part in make(0))
         for benchmark in (False, True):
             torch.backends.cudnn.benchmark = benchmark
-            _seconds(model, x.expand(8, *x.shape).contiguous(), y.expand(8, *y.shape).contiguous())  # the model's own start
-            rows = {n: _seconds(model, x.expand(n, *x.shape).contiguous(), y.expand(n, *y.shape)) for n in counts}
+            _seconds(model, *_batch(8, x, y))  # what comes once, whatever the size
+            rows = {n: _seconds(model, *_batch(n, x, y)) for n in counts}
             detail(model=name, benchmark=benchmark, seconds=rows)
             more = [(row[0] - row[-1]) / row[-1] for row in rows.values()]
             second = [(row[1] - row[-1]) / row[-1] for row in rows.values()]
-            says = f"first step +{statistics.median(more):.0%} (most +{max(more):.0%}), second +{statistics.median(second):.0%}"
+            first = f"first step +{statistics.median(more):.0%} (most +{max(more):.0%})"
+            says = f"{first}, second +{statistics.median(second):.0%}"
             found(**{f"{name}{', searching' if benchmark else ''}": says})
         model.cpu()
         torch.cuda.empty_cache()

@@ -24,10 +24,10 @@ def trained(rank: int, world: int, plan: str, script: dict[int, Any] | None = No
     strategy = pipeline(plan, controller=None if script is None else Scripted(script))
     trainer = card_trainer(rank, world, strategy, max_steps=-1, max_epochs=2)
     module = Deep()
-    trainer.fit(module, *loaders(regression(400), 16 // world))
+    trainer.fit(module, loaders(regression(400), 16 // world)[0])
     if script is not None:
         assert [r.bytes > 0 for r in strategy.replans] == [True] * len(script)
-        report = trainer.strategy.step_report()
+        report = strategy.step_report()
         assert report is None or all(record.compute_s > 0 for record in report.records)
     return weights(module)
 
@@ -99,7 +99,7 @@ def planned_in_little_memory(rank: int, world: int) -> int:
         monkeypatch.setattr(planning, "measure_model", watched)
         try:
             trainer = card_trainer(rank, world, strategy, max_steps=0)
-            trainer.fit(Large(), *loaders(regression(64, dtype=torch.float32), 8))
+            trainer.fit(Large(), loaders(regression(64, dtype=torch.float32), 8)[0])
         finally:
             torch.cuda.set_per_process_memory_fraction(1.0, device)
     return max(peak, default=0)
