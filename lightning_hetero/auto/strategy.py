@@ -114,6 +114,9 @@ class AutoStrategy(HeteroStrategy[EngineRun[Any]], TolerantDDPStrategy):
         chosen = self._chosen
         return isinstance(chosen, TolerantDDPStrategy) and chosen.goes_on_without_a_rank()
 
+    def can_lose_ranks(self) -> bool:
+        return False  # the process group is made before there is an engine, and for the fastest that may come
+
     def begin(self, trainer: Trainer) -> NoReturn:
         raise AssertionError("an engine begins the run")
 

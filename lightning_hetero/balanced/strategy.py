@@ -62,7 +62,7 @@ class LoadBalancedStrategy(HeteroStrategy[BalancedRun]):
         max_samples: most samples per rank; default four times the equal share. If together they hold less than the
             global batch, each rank computes its part in pieces, within the step.
         quantum: shares are multiples of this. ``"auto"``: 1, but where the module is compiled anew for each number of
-            samples, and where tensor cores compute in half precision, a power of two that divides the global batch.
+            samples, and on devices with tensor cores, a power of two that divides the global batch.
         policy: how shares are decided: ``"predictive"`` (the default): by a predictor's times; ``"tuning"``: by trial,
             as LB-BSP on GPU clusters; or a whole `BalancePolicy`. The last two exclude ``predictor``, ``dead_band`` and
             ``cooldown``.
@@ -283,13 +283,13 @@ class LoadBalancedStrategy(HeteroStrategy[BalancedRun]):
 
     def on_validation_start(self) -> None:
         super().on_validation_start()
-        if self._run is not None:
+        if self._run is not None and self._run.fitting:
             self._run.training_pauses()
 
     def on_train_end(self) -> None:
         super().on_train_end()
         if self._run is not None:
-            self._run.training_ended()
+            self._run.training_pauses()
 
     # ---- what others may ask ----------------------------------------------------------------------------------
 

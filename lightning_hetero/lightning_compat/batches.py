@@ -32,7 +32,6 @@ __all__ = [
     "note_sigterm",
     "outputs_of",
     "raise_sigterm",
-    "receive_sigterm",
     "replace_sigterm_broadcast",
     "requeues",
     "run_again",
@@ -116,14 +115,9 @@ def replace_sigterm_broadcast(trainer: Trainer, any_told: Callable[[bool], bool]
     return undo
 
 
-def receive_sigterm(trainer: Trainer) -> None:
-    """Lets Lightning know of a SIGTERM: it ends the fit at the end of the batch."""
-    trainer._signal_connector.received_sigterm = True
-
-
 def raise_sigterm(trainer: Trainer) -> None:
     """Ends the fit here, as Lightning does for a SIGTERM."""
-    receive_sigterm(trainer)
+    trainer._signal_connector.received_sigterm = True
     raise SIGTERMException
 
 
@@ -146,7 +140,7 @@ def note_sigterm(trainer: Trainer, kept: Callable[[], bool]) -> Callable[[], Non
         if launcher is not None and not connector.received_sigterm:
             launcher.kill(number)
         if not kept():
-            receive_sigterm(trainer)
+            connector.received_sigterm = True
 
     vars(connector)["_sigterm_notifier_fn"] = handler  # an instance attribute over a method
 

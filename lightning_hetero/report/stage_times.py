@@ -9,9 +9,8 @@ Of a step a trace holds a rank's own work, its waiting, exchange included, and w
     between    from the end of the step before, less all these: the median, since validation may be in there once
                in a while
 
-Forward and backward are not told apart, nor is loading timed by itself. On a GPU the host sees no waiting, which is
-then what a rank has less than the longest step, see `lightning_hetero.report.waiting`; what is between steps is then
-told for all ranks together, because it would be blamed on the wrong one.
+Forward and backward are not told apart, nor is loading timed by itself. On a GPU the host does not wait where its
+device does: what is between steps is then told for all ranks together, because it would be blamed on the wrong one.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """``quantum="auto"``: shares in steps that compiled code and tensor cores can do with (layer P).
 
-Where code is compiled anew for each number of samples, each new share costs seconds; so a rank should see few. A coarse
-step costs balance: half a step, at most, of what a rank should have. An eighth of the equal share is the compromise,
+Where code is compiled anew for each number of samples, each new share costs seconds; so a rank should see few. On a
+device with tensor cores libraries choose, and at times look for, other kernels for each. A coarse step costs balance: half a step, at most, of what a rank should have. An eighth of the equal share is the compromise,
 see docs/reference/balanced.md.
 """
 
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 __all__ = ["ShapeNeeds", "auto_quantum"]
 
-TILE = 8  # rows that tensor cores take at once in half precision
+TILE = 8  # rows that tensor cores take at once
 PARTS = 8  # of an equal share
 
 
@@ -23,7 +23,7 @@ class ShapeNeeds:
     Attributes:
         compiled: something is compiled, so one sample would be compiled for itself.
         per_size: something is compiled anew for each number.
-        tiles: tensor cores compute in half precision.
+        tiles: tensor cores compute.
     """
 
     compiled: bool = False

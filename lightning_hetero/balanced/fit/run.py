@@ -474,12 +474,11 @@ class BalancedRun(EngineRun[BalancedBinder]):
         return len(self._said) > 1 and self._said.popleft()() > 0
 
     def training_pauses(self) -> None:
-        """Batches end for a while, or altogether: a rank that was told ends alone."""
-        if self._sigterm:
-            compat.receive_sigterm(self.trainer)
-
-    def training_ended(self) -> None:
-        if self._sigterm:
+        """Batches end for a while, or altogether: what was said is heard now."""
+        self._said.append(self.channel.sum_async(float(self._sigterm)))
+        told = sum(said() for said in self._said)
+        self._said.clear()
+        if told:
             compat.raise_sigterm(self.trainer)
 
     # ---- end --------------------------------------------------------------------------------------------------
@@ -490,6 +489,4 @@ class BalancedRun(EngineRun[BalancedBinder]):
             controller.abandon()
         elif controller is not None:
             controller.drain()
-        while self._said and not self.failed:
-            self._said.popleft()()
         super().close()

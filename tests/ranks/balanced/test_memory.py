@@ -44,6 +44,7 @@ class Wall:
 
     def __init__(self, module: Any, where: str, limit: int | None) -> None:
         self.limit, self.failures = limit, 0
+        self.lack = getattr(module, "lack", torch.OutOfMemoryError)
         assert where in ("forward", "backward")
         forward, wall = where == "forward", self
 
@@ -58,7 +59,7 @@ class Wall:
     def check(self, rows: int) -> None:
         if self.limit is not None and rows > self.limit:
             self.failures += 1
-            raise torch.OutOfMemoryError(f"no room for {rows} rows")
+            raise self.lack(f"no room for {rows} rows")
 
 
 Outcome = tuple[Weights, list[int], int, list[str], Mapping[str, float]]
@@ -144,6 +145,18 @@ class Checkpointed(Toy):
         return nn.functional.mse_loss(checkpoint(self.net, x, use_reentrant=False), y)
 
 
+class Cublas(Toy):
+    """Memory is short where cuBLAS wants it, which has words of its own for that."""
+
+    def lack(self, text: str) -> Exception:
+        return RuntimeError(f"CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`: {text}")
+
+
+class Driver(Toy):
+    def lack(self, text: str) -> Exception:
+        return getattr(torch, "AcceleratorError", RuntimeError)(f"CUDA error: out of memory: {text}")
+
+
 CASES: dict[str, tuple[Any, str, Limits, dict[str, Any], dict[str, Any]]] = {
     "forward": (Toy, "forward", {1: 4}, {}, {}),
     "forward, all ranks": (Toy, "forward", {0: 3, 1: 4}, {}, {}),
@@ -156,6 +169,8 @@ CASES: dict[str, tuple[Any, str, Limits, dict[str, Any], dict[str, Any]]] = {
     "forward, tokens": (Tokens, "forward", {1: 4}, {"batch_weight": tokens_of}, {}),
     "forward, hook on a parameter": (Hooked, "forward", {1: 4}, {}, {}),
     "forward, dict": (Dict, "forward", {1: 4}, {}, {}),
+    "forward, for cuBLAS": (Cublas, "forward", {1: 4}, {}, {}),
+    "backward, of the driver": (Driver, "backward", {1: 4}, {}, {}),
     "forward, checkpointed activations": (Checkpointed, "forward", {1: 4}, {}, {}),
     "backward": (Toy, "backward", {1: 4}, {}, {}),
     "backward, all ranks, small buckets": (Toy, "backward", {0: 3, 1: 4}, {"bucket_cap_mb": 0.0002}, {}),
@@ -516,6 +531,13 @@ class Whole(Toy):
         return [*batch, torch.zeros(len(batch[0]) + 1)] if self.trainer.training else batch
 
 
+class Nccl(Toy):
+    """Memory is short where NCCL makes its communicator, in the midst of a collective."""
+
+    def lack(self, text: str) -> Exception:
+        return torch.distributed.DistBackendError(f"{text}: NCCL error in: ..., Cuda failure 2 'out of memory'")
+
+
 class Reentrant(Toy):
     def loss(self, batch: Any) -> Tensor:
         x, y = batch
@@ -546,6 +568,8 @@ INCURABLE: dict[str, tuple[Any, str, int, dict[str, Any], str]] = {
     "static graph, first backward": (Toy, "backward", 4, {"static_graph": True}, "learns from the first backward pass"),
     "reentrant checkpoints": (Reentrant, "forward", 4, {}, "use_reentrant=False"),
     "reentrant checkpoints, backward": (Reentrant, "backward", 4, {}, "use_reentrant=False"),
+    "in a collective": (Nccl, "forward", 4, {}, "in a collective, which this rank cannot begin again"),
+    "in a collective, backward": (Nccl, "backward", 4, {}, "in a collective, which this rank cannot begin again"),
     "manual optimization": (Manual, "forward", 4, {}, "no room for 8 rows"),
 }
 

@@ -33,24 +33,33 @@ BATCHES = 8
 class Told(Callback):
     """This rank is told to go, in the middle of a batch."""
 
-    def __init__(self, rank: int) -> None:
-        self.rank, self.seen = rank, 0
+    def __init__(self, rank: int, epoch: int, batch: int) -> None:
+        self.rank, self.at, self.seen = rank, (epoch, batch), 0
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
-        if trainer.global_rank == self.rank and batch_idx == 2 and trainer.current_epoch == 0:
+        if trainer.global_rank == self.rank and (trainer.current_epoch, batch_idx) == self.at:
             os.kill(os.getpid(), signal.SIGTERM)
             self.seen += 1
 
 
-def told_to_go(rank: int, world: int, engine: str, target: int) -> tuple[str, int, int]:
+class Validated(Toy):
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.loss(batch)
+
+
+def told_to_go(
+    rank: int, world: int, engine: str, target: int, at: tuple[int, int] = (0, 2), **more: Any
+) -> tuple[str, int, int]:
     kind, options = ENGINES[engine]
-    strategy, told = kind(process_group_backend="gloo", monitor=False, **options), Told(target)
-    trainer = rank_trainer(rank, world, strategy, max_epochs=2, callbacks=[told])
+    strategy, told = kind(process_group_backend="gloo", monitor=False, **options), Told(target, *at)
+    trainer = rank_trainer(rank, world, strategy, max_epochs=2, callbacks=[told], **more)
+    validation = [DataLoader(regression(4 * world), batch_size=1)] if more else []
     ended = "finished"
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            trainer.fit(Toy(), DataLoader(regression(world * BATCHES), batch_size=1))
+            module = Validated() if more else Toy()
+            trainer.fit(module, DataLoader(regression(world * BATCHES), batch_size=1), *validation)
     except BaseException as error:
         ended = type(error).__name__
         if dist.is_initialized():
@@ -71,3 +80,18 @@ def test_a_rank_that_is_told_to_go_keeps_nobody_waiting(engine: str, target: int
         assert (other, others_steps) == ("finished", 2 * BATCHES)
     else:
         assert other != "finished" and others_steps < 2 * BATCHES
+
+
+def told_in_the_last_batch(rank: int, world: int) -> tuple[str, int, int]:
+    return told_to_go(rank, world, "balanced", 1, (1, BATCHES - 1))
+
+
+def told_before_validation(rank: int, world: int) -> tuple[str, int, int]:
+    return told_to_go(rank, world, "balanced", 1, (0, 3), val_check_interval=4)
+
+
+def test_balanced_ends_together_where_training_pauses() -> None:
+    """No batch comes in which the others would hear of it, or not soon."""
+    for job, steps in ((told_in_the_last_batch, 2 * BATCHES), (told_before_validation, 4)):
+        ranks = run_ranks(2, job, timeout_s=30.0)
+        assert [(ended, at) for ended, _, at in ranks] == [("SIGTERMException", steps)] * 2

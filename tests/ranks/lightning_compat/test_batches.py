@@ -346,6 +346,14 @@ def test_replace_sigterm_broadcast() -> None:
     assert asked == [False, True] and "_broadcast_sigterm_tensor" not in vars(loop)
 
 
+def test_raise_sigterm() -> None:
+    """As if this rank had received it, for whoever asks Lightning."""
+    trainer: Any = quiet_trainer(devices=1)
+    with pytest.raises(SIGTERMException):
+        compat.raise_sigterm(trainer)
+    assert trainer.received_sigterm, VERSIONS
+
+
 def test_note_sigterm() -> None:
     """What is noted there ends a fit, in all versions; the handler that Lightning sets is looked up by this name."""
     trainer: Any = quiet_trainer(devices=1)
