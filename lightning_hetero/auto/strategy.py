@@ -28,7 +28,7 @@ from lightning_hetero.glue.run import EngineRun, gloo_group
 from lightning_hetero.glue.setup import CHECKPOINT_KEY
 from lightning_hetero.glue.strategy import HeteroStrategy
 from lightning_hetero.lightning_compat.strategies import TolerantDDPStrategy, follow, hand_over
-from lightning_hetero.measure.device import device_of
+from lightning_hetero.measure.device import device_of, is_out_of_memory
 from lightning_hetero.pipeline.fit.plan.planning import carried_by
 from lightning_hetero.pipeline.strategy import HeteroPipelineStrategy
 from lightning_hetero.plan.setup import Setup
@@ -115,7 +115,7 @@ class AutoStrategy(HeteroStrategy[EngineRun[Any]], TolerantDDPStrategy):
         return isinstance(chosen, TolerantDDPStrategy) and chosen.goes_on_without_a_rank()
 
     def can_lose_ranks(self) -> bool:
-        return False  # the process group is made before there is an engine, and for the fastest that may come
+        return False  # the process group is made before there is an engine, for the fastest of them
 
     def begin(self, trainer: Trainer) -> NoReturn:
         raise AssertionError("an engine begins the run")
@@ -220,7 +220,7 @@ class AutoStrategy(HeteroStrategy[EngineRun[Any]], TolerantDDPStrategy):
             return self._agreed(channel, warm_up.measure(), refused)
         except RuntimeError as error:
             left = self.engines
-            if "OutOfMemoryError" in str(error) and "pipeline" in left:
+            if ("OutOfMemoryError" in str(error) or is_out_of_memory(error)) and "pipeline" in left:
                 left = ("pipeline", *left)
             return without_measuring(left, refused, str(error), failed=True)
 

@@ -21,7 +21,7 @@ from torchmetrics import Metric
 
 from lightning_hetero import lightning_compat as compat
 from lightning_hetero.data.layouts import first_samples
-from lightning_hetero.measure.device import device_of
+from lightning_hetero.measure.device import device_of, is_out_of_memory
 from lightning_hetero.pipeline.fit.acting import leader_runs
 from lightning_hetero.pipeline.runtime.measure.around_backbone import count_calls, measure_outside
 from lightning_hetero.pipeline.runtime.measure.layers import Example, profile_on_device
@@ -98,25 +98,31 @@ def measure_model(
     with nobody_notices(step.module, step.loader, step.device):
         samples = _few(step.loader, micro_batch_size)
         grows = micro_batch_size is None and device_of(step.device).asynchronous
-        least, found = max(1, len(samples) // 4), None
-        while True:
+        sizes, found = (0, 0), None
+        while found is None:
+            sizes = (max(1, len(samples) // 4), len(samples))
             try:
-                sizes = (least, len(samples))
                 found = _measured(
                     step, samples, sizes, checkpoint_layers=checkpoint_layers, cache_folder=cache_folder
                 )
-                if not (grows and _is_flat(found[0], sizes) and _MORE * len(samples) <= _MOST_GROWN):
-                    return found
-                samples = samples * _MORE
-                continue
-            except torch.OutOfMemoryError as error:
-                if found is not None:
-                    return found
+            except Exception as error:
+                if not is_out_of_memory(error):
+                    raise
                 if micro_batch_size is not None or len(samples) < 2 * _FEWEST:
                     _refuse_size(step, len(samples), error)
-            gc.collect()  # the failed step's frames hold what they computed
-            samples = samples[: len(samples) // 2]
-            least = max(1, len(samples) // 4)
+                samples = samples[: len(samples) // 2]
+            if found is None:
+                gc.collect()  # the failed step's frames hold what they computed
+        while grows and _is_flat(found[0], sizes) and _MORE * len(samples) <= _MOST_GROWN:
+            samples = samples * _MORE
+            sizes = (sizes[0], len(samples))
+            try:
+                found = _measured(
+                    step, samples, sizes, checkpoint_layers=checkpoint_layers, cache_folder=cache_folder
+                )
+            except Exception:  # so many do not fit, or are more than the step can do with: what is known will do
+                break
+        return found
 
 
 def calls_in(step: Rehearsal) -> int:
