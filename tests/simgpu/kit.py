@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import warnings
-from collections import Counter
 from typing import Any
 
 import torch
@@ -94,30 +93,34 @@ class SharedCards(CUDAAccelerator):
 
 
 class CountSyncs(Callback):
-    """Counts host synchronisations from the fourth batch on.
+    """Counts the host's waits for the device in batches 4 to 11, with what is between them.
 
     Attributes:
         steps: batches that were counted.
     """
 
-    SKIPPED = 3
+    SKIPPED, COUNTED = 3, 8
 
     def __init__(self) -> None:
-        self.steps = -self.SKIPPED
+        self.steps = 0
+        self._begun = -self.SKIPPED
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        self.steps += 1
-        syncs.counting = self.steps > 0
+        self._begun += 1
+        syncs.counting = 0 < self._begun <= self.COUNTED
+        self.steps += syncs.counting
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         syncs.counting = False
 
-    def per_step(self) -> dict[str, float]:
-        """Returns how often the host waited, per step, by kind and place."""
-        found: Counter[str] = Counter()
-        for (kind, place), n in syncs.found.items():
-            found[f"{kind} | {place}"] += n
-        return {place: n / max(1, self.steps) for place, n in found.most_common()}
+    def per_step(self, *, beside: bool = False) -> dict[str, float]:
+        """Returns how often the host waited, per step, by kind and place.
+
+        Args:
+            beside: in threads beside those that train.
+        """
+        found = syncs.beside if beside else syncs.found
+        return {f"{kind} | {place}": round(n / max(1, self.steps), 2) for (kind, place), n in found.most_common()}
 
 
 def strategy_of(engine: str, backend: str = "gloo", **options: Any) -> Any:

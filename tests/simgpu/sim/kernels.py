@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch._C import _AutoDispatchBelowAutograd  # pyright: ignore[reportAttributeAccessIssue]
 
+from tests.simgpu.sim.native import lib
 from tests.simgpu.sim.order import Stream, order
 from tests.simgpu.sim.races import keep, uses
 from tests.simgpu.sim.syncs import syncs
@@ -205,7 +206,7 @@ def _host_to_device(to: Tensor, source: Tensor, non_blocking: bool) -> None:
     if not non_blocking:  # torch waits for the stream
         syncs.note("copy to the device, blocking")
         order().host_waits(stream)
-    elif not source.is_pinned():  # the host may wait, says NVIDIA: it goes on, but when is not known
+    elif not lib().is_pinned(source.data_ptr()):  # the host may wait, says NVIDIA: it goes on, but when is not known
         syncs.note("copy to the device, pageable")
     elif order().asynchronous:
         order().later(stream, number, _Unchanged(source))
@@ -215,7 +216,7 @@ def _device_to_host(to: Tensor, source: Tensor, non_blocking: bool) -> None:
     stream = current(source.device.index)
     number = uses([(source, False)], stream, "copy_ to the host")
     near = torch.ops.simgpu.near(source)
-    if non_blocking and to.is_pinned():
+    if non_blocking and lib().is_pinned(to.data_ptr()):
         if order().asynchronous:
             order().later(stream, number, _Arrival(to, near.to(to.dtype, copy=True)))
             return

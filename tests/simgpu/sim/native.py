@@ -81,6 +81,10 @@ class Library:
     def pin(self, start: int, size: int) -> int:
         return self._lib.simgpu_pin(_PTR(start), _PTR(size))
 
+    def is_pinned(self, address: int) -> bool:
+        """Whether the memory is locked; `Tensor.is_pinned` asks for the first byte of the storage."""
+        return bool(self._lib.simgpu_is_pinned(_PTR(address)))
+
     def unpin(self, start: int) -> int:
         return self._lib.simgpu_unpin(_PTR(start))
 

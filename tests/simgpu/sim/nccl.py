@@ -3,7 +3,8 @@
 Each communicator has a stream and a thread, which takes operations in the order in which they were issued and does
 each to its end, over an inner gloo group; ``serial``: one thread for all communicators of the device, as if kernels
 could not run beside one another. Point-to-point operations match in order, tags are ignored. Every operation is
-written down for `check`. As on a GPU, ``wait`` makes the current stream wait; here the host waits, too.
+written down for `check`. As on a GPU, ``wait`` makes the current stream wait; here the host waits, too, until the
+operation has been done, which is not counted: on a GPU it goes on.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from tests.simgpu.sim.check import Entry
 from tests.simgpu.sim.kernels import current, is_far
 from tests.simgpu.sim.order import order
 from tests.simgpu.sim.races import held, uses
-from tests.simgpu.sim.syncs import place
+from tests.simgpu.sim.syncs import place, syncs
 
 __all__ = ["entries", "install"]
 
@@ -57,6 +58,7 @@ class _Work(dist.Work):
         self.future: torch.futures.Future[Any] = torch.futures.Future(devices=[group.bound_device_id])
         self.clock: dict[Any, int] = {}  # of the stream, with this operation
         self.held: list[Tensor] = []  # NCCL keeps them until somebody waits
+        self.barrier = False
 
     def get_future(self) -> Any:
         return self.future
@@ -90,6 +92,9 @@ class _Work(dist.Work):
         self.held = []
         if self.error is not None:
             raise RuntimeError(str(self.error))
+        if self.barrier:  # the one operation for whose end the host waits
+            syncs.note("barrier of NCCL")
+            order().host_waits(current(self.group.bound_device_id.index))
         return True
 
     def synchronize(self) -> None:
@@ -321,7 +326,9 @@ class _Nccl(_Group):
 
     def barrier(self, opts: Any = None) -> _Work:
         one = torch.zeros(1, device=self.bound)  # as NCCL's, which sums a number
-        return self._issue("barrier", [], [one], lambda *_: self.inner.barrier().wait())
+        work = self._issue("barrier", [], [one], lambda *_: self.inner.barrier().wait())
+        work.barrier = True
+        return work
 
     def send(self, tensors: Any, dst: int, tag: int = 0) -> _Work:
         def do(reads: list[Tensor], _: Any) -> None:

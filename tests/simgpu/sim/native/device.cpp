@@ -60,6 +60,12 @@ void give_back(void* context) {
   delete lease;
 }
 
+bool is_pinned(std::uintptr_t address) {
+  std::lock_guard<std::mutex> held(lock);
+  auto at = pinned.upper_bound(address);
+  return at != pinned.begin() && address < (--at)->second;
+}
+
 int checked(int device) {
   TORCH_CHECK(device >= 0 && device < devices, "CUDA error: invalid device ordinal (", device, " of ", devices, ")");
   return device;
@@ -268,12 +274,7 @@ struct Hooks final : at::CUDAHooksInterface {
   }
   c10::DeviceIndex maybeExchangeDevice(c10::DeviceIndex d) const override { return exchangeDevice(d); }
   long versionCuDNN() const override { return 0; }
-  bool isPinnedPtr(const void* data) const override {
-    auto address = reinterpret_cast<std::uintptr_t>(data);
-    std::lock_guard<std::mutex> held(lock);
-    auto at = pinned.upper_bound(address);
-    return at != pinned.begin() && address < (--at)->second;
-  }
+  bool isPinnedPtr(const void* data) const override { return is_pinned(reinterpret_cast<std::uintptr_t>(data)); }
   c10::Allocator* getPinnedMemoryAllocator() const override { return &pinned_memory; }
   c10::Allocator* getCUDADeviceAllocator() const override { return &device_memory; }
   at::Device getDeviceFromPtr(void* data) const override {
@@ -347,6 +348,7 @@ int simgpu_pin(std::uintptr_t start, size_t bytes) {
   std::lock_guard<std::mutex> held(lock);
   return pinned.emplace(start, start + bytes).second ? 0 : 712; // cudaErrorHostMemoryAlreadyRegistered
 }
+int simgpu_is_pinned(std::uintptr_t address) { return is_pinned(address); }
 int simgpu_unpin(std::uintptr_t start) {
   std::lock_guard<std::mutex> held(lock);
   return pinned.erase(start) ? 0 : 713; // cudaErrorHostMemoryNotRegistered
