@@ -100,7 +100,7 @@ def auto(**options: Any) -> AutoStrategy:
 
 
 def engine(name: str, backend: str = "gloo") -> Any:
-    """Returns a strategy that trains what one process does: ``pipeline 2x2`` by that plan, ``balanced equal`` as DDP."""
+    """Returns a strategy that trains what one process does: ``pipeline 2x2`` by a plan, ``balanced equal`` as DDP."""
     name, _, plan = name.partition(" ")
     options: dict[str, Any] = {"process_group_backend": backend}
     if name == "pipeline":
@@ -127,9 +127,9 @@ def parts(name: str, rank: int, world: int, data: Dataset) -> Dataset:
 
 
 def samples(same: bool = False) -> TensorDataset:
-    """Returns the data; ``same``: in their order, all global batches are the same one."""
-    x, y = regression(BATCH if same else SAMPLES, dtype=torch.float32).tensors
-    times = 2 * STEPS if same else 1
+    """Returns the data; ``same``: all of them are the same, so that their order does not matter."""
+    x, y = regression(1 if same else SAMPLES, dtype=torch.float32).tensors
+    times = SAMPLES if same else 1
     return TensorDataset(x.repeat(times, 1), y.repeat(times, 1))
 
 
@@ -174,7 +174,7 @@ def fit_engine(
         name, precision: as of `engine` and `PRECISIONS`.
         module: a `Model` unless given.
         validate: as often as ``options`` say.
-        same: all global batches are the same one.
+        same: of `samples`.
         ckpt_path, save: a checkpoint to begin with, and one to write in the end.
         options: of the Trainer.
     """
@@ -184,7 +184,7 @@ def fit_engine(
     trainer = card_trainer(rank, world, strategy, precision=precision, callbacks=callbacks, **options)
     data = samples(same)
     own = parts(name, rank, world, data)
-    train = DataLoader(own, batch_size=BATCH // world, shuffle=own is data and not same)
+    train = DataLoader(own, batch_size=BATCH // world, shuffle=own is data)
     val = DataLoader(regression(40, seed=9, dtype=torch.float32), batch_size=5) if validate else None
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -207,7 +207,7 @@ def oracle(
     """Trains the same on the CPU in one process, with the global batches that stock DDP's sampler would form."""
     module = Model() if module is None else module
     data = samples(same)
-    sampler = DistributedSampler(data, num_replicas=1, rank=0, shuffle=not same, seed=0)
+    sampler = DistributedSampler(data, num_replicas=1, rank=0, shuffle=True, seed=0)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         trainer = quiet_trainer(**{"devices": 1, "max_steps": STEPS, "max_epochs": None, **options})

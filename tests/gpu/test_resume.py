@@ -65,7 +65,7 @@ def test_with_the_devices_random_numbers(name: str) -> None:
         assert moved(outcome.resumed, outcome.whole, weights(Model())) <= PRECISIONS["32-true"]
 
 
-# ---- between the GPU and the CPU: every step on the same batch, as stock Lightning resumes with other ones ----------
+# ---- between the GPU and the CPU: all samples are the same, as stock Lightning resumes with others -----------------
 
 
 def saved(rank: int, world: int, name: str, path: str) -> Trained:
