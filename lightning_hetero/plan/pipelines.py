@@ -73,6 +73,7 @@ def pipeline(setup: Setup) -> Estimate:
 def plan_override(plan: PipelinePlan) -> str:
     """Returns a plan as a value of Hydra's command line.
 
+    >>> from lightning_hetero.types import GroupPlan
     >>> group = GroupPlan(ranks=(1, 0), cuts=(0, 2, 6), samples=10, micro_batches=(4, 4, 2), depths=(3, 2))
     >>> plan_override(PipelinePlan(groups=(group,)))
     '{groups:[{ranks:[1,0],cuts:[0,2,6],samples:10,micro_samples:4,depths:[3,2]}]}'
