@@ -70,6 +70,7 @@ class GradientWriter:
         self._bucket_of: list[int] = []
         self._buckets: list[tuple[int, int]] = []
         self._missing: list[int] = []  # gradients of each bucket that are not written yet
+        self._rewritten = set[int]()  # gradients that were written again since
         self._landing: deque[tuple[Stamp, tuple[int, int]]] = deque()  # bytes on their way to the slot
 
     def attach(self, buffers: Sequence[torch.device] = (), *, overlap: bool) -> None:
@@ -108,7 +109,9 @@ class GradientWriter:
     def _hook(self, index: int) -> Callable[[Tensor], None]:
         def copy(parameter: Tensor) -> None:
             if parameter.grad is not None:
-                again = index in self._copied
+                if again := index in self._copied:  # by a backward pass before: it may be on its way
+                    self._image[index].hold()
+                    self._rewritten.add(index)
                 self._copy(index, parameter.grad)
                 if not again:
                     self._count(index)
@@ -162,6 +165,7 @@ class GradientWriter:
         self._missing = [0] * len(self._buckets)
         for bucket in self._bucket_of:
             self._missing[bucket] += 1
+        self._rewritten.clear()
         self._landing.clear()
 
     def write(
@@ -216,12 +220,14 @@ class GradientWriter:
         Returns:
             What is to be said of the gradients of devices that do not wait for theirs.
         """
-        travelled = [i for i, _ in again if i in self._copied]  # their buckets may have
+        travelled = self._rewritten | {i for i, _ in again if i in self._copied}  # their buckets may have
+        for image in self._images.values():
+            image.hold()
         self._copy_all(again)
         for bucket, missing in enumerate(self._missing):
             if missing:
                 self._image[self._bucket_of.index(bucket)].send(*self._buckets[bucket])
-        for i in travelled:
+        for i in sorted(travelled):
             span = self.layout.gradient_ranges[i]
             self._landing.append((self._image[i].send(*span), span))
         asked: list[tuple[list[int], list[int]]] = []
