@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from lightning_hetero.stale.compress import TopK
 from lightning_hetero.stale.runtime.memory.entry import FINITE, NONFINITE
@@ -19,8 +21,9 @@ from tests.simgpu.harness import run_sim_ranks
 def _pushes(rank: int, world: int) -> None:
     model, link, worker = start(device="cuda")
     norm: Any = model[1]
+    last: Any = model[2]
 
-    def again(change: Any, scale: float = 1.0) -> list[int]:
+    def again(change: Callable[[], Any], scale: float = 1.0) -> list[int]:
         worker.claim(0, 0)
         worker.pull()
         backward(model, scale)
@@ -31,15 +34,24 @@ def _pushes(rank: int, world: int) -> None:
         link.version += 1
         return link.layout.flags_of(link.gradient)[0].tolist()
 
-    gradient = lambda: model[2].weight.grad  # noqa: E731
+    def gradient() -> Tensor:
+        found = last.weight.grad
+        assert found is not None
+        return found
+
+    def scale_all() -> None:
+        for parameter in model.parameters():
+            assert parameter.grad is not None
+            parameter.grad.data.mul_(0.25)
+
     assert again(lambda: None) == [FINITE] * 6
     assert link.pushes[-1]["ready"], "a bucket travels while backward runs"
     mean = norm.running_mean.cpu().clone()
     assert torch.equal(link.pushes[-1]["buffers"][0], mean) and int(link.pushes[-1]["buffers"][2]) == 1
     again(lambda: gradient().mul_(0.5))
     again(lambda: backward(model))  # a second backward pass
-    again(lambda: setattr(model[2].weight, "grad", None))
-    again(lambda: [p.grad.data.mul_(0.25) for p in model.parameters()], scale=1024.0)  # no version is counted
+    again(lambda: setattr(last.weight, "grad", None))
+    again(scale_all, scale=1024.0)  # no version is counted
     flags = again(lambda: gradient().fill_(math.inf))
     assert flags == [FINITE] * 4 + [NONFINITE, FINITE]
     worker.detach()
@@ -54,7 +66,8 @@ def _compressed(rank: int, world: int) -> None:
     worker.push(steps=1)
     for i, (a, b) in enumerate(zip(link.pushes[-1]["gradients"], expected, strict=True)):
         rest = worker._writer.memory[i]
-        assert rest is not None and torch.allclose(a + rest.cpu().view_as(b), b, rtol=0, atol=1e-14)
+        assert a is not None and b is not None and rest is not None
+        assert torch.allclose(a + rest.cpu().view_as(b), b, rtol=0, atol=1e-14)
     worker.detach()
 
 
@@ -64,7 +77,7 @@ def test_what_a_device_has_at_the_push_is_in_the_slot(job: Any) -> None:
 
 
 class _Changes(kit.Sgd):
-    def on_train_batch_end(self, *args: Any) -> None:
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         if self.trainer.global_step == 3:
             next(self.parameters()).data.add_(1.0)  # no version is counted
 
@@ -86,7 +99,7 @@ class _Manual(kit.Sgd):
         super().__init__()
         self.automatic_optimization = False
 
-    def training_step(self, batch: Any, batch_idx: int) -> None:
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
         optimizer: Any = self.optimizers()
         optimizer.zero_grad()
         self.manual_backward(self.loss(batch))
@@ -102,8 +115,8 @@ _KINDS: dict[str, tuple[type[Toy], dict[str, Any], float]] = {
 
 
 def _trained(rank: int, world: int, kind: str) -> Any:
-    module, options, _ = _KINDS[kind]
-    module = module()
+    kind_of, options, _ = _KINDS[kind]
+    module = kind_of()
     trainer = kit.trainer_on_gpus(world, kit.strategy_of("stale", **options))
     kit.fit_quietly(trainer, module, kit.loader(world))
     assert trainer.global_step == kit.STEPS

@@ -73,12 +73,12 @@ class GradientWriter:
         self._rewritten = set[int]()  # gradients that were written again since
         self._landing: deque[tuple[Stamp, tuple[int, int]]] = deque()  # bytes on their way to the slot
 
-    def attach(self, buffers: Sequence[torch.device] = (), *, overlap: bool) -> None:
+    def attach(self, buffers: Sequence[torch.device] = (), *, overlap: bool | None) -> None:
         """Makes the images; the parameters are where they stay.
 
         Args:
             buffers: where each buffer is.
-            overlap: copy gradients while backward runs.
+            overlap: copy gradients while backward runs; None: if they are on a device, or so many that it takes time.
         """
         layout, slot = self.layout, self.link.gradient
         for device in (*(parameter.device for parameter in self.parameters), *buffers):
@@ -91,6 +91,8 @@ class GradientWriter:
         self._values = [values[parameter.device][i] for i, parameter in enumerate(self.parameters)]
         self._bucket_of, self._buckets = _buckets(layout, [parameter.device for parameter in self.parameters])
         self._reset_buckets()
+        if overlap is None:
+            overlap = layout.slot_bytes > BUCKET_BYTES or any(image.asynchronous for image in self._images.values())
         if overlap:
             for i, parameter in enumerate(self.parameters):
                 if parameter.requires_grad:  # one that is unfrozen later is copied at the push
