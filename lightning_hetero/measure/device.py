@@ -509,3 +509,4 @@ def no_device_in_this_process() -> None:
             setattr(module, name, answer)
     torch.accelerator.current_accelerator = lambda check_available=False: None
     _accelerator.cache_clear()
+    _accelerator.cache_clear()

@@ -89,9 +89,9 @@ class Note(WorkerLink):
 
 
 def start(
-    codec: Any = None, overlap: bool | None = True, **options: Any
+    codec: Any = None, overlap: bool | None = True, device: str = "cpu", **options: Any
 ) -> tuple[nn.Sequential, Note, Pusher]:
-    model = mlp()
+    model = mlp().to(device)
     optimizers = sgd(model)
     layout = FlatLayout.of(
         list(model.named_parameters()), list(model.named_buffers()), optimizers=optimizers, codec=codec
@@ -108,7 +108,8 @@ def start(
 
 def backward(model: nn.Module, scale: float = 1.0) -> None:
     torch.manual_seed(3)
-    (scale * model(torch.randn(6, 5)).square().sum()).backward()
+    inputs = torch.randn(6, 5).to(next(model.parameters()).device)
+    (scale * model(inputs).square().sum()).backward()
 
 
 def pushed(model: nn.Module, link: Note) -> bool:
@@ -124,4 +125,4 @@ def same(some: list[Tensor | None], others: list[Tensor | None]) -> bool:
 
 
 def now(model: nn.Module) -> list[Tensor | None]:
-    return [None if p.grad is None else p.grad.detach().clone() for p in model.parameters()]
+    return [None if p.grad is None else p.grad.detach().cpu().clone() for p in model.parameters()]

@@ -162,6 +162,7 @@ def test_two_backward_passes_push_their_sum() -> None:
     received = link.pushes[-1]["gradients"]
     for a, b in zip(received, expected, strict=True):
         assert b is not None and torch.allclose(a, b, rtol=0, atol=1e-14)
+    assert set(worker.layout.gradient_ranges) <= set(link.pushes[-1]["ready"])  # a wire must send them again
 
 
 def test_sparse_gradients_travel_dense() -> None:

@@ -70,14 +70,15 @@ class GradientWriter:
         self._bucket_of: list[int] = []
         self._buckets: list[tuple[int, int]] = []
         self._missing: list[int] = []  # gradients of each bucket that are not written yet
+        self._rewritten = set[int]()  # gradients that were written again since
         self._landing: deque[tuple[Stamp, tuple[int, int]]] = deque()  # bytes on their way to the slot
 
-    def attach(self, buffers: Sequence[torch.device] = (), *, overlap: bool) -> None:
+    def attach(self, buffers: Sequence[torch.device] = (), *, overlap: bool | None) -> None:
         """Makes the images; the parameters are where they stay.
 
         Args:
             buffers: where each buffer is.
-            overlap: copy gradients while backward runs.
+            overlap: copy gradients while backward runs; None: if they are on a device, or so many that it takes time.
         """
         layout, slot = self.layout, self.link.gradient
         for device in (*(parameter.device for parameter in self.parameters), *buffers):
@@ -90,6 +91,8 @@ class GradientWriter:
         self._values = [values[parameter.device][i] for i, parameter in enumerate(self.parameters)]
         self._bucket_of, self._buckets = _buckets(layout, [parameter.device for parameter in self.parameters])
         self._reset_buckets()
+        if overlap is None:
+            overlap = layout.slot_bytes > BUCKET_BYTES or any(image.asynchronous for image in self._images.values())
         if overlap:
             for i, parameter in enumerate(self.parameters):
                 if parameter.requires_grad:  # one that is unfrozen later is copied at the push
@@ -108,7 +111,9 @@ class GradientWriter:
     def _hook(self, index: int) -> Callable[[Tensor], None]:
         def copy(parameter: Tensor) -> None:
             if parameter.grad is not None:
-                again = index in self._copied
+                if again := index in self._copied:  # by a backward pass before: it may be on its way
+                    self._image[index].hold()
+                    self._rewritten.add(index)
                 self._copy(index, parameter.grad)
                 if not again:
                     self._count(index)
@@ -162,6 +167,7 @@ class GradientWriter:
         self._missing = [0] * len(self._buckets)
         for bucket in self._bucket_of:
             self._missing[bucket] += 1
+        self._rewritten.clear()
         self._landing.clear()
 
     def write(
@@ -216,12 +222,14 @@ class GradientWriter:
         Returns:
             What is to be said of the gradients of devices that do not wait for theirs.
         """
-        travelled = [i for i, _ in again if i in self._copied]  # their buckets may have
+        travelled = self._rewritten | {i for i, _ in again if i in self._copied}  # their buckets may have
+        for image in self._images.values():
+            image.hold()
         self._copy_all(again)
         for bucket, missing in enumerate(self._missing):
             if missing:
                 self._image[self._bucket_of.index(bucket)].send(*self._buckets[bucket])
-        for i in travelled:
+        for i in sorted(travelled):
             span = self.layout.gradient_ranges[i]
             self._landing.append((self._image[i].send(*span), span))
         asked: list[tuple[list[int], list[int]]] = []

@@ -9,12 +9,26 @@ On the host the image is the slot itself, and there is nothing to copy.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Sequence
+
 import torch
 from torch import Tensor
 
-from lightning_hetero.measure.device import Stamp, device_of
+from lightning_hetero.measure.device import Device, Stamp, device_of
 
-__all__ = ["Image"]
+__all__ = ["Image", "lock_pages"]
+
+
+def lock_pages(memories: Iterable[Tensor], devices: Sequence[Device]) -> list[Callable[[], None]]:
+    """Locks the host's memory (uint8) for copies to and from devices, once, where that is to be had; returns what ends
+    it."""
+    locked: list[Callable[[], None]] = []
+    for memory in memories:
+        for device in devices:
+            if (unlock := device.page_lock(memory.data_ptr(), memory.numel())) is not None:
+                locked.append(unlock)
+                break
+    return locked
 
 
 class Image:

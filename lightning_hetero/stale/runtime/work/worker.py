@@ -13,8 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from enum import Enum
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -33,7 +32,9 @@ from lightning_hetero.stale.runtime.messages import (
     measures_of,
     state_of,
 )
-from lightning_hetero.stale.runtime.work.gradient_writer import BUCKET_BYTES, GradientWriter
+from lightning_hetero.stale.runtime.work.gradient_writer import GradientWriter
+from lightning_hetero.stale.runtime.work.images import lock_pages
+from lightning_hetero.stale.runtime.work.phases import Phase, refuse
 from lightning_hetero.stale.runtime.work.readout import Readout
 from lightning_hetero.stale.runtime.work.replica import Replica
 from lightning_hetero.stale.runtime.work.watch import Place
@@ -48,18 +49,6 @@ from lightning_hetero.transport.base import (
 from lightning_hetero.transport.flags import PushFlag, ReplyFlag
 
 __all__ = ["Worker"]
-
-
-class _Phase(Enum):
-    """What the user's code is doing; the values say where a change was made."""
-
-    BATCH = "in training_step or in a hook between the batch's start and the optimizer's step"
-    BETWEEN = "behind an optimizer's step, e.g. in on_train_batch_end or in optimizer_step"
-    MET = "where ranks met within an epoch, e.g. in a hook of a validation"  # and nobody trains
-
-    @property
-    def bit(self) -> int:
-        return 1 << list(_Phase).index(self)
 
 
 class Worker:
@@ -110,7 +99,7 @@ class Worker:
         self._overlap = overlap
         self._substeps_used = False
         self._buffers_pushed = False  # since the last pull
-        self._phase = _Phase.MET
+        self._phase = Phase.MET
         self._kept = False  # what the user's code has changed where ranks met
         self._wanted = PushFlag(0)  # besides, with claims and pushes
         self.brought: Measures | None = None
@@ -127,14 +116,8 @@ class Worker:
         if self._replica.attached:
             return
         self._replica.attach()
-        devices = [device_of(area.device) for area in self._replica.areas]
-        for memory in self.link.shared:
-            locked = (device.page_lock(memory.data_ptr(), memory.numel()) for device in devices)
-            self._unlock += [unlock for unlock in locked if unlock is not None][:1]
-        overlap = any(device.asynchronous for device in devices) or self.layout.slot_bytes > BUCKET_BYTES
-        self._writer.attach(
-            self._replica.buffer_devices(), overlap=overlap if self._overlap is None else self._overlap
-        )
+        self._unlock += lock_pages(self.link.shared, [device_of(area.device) for area in self._replica.areas])
+        self._writer.attach(self._replica.buffer_devices(), overlap=self._overlap)
 
     def detach(self) -> None:
         """Gives parameters and buffers memory of their own, with their present values; idempotent."""
@@ -198,58 +181,46 @@ class Worker:
 
     def _published(self) -> Tensor | None:
         """Returns the area of `version`, or None if that is not to be had any more."""
-        if self._phase is not _Phase.MET and not self.is_newest:
+        if self._phase is not Phase.MET and not self.is_newest:
             return None
         area = torch.empty(self.layout.bytes, dtype=torch.uint8)
         return area if self.link.read_parameters(area) == self.version else None
 
     def _look(self, *, wait: bool = False) -> list[Tensor]:
-        """Looks whether the user's code has changed what the next pull overwrites.
+        """Refuses what the user's code has changed and the next pull would overwrite.
 
         Args:
-            wait: for the devices; otherwise what they find is refused after the next push's wait for them.
-
-        Returns:
-            What tells whether devices have found anything (uint8).
-
-        Raises:
-            RuntimeError: it has.
+            wait: for devices; else what tells whether they have noted anything (uint8) is returned, for the next push.
         """
         replica, phase = self._replica, self._phase
         if replica.attached:
             replica.adopt()
         if not replica.attached or self.version < 0:
             return []
-        found = [] if wait else replica.watch.note(phase.bit)
+        noted = [] if wait else replica.watch.note(phase.bit)
         names = [self.layout.parameters[i].name for i in replica.watch.changed(self._published, wait=wait)]
-        if phase is not _Phase.BATCH:
+        if phase is not Phase.BATCH:
             entries = [self.layout.buffers[i] for i in replica.changed_buffers()]
-            names += [entry.name for entry in entries if phase is _Phase.MET or not entry.statistic]
+            names += [entry.name for entry in entries if phase is Phase.MET or not entry.statistic]
         if wait:
             self._refuse_noted()
-        if names:
-            self._refuse(names, phase)
-        return found
+        self._refuse(names, phase)
+        return noted
 
     def _refuse_noted(self) -> None:
         """Refuses what devices have found."""
         found = self._replica.watch.noted()
-        for phase in (_Phase.BETWEEN, _Phase.MET, _Phase.BATCH):  # where it was seen first
-            if indices := found.get(phase.bit):
-                self._refuse([self.layout.parameters[i].name for i in sorted(indices)], phase)
+        for phase in (Phase.BETWEEN, Phase.MET, Phase.BATCH):  # where it was seen first
+            self._refuse([self.layout.parameters[i].name for i in sorted(found.get(phase.bit, ()))], phase)
 
-    def _refuse(self, names: Sequence[str], phase: _Phase) -> NoReturn:
-        self.stop()
-        raise RuntimeError(
-            f"{_listed(names)} changed on rank {self.link.rank} other than by an optimizer, {phase.value}. Under"
-            " hetero_stale the parameter server has the parameters and buffers, and what it sends next would undo"
-            " the change. Change them in on_train_epoch_start or on_train_epoch_end, on all ranks alike, or use"
-            " strategy='hetero_balanced'"
-        )
+    def _refuse(self, names: Sequence[str], phase: Phase) -> None:
+        if names:
+            self.stop()
+            refuse(names, self.link.rank, phase)
 
     def _look_where_all_meet(self) -> None:
         """Keeps what was changed since they met; what was changed before is refused."""
-        if self._phase is not _Phase.MET:
+        if self._phase is not Phase.MET:
             self._look(wait=True)
         elif self._replica.attached and self.version >= 0:
             self._replica.adopt()
@@ -257,7 +228,7 @@ class Worker:
 
     def stop(self) -> None:
         """The batch is left by an error: what is changed from here on stays, e.g. weights that a finder restores."""
-        self._phase = _Phase.MET
+        self._phase = Phase.MET
 
     def gradients(self) -> list[Tensor | None]:
         """Returns the present gradients, in the order of `parameters`."""
@@ -304,7 +275,7 @@ class Worker:
         """
         text = EpochBegin.of(self.layout.digest, tick, applied).text()
         reply = self._call(Request(kind=Ask.EPOCH, epoch=epoch, numbers=ends, text=text))
-        self._phase, self._kept = _Phase.BETWEEN, False
+        self._phase, self._kept = Phase.BETWEEN, False
         return reply
 
     def claim(self, epoch: int, tick: int) -> Reply:
@@ -321,7 +292,7 @@ class Worker:
         return self._answered(self._call(Request(kind=Ask.CLAIM, epoch=epoch, tick=tick, flags=int(self._wanted))))
 
     def _answered(self, reply: Reply) -> Reply:
-        self._phase = _Phase.BETWEEN if reply.kind is Say.PASSED else _Phase.BATCH
+        self._phase = Phase.BETWEEN if reply.kind is Say.PASSED else Phase.BATCH
         self._kept = False
         self._replica.watch.settle_buffers()
         return reply
@@ -359,12 +330,10 @@ class Worker:
             RemoteFailureError, ServerLostError: see `claim`.
         """
         told = Readout()
-        found = [told.add(each) for each in self._look()]
-        self._buffers_pushed = bool(self.layout.buffers)
-        slot = self._writer.write(
-            self._replica.buffers(), lambda numbers: self._hyper.write(numbers, self._clips), told
-        )
-        if any(map(any, found)):
+        noted = [told.add(each) for each in self._look()]
+        self._buffers_pushed, buffers = bool(self.layout.buffers), self._replica.buffers()
+        slot = self._writer.write(buffers, lambda numbers: self._hyper.write(numbers, self._clips), told)
+        if any(map(any, noted)):
             self._refuse_noted()
         self._clips = [(0, 0.0)] * len(self._clips)
         request = Request(
@@ -392,7 +361,7 @@ class Worker:
                 " server, where it is called, does not know. Change them behind it, or use strategy='hetero_balanced'"
             )
         reply = self._call(Request(kind=Ask.MEET, tick=number, text=what, steps=steps))
-        self._phase = _Phase.MET
+        self._phase = Phase.MET
         if steps:
             self.version = -1  # whatever is here
         self._wanted = PushFlag(0)  # for a batch that is over
@@ -473,7 +442,3 @@ class Worker:
             raise ValueError(f"gradient clipping by {kind!r} must be by 'norm' or 'value'")
         number = CLIP_NORM if kind == "norm" else CLIP_VALUE
         self._clips[optimizer] = (number, float(value)) if value else (0, 0.0)
-
-
-def _listed(names: Sequence[str]) -> str:
-    return f"{names[0]} was" if len(names) == 1 else f"{names[0]} and {len(names) - 1} more were"
