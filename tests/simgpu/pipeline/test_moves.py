@@ -28,9 +28,13 @@ _MOVES: dict[int, Any] = {
 
 def _moving(rank: int, world: int, first: str) -> tuple[kit.Weights, list[str]]:
     module = kit.DeepPlain()
-    strategy = kit.strategy_of("pipeline", "nccl", plan=first, controller=Scripted(_MOVES[world]))
+    controller = Scripted(_MOVES[world])
+    strategy = kit.strategy_of("pipeline", "nccl", plan=first, controller=controller)
     with heard(at_once=True):
         kit.fit_quietly(kit.trainer_on_gpus(world, strategy), module, kit.loader(world))
+    if rank == 0:
+        times = [seconds for seen in controller.observed for own in seen.layer_s.values() for seconds in own]
+        assert times and all(seconds > 0.0 for seconds in times), "layers are timed on their devices"
     return kit.host_weights(module), [replan.cancelled for replan in strategy.replans]
 
 
