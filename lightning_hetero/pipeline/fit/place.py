@@ -242,9 +242,8 @@ class Place:
 
     def _hold(self) -> None:
         """What follows from who holds what."""
-        device = self.settings.device
         self.whole = WholeState(self.module, self.ownership, group=self.channel.group, folder=self._folder)
-        wait = partial(self.failures.wait, polled=device_of(device).asynchronous)
+        wait = partial(self.failures.wait, polled=device_of(self.settings.device).asynchronous)
         self.sync = GradientSync(
             self.module,
             self.ownership,
@@ -383,8 +382,6 @@ class Place:
         self.logs.close()
         self.sync.close()
         self.averages.release()
-        if self.failures.reported:
-            self.owner_groups.abort()
         try:
             if not self.failures.reported:
                 self.evaluation.finish()
@@ -402,8 +399,8 @@ class Place:
             self._node.close()
             if self._control is not None:
                 self._control.close()
+            self.owner_groups.close(failed=self.failures.reported)
             if not self.failures.reported:
-                self.owner_groups.close()
                 self.ways.close()
                 if self._wire is not None:
                     dist.destroy_process_group(self._wire)

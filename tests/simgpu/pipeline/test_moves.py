@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 
 from tests.ranks.pipeline.replan_kit import Scripted, group, heard, plan
 from tests.simgpu import kit
 from tests.simgpu.harness import run_sim_ranks
+from tests.simgpu.sim import nccl
 
 _MOVES: dict[int, Any] = {
     2: {
@@ -26,9 +28,13 @@ _MOVES: dict[int, Any] = {
 
 def _moving(rank: int, world: int, first: str) -> tuple[kit.Weights, list[str]]:
     module = kit.DeepPlain()
-    strategy = kit.strategy_of("pipeline", "nccl", plan=first, controller=Scripted(_MOVES[world]))
+    controller = Scripted(_MOVES[world])
+    strategy = kit.strategy_of("pipeline", "nccl", plan=first, controller=controller)
     with heard(at_once=True):
         kit.fit_quietly(kit.trainer_on_gpus(world, strategy), module, kit.loader(world))
+    if rank == 0:
+        times = [seconds for seen in controller.observed for own in seen.layer_s.values() for seconds in own]
+        assert times and all(seconds > 0.0 for seconds in times), "layers are timed on their devices"
     return kit.host_weights(module), [replan.cancelled for replan in strategy.replans]
 
 
@@ -36,5 +42,27 @@ def _moving(rank: int, world: int, first: str) -> tuple[kit.Weights, list[str]]:
 def test_layers_move_from_device_to_device_where_kernels_run_one_after_the_other(first: str) -> None:
     expected = kit.oracle(kit.DeepPlain())
     for found, cancelled in run_sim_ranks(4 if first == "2x2" else 2, _moving, first, nccl=True, serial=True):
+        assert cancelled == [""] * 3
+        assert found.distance(expected) < 1e-6
+
+
+def _blocked(rank: int, world: int, first: str) -> tuple[kit.Weights, list[str]]:
+    """As with CUDA_LAUNCH_BLOCKING=1: who begins an operation goes on when it has ended."""
+    issue = nccl._Nccl._issue
+
+    def until_ended(self: Any, *args: Any, **options: Any) -> Any:
+        work = issue(self, *args, **options)
+        work.ended.wait()
+        return work
+
+    with patch.object(nccl._Nccl, "_issue", until_ended):
+        return _moving(rank, world, first)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("first", ["1x2", "2x2"])
+def test_the_host_may_wait_for_each_operation_that_it_begins(first: str) -> None:
+    expected = kit.oracle(kit.DeepPlain())
+    for found, cancelled in run_sim_ranks(4 if first == "2x2" else 2, _blocked, first, nccl=True):
         assert cancelled == [""] * 3
         assert found.distance(expected) < 1e-6

@@ -73,19 +73,22 @@ class OwnerGroups:
         same = dist.get_backend(self.world) == (self._backend or dist.get_backend())
         return same and len(ranks) == dist.get_world_size(self.world)
 
-    def abort(self) -> None:
-        """Ends what is under way on a device: a sum whose peers have failed would keep this process from ending."""
-        for group in self._groups.values():
-            if isinstance(group, dist.ProcessGroup) and dist.get_backend(group) != dist.Backend.GLOO:
-                with contextlib.suppress(RuntimeError):  # nothing is, or it has been aborted
-                    group.abort()
+    def close(self, *, failed: bool = False) -> None:
+        """Destroys the groups, and lets go of ``world``.
 
-    def close(self) -> None:
-        """Destroys the groups, and lets go of ``world``; not after a failure, when peers may be gone."""
+        Args:
+            failed: peers may be gone. Only what is under way on a device is ended: it would keep this process from
+                ending.
+        """
         for group in self._groups.values():
-            _destroy(group)
-        self._groups.clear()
-        vars(self).pop("world", None)
+            if not failed:
+                _destroy(group)
+            elif isinstance(group, dist.ProcessGroup) and dist.get_backend(group) != dist.Backend.GLOO:
+                with contextlib.suppress(RuntimeError):  # nothing is
+                    group.abort()
+        if not failed:
+            self._groups.clear()
+            vars(self).pop("world", None)
 
 
 def _destroy(group: Any) -> None:
