@@ -4,10 +4,30 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from tests.simgpu import kit
 from tests.simgpu.harness import run_sim_ranks
 
 STEPS = kit.CountSyncs.SKIPPED + kit.CountSyncs.COUNTED + 1
+
+
+class Remembers(kit.Plain):
+    """Has buffers, of two types, that forward changes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mean: Tensor
+        self.steps: Tensor
+        self.register_buffer("mean", torch.zeros(6))
+        self.register_buffer("steps", torch.zeros((), dtype=torch.int64))
+
+    def loss(self, batch: Any) -> Tensor:
+        if self.training:
+            self.mean.lerp_(batch[0].mean(0), 0.1)
+            self.steps.add_(1)
+        return super().loss(batch)
 
 
 def positive(batch: Any) -> float:
@@ -19,7 +39,7 @@ def waits(rank: int, world: int, options: dict[str, Any]) -> dict[str, float]:
     count = kit.CountSyncs()
     strategy = kit.strategy_of("balanced", "nccl", monitor=False, **options)
     trainer = kit.trainer_on_gpus(world, strategy, max_steps=STEPS, callbacks=[count])
-    kit.fit_quietly(trainer, kit.WithNorm(), kit.loader(world, pin_memory=True))
+    kit.fit_quietly(trainer, Remembers(), kit.loader(world, pin_memory=True))
     assert count.steps == count.COUNTED
     return count.per_step()
 
