@@ -6,10 +6,10 @@ Of a step in which all ranks meet, with c_r own work and w_r waiting, exchange i
     exchange   T - max_r c_r        what the rank that comes last sees of it
     idle       max_r c_r - c_r      for the slowest rank; it is that rank's doing
 
-`lightning_hetero.cluster.what_if` says the same of stock DDP. A pipeline's ranks idle in its bubbles, too, so there the exchange is the one that
-was planned, and all else that is no work is idle. The stale engine has no common end of a step: the least that a rank
-sees of the server is the exchange, and what is beyond is waiting. A rank without samples rests because that was
-decided: it waits for nobody.
+`lightning_hetero.cluster.what_if` says the same of stock DDP. A pipeline's ranks idle in its bubbles, too, so there the
+exchange is the one that was planned, and all else that is no work is idle. The stale engine has no common end of a
+step: the least that a rank sees of the server is the exchange, and what is beyond is waiting. A rank without samples
+rests because that was decided: it waits for nobody.
 """
 
 from __future__ import annotations

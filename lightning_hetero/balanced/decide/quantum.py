@@ -1,8 +1,9 @@
 """``quantum="auto"``: shares in steps that compiled code and tensor cores can do with (layer P).
 
 Where code is compiled anew for each number of samples, each new share costs seconds; so a rank should see few. On a
-device with tensor cores libraries choose, and at times look for, other kernels for each. A coarse step costs balance: half a step, at most, of what a rank should have. An eighth of the equal share is the compromise,
-see docs/reference/balanced.md.
+device with tensor cores libraries choose, and at times look for, other kernels for each. A coarse step costs balance:
+half a step, at most, of what a rank should have. An eighth of the equal share is the compromise, see
+docs/reference/balanced.md.
 """
 
 from __future__ import annotations

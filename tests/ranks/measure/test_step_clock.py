@@ -84,7 +84,7 @@ def noted(rank: int, world: int) -> list[tuple[list[tuple[int, int]], list[tuple
         )
         if late:
             module.on_train_start = (  # type: ignore[method-assign]
-                lambda s=strategy: vars(s._run.probe).update(_watch=Late(), _exchange=Late())
+                lambda s=strategy: vars(s._run.probe).update(_watch=Late(), _exchange=Late())  # pyright: ignore
             )
         events: list[tuple[int, int]] = []
         module.on_train_batch_end = (  # type: ignore[method-assign]
