@@ -1,4 +1,4 @@
-"""Plans by what simulated GPUs have left: budgets, cards that ranks share, memory that another process takes meanwhile."""
+"""Plans by what simulated GPUs have left: budgets, shared cards, memory that another process takes meanwhile."""
 
 from __future__ import annotations
 
