@@ -91,7 +91,9 @@ class _Losses(Callback):
     def __init__(self) -> None:
         self.found: list[torch.Tensor] = []
 
-    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, outputs: Any, *_: Any) -> None:
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
         loss = outputs["loss"] if isinstance(outputs, dict) else outputs
         if loss is not None:
             self.found.append(loss.detach().clone())

@@ -87,7 +87,8 @@ def test_the_host_waits_at_most_four_times_a_step(name: str) -> None:
 
 
 if __name__ == "__main__":
-    from tests.simgpu import test_budget  # not this module's functions: ranks import them by their module's name
+    # Not this module's functions: ranks import them by their module's name.
+    from tests.simgpu import test_budget
 
     rows = {name: test_budget._row(name) for name in ENGINES}
     GOLDEN.write_text(json.dumps(rows, indent=2) + "\n")

@@ -61,6 +61,7 @@ def _in_another_order(rank: int, world: int) -> None:
     y = torch.ones(3, device="cuda")
     works = [dist.all_reduce(t, group=groups[i], async_op=True) for i, t in ((rank, x), (1 - rank, y))]
     for work in works:
+        assert work is not None
         work.wait()
 
 

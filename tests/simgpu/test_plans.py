@@ -1,21 +1,17 @@
-"""Plans by what simulated GPUs have left: budgets, cards that ranks share, memory that is taken meanwhile."""
+"""Plans by what simulated GPUs have left: budgets, shared cards, memory that another process takes meanwhile."""
 
 from __future__ import annotations
 
-from typing import Any
 from unittest.mock import patch
 
 import pytest
 import torch
-import torch.distributed as dist
 
-from lightning_hetero.measure import probe
-from lightning_hetero.measure.link_probe import LinkProbe
 from lightning_hetero.pipeline.decide.plan_memory import beside_bytes, held_bytes
 from lightning_hetero.pipeline.fit.plan import fitting
 from tests.simgpu import kit
 from tests.simgpu.harness import run_sim_ranks
-from tests.simgpu.sim.cuda import MEMORY_BYTES, cap
+from tests.simgpu.sim.cuda import cap
 
 RESERVE = 0.5 * 2**30  # see `budget_bytes`
 LITTLE = 7500.0  # bytes; the state of the whole model takes 7952
@@ -64,28 +60,3 @@ def test_a_model_that_no_rank_has_room_for_is_divided(gpus: int, steals: bool) -
         assert all(0 < size <= LITTLE + 1 for size in takes) and all(size <= LITTLE + 1 for size in memory)
         assert trained.distance(expected) < 1e-6
         assert asked == (2 if steals else 1)
-
-
-def memory_by(rank: int, world: int, backend: str) -> tuple[list[float], set[str]]:
-    """Returns the memory that plans count with, and what has carried the messages that links were measured with."""
-    carriers: set[str] = set()
-
-    class Carried(LinkProbe):
-        def __init__(self, group: dist.ProcessGroup, *args: Any) -> None:
-            carriers.add(str(dist.get_backend(group)))
-            super().__init__(group, *args)
-
-    strategy = kit.strategy_of("pipeline", backend, controller=None)
-    trainer = kit.trainer_on_gpus(world, strategy, max_steps=1)
-    with patch.object(probe, "LinkProbe", Carried):
-        kit.fit_quietly(trainer, kit.DeepPlain(), kit.loader(world))
-    return [device.mem_bytes for device in strategy.planned.cluster.devices], carriers
-
-
-@pytest.mark.long
-def test_links_are_measured_over_nccl_where_it_carries_and_what_it_holds_is_left_free() -> None:
-    free = 0.9 * MEMORY_BYTES - RESERVE
-    for memory, carriers in run_sim_ranks(2, memory_by, "gloo"):
-        assert carriers == {"gloo"} and all(0.99 * free < size <= free for size in memory)
-    for memory, carriers in run_sim_ranks(2, memory_by, "nccl", nccl=True):
-        assert carriers == {"nccl"} and all(0.99 * free < size < free - 1000 for size in memory)

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from tests.simgpu.sim.kernels import _Operands, current
+from tests.simgpu.sim.kernels import Operands, current
 from tests.simgpu.sim.races import uses
 
 __all__ = ["install"]
@@ -28,7 +28,7 @@ _NAMES = (
 def _on_aliases(op: Any) -> Callable[..., Any]:
     @torch._disable_dynamo
     def called(*args: Any, **kwargs: Any) -> Any:
-        operands = _Operands(op)
+        operands = Operands(op)
         near_args = [operands.positional(i, x) for i, x in enumerate(args)]
         near_kwargs = {name: operands.named(name, x) for name, x in kwargs.items()}
         if operands.device is not None:

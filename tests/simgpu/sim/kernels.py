@@ -8,19 +8,20 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
-from functools import lru_cache
-from typing import Any
+from functools import lru_cache, partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch._C import _AutoDispatchBelowAutograd  # pyright: ignore[reportAttributeAccessIssue]
 
+from tests.simgpu.sim import fused
 from tests.simgpu.sim.native import lib
 from tests.simgpu.sim.order import Stream, order
 from tests.simgpu.sim.races import keep, uses
 from tests.simgpu.sim.syncs import syncs
 
-__all__ = ["current", "generators", "install", "is_far"]
+__all__ = ["Operands", "current", "generators", "install", "is_far"]
 
 # Operations whose result the host must have before it goes on.
 _TO_HOST = {"_local_scalar_dense", "equal", "is_nonzero", "nonzero", "masked_select", "_unique", "_unique2"}
@@ -42,24 +43,33 @@ def current(device: int) -> Stream:
     return device, torch._C._accelerator_getStream(device).stream_id
 
 
+class _Argument(NamedTuple):
+    writes: bool  # the operation writes it
+    tensor: bool  # it is a tensor
+
+
 @lru_cache(maxsize=4096)
-def _written(op: Any) -> tuple[frozenset[int], frozenset[str]]:
-    """Returns positions and names of the arguments that are written."""
+def _arguments(op: Any) -> tuple[list[_Argument], dict[str, _Argument]]:
+    """Returns what the schema says, by position and by name."""
+    statistics = "batch_norm" in op._schema.name and "backward" not in op._schema.name
     found = [
-        (i, argument.name)
-        for i, argument in enumerate(op._schema.arguments)
-        if (argument.alias_info is not None and argument.alias_info.is_write)
-        or ("batch_norm" in op._schema.name and "backward" not in op._schema.name and argument.name in _STATISTICS)
+        _Argument(
+            (argument.alias_info is not None and argument.alias_info.is_write)
+            or (statistics and argument.name in _STATISTICS),
+            str(argument.type) == "Tensor",
+        )
+        for argument in op._schema.arguments
     ]
-    return frozenset(i for i, _ in found), frozenset(name for _, name in found)
+    names = [argument.name for argument in op._schema.arguments]
+    return found, dict(zip(names, found, strict=True))
 
 
-class _Operands:
+class Operands:
     """Operands of one call, and what stands for them on the host."""
 
     def __init__(self, op: Any) -> None:
         self.name = op._schema.name.partition("::")[2]
-        self._positions, self._names = _written(op)
+        self._positions, self._names = _arguments(op)
         self.far: list[Tensor] = []
         self.near: list[Tensor] = []
         self.used: list[tuple[Tensor, bool]] = []
@@ -67,10 +77,15 @@ class _Operands:
         self._wrong: Tensor | None = None  # of the host, beside the device's
 
     def positional(self, i: int, x: Any) -> Any:
-        return self._of(x, i in self._positions)
+        return self._argument(x, self._positions[i])
 
     def named(self, name: str, x: Any) -> Any:
-        return self._of(x, name in self._names)
+        return self._argument(x, self._names[name])
+
+    def _argument(self, x: Any, argument: _Argument) -> Any:
+        if argument.tensor and isinstance(x, (bool, int, float, complex)):
+            return torch.tensor(x)  # a number in place of a tensor has come here as a number
+        return self._of(x, argument.writes)
 
     def _of(self, x: Any, writes: bool) -> Any:
         if isinstance(x, Tensor):
@@ -132,7 +147,7 @@ def _mixed(one: Any, other: Any, name: str) -> RuntimeError:
 @torch._disable_dynamo
 def _kernel(op: Any, *args: Any, **kwargs: Any) -> Any:
     with _AutoDispatchBelowAutograd():
-        operands = _Operands(op)
+        operands = Operands(op)
         near_args = [operands.positional(i, x) for i, x in enumerate(args)]
         near_kwargs = {name: operands.named(name, x) for name, x in kwargs.items()}
         operands.check()
@@ -271,6 +286,10 @@ def _registered() -> Iterator[torch.library.Library]:
     aten = torch.library.Library("aten", "IMPL")
     aten.impl("copy_", _copy, "CUDA")
     aten.impl("record_stream", _record_stream, "CUDA")
+    for op in (torch.ops.aten.convolution_backward.default,):  # would look for a kernel of CUDA without asking anybody
+        aten.impl(op, partial(_kernel, op), "CUDA")
+    for name, function in fused.FUNCTIONS.items():
+        aten.impl(name, function, "CUDA")
     yield aten
 
 

@@ -58,7 +58,7 @@ class _Work(dist.Work):
         self.future: torch.futures.Future[Any] = torch.futures.Future(devices=[group.bound_device_id])
         self.clock: dict[Any, int] = {}  # of the stream, with this operation
         self.held: list[Tensor] = []  # NCCL keeps them until somebody waits
-        self.barrier = False
+        self.barrier = self.noted = False
 
     def get_future(self) -> Any:
         return self.future
@@ -75,7 +75,10 @@ class _Work(dist.Work):
     def known(self) -> None:
         """Notes that the host knows of the end, without which nothing that it issues later comes after it."""
         order().host_knows(self.clock)
-        _write(Entry("known", self.issue))
+        if not self.noted:
+            self.noted = True
+            with _lock:
+                entries.append(Entry("known", self.issue))
 
     def is_success(self) -> bool:
         return self.error is None
@@ -345,11 +348,6 @@ class _Nccl(_Group):
 
 def _several(tensors: Any) -> list[Tensor]:
     return [tensors] if isinstance(tensors, Tensor) else list(tensors)
-
-
-def _write(entry: Entry) -> None:
-    with _lock:
-        entries.append(entry)
 
 
 def install(serial: bool) -> None:
