@@ -24,11 +24,12 @@ ASKED = (
 
 def _smi() -> list[list[str]]:
     """Returns what nvidia-smi says: names, then a row for each card."""
+    names: list[str] = [*ASKED.split(",")]
     if is_dry() or not (smi := shutil.which("nvidia-smi")):
-        return [ASKED.split(","), ["", "simulated" if is_dry() else "no nvidia-smi"]]
+        return [names, ["", "simulated" if is_dry() else "no nvidia-smi"]]
     said = subprocess.run([smi, f"--query-gpu={ASKED}", "--format=csv"], capture_output=True, text=True, timeout=30)
     rows = [[cell.strip() for cell in line.split(",")] for line in said.stdout.strip().splitlines()]
-    return rows if len(rows) > 1 else [ASKED.split(","), ["", said.stderr.strip()[:100]]]
+    return rows if len(rows) > 1 else [names, ["", said.stderr.strip()[:100]]]
 
 
 def machine() -> None:
