@@ -83,7 +83,7 @@ def test_validation(name: str) -> None:
 
 def compiled(rank: int, world: int, name: str) -> Trained:
     module = Model()
-    module.compile()
+    module.model.compile()
     return fit_engine(rank, world, name, module=module)
 
 

@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 from typing import Any, NoReturn
 
-__all__ = ["DRY", "FILE", "LINE", "detail", "found", "is_dry", "skip"]
+__all__ = ["DRY", "FILE", "LINE", "begin_with", "detail", "found", "is_dry", "skip"]
 
 FILE, LINE, DRY = "GPU_CHECK_FILE", "GPU_CHECK_LINE", "GPU_CHECK_DRY"
 """Variables of a step's environment: where lines go, what each begins with, and whether the GPUs are simulated."""
@@ -16,6 +16,11 @@ FILE, LINE, DRY = "GPU_CHECK_FILE", "GPU_CHECK_LINE", "GPU_CHECK_DRY"
 def append(path: Path, line: dict[str, Any]) -> None:
     with path.open("a") as file:
         file.write(json.dumps(line, default=str) + "\n")
+
+
+def begin_with(**facts: Any) -> None:
+    """Has every further line of this step begin with these."""
+    os.environ[LINE] = json.dumps({**json.loads(os.environ.get(LINE, "{}")), **facts})
 
 
 def _write(kind: str, what: dict[str, Any]) -> None:

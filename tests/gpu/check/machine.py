@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.cuda import nccl
 
-from tests.gpu.check.found import detail, found, is_dry, skip
+from tests.gpu.check.found import begin_with, detail, found, is_dry, skip
 
 NEEDED = ("lightning", "torchmetrics", "hydra", "omegaconf", "psutil", "pytest", "numpy")
 ASKED = (
@@ -22,15 +22,14 @@ ASKED = (
 )
 
 
-def _driver() -> str:
-    if is_dry():
-        return "simulated"
-    if not (smi := shutil.which("nvidia-smi")):
-        return "no nvidia-smi"
+def _smi() -> list[list[str]]:
+    """Returns what nvidia-smi says: names, then a row for each card."""
+    names: list[str] = [*ASKED.split(",")]
+    if is_dry() or not (smi := shutil.which("nvidia-smi")):
+        return [names, ["", "simulated" if is_dry() else "no nvidia-smi"]]
     said = subprocess.run([smi, f"--query-gpu={ASKED}", "--format=csv"], capture_output=True, text=True, timeout=30)
     rows = [[cell.strip() for cell in line.split(",")] for line in said.stdout.strip().splitlines()]
-    detail(nvidia_smi=rows)
-    return rows[1][1] if len(rows) > 1 else said.stderr.strip()[:100]
+    return rows if len(rows) > 1 else [names, ["", said.stderr.strip()[:100]]]
 
 
 def machine() -> None:
@@ -42,11 +41,17 @@ def machine() -> None:
         found(cards=0)
         raise SystemExit("torch sees no GPU here")
     version: Any = nccl.version() if torch.distributed.is_nccl_available() and not is_dry() else "simulated"
+    smi = _smi()
+    facts = {
+        "device": torch.cuda.get_device_name(0),
+        "driver": smi[1][1],
+        "torch": torch.__version__,
+        "nccl": ".".join(map(str, version)) if isinstance(version, tuple) else version,
+    }
+    begin_with(**facts)
+    detail(nvidia_smi=smi)
     found(
-        device=torch.cuda.get_device_name(0),
-        driver=_driver(),
-        torch=torch.__version__,
-        nccl=".".join(map(str, version)) if isinstance(version, tuple) else version,
+        **facts,
         cards=torch.cuda.device_count(),
         lightning=lightning.__version__,
         python=platform.python_version(),
