@@ -28,7 +28,9 @@ PACKAGE = Path(lightning_hetero.__file__).resolve().parent
 def sources(folder: Path) -> list[tuple[str, ast.Module]]:
     """Every Python file below ``folder``, parsed, with its path from there."""
     paths = sorted(folder.rglob("*.py"))
-    return [(path.relative_to(folder).as_posix(), ast.parse(path.read_text(encoding="utf-8"))) for path in paths]
+    return [
+        (path.relative_to(folder).as_posix(), ast.parse(path.read_text(encoding="utf-8"))) for path in paths
+    ]
 
 
 def imported(tree: ast.Module) -> Iterator[str]:
@@ -46,8 +48,6 @@ def imported(tree: ast.Module) -> Iterator[str]:
 def of_test_modules(tree: ast.Module) -> list[str]:
     names = (name for name in imported(tree) if name.startswith("tests."))
     return [name for name in names if re.search(r"\.test_\w+(\.|$)", name)]
-
-
 
 
 def test_no_test_module_is_imported() -> None:
@@ -204,7 +204,9 @@ def sleeping(folder: Path) -> set[str]:
 
 def test_no_test_sleeps_without_a_reason() -> None:
     found = sleeping(TESTS)
-    assert found - SLEEPS.keys() == set(), "wait for an event, give a clock as an argument, or write down the reason"
+    assert found - SLEEPS.keys() == set(), (
+        "wait for an event, give a clock as an argument, or write down the reason"
+    )
     assert SLEEPS.keys() - found == set(), "does not sleep any more"
 
 
@@ -232,8 +234,12 @@ def test_a_planted_sleep_is_found(tmp_path: Path, planted: str, where: str | Non
 # ---- private names of Lightning --------------------------------------------------------------------------------
 
 LIBRARIES = ("lightning", "lightning_fabric", "lightning_utilities", "pytorch_lightning", "torchmetrics")
-HOLDERS = {"trainer", "pl_module", "lightning_module", "fit_loop"}  # names that always stand for Lightning's objects
-
+HOLDERS = {
+    "trainer",
+    "pl_module",
+    "lightning_module",
+    "fit_loop",
+}  # names that always stand for Lightning's objects
 
 
 def private(name: str) -> bool:
@@ -262,7 +268,9 @@ def private_parts(cls: type) -> set[str]:
     nodes = list(ast.walk(ast.parse(textwrap.dedent(inspect.getsource(cls)))))
     attributes = [n for n in nodes if isinstance(n, ast.Attribute)]
     used = {n.attr for n in attributes if isinstance(n.value, ast.Name) and n.value.id == "self"}
-    return {name for name in used | {n.name for n in nodes if isinstance(n, ast.FunctionDef)} if private(name)}
+    return {
+        name for name in used | {n.name for n in nodes if isinstance(n, ast.FunctionDef)} if private(name)
+    }
 
 
 def inherited_parts(cls: type) -> set[str]:
@@ -326,5 +334,40 @@ def test_a_planted_private_part_is_found() -> None:
 
 def test_every_function_of_lightning_compat_is_pinned_by_a_test() -> None:
     tests = TESTS / "ranks" / "lightning_compat"
-    names = {node.name for _, tree in sources(tests) for node in tree.body if isinstance(node, ast.FunctionDef)}
+    names = {
+        node.name for _, tree in sources(tests) for node in tree.body if isinstance(node, ast.FunctionDef)
+    }
     assert [name for name in lightning_compat.__all__ if f"test_{name}" not in names] == []
+
+
+# ---- one place knows what kinds of devices there are --------------------------------------------------------------
+
+DEVICES = ("measure/device.py", "measure/kinds.py")
+DEVICE_MODULES = {"torch.cuda", "torch.xpu", "torch.mps", "torch.accelerator"}
+DEVICE_TYPES = {"cuda", "xpu", "mps", "hpu", "mtia"}
+
+
+def of_devices(tree: ast.Module) -> list[str]:
+    """What a module says of a kind of device: torch's modules of it, or its name in a string that is all its name."""
+    found = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and ast.unparse(node) in DEVICE_MODULES:
+            found.append(ast.unparse(node))
+        elif isinstance(node, ast.Constant) and node.value in DEVICE_TYPES:
+            found.append(repr(node.value))
+    return found
+
+
+def test_one_place_knows_the_kinds_of_devices() -> None:
+    found = {
+        place: what for place, tree in sources(PACKAGE) if place not in DEVICES and (what := of_devices(tree))
+    }
+    assert found == {}
+
+
+@pytest.mark.parametrize(
+    "planted", ["x = torch.cuda.Event()", "if x.type == 'cuda': pass", "torch.accelerator.synchronize()"]
+)
+def test_a_kind_of_device_is_found(planted: str) -> None:
+    assert of_devices(ast.parse(planted)) != []
+    assert of_devices(ast.parse("x = 'CUDA is slow'\ndevice_of(device).stamp()")) == []

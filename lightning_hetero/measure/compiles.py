@@ -82,7 +82,9 @@ def compiled_parts(module: nn.Module, device: Device) -> Compiled:
     """
     if "torch._dynamo" not in sys.modules:
         return Compiled()
-    found = [_per_size(one, device) for part in module.modules() for one in _attributes(part) if _is_compiled(one)]
+    found = [
+        _per_size(one, device) for part in module.modules() for one in _attributes(part) if _is_compiled(one)
+    ]
     return Compiled(any=bool(found), per_size=any(found))
 
 

@@ -5,7 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 
-from lightning_hetero.measure.device import autocast_kinds, device_in_use, device_of, is_out_of_memory
+from lightning_hetero.measure.device import (
+    autocast_kinds,
+    device_in_use,
+    device_of,
+    is_out_of_memory,
+    page_locked,
+)
 
 SHORT = [
     "CUDA error: out of memory\nCUDA kernel errors might be asynchronously reported at some other API call",
@@ -57,3 +63,14 @@ def test_without_an_accelerator_the_host_is_in_use() -> None:
     assert host.random_state() is None and host.host_bytes(3).shape == (3,)
     assert autocast_kinds()[:2] == ("cpu", "cuda")
     assert host.widest_float() == torch.float64 and device_of("mps:0") is device_of("mps:0")
+
+
+def test_a_batch_is_page_locked_by_what_torchs_loader_uses() -> None:
+    """``torch.utils.data._utils.pin_memory`` is private: looked at with torch 2.13."""
+    from torch.utils.data import dataloader
+
+    from lightning_hetero.measure import device
+
+    assert device.pin_memory is dataloader._utils.pin_memory.pin_memory
+    batch = {"x": torch.zeros(2)}
+    assert page_locked(batch) is batch  # there is no device to copy it to
