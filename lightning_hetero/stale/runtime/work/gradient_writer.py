@@ -29,9 +29,9 @@ from lightning_hetero.stale.runtime.work.images import Image
 from lightning_hetero.stale.runtime.work.readout import Readout
 from lightning_hetero.transport.base import WorkerLink
 
-__all__ = ["BUCKET_BYTES", "GradientWriter"]
+__all__ = ["GradientWriter"]
 
-BUCKET_BYTES = 25 << 20  # DDP's
+_BUCKET_BYTES = 25 << 20  # DDP's
 _SAMPLED, _SAMPLES = 4, 64  # gradients, and entries of each, that are compared with what was copied
 
 
@@ -92,7 +92,7 @@ class GradientWriter:
         self._bucket_of, self._buckets = _buckets(layout, [parameter.device for parameter in self.parameters])
         self._reset_buckets()
         if overlap is None:
-            overlap = layout.slot_bytes > BUCKET_BYTES or any(image.asynchronous for image in self._images.values())
+            overlap = layout.slot_bytes > _BUCKET_BYTES or any(image.asynchronous for image in self._images.values())
         if overlap:
             for i, parameter in enumerate(self.parameters):
                 if parameter.requires_grad:  # one that is unfrozen later is copied at the push
@@ -287,7 +287,7 @@ def _buckets(
     before: torch.device | None = None
     for i in reversed(range(len(layout.parameters))):
         start, stop = layout.gradient_ranges[i]
-        if devices[i] == before and buckets[-1][1] - start <= BUCKET_BYTES:
+        if devices[i] == before and buckets[-1][1] - start <= _BUCKET_BYTES:
             buckets[-1] = (start, buckets[-1][1])
         else:
             buckets.append((start, stop))
