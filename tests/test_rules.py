@@ -91,6 +91,7 @@ SLEEPS = {
     "ranks/stale::Diary.training_step": "a device's work: ranks of unequal speed",
     "ranks/stale::Killer.on_train_batch_end": "the others come to a meeting, which says so to nobody",
     "ranks/stale::OnTime.training_step": "a batch ends when the simulator says so",
+    "simgpu/sim::_sleep_until": "a simulated device's work: what torch.cuda._sleep asks for",
     "ranks/stale::Slow.on_before_backward": "a device's work: ranks of unequal speed",
     "ranks/stale::Watched.training_step": "a device's work: ranks of unequal speed",
     "ranks/stale::test_the_last_answer_reaches_a_worker_that_is_late_to_receive_it.late": "comes after the close",

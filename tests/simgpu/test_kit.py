@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import re
+import time
 from typing import Any
 
 import pytest
@@ -12,6 +14,7 @@ import torch.distributed as dist
 from tests.ranks.harness import RankTimeoutError
 from tests.simgpu import kit
 from tests.simgpu.harness import run_sim_ranks
+from tests.simgpu.sim import build
 
 
 def _devices(rank: int, world: int) -> tuple[int, str, str]:
@@ -79,3 +82,31 @@ def test_ddp_on_simulated_gpus_trains_as_one_process_on_the_host() -> None:
     for found, logged in run_sim_ranks(2, _trains, "ddp", {}):
         assert found.distance(kit.oracle(kit.Plain())) < 1e-6
         assert logged["val"] > 0
+
+
+def test_where_it_cannot_be_simulated_the_reason_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert build.why_not() == ""
+    monkeypatch.setattr(build.shutil, "which", lambda name: None)
+    assert build.why_not() == "simulated GPUs need a C++ compiler (g++)"
+    monkeypatch.setattr(build, "version", lambda name: "2.6.0+cpu")
+    assert re.fullmatch(r"simulated GPUs stand on torch [\d.]+ \(constraints.txt\), this is 2.6.0", build.why_not())
+
+
+def _stack(rank: int, world: int) -> list[str]:
+    side = torch.cuda.Stream(priority=-1)
+    with torch.cuda.stream(side):
+        inside = torch.cuda.current_stream() == side
+        inside = inside and torch.accelerator.current_stream().stream_id == side.stream_id
+        torch.cuda._sleep(30_000_000)  # 20 ms
+        slept = torch.cuda.Event(enable_timing=True)
+        slept.record()
+    early = slept.query()
+    begun = time.perf_counter()
+    slept.synchronize()
+    waited_s = time.perf_counter() - begun
+    outside = torch.cuda.current_stream() == torch.cuda.default_stream()
+    return [str(inside), str(outside), str(early), str(waited_s > 0.01)]
+
+
+def test_streams_sleep_and_the_host_does_not() -> None:
+    assert run_sim_ranks(1, _stack) == [["True", "True", "False", "True"]]

@@ -6,7 +6,9 @@ import math
 
 import pytest
 
+from tests.simgpu import kit
 from tests.simgpu.cases import TOLERANCE, Case, expected, run
+from tests.simgpu.harness import run_sim_ranks
 from tests.simgpu.kit import STEPS
 
 PRECISIONS = ("32-true", "bf16-mixed", "16-mixed")
@@ -63,3 +65,26 @@ def test_ten_steps_are_those_of_one_process(case: Case) -> None:
         assert distance <= tolerance
         if case.feature == "validation":
             assert found.logged["val"] == pytest.approx(wanted.logged["val"], rel=tolerance)
+
+
+@pytest.mark.parametrize("plan", ["1x2", pytest.param("2x2", marks=pytest.mark.long)])
+def test_stages_train_where_kernels_of_a_device_run_one_after_the_other(plan: str) -> None:
+    case = Case("pipeline", "nccl", plan=plan, world=4 if plan == "2x2" else 2)
+    for found, wanted in zip(run(case, serial=True), expected(case), strict=True):
+        assert found.weights.distance(wanted.weights) <= TOLERANCE[case.precision]
+
+
+def _stale_as_it_is(rank: int, world: int) -> tuple[kit.Weights, int]:
+    module = kit.Plain()
+    trainer = kit.trainer_on_gpus(world, kit.strategy_of("stale"))
+    kit.fit_quietly(trainer, module, kit.loader(world))
+    return kit.host_weights(module), trainer.global_step
+
+
+def test_stale_trains_with_its_own_policy() -> None:
+    """Which gradients come late depends on time: all ranks end with the same weights, near those of one process."""
+    (one, steps), (other, _) = run_sim_ranks(2, _stale_as_it_is)
+    assert steps == STEPS
+    distance = one.distance(kit.oracle(kit.Plain()))
+    assert distance < 0.2
+    assert one.distance(other) == 0

@@ -14,7 +14,7 @@ from tests.simgpu.harness import run_sim_ranks
 
 
 class _Recurrent(nn.Module):
-    def __init__(self, kind: type[nn.RNNBase]) -> None:
+    def __init__(self, kind: Callable[..., nn.Module]) -> None:
         super().__init__()
         self.rnn = kind(6, 4, batch_first=True)
 
