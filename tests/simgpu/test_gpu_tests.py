@@ -13,10 +13,11 @@ import pytest
 from tests.ranks.harness import ROOT
 from tests.simgpu.sim import why_not
 
-pytestmark = pytest.mark.skipif(bool(why_not()), reason=why_not())
+LIMIT_S = 280.0  # each is a Python, and most start others, that import all anew
+pytestmark = [pytest.mark.skipif(bool(why_not()), reason=why_not()), pytest.mark.timeout(300)]
 
 
-def gpu_tests(gpus: int, *arguments: str, timeout_s: float = 110.0) -> str:
+def gpu_tests(gpus: int, *arguments: str, timeout_s: float = LIMIT_S) -> str:
     """Runs some of tests/gpu; returns what pytest says last."""
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "tests.simgpu.plugin"]
     command += ["--simgpus", str(gpus), *arguments]
@@ -31,9 +32,9 @@ def test_all_of_them_are_collected() -> None:
 
 
 def test_engines_that_share_a_card() -> None:
-    names = ("balanced-32-true", "stale-16-mixed", "pipeline 2x1-32-true")
+    names = ("stale-16-mixed", "pipeline 2x1-32-true")
     said = gpu_tests(1, *(f"tests/gpu/test_engines.py::test_two_ranks[{name}]" for name in names))
-    assert said.startswith("3 passed"), said
+    assert said.startswith("2 passed"), said
 
 
 @pytest.mark.long
@@ -42,7 +43,7 @@ def test_ranks_with_a_card_each() -> None:
     assert "passed" in gpu_tests(2, "tests/gpu/test_two_gpus.py", timeout_s=1700.0)
 
 
-def checked(folder: Path, *arguments: str, timeout_s: float = 110.0) -> tuple[int, list[dict[str, object]], str]:
+def checked(folder: Path, *arguments: str, timeout_s: float = LIMIT_S) -> tuple[int, list[dict[str, object]], str]:
     """Returns the exit code of ``scripts/gpu_check --dry``, the results of its steps, and what it prints."""
     command = [str(ROOT / "scripts" / "gpu_check"), "--dry", "--out", str(folder), *arguments]
     environment = {**os.environ, "PYTHON": sys.executable}
