@@ -284,12 +284,12 @@ class LoadBalancedStrategy(HeteroStrategy[BalancedRun]):
     def on_validation_start(self) -> None:
         super().on_validation_start()
         if self._run is not None and self._run.fitting:
-            self._run.training_pauses()
+            self._run.sigterm.training_pauses()
 
     def on_train_end(self) -> None:
         super().on_train_end()
         if self._run is not None:
-            self._run.training_pauses()
+            self._run.sigterm.training_pauses()
 
     # ---- what others may ask ----------------------------------------------------------------------------------
 

@@ -11,7 +11,6 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 import torch
-from lightning.fabric.utilities.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -21,6 +20,8 @@ from lightning_hetero.balanced.decide.rows import RankState
 from lightning_hetero.balanced.fit.loaders import BalancedBinder, BatchSettings
 from lightning_hetero.balanced.fit.rebalancer import BatchRebalancer
 from lightning_hetero.balanced.fit.recovery import Recovery
+from lightning_hetero.balanced.fit.shapes import warn_of_tuning
+from lightning_hetero.balanced.fit.sigterm import EndTogether
 from lightning_hetero.balanced.fit.trained import Trained
 from lightning_hetero.balanced.runtime.batch_norm import statistics_kept
 from lightning_hetero.balanced.runtime.checksum import ParameterChecksum
@@ -77,6 +78,7 @@ class BalancedRun(EngineRun[BalancedBinder]):
         rebalancer: the Trainer's, or one of our own.
         policy: decides the shares.
         cap: what is known of this rank's memory.
+        sigterm: ends all ranks together.
     """
 
     def __init__(
@@ -134,12 +136,8 @@ class BalancedRun(EngineRun[BalancedBinder]):
         self._counts = CountedOnHost(trainer, self._count)
         self._device, self._waiting = device_of(device), (nn.SyncBatchNorm, *settings.waiting_modules)
         self.cap = MemoryCap(careful=self._device.asynchronous)
-        if self.rebalancer.enabled and self._device.tunes_each_shape():
-            rank_zero_warn(
-                "torch.backends.cudnn.benchmark is on: cuDNN tries its kernels anew for every number of samples, and"
-                " hetero_balanced changes them. Trainer(benchmark=False) switches it off; a larger quantum keeps the"
-                " numbers few"
-            )
+        if self.rebalancer.enabled:
+            warn_of_tuning(self._device)
         self._recovery: Recovery | None = None  # where there is a batch and automatic optimization
         self.probe = StepProbe(self._device, waiting=self._waiting)
         self.undo.callback(self.probe.detach)
@@ -152,15 +150,17 @@ class BalancedRun(EngineRun[BalancedBinder]):
         self._measured: deque[tuple[Part, bool]] = deque()  # closed steps whose time is not yet known; to be believed?
         self._finished: deque[tuple[Part, float]] = deque()  # steps whose time is known, but not yet their wait
         self._voided: list[Any] = []  # hooks that keep a batch of weight 0 out of the gradients
-        self._sigterm = False  # received, and kept
-        self._said: deque[Callable[[], float]] = deque()  # how many ranks were told, before the latest batches
-        self.undo.callback(compat.replace_sigterm_broadcast(trainer, self._any_told))
+        self.sigterm = EndTogether(trainer, self.channel)
+        self.undo.callback(self.sigterm.undo)
         self._load = HostLoad() if self.policy.wants_load else None
         self._wait_s = 0.0
         self._seen: set[int] = set()  # sizes of batches that the device has computed
         self._sent = False
         self._synced = False
         self._told: int | None = None  # the most samples of a part, by an earlier run
+
+    def keeps_sigterm(self) -> bool:
+        return self.sigterm.keeps()
 
     def attach(self, model: nn.Module | None) -> None:
         """Takes the module as it is trained, wrapped or not, once set-up is over or it was wrapped again."""
@@ -458,28 +458,6 @@ class BalancedRun(EngineRun[BalancedBinder]):
             if part.work != part.computed:
                 data["work"] = part.work
             self.events.note("step", part.epoch, part.step, data)
-
-    # ---- SIGTERM ----------------------------------------------------------------------------------------------
-
-    def keeps_sigterm(self) -> bool:
-        self._sigterm = self._sigterm or (bool(self._said) and self.trainer.training)
-        return self._sigterm and self.trainer.training
-
-    def _any_told(self, told: bool) -> bool:
-        """In the place of Lightning's broadcast before every batch: whether a rank was told before the one before.
-
-        Over the host, and no rank waits: the others have said so, or their gradients would not be here.
-        """
-        self._said.append(self.channel.sum_async(float(told or self._sigterm)))
-        return len(self._said) > 1 and self._said.popleft()() > 0
-
-    def training_pauses(self) -> None:
-        """Batches end for a while, or altogether: what was said is heard now."""
-        self._said.append(self.channel.sum_async(float(self._sigterm)))
-        told = sum(said() for said in self._said)
-        self._said.clear()
-        if told:
-            compat.raise_sigterm(self.trainer)
 
     # ---- end --------------------------------------------------------------------------------------------------
 

@@ -53,13 +53,13 @@ def told_to_go(
     kind, options = ENGINES[engine]
     strategy, told = kind(process_group_backend="gloo", monitor=False, **options), Told(target, *at)
     trainer = rank_trainer(rank, world, strategy, max_epochs=2, callbacks=[told], **more)
-    validation = [DataLoader(regression(4 * world), batch_size=1)] if more else []
     ended = "finished"
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             module = Validated() if more else Toy()
-            trainer.fit(module, DataLoader(regression(world * BATCHES), batch_size=1), *validation)
+            validation = DataLoader(regression(4 * world), batch_size=1) if more else None
+            trainer.fit(module, DataLoader(regression(world * BATCHES), batch_size=1), validation)
     except BaseException as error:
         ended = type(error).__name__
         if dist.is_initialized():
