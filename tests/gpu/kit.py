@@ -118,7 +118,7 @@ def engine(name: str, backend: str = "gloo") -> Any:
 
 def parts(name: str, rank: int, world: int, data: Dataset) -> Dataset:
     """Returns what the loader of a rank holds: under ``federated`` its parts of the global batches, else all."""
-    if name != "federated":
+    if name != "federated" or world == 1:
         return data
     count, full = len(data), BATCH  # type: ignore[arg-type]
     order = list(ShuffledOrder(count, seed=0, shuffle=True, global_batch_size=full, drop_last=False).indices(0))

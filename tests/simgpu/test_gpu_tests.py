@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -26,15 +27,10 @@ def gpu_tests(gpus: int, *arguments: str, timeout_s: float = LIMIT_S) -> str:
     return ended.stdout.strip().splitlines()[-1]
 
 
-def test_all_of_them_are_collected() -> None:
-    said = gpu_tests(2, "--collect-only", "tests/gpu")
-    assert int(said.split()[0]) > 60, said
-
-
 def test_engines_that_share_a_card() -> None:
-    names = ("stale-16-mixed", "pipeline 2x1-32-true")
-    said = gpu_tests(1, *(f"tests/gpu/test_engines.py::test_two_ranks[{name}]" for name in names))
-    assert said.startswith("2 passed"), said
+    """Two of them; all files are collected for it."""
+    said = gpu_tests(1, "tests/gpu", "-k", "test_two_ranks and (stale and 16-mixed or 2x1 and 32-true) and not bf16")
+    assert re.match(r"2 passed, 2 skipped, \d+ deselected", said), said
 
 
 @pytest.mark.long
