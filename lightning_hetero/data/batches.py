@@ -149,7 +149,7 @@ class GlobalBatchSampler(Sampler[list[Any]]):
         position, issued = self._next
         self._next = (0, deque())
         epoch, indices, ends = self._batches()
-        first = position % max(1, len(ends))
+        first = position if position < len(ends) else 0  # behind the last batch Lightning begins with the first one
         for i, (start, end) in enumerate(list(zip([0, *ends], ends, strict=False))[first:]):
             before = self._clock()
             shares = self._split(epoch, position + i, end - start)

@@ -41,9 +41,9 @@ class Large(Model):
 
 
 @contextmanager
-def memory_for(samples: int) -> Iterator[None]:
-    """Leaves this process the memory for a third as many samples as the number of `SAMPLE_BYTES` says."""
-    device = torch.device("cuda", 0)
+def memory_for(samples: int, rank: int = 0) -> Iterator[None]:
+    """Leaves a rank `SAMPLE_BYTES` times so many of its card, of which a sample takes three."""
+    device = torch.device("cuda", rank % torch.cuda.device_count())
     total = torch.cuda.get_device_properties(device).total_memory
     torch.cuda.empty_cache()
     torch.cuda.set_per_process_memory_fraction((samples * SAMPLE_BYTES + BESIDE_BYTES) / total, device)
@@ -62,7 +62,7 @@ def fitted(rank: int, world: int, name: str) -> Weights:
 
 
 def recovering(rank: int, world: int) -> tuple[Weights, list[str]]:
-    with memory_for(16 if rank == 1 else 64), warnings.catch_warnings(record=True) as caught:
+    with memory_for(16 if rank == 1 else 64, rank), warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         trained = fitted(rank, world, "balanced")
     return trained, [str(warning.message) for warning in caught]
@@ -81,7 +81,7 @@ def failing(rank: int, world: int) -> tuple[str, float]:
     """Returns what a rank says when rank 0, which holds the wide block, has no room, and after how long [s]."""
     started_s = time.monotonic()
     said = "trained"
-    with memory_for(6 if rank == 0 else 64):
+    with memory_for(6 if rank == 0 else 64, rank):
         try:
             fitted(rank, world, "pipeline 1x2")
         except Exception as error:

@@ -15,6 +15,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import cycle, islice
 from typing import TYPE_CHECKING, Any
 
 from lightning.pytorch.callbacks import LearningRateMonitor
@@ -128,9 +129,11 @@ class Ticks:
         self.steps = 0
         self.epoch = sampler.epoch
         self._first = self.tick = compat.upcoming_batch(trainer)
-        self._ends = sampler.ends
+        indices, self._ends = sampler.indices, sampler.ends
+        if self.tick >= len(self._ends):  # resumed behind the last batch: Lightning trains the first one once more
+            indices, self._ends = _once_more(indices, self._ends, self.tick)
         self._words.clear()
-        ends = list(sampler.ends[: self._last_tick(len(sampler.ends))])
+        ends = list(self._ends[: self._last_tick(len(self._ends))])
         spans: Sequence[Sequence[int]] = ()
         if self.tick:
             here = self._resume.get("epoch") == self.epoch and self._resume.get("tick") == self.tick
@@ -138,7 +141,7 @@ class Ticks:
             spans = leaving(len(ends) - self.tick, spans, ends[-1])
         reply = self.worker.begin_epoch(self.epoch, ends, tick=self.tick, applied=spans)
         self._seen_tick = reply.tick - 1
-        self.source.begin(sampler.indices, pairs(reply.numbers))
+        self.source.begin(indices, pairs(reply.numbers))
 
     def trained(self) -> tuple[int, int]:
         """Returns the samples and the ticks of all ranks so far, with those of this rank's tick."""
@@ -251,3 +254,10 @@ class Ticks:
     def note(self, kind: str, data: dict[str, Any]) -> None:
         """Notes an event of this tick."""
         self._events.note(kind, self.epoch, self.tick, data)
+
+
+def _once_more(indices: Sequence[Any], ends: Sequence[int], tick: int) -> tuple[Sequence[Any], Sequence[int]]:
+    """Returns order and ends of an epoch whose next tick is behind its last: that one has the first batch."""
+    passed = [*ends, *range(ends[-1] + 1, ends[-1] + 1 + tick - len(ends))]  # ticks that were so trained have a sample
+    order = [*islice(cycle(indices), passed[-1]), *indices[: ends[0]]]
+    return order, [*passed, passed[-1] + ends[0]]

@@ -81,7 +81,7 @@ class Large(Deep):
 
 def planned_in_little_memory(rank: int, world: int) -> int:
     """Returns the most memory that planning took on this rank [bytes]."""
-    device = torch.device("cuda", 0)
+    device = torch.device("cuda", rank % torch.cuda.device_count())
     torch.cuda.reset_peak_memory_stats(device)
     total = torch.cuda.get_device_properties(device).total_memory
     torch.cuda.set_per_process_memory_fraction(12 * LAYER_BYTES / total, device)  # the parameters are 16

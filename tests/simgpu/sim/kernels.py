@@ -84,7 +84,8 @@ class Operands:
 
     def _argument(self, x: Any, argument: _Argument) -> Any:
         if argument.tensor and isinstance(x, (bool, int, float, complex)):
-            return torch.tensor(x)  # a number in place of a tensor has come here as a number
+            # A number in place of a tensor has come here as a number; it keeps its digits.
+            return torch.tensor(x, dtype=torch.float64 if isinstance(x, float) else None)
         return self._of(x, argument.writes)
 
     def _of(self, x: Any, writes: bool) -> Any:
