@@ -103,10 +103,12 @@ def exchange(rank: int, world: int) -> None:
             links.receive(1)
         with pytest.raises(torch.OutOfMemoryError, match="nothing left"):
             links.send(1, Message(what=What.ACTIVATION, value=torch.ones(5)))  # still goes out
+        dist.barrier()
         links._failures.report(torch.OutOfMemoryError("nothing left"))
     else:
         links.send(0, Message(what=What.ACTIVATION, value=torch.ones(5)))
         links.receive(0)
+        dist.barrier()
         with pytest.raises(RuntimeError, match="rank 0 failed: OutOfMemoryError: nothing left"):
             links.receive(0)
     links.abort()
