@@ -108,7 +108,7 @@ class GlobalBatchSampler(Sampler[list[Any]]):
         self.costs = costs
         self._clock = clock
         self._plan: tuple[int, Sequence[Any], Sequence[int]] | None = None
-        self._next: tuple[int, deque[Part]] = (0, deque())
+        self._next: tuple[int, bool, deque[Part]] = (0, True, deque())
         self._look: list[list[Any]] | None = None
         # What Lightning and users look for on a batch sampler.
         self.batch_size = order.global_batch_size
@@ -123,15 +123,17 @@ class GlobalBatchSampler(Sampler[list[Any]]):
     def __len__(self) -> int:
         return len(self.order)
 
-    def begin(self, position: int) -> deque[Part]:
+    def begin(self, position: int, *, anew: bool = False) -> deque[Part]:
         """Sets where the next iteration starts and returns the queue of parts it will issue.
 
         Args:
             position: batches of this epoch already trained on. A shorter loader that `CombinedLoader` cycles again
                 starts at a multiple of its length, hence the modulo.
+            anew: they are all of the epoch's, and Lightning trains its first one once more: a run that ``max_steps``
+                ended there goes on.
         """
         issued: deque[Part] = deque()
-        self._next = (position, issued)
+        self._next = (position, anew, issued)
         return issued
 
     def begin_look(self, world_size: int) -> None:
@@ -146,10 +148,10 @@ class GlobalBatchSampler(Sampler[list[Any]]):
             looked_at, self._look = self._look, None
             yield from looked_at
             return
-        position, issued = self._next
-        self._next = (0, deque())
+        position, anew, issued = self._next
+        self._next = (0, True, deque())
         epoch, indices, ends = self._batches()
-        first = position if position < len(ends) else 0  # behind the last batch Lightning begins with the first one
+        first = 0 if anew else position % max(1, len(ends))
         for i, (start, end) in enumerate(list(zip([0, *ends], ends, strict=False))[first:]):
             before = self._clock()
             shares = self._split(epoch, position + i, end - start)

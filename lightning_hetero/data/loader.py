@@ -176,6 +176,7 @@ def rebatched_loader(
     sampler: GlobalBatchSampler,
     *,
     position: Callable[[], int],
+    anew: Callable[[], bool] = lambda: False,
     on_fetch: Callable[[Part], None],
     looks_on: Callable[[object], int] = lambda _: 0,
     counted: bool = True,
@@ -187,6 +188,7 @@ def rebatched_loader(
         sampler: decides and notes the parts.
         position: batches of this epoch already trained on; asked when the first batch is drawn, not when the
             iterator is made, because Lightning makes it before a checkpoint has settled its counters.
+        anew: whether they are all of the epoch's, see `GlobalBatchSampler.begin`; asked with ``position``.
         on_fetch: gets each part when its batch is handed out, in order.
         looks_on: given an iterator of the copy, 0 if it trains, or the number of ranks if somebody only looks at its
             batches; those are equal parts, and no part is reported.
@@ -194,7 +196,7 @@ def rebatched_loader(
     """
     # Batch t must be the same global batch on every rank, and parts are matched to batches in order.
     attributes = {"in_order": True, **sampled_by(loader, sampler, sampler.order)}
-    feed = _Parts(sampler, position, on_fetch, looks_on, watch_drops(loader, counted))
+    feed = _Parts(sampler, position, anew, on_fetch, looks_on, watch_drops(loader, counted))
     return fed_copy(loader, feed, **attributes)
 
 
@@ -212,6 +214,7 @@ class _Parts(BatchFeed):
 
     sampler: GlobalBatchSampler
     position: Callable[[], int]
+    anew: Callable[[], bool]
     on_fetch: Callable[[Part], None]
     looks_on: Callable[[object], int]
     drops: DroppedSamples
@@ -229,7 +232,7 @@ class _Parts(BatchFeed):
 
     def _trained_on(self, own: Callable[[], Iterator[Any]]) -> Iterator[Any]:
         sampler = self.sampler
-        issued = sampler.begin(self.position())
+        issued = sampler.begin(self.position(), anew=self.anew())
         batches = own()
         for number in count():
             started_s, decided_s = time.perf_counter(), sampler.decision_s

@@ -248,6 +248,7 @@ class PartBinder(LoaderBinder[Bound]):
             loader,
             sampler,
             position=lambda: self._begin()[1],
+            anew=lambda: compat.behind_the_epoch(self._trainer),
             on_fetch=bound.handed.append,
             counted=self._counted,
             looks_on=lambda it: 0 if compat.is_train_iterator(self._trainer, it) else self._channel.world_size,

@@ -13,6 +13,7 @@ __all__ = [
     "accumulates_now",
     "batches_of_all_epochs",
     "batches_trained",
+    "behind_the_epoch",
     "count_started",
     "count_step",
     "epoch_running",
@@ -51,6 +52,11 @@ def batches_of_all_epochs(trainer: Trainer) -> int:
 def _processed(tracker: Any) -> int:
     """A count of these trackers that the class they are declared as does not have."""
     return tracker.processed
+
+
+def behind_the_epoch(trainer: Trainer) -> bool:
+    """Whether all batches of the epoch are trained; the loop goes on there if ``max_steps`` ended the run before."""
+    return upcoming_batch(trainer) >= trainer.num_training_batches
 
 
 def last_batch_done(trainer: Trainer) -> bool:

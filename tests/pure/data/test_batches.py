@@ -78,6 +78,13 @@ def test_iteration_starts_where_the_run_stands(n: int, size: int, world: int, po
         assert mine == batch[len(batch) - part.samples :]  # the last rank has the last part
 
 
+def test_behind_the_epoch_its_first_batch_comes_once_more() -> None:
+    order = ShuffledOrder(10, seed=1, shuffle=False, global_batch_size=4, drop_last=False)
+    sampler = GlobalBatchSampler(order, split=lambda *_: (4,), rank=0)
+    parts = sampler.begin(4, anew=True)
+    assert next(iter(sampler))[0] == 0 and parts[0].step == 4
+
+
 def test_an_iteration_begins_anew_unless_told_where() -> None:
     order = ShuffledOrder(10, seed=1, shuffle=False, global_batch_size=4, drop_last=False)
     sampler = GlobalBatchSampler(order, split=lambda *_: (4,), rank=0)

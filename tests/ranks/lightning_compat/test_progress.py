@@ -68,6 +68,13 @@ def test_batches_of_all_epochs() -> None:
     assert ask.answers["on_train_batch_end"] == list(range(1, 9)), VERSIONS
 
 
+def test_behind_the_epoch() -> None:
+    """`tests/ranks/test_resume_behind_the_end.py` has a run that goes on there."""
+    ask = Ask(compat.behind_the_epoch, "on_train_batch_end")
+    fit(ask)
+    assert ask.answers["on_train_batch_end"] == [False, False, False, True] * 2, VERSIONS
+
+
 def test_last_batch_done() -> None:
     ask = Ask(compat.last_batch_done, "on_train_batch_end", "on_train_epoch_end")
     fit(ask)
