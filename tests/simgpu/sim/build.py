@@ -8,6 +8,7 @@ import re
 import shutil
 import subprocess
 import tempfile
+from contextlib import suppress
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
@@ -50,14 +51,25 @@ def library() -> Path:
     """
     texts = [(HERE / name).read_bytes() for name in (*SOURCES, "memory.h")]
     key = hashlib.sha256(b"\0".join([*texts, version("torch").encode(), repr(OPTIONS).encode()])).hexdigest()[:16]
-    cache = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "lightning-hetero-simgpu"
+    cache = _cache()
     found = cache / f"simgpu-{key}.so"
     if not found.exists():
-        cache.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=cache) as folder:
             built = _compile(Path(folder))
             os.replace(built, found)  # whoever builds at the same time builds the same
     return found
+
+
+def _cache() -> Path:
+    """Returns the folder of what is built; in the temporary one where the user's cannot be written."""
+    users = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache"))
+    for parent in (users, Path(tempfile.gettempdir())):
+        folder = parent / "lightning-hetero-simgpu"
+        with suppress(OSError):
+            folder.mkdir(parents=True, exist_ok=True)
+        if os.access(folder, os.W_OK):
+            return folder
+    raise NotBuilt(f"neither {users} nor {tempfile.gettempdir()} can be written")
 
 
 def _compile(folder: Path) -> Path:
