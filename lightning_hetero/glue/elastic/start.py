@@ -56,8 +56,9 @@ def wait_as_member(
             if watches:
                 lost |= {*requests.silent(asking, for_s=_LOAD_S)}
             still = {*asking} - ready | {member for member in others if not coming.waited(member)}
-            # Those that still load are waited for, whoever else is lost; unless nobody knows whether they live.
-            if lost and (still <= lost if watches else before[0] in lost):
+            # Those that still load are waited for, whoever else is lost; unless nobody knows whether they live. If all
+            # have come meanwhile, the next look says so.
+            if lost and (bool(still) and still <= lost if watches else before[0] in lost):
                 coming.decide(asking, _why(lost))
         time.sleep(_LOOK_S)
     _check(coming)
