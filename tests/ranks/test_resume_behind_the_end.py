@@ -42,25 +42,29 @@ ENGINES: dict[str, Any] = {
 }
 
 
-def resumed_twice(rank: int, world: int, engine: str, deep: bool, folder: str) -> tuple[list[Any], Weights]:
-    path, begun = None, []
+def resumed_twice(
+    rank: int, world: int, engine: str, deep: bool, folder: str, longer: int = 0
+) -> tuple[list[Any], Weights]:
+    path, begun, most = None, [], PER_EPOCH if longer else None
     for part, steps in enumerate((2 * PER_EPOCH, 2 * PER_EPOCH + 1, 4 * PER_EPOCH)):
         module, behind = (Deep if deep else Toy)(), Behind(f"{folder}/{part}.ckpt")
-        trainer = rank_trainer(rank, world, ENGINES[engine](), max_epochs=-1, max_steps=steps, callbacks=[behind])
-        trainer.fit(module, DataLoader(regression(16 * PER_EPOCH), batch_size=8), ckpt_path=path)
+        trainer = rank_trainer(rank, world, ENGINES[engine](), max_epochs=-1, max_steps=steps, callbacks=[behind],
+                               limit_train_batches=most)  # fmt: skip
+        trainer.fit(module, DataLoader(regression(16 * (PER_EPOCH + longer)), batch_size=8), ckpt_path=path)
         path = behind.path
         begun += behind.begun
     return begun, weights(module)
 
 
 @pytest.mark.parametrize("engine", ["balanced", "stale", "pipeline"])
-def test_it_goes_on_as_under_stock_ddp(engine: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("longer", [0, 2], ids=["whole", "limited"])  # batches behind limit_train_batches
+def test_it_goes_on_as_under_stock_ddp(engine: str, longer: int, tmp_path: Path) -> None:
     deep = engine == "pipeline"
     folders = [tmp_path / name for name in ("engine", "ddp")]
     for folder in folders:
         folder.mkdir()
-    found = run_ranks(2, resumed_twice, engine, deep, str(folders[0]))
-    stock = run_ranks(2, resumed_twice, "ddp", deep, str(folders[1]))
+    found = run_ranks(2, resumed_twice, engine, deep, str(folders[0]), longer)
+    stock = run_ranks(2, resumed_twice, "ddp", deep, str(folders[1]), longer)
     for (begun, trained), (expected, weighed) in zip(found, stock, strict=True):
         assert begun == expected and begun[2 * PER_EPOCH] == (2, PER_EPOCH, 2 * PER_EPOCH)
         assert trained.distance(weighed) <= 1e-12

@@ -130,7 +130,7 @@ class Ticks:
         self.epoch = sampler.epoch
         self._first = self.tick = compat.upcoming_batch(trainer)
         indices, self._ends = sampler.indices, sampler.ends
-        if self.tick >= len(self._ends):  # resumed behind the last batch: Lightning trains the first one once more
+        if self.tick >= min(len(self._ends), trainer.num_training_batches):  # resumed behind the last batch
             indices, self._ends = _once_more(indices, self._ends, self.tick)
         self._words.clear()
         ends = list(self._ends[: self._last_tick(len(self._ends))])
@@ -257,7 +257,8 @@ class Ticks:
 
 
 def _once_more(indices: Sequence[Any], ends: Sequence[int], tick: int) -> tuple[Sequence[Any], Sequence[int]]:
-    """Returns order and ends of an epoch whose next tick is behind its last: that one has the first batch."""
-    passed = [*ends, *range(ends[-1] + 1, ends[-1] + 1 + tick - len(ends))]  # ticks that were so trained have a sample
+    """Returns order and ends of an epoch whose next tick is behind its last: Lightning trains the first batch again."""
+    passed = list(ends[:tick])
+    passed += range(passed[-1] + 1, passed[-1] + 1 + tick - len(passed))  # ticks that were so trained have a sample
     order = [*islice(cycle(indices), passed[-1]), *indices[: ends[0]]]
     return order, [*passed, passed[-1] + ends[0]]
