@@ -21,7 +21,7 @@ from torch import nn
 
 from lightning_hetero.measure.device import Device
 
-__all__ = ["CompileWatch", "Compiled", "compiled_parts"]
+__all__ = ["CompileWatch", "Compiled", "NewSizes", "compiled_parts"]
 
 
 class CompileWatch:
@@ -59,6 +59,23 @@ class CompileWatch:
         self._handler = None
 
 
+class NewSizes:
+    """Tells the first batch of each size where libraries may look for the best kernels of that size.
+
+    Args:
+        device: that computes the batches.
+    """
+
+    def __init__(self, device: Device) -> None:
+        self._looks, self._seen = device.asynchronous, set[int]()
+
+    def first(self, samples: int) -> bool:
+        """Whether a batch of so many samples is the first one, so that its time says little of the device's speed."""
+        new = self._looks and samples not in self._seen
+        self._seen.add(samples)
+        return new
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Compiled:
     """What of a module is compiled.
@@ -82,9 +99,7 @@ def compiled_parts(module: nn.Module, device: Device) -> Compiled:
     """
     if "torch._dynamo" not in sys.modules:
         return Compiled()
-    found = [
-        _per_size(one, device) for part in module.modules() for one in _attributes(part) if _is_compiled(one)
-    ]
+    found = [_per_size(one, device) for part in module.modules() for one in _attributes(part) if _is_compiled(one)]
     return Compiled(any=bool(found), per_size=any(found))
 
 

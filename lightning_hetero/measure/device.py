@@ -86,9 +86,7 @@ def autocast_kinds() -> tuple[str, ...]:
 def accelerators() -> list[torch.device]:
     """Returns the accelerators that this process sees."""
     kind = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    return (
-        [] if kind is None else [torch.device(kind.type, i) for i in range(torch.accelerator.device_count())]
-    )
+    return [] if kind is None else [torch.device(kind.type, i) for i in range(torch.accelerator.device_count())]
 
 
 def wheel_architectures() -> tuple[str, ...]:

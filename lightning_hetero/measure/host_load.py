@@ -42,9 +42,7 @@ def read_host() -> Reading:
     cpus = _usable() or frozenset(range(len(each)))
     times = [each[cpu] for cpu in cpus if cpu < len(each)]
     idle_s = math.fsum(getattr(t, name, 0.0) for t in times for name in _IDLE)
-    total_s = math.fsum(
-        v for t in times for name, v in zip(t._fields, t, strict=True) if name not in _IN_OTHERS
-    )
+    total_s = math.fsum(v for t in times for name, v in zip(t._fields, t, strict=True) if name not in _IN_OTHERS)
     memory = psutil.virtual_memory()
     return Reading(
         at_s=time.perf_counter(),
@@ -68,9 +66,7 @@ class HostLoad:
         clock: steady [s]; injectable for tests.
     """
 
-    def __init__(
-        self, read: Callable[[], Reading] = read_host, clock: Callable[[], float] = time.perf_counter
-    ) -> None:
+    def __init__(self, read: Callable[[], Reading] = read_host, clock: Callable[[], float] = time.perf_counter) -> None:
         self._read, self._clock = read, clock
         self._last = read()
         self._free = (math.nan, self._last.free_mem)

@@ -65,7 +65,8 @@ class _EventStamp:
         return self._event.query()
 
     def wait(self) -> None:
-        self._event.synchronize()
+        if not self._event.query():  # else the host need not stop
+            self._event.synchronize()
 
     def hold(self) -> None:
         self._event.wait(self._stream())

@@ -43,10 +43,8 @@ CACHE_KIND = "cluster"
 
 _FLOP, _TRAFFIC_BYTES = 1e9, 5e7  # what "speed" is the inverse of the time of
 _SPEED_PART = 0.3  # of the budget; the rest goes to the links
-_MOST_SIDE, _PRODUCT_PART = (
-    4096,
-    0.05,
-)  # of matrices on accelerators; of the speed's budget that a product takes
+_MOST_SIDE = 4096  # of matrices on accelerators, which grow until a product takes its part of the speed's budget
+_PRODUCT_PART = 0.05
 _LEAST_LINK_S = 0.004  # a direction's part of the budget, however many ranks there are
 
 
@@ -117,9 +115,8 @@ def probe_cluster(
     facts: list[dict[str, Any]] = probe.gather(probe.facts())
     places = [(fact["host"], fact["device"]) for fact in facts]
     apart = bool(direct) and size > 1 and len(set(places)) == size
-    with (
-        _direct_group(direct, device) if apart else nullcontext((group, 0.0)) as (carrier, communicator_bytes)
-    ):
+    carried = _direct_group(direct, device) if apart else nullcontext((group, 0.0))
+    with carried as (carrier, communicator_bytes):
         budget = budget_bytes(
             device_of(device).free_bytes(),
             ranks=places.count(places[probe.rank]),

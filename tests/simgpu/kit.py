@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.accelerators import CUDAAccelerator
 from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
@@ -19,6 +18,7 @@ from lightning_hetero import (
     HeteroPipelineStrategy,
     LoadBalancedStrategy,
 )
+from tests.gpu.ranks import SharedCards
 from tests.ranks.kit import FEATURES, Toy, Weights, quiet_trainer, regression, single, weights
 from tests.ranks.pipeline.kit import PLANS, Deep
 from tests.simgpu.sim.syncs import syncs
@@ -78,18 +78,6 @@ class DeepPlain(Deep):
 
     def __init__(self) -> None:
         super().__init__(torch.float32)
-
-
-class SharedCards(CUDAAccelerator):
-    """Lets ranks share devices, as Lightning's own accelerator does not: each takes the next one."""
-
-    @staticmethod
-    def parse_devices(devices: Any) -> list[int]:
-        return list(range(int(devices)))
-
-    @staticmethod
-    def get_parallel_devices(devices: list[int]) -> list[torch.device]:
-        return [torch.device("cuda", rank % torch.cuda.device_count()) for rank in devices]
 
 
 class CountSyncs(Callback):

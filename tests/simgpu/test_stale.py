@@ -12,6 +12,7 @@ from torch import Tensor
 
 from lightning_hetero.stale.compress import TopK
 from lightning_hetero.stale.runtime.memory.entry import FINITE, NONFINITE
+from tests.ranks.exact_models import Manual
 from tests.ranks.kit import Toy
 from tests.ranks.stale.note import backward, now, same, start
 from tests.simgpu import kit
@@ -94,16 +95,8 @@ def test_a_change_that_nobody_counts_is_refused_where_the_host_waits_next() -> N
         assert "changed on rank" in text and "behind an optimizer's step" in text and "strategy=" in text
 
 
-class _Manual(kit.Sgd):
-    def __init__(self) -> None:
-        super().__init__()
-        self.automatic_optimization = False
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        optimizer: Any = self.optimizers()
-        optimizer.zero_grad()
-        self.manual_backward(self.loss(batch))
-        optimizer.step()
+class _Manual(Manual, kit.Sgd):
+    pass
 
 
 _KINDS: dict[str, tuple[type[Toy], dict[str, Any], float]] = {

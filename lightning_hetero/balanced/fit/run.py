@@ -32,7 +32,7 @@ from lightning_hetero.data import Part
 from lightning_hetero.data.costs import costs_digest
 from lightning_hetero.glue.loaders import SharedSettings
 from lightning_hetero.glue.run import EngineRun
-from lightning_hetero.measure.compiles import CompileWatch
+from lightning_hetero.measure.compiles import CompileWatch, NewSizes
 from lightning_hetero.measure.device import device_of
 from lightning_hetero.measure.host_load import HostLoad
 from lightning_hetero.measure.step_clock import StepProbe, when_backward_ends
@@ -154,7 +154,7 @@ class BalancedRun(EngineRun[BalancedBinder]):
         self.undo.callback(self.sigterm.undo)
         self._load = HostLoad() if self.policy.wants_load else None
         self._wait_s = 0.0
-        self._seen: set[int] = set()  # sizes of batches that the device has computed
+        self._sizes = NewSizes(self._device)
         self._sent = False
         self._synced = False
         self._told: int | None = None  # the most samples of a part, by an earlier run
@@ -416,8 +416,7 @@ class BalancedRun(EngineRun[BalancedBinder]):
         The first one of a size does not where libraries look for the best kernels of that size. Where each part has a
         size of its own, all do.
         """
-        new = self._device.asynchronous and part.computed not in self._seen and not self.binder.cuts_by_cost
-        self._seen.add(part.computed)
+        new = not self.binder.cuts_by_cost and self._sizes.first(part.computed)
         if self._compiles.ask() or new:
             return False
         return self._recovery is None or self._recovery.believed or not (self._recovery.tried or self.policy.limits.fit)

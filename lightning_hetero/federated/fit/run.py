@@ -46,7 +46,7 @@ from lightning_hetero.glue.elastic.ddp import ElasticRun
 from lightning_hetero.glue.elastic.join import Invitation
 from lightning_hetero.glue.elastic.members import Members
 from lightning_hetero.glue.loaders import SharedSettings
-from lightning_hetero.measure.compiles import CompileWatch
+from lightning_hetero.measure.compiles import CompileWatch, NewSizes
 from lightning_hetero.measure.device import device_of
 from lightning_hetero.measure.step_clock import Stopwatch
 from lightning_hetero.types import StepReport
@@ -130,7 +130,7 @@ class FederatedRun(ElasticRun[OwnBinder]):
         self._warm = False
         self._watch = Stopwatch(self._device)
         self._timed: deque[tuple[int, int, int, bool]] = deque()  # epoch, slot, samples; is it to be believed?
-        self._seen: set[int] = set()  # sizes of batches that the device has computed
+        self._sizes = NewSizes(self._device)
         self._compiles = CompileWatch()
         self.undo.callback(self._compiles.close)
         self._wait_s = 0.0
@@ -415,10 +415,8 @@ class FederatedRun(ElasticRun[OwnBinder]):
         last, self._open = self._last_slot(), True
         if self.samples:
             self._watch.close()
-            # The first of a size tells no speed where libraries look for the best kernels of that size.
-            new = self._device.asynchronous and self.samples not in self._seen
+            new = self._sizes.first(self.samples)
             believed = self._warm and not self._compiles.ask() and not new
-            self._seen.add(self.samples)
             self._timed.append((compat.epoch_running(self.trainer), self._slot, self.samples, believed))
             self._warm = self._trained = True
             self._made += course.steps_after(self._slot, last)

@@ -3,8 +3,8 @@
 A rank may train several parts of a global batch within one batch of the loop, none, or one that counts nothing because
 another rank has computed its samples. Epoch values, torchmetrics and, in automatic optimization, the numbers and lists
 that the module keeps count each sample that is trained on once: what a part brought is taken back if its push counts
-nothing. Hooks that look at a batch or its outputs are told of each part
-that counts, see `lightning_compat.empty_batches`.
+nothing. Hooks that look at a batch or its outputs are told of each part that counts, see
+`lightning_compat.empty_batches`.
 """
 
 from __future__ import annotations

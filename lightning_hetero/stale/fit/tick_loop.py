@@ -321,8 +321,7 @@ class TickLoop:
         computed, started, end = [0.0, 0.0], work.started, ticks.device.stamp(timing=True)
 
         def compute_s() -> float:
-            if not end.reached():  # nothing was pushed that had to be waited for
-                end.wait()
+            end.wait()  # for nothing, if something was pushed that had to be waited for
             computed[:] = started.seconds_until(end), time.perf_counter()
             return computed[0]
 

@@ -52,7 +52,7 @@ class InPlace(nn.Module):
 
 
 def stage(layers: list[nn.Module], clock: Ticking, first: int = 2) -> tuple[Stage, LayerClock]:
-    times = LayerClock(range(first, first + len(layers)), clock=clock)
+    times = LayerClock(range(first, first + len(layers)), CPU, clock=clock)
     numbered = dict(enumerate(layers, first))
     return Stage(numbered, last=True, seed=0, checkpoint_layers=False, device=CPU, clock=times), times
 

@@ -110,5 +110,3 @@ def _allocated(device: torch.device, size_bytes: float) -> tuple[Tensor | None, 
         if not is_out_of_memory(error):
             raise
         return None, str(error)
-
-

@@ -61,6 +61,7 @@ __all__ = [
     "tied_spans",
 ]
 
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PlanSettings:
     """The strategy's arguments that concern the plan; see `HeteroPipelineStrategy`.

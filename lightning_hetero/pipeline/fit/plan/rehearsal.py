@@ -185,7 +185,7 @@ def _measured(
     with step.context():
         bodies = [
             (n, partial(compat.call_training_step, module, step.to_device(step.loader.collate_fn(samples[:n])), 0))
-            for n in sizes
+            for n in sorted(set(sizes))
         ]
         if isinstance(step.backbone, Undivided):
             name = step.backbone.names[0]

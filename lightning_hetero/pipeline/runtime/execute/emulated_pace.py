@@ -81,9 +81,8 @@ class BusyTime:
     @property
     def busy_s(self) -> float:
         """In this training step, so far; waits for what runs on the device [s]."""
-        for _, ended in self._spans[-1:]:  # the others are before it
-            if not ended.reached():
-                ended.wait()
+        if self._spans:
+            self._spans[-1][1].wait()  # the others are before it
         self._busy_s += sum(began.seconds_until(ended) for began, ended in self._spans)
         self._spans.clear()
         return self._busy_s

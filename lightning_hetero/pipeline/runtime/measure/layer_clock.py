@@ -35,7 +35,7 @@ class LayerClock:
     def __init__(
         self,
         layers: Iterable[int],
-        device: torch.device = torch.device("cpu"),  # noqa: B008
+        device: torch.device,
         *,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
@@ -97,10 +97,10 @@ class LayerClock:
 
 
 def _total(spans: list[_Span]) -> float:
-    for _, end in spans[-1:]:
-        if not end.reached():
-            end.wait()
-    return median([start.seconds_until(end) for start, end in spans]) * len(spans) if spans else 0.0
+    if not spans:
+        return 0.0
+    spans[-1][1].wait()  # the others are before it
+    return median([start.seconds_until(end) for start, end in spans]) * len(spans)
 
 
 def _with_gradient(output: Any) -> Tensor | None:

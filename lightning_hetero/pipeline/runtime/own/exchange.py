@@ -33,9 +33,9 @@ _UNDER_WAY = 2  # rounds
 class Way(Protocol):
     """See `DirectWay`, which this layer's neighbours make."""
 
-    def send(self, payload: Tensor, announce: Callable[[], None]) -> None: ...
+    def send(self, payload: Tensor) -> None: ...
 
-    def receive(self, size_bytes: int, clear: Callable[[], None]) -> Tensor: ...
+    def receive(self, size_bytes: int) -> Tensor: ...
 
 
 def exchange(
@@ -158,13 +158,10 @@ def _past_hosts(
     sources = [source for source, parcel in incoming.items() if parcel.direct]
     for source, target in sorted([(rank, t) for t in payloads] + [(s, rank) for s in sources]):
         if source == rank:
-            ways[target].send(payloads.pop(target), _nothing)
+            ways[target].send(payloads.pop(target))
             continue
         direct = incoming[source].direct
-        data = ways[source].receive(sum(t.nbytes for t in direct), _nothing)
+        data = ways[source].receive(sum(t.nbytes for t in direct))
         device_of(data.device).keep_for_stream(data)
         for tensor, piece in zip(direct, data.split([t.nbytes for t in direct]), strict=True):
             tensor.copy_(piece.clone().view(tensor.dtype).view(tensor.shape))
-
-
-def _nothing() -> None: ...

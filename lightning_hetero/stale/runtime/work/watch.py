@@ -226,7 +226,7 @@ class Watch:
     def noted(self) -> dict[int, set[int]]:
         """Returns, and forgets, what was noted: by bit the parameters, the lowest first; waits for the devices."""
         found = [each for words in self._words if words.asynchronous for each in words.take()]
-        every = {bit: self._parameters_at(at for at, bits in found if bits & bit) for bit in (1, 2, 4)}
+        every = {bit: self._parameters_at(at for at, bits in found if bits & bit) for bit in (1 << n for n in range(8))}
         return {bit: parameters for bit, parameters in every.items() if parameters}
 
     @property

@@ -56,6 +56,9 @@ def rank_device(device: torch.device, backend: str | None) -> RankDevice:
     return RankDevice(identity=device_of(device).identity(), backend=own)
 
 
+def _nothing() -> None: ...
+
+
 class DirectWay:
     """The way to one neighbour and back.
 
@@ -84,12 +87,12 @@ class DirectWay:
         self._on_device = dist.get_backend(there) != "gloo"
         self._streams = [self._device.side_stream() for _ in range(2)]
 
-    def send(self, payload: Tensor, announce: Callable[[], None]) -> None:
+    def send(self, payload: Tensor, announce: Callable[[], None] = _nothing) -> None:
         """Sends a payload and waits until it is out. For the sending thread.
 
         Args:
             payload: on the device, where it has been computed; whoever calls holds it meanwhile.
-            announce: says to the peer that it comes, and returns when that has made room.
+            announce: says to the peer that it comes, and returns when that has made room; by default the peer knows.
 
         Raises:
             RuntimeError: it has failed.
@@ -100,12 +103,12 @@ class DirectWay:
             with inner, self._device.on(self._streams[0]):
                 self._carried(self._there.send([payload], self._to, _TAG))
 
-    def receive(self, size_bytes: int, clear: Callable[[], None]) -> Tensor:
+    def receive(self, size_bytes: int, clear: Callable[[], None] = _nothing) -> Tensor:
         """Returns a payload that has been announced, when it is here. For the receiving thread.
 
         Args:
             size_bytes: of it.
-            clear: says to the peer that there is room.
+            clear: says to the peer that there is room; by default it knows.
 
         Raises:
             RuntimeError: it has failed, or there is no room.
@@ -182,9 +185,9 @@ class DirectWays:
             if rank == a:
                 greeting = torch.zeros(1, dtype=torch.uint8, device=self._device)
                 device_of(self._device).stamp().wait()
-                self.by_peer[b].send(greeting, _nothing)
+                self.by_peer[b].send(greeting)
             elif rank == b:
-                self.by_peer[a].receive(1, _nothing)
+                self.by_peer[a].receive(1)
 
     def close(self) -> None:
         """Destroys the groups; not after a failure, when peers may be gone."""
@@ -193,6 +196,3 @@ class DirectWays:
                 dist.destroy_process_group(group)
         self._groups.clear()
         self.by_peer.clear()
-
-
-def _nothing() -> None: ...
