@@ -64,7 +64,7 @@ def test_the_tree_keeps_every_contract() -> None:
         ("pipeline/runtime/planted.py", "import lightning", "T knows torch"),
         ("solvers/apportion.py", "from lightning_hetero.balanced.decide import policy", "Layers import downwards"),
         ("callbacks/planted.py", "import lightning_hetero.cli", "Layers import downwards"),
-        ("glue/planted.py", "from lightning_hetero.balanced.fit import run", "Layers import downwards"),
+        ("base/planted.py", "from lightning_hetero.balanced.fit import run", "Layers import downwards"),
         ("planted.py", "import math", "Layers import downwards"),  # a file without a layer
         ("stale/decide/ledger.py", "from lightning_hetero.stale.runtime.work import worker", "Inside an engine"),
         ("stale/runtime/serve/update.py", "from lightning_hetero.stale.fit import run", "Inside an engine"),

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from unittest import mock
 
 from benchmarks.faults.world import Process, World
-from lightning_hetero.glue.elastic import admission, groups, start
+from lightning_hetero.base.elastic import admission, groups, start
 from lightning_hetero.transport import groups as processes
 
 if TYPE_CHECKING:

@@ -24,11 +24,11 @@ from benchmarks.faults.cases import LIVENESS_S
 from benchmarks.faults.played import ProcessGroup
 from benchmarks.faults.wires import MemoryLink
 from benchmarks.faults.world import Process, World
-from lightning_hetero.glue.elastic.admission import Admission
-from lightning_hetero.glue.elastic.coming import Coming
-from lightning_hetero.glue.elastic.groups import Groups
-from lightning_hetero.glue.elastic.join import FIRST_GENERATION, Invitation
-from lightning_hetero.glue.elastic.members import Members
+from lightning_hetero.base.elastic.admission import Admission
+from lightning_hetero.base.elastic.coming import Coming
+from lightning_hetero.base.elastic.groups import Groups
+from lightning_hetero.base.elastic.join import FIRST_GENERATION, Invitation
+from lightning_hetero.base.elastic.members import Members
 from lightning_hetero.stale.fit.meetings import Meetings
 from lightning_hetero.stale.fit.session import Session
 from lightning_hetero.stale.runtime.processes.start import Address

@@ -22,9 +22,9 @@ from lightning_hetero.pipeline.decide.schedule import PipelineTimes
 from lightning_hetero.pipeline.runtime.execute.emulated_pace import BusyTime, ScenarioPace, parts_of
 from lightning_hetero.pipeline.runtime.execute.failures import FailureBoard
 from lightning_hetero.pipeline.runtime.execute.stage_runner import MicroBatch, StageRunner
-from lightning_hetero.pipeline.runtime.own.gradients import GradientSync
-from lightning_hetero.pipeline.runtime.own.owner_groups import OwnerGroups
-from lightning_hetero.pipeline.runtime.own.ownership import Ownership
+from lightning_hetero.pipeline.runtime.ownership.gradients import GradientSync
+from lightning_hetero.pipeline.runtime.ownership.owner_groups import OwnerGroups
+from lightning_hetero.pipeline.runtime.ownership.ownership import Ownership
 from lightning_hetero.pipeline.runtime.step.cut import BackboneCut
 from lightning_hetero.transport.one_node.neighbours import Neighbours
 from lightning_hetero.types import AffineCost, GroupPlan, LayerCost, ModelCost, PipelinePlan

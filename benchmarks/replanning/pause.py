@@ -18,10 +18,10 @@ from torch import Tensor, nn
 
 from benchmarks.torchrun import as_rank
 from lightning_hetero.pipeline.runtime.execute.failures import FailureBoard
-from lightning_hetero.pipeline.runtime.own.migration import Migration
-from lightning_hetero.pipeline.runtime.own.near_ways import NearWays
-from lightning_hetero.pipeline.runtime.own.ownership import Ownership
-from lightning_hetero.pipeline.runtime.own.pruning import prune
+from lightning_hetero.pipeline.runtime.ownership.migration import Migration
+from lightning_hetero.pipeline.runtime.ownership.near_ways import NearWays
+from lightning_hetero.pipeline.runtime.ownership.ownership import Ownership
+from lightning_hetero.pipeline.runtime.ownership.pruning import prune
 from lightning_hetero.transport.one_node.neighbours import Neighbours
 from lightning_hetero.transport.side_channel import SideChannel
 from lightning_hetero.types import GroupPlan, PipelinePlan

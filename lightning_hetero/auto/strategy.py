@@ -21,12 +21,12 @@ from lightning_hetero import lightning_compat as compat
 from lightning_hetero.auto.choice import ENGINES, Choice, ChosenName, choose, without_measuring
 from lightning_hetero.auto.warm_up import WarmUp
 from lightning_hetero.balanced.strategy import LoadBalancedStrategy
+from lightning_hetero.base.own_data import own_data_in
+from lightning_hetero.base.run import EngineRun, gloo_group
+from lightning_hetero.base.setup import CHECKPOINT_KEY
+from lightning_hetero.base.strategy import HeteroStrategy
 from lightning_hetero.callbacks import ThrottleCallback
 from lightning_hetero.emulate.scenario import Scenario
-from lightning_hetero.glue.own_data import own_data_in
-from lightning_hetero.glue.run import EngineRun, gloo_group
-from lightning_hetero.glue.setup import CHECKPOINT_KEY
-from lightning_hetero.glue.strategy import HeteroStrategy
 from lightning_hetero.lightning_compat.strategies import TolerantDDPStrategy, follow, hand_over
 from lightning_hetero.measure.device import device_of, is_out_of_memory
 from lightning_hetero.pipeline.fit.plan.planning import carried_by

@@ -26,15 +26,15 @@ from lightning_hetero.balanced.fit.plain_backward import PlainBackward
 from lightning_hetero.balanced.fit.rebalancer import BatchRebalancer
 from lightning_hetero.balanced.fit.refusals import PolicyName, chosen_policy, controlled_policy
 from lightning_hetero.balanced.fit.run import BalancedRun, BalanceSettings
+from lightning_hetero.base.checks import check_choice, check_controller, check_counts, check_flags
+from lightning_hetero.base.metrics import integer_mean_, is_mean, weighted_mean_
+from lightning_hetero.base.refusals import Refusals
+from lightning_hetero.base.strategy import HeteroStrategy
 from lightning_hetero.callbacks.work import check_batch_cost
 from lightning_hetero.controller.lyapunov import LyapunovController
 from lightning_hetero.controller.replans import Replan
 from lightning_hetero.data.costs import check_sample_costs
 from lightning_hetero.data.stream import StreamMode
-from lightning_hetero.glue.checks import check_choice, check_controller, check_counts, check_flags
-from lightning_hetero.glue.metrics import integer_mean_, is_mean, weighted_mean_
-from lightning_hetero.glue.refusals import Refusals
-from lightning_hetero.glue.strategy import HeteroStrategy
 from lightning_hetero.lightning_compat.patches import patched
 from lightning_hetero.predictors import Predictor, PredictorName
 from lightning_hetero.shares.bounds import ShareBounds

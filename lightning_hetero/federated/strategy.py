@@ -15,6 +15,10 @@ import torch
 from torch import Tensor
 
 from lightning_hetero import lightning_compat as compat
+from lightning_hetero.base.checks import check_choice, check_counts
+from lightning_hetero.base.elastic.ddp import ElasticDDPStrategy
+from lightning_hetero.base.metrics import is_mean
+from lightning_hetero.base.setup import CHECKPOINT_KEY
 from lightning_hetero.federated.decide.bounds import check_bounds
 from lightning_hetero.federated.decide.policy import RoundPolicy, RoundPolicyName, by_name
 from lightning_hetero.federated.fit.clients import Clients, ClientSettings
@@ -22,10 +26,6 @@ from lightning_hetero.federated.fit.refusals import REFUSALS
 from lightning_hetero.federated.fit.run import FederatedRun
 from lightning_hetero.federated.fit.settings import FederatedSettings, OptimizerStates, WeightBy
 from lightning_hetero.federated.runtime.server import ServerName, ServerOptimizer, server_by_name
-from lightning_hetero.glue.checks import check_choice, check_counts
-from lightning_hetero.glue.elastic.ddp import ElasticDDPStrategy
-from lightning_hetero.glue.metrics import is_mean
-from lightning_hetero.glue.setup import CHECKPOINT_KEY
 from lightning_hetero.predictors import Predictor, PredictorName
 
 if TYPE_CHECKING:

@@ -2,7 +2,7 @@
 
     set-up:   measure or read -> plan -> every rank keeps its layers     [fit/plan, fit/place]
     a batch:  training_step on each group's leader, suspended at the backbone; layers on all ranks
-              [fit/training -> runtime/execute], gradients across groups [runtime/own]
+              [fit/training -> runtime/execute], gradients across groups [runtime/ownership]
     anywhere: whole-model checkpoints with stock keys, streamed          [fit/checkpoints]
 """
 
@@ -20,13 +20,13 @@ from lightning.fabric.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor
 
 from lightning_hetero import lightning_compat as compat
+from lightning_hetero.base.checks import check_choice, check_controller, check_counts, check_flags
+from lightning_hetero.base.metrics import integer_mean_, is_mean
 from lightning_hetero.callbacks.throttle import ThrottleCallback
 from lightning_hetero.controller.lyapunov import LyapunovController
 from lightning_hetero.controller.replans import Replan
 from lightning_hetero.emulate.scenario import Scenario
 from lightning_hetero.emulate.throttle import scenario_steps
-from lightning_hetero.glue.checks import check_choice, check_controller, check_counts, check_flags
-from lightning_hetero.glue.metrics import integer_mean_, is_mean
 from lightning_hetero.lightning_compat.patches import patched
 from lightning_hetero.pipeline.decide.plans import describe_plan, unit_costs
 from lightning_hetero.pipeline.decide.recorded_costs import model_from_plain

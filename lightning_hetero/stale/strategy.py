@@ -19,9 +19,9 @@ from lightning.pytorch.strategies import Strategy
 from torch.optim import Optimizer
 
 from lightning_hetero import lightning_compat as compat
-from lightning_hetero.glue.checks import check_choice, check_counts
-from lightning_hetero.glue.elastic.ddp import ElasticDDPStrategy
-from lightning_hetero.glue.refusals import refuse_saving_in_step
+from lightning_hetero.base.checks import check_choice, check_counts
+from lightning_hetero.base.elastic.ddp import ElasticDDPStrategy
+from lightning_hetero.base.refusals import refuse_saving_in_step
 from lightning_hetero.predictors import Predictor, PredictorName
 from lightning_hetero.predictors import by_name as predictor_by_name
 from lightning_hetero.stale.decide.policy import Policy, PolicyName

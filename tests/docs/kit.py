@@ -14,7 +14,7 @@ from lightning_hetero import (
     HeteroPipelineStrategy,
     LoadBalancedStrategy,
 )
-from lightning_hetero.glue.strategy import HeteroStrategy
+from lightning_hetero.base.strategy import HeteroStrategy
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"

@@ -53,8 +53,8 @@ def test_every_message_in_troubleshooting_is_one_of_ours() -> None:
     # These files also word what others raise or show.
     for file in (
         "balanced/decide/rows.py",
-        "glue/checks.py",
-        "glue/nodes.py",
+        "base/checks.py",
+        "base/nodes.py",
         "stale/decide/report/summary.py",
         "federated/decide/rounds.py",
         "transport/roll_call.py",
@@ -68,7 +68,7 @@ def test_every_message_in_troubleshooting_is_one_of_ours() -> None:
     assert not strange
 
 
-ENGINE_FOLDERS = ("balanced", "stale", "pipeline", "federated", "shares", "transport", "glue", "data", "callbacks")
+ENGINE_FOLDERS = ("balanced", "stale", "pipeline", "federated", "shares", "transport", "base", "data", "callbacks")
 # What is raised in these files and folders answers a wrong call or message from inside the package; the server says it
 # "makes no sense".
 PROTOCOL = {
@@ -81,8 +81,8 @@ PROTOCOL = {
     "pipeline/decide": ("plan_times", "schedule"),
     "pipeline/runtime": (
         "execute/stage_runner", "execute/whole_step", "measure/around_backbone", "measure/layers", "measure/memory",
-        "measure/whole_step", "own/gradients", "own/migration", "own/owner_groups", "own/parcels", "step/coroutines",
-        "step/cut", "step/graph_input", "step/resumable",
+        "measure/whole_step", "ownership/gradients", "ownership/migration", "ownership/owner_groups",
+        "ownership/parcels", "step/coroutines", "step/cut", "step/graph_input", "step/resumable",
     ),
 }  # fmt: skip
 INTERNAL = tuple(f"lightning_hetero/{part}/{name}" for part, names in PROTOCOL.items() for name in names)

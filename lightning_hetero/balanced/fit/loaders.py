@@ -23,13 +23,13 @@ from lightning_hetero.balanced.decide.quantum import ShapeNeeds, auto_quantum
 from lightning_hetero.balanced.decide.tuning import TuningPolicy
 from lightning_hetero.balanced.fit.shapes import shape_needs
 from lightning_hetero.balanced.runtime.batch_norm import least_samples
+from lightning_hetero.base.loaders import BoundLoader, PartBinder, SharedSettings
+from lightning_hetero.base.own_data import check_own_batches, indexed
+from lightning_hetero.base.run import planned_batches
 from lightning_hetero.data import IndivisibleError, LoaderSpec, Part
 from lightning_hetero.data.copies import users_own
 from lightning_hetero.data.costs import SampleCosts, costs_in
 from lightning_hetero.data.stream import StreamMode
-from lightning_hetero.glue.loaders import BoundLoader, PartBinder, SharedSettings
-from lightning_hetero.glue.own_data import check_own_batches, indexed
-from lightning_hetero.glue.run import planned_batches
 from lightning_hetero.shares.bounds import ShareBounds
 from lightning_hetero.shares.policy import BalancePolicy
 from lightning_hetero.solvers.scale import scale_shares

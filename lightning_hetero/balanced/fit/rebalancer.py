@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from lightning.pytorch.callbacks import Callback
 
-from lightning_hetero.glue.strategy import HeteroStrategy
+from lightning_hetero.base.strategy import HeteroStrategy
 from lightning_hetero.shares.policy import BalancePolicy
 
 if TYPE_CHECKING:

@@ -26,12 +26,12 @@ from lightning_hetero.balanced.fit.trained import Trained
 from lightning_hetero.balanced.runtime.batch_norm import statistics_kept
 from lightning_hetero.balanced.runtime.checksum import ParameterChecksum
 from lightning_hetero.balanced.runtime.loss_weight import LossWeight
+from lightning_hetero.base.loaders import SharedSettings
+from lightning_hetero.base.run import EngineRun
 from lightning_hetero.callbacks.requeue import RequeueInStep
 from lightning_hetero.callbacks.work import BatchCost, CountedOnHost, cost_in, count_work
 from lightning_hetero.data import Part
 from lightning_hetero.data.costs import costs_digest
-from lightning_hetero.glue.loaders import SharedSettings
-from lightning_hetero.glue.run import EngineRun
 from lightning_hetero.measure.compiles import CompileWatch, NewSizes
 from lightning_hetero.measure.device import device_of
 from lightning_hetero.measure.host_load import HostLoad

@@ -1,7 +1,7 @@
 """The clients of a fit that may be lost and come again: what they do together, and with whom (layer L).
 
     meet            who is there? who is silent is left out, for all alike              [transport.roll_call]
-    groups          process groups of those that are there, if they are others, or if one broke   [glue.elastic]
+    groups          process groups of those that are there, if they are others, or if one broke   [base.elastic]
     collective      an average, or what Lightning reduces; where a member dies in it, all find it unsound
     meet again      sound for all: all take the result; else nobody does, and all begin again without the lost
 """
@@ -17,10 +17,10 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from lightning.fabric.plugins import ClusterEnvironment
 
 from lightning_hetero import lightning_compat as compat
-from lightning_hetero.glue.elastic.admission import COME_S, Admission
-from lightning_hetero.glue.elastic.groups import Groups
-from lightning_hetero.glue.elastic.join import FIRST_GENERATION, Invitation, JoinRequests
-from lightning_hetero.glue.elastic.members import Members
+from lightning_hetero.base.elastic.admission import COME_S, Admission
+from lightning_hetero.base.elastic.groups import Groups
+from lightning_hetero.base.elastic.join import FIRST_GENERATION, Invitation, JoinRequests
+from lightning_hetero.base.elastic.members import Members
 from lightning_hetero.transport.groups import group_members, leave_default_group
 from lightning_hetero.transport.roll_call import GuestRollCall, HostRollCall, Roll, RollCall
 from lightning_hetero.transport.side_channel import SideChannel

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Any
 
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from lightning_hetero.base.elastic.members import Members
 from lightning_hetero.federated.decide.rounds import Client, RoundPlan, spread
 from lightning_hetero.federated.fit.loaders import OwnBinder
 from lightning_hetero.federated.fit.settings import FederatedSettings
-from lightning_hetero.glue.elastic.members import Members
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer

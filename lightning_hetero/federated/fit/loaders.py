@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any, Protocol
 from torch.utils.data import DataLoader
 
 from lightning_hetero import lightning_compat as compat
+from lightning_hetero.base.loaders import BoundLoader, LoaderBinder, SharedSettings
 from lightning_hetero.data import IndivisibleError, LoaderSpec, inspect_loader
 from lightning_hetero.data.copies import users_own
 from lightning_hetero.federated.decide.rounds import Client
 from lightning_hetero.federated.runtime.own import OwnBatches, OwnOrder, Place, own_loader
-from lightning_hetero.glue.loaders import BoundLoader, LoaderBinder, SharedSettings
 from lightning_hetero.transport.side_channel import SideChannel
 
 if TYPE_CHECKING:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from lightning_hetero.base.refusals import Refusals
 from lightning_hetero.federated.decide.rounds import Client
-from lightning_hetero.glue.refusals import Refusals
 
 __all__ = ["REFUSALS", "check_clients"]
 

@@ -20,6 +20,10 @@ import torch
 from torch import Tensor
 
 from lightning_hetero import lightning_compat as compat
+from lightning_hetero.base.elastic.ddp import ElasticRun
+from lightning_hetero.base.elastic.join import Invitation
+from lightning_hetero.base.elastic.members import Members
+from lightning_hetero.base.loaders import SharedSettings
 from lightning_hetero.callbacks.requeue import RequeueTogether
 from lightning_hetero.callbacks.work import CountedOnHost
 from lightning_hetero.federated.decide.policy import AdaptiveSteps
@@ -42,10 +46,6 @@ from lightning_hetero.federated.fit.meetings import meeting_points
 from lightning_hetero.federated.fit.refusals import check_clients
 from lightning_hetero.federated.fit.settings import FederatedSettings
 from lightning_hetero.federated.runtime.own import Place
-from lightning_hetero.glue.elastic.ddp import ElasticRun
-from lightning_hetero.glue.elastic.join import Invitation
-from lightning_hetero.glue.elastic.members import Members
-from lightning_hetero.glue.loaders import SharedSettings
 from lightning_hetero.measure.compiles import CompileWatch, NewSizes
 from lightning_hetero.measure.device import device_of
 from lightning_hetero.measure.step_clock import Stopwatch

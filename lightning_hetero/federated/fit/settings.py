@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from lightning_hetero.base.loaders import SharedSettings
 from lightning_hetero.federated.decide.policy import RoundPolicy
 from lightning_hetero.federated.runtime.server import ServerOptimizer
-from lightning_hetero.glue.loaders import SharedSettings
 
 __all__ = ["FederatedSettings", "OptimizerStates", "WeightBy"]
 

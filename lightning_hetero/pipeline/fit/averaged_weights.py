@@ -18,11 +18,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_hetero.lightning_compat import averaging_callbacks
-from lightning_hetero.pipeline.runtime.own.full_state import WholeState
-from lightning_hetero.pipeline.runtime.own.owner_groups import raise_together, share_initial
-from lightning_hetero.pipeline.runtime.own.ownership import Ownership
-from lightning_hetero.pipeline.runtime.own.pruning import movable, prune, restore
-from lightning_hetero.pipeline.runtime.own.stand_ins import Here
+from lightning_hetero.pipeline.runtime.ownership.full_state import WholeState
+from lightning_hetero.pipeline.runtime.ownership.owner_groups import raise_together, share_initial
+from lightning_hetero.pipeline.runtime.ownership.ownership import Ownership
+from lightning_hetero.pipeline.runtime.ownership.pruning import movable, prune, restore
+from lightning_hetero.pipeline.runtime.ownership.stand_ins import Here
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer

@@ -17,15 +17,15 @@ from lightning.fabric.utilities.rank_zero import rank_zero_warn
 from lightning.pytorch.plugins.io import TorchCheckpointIO
 from lightning.pytorch.trainer.states import TrainerStatus
 
-from lightning_hetero.glue.refusals import refuse_saving_in_step
-from lightning_hetero.glue.run import gloo_group
-from lightning_hetero.glue.strategy import HeteroStrategy
+from lightning_hetero.base.refusals import refuse_saving_in_step
+from lightning_hetero.base.run import gloo_group
+from lightning_hetero.base.strategy import HeteroStrategy
 from lightning_hetero.pipeline.fit.averaged_weights import complete
 from lightning_hetero.pipeline.fit.place import Place
 from lightning_hetero.pipeline.fit.plan.planning import PlanResult
 from lightning_hetero.pipeline.fit.run import PipelineRun
-from lightning_hetero.pipeline.runtime.own.file_tensors import is_local, load_mapped, save_streamed
-from lightning_hetero.pipeline.runtime.own.full_state import WholeState
+from lightning_hetero.pipeline.runtime.ownership.file_tensors import is_local, load_mapped, save_streamed
+from lightning_hetero.pipeline.runtime.ownership.full_state import WholeState
 from lightning_hetero.pipeline.runtime.step.backbone import Backbone
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from lightning_hetero.pipeline.runtime.own.stand_ins import StandIn
+from lightning_hetero.pipeline.runtime.ownership.stand_ins import StandIn
 
 if TYPE_CHECKING:
     from lightning_hetero.pipeline.fit.place import Place

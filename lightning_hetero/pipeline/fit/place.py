@@ -2,10 +2,10 @@
 
     plan ──► ownership ──► prune: others' layers leave this rank's memory
                        ├─► stage runner: this rank's layers at work      [runtime.execute]
-                       ├─► gradient sums, buffers, whole states          [runtime.own]
+                       ├─► gradient sums, buffers, whole states          [runtime.ownership]
                        └─► logs, averaged weights, evaluation            [fit]
 
-    another plan ──► migration: what this rank holds from now on, from those that hold it [runtime.own]
+    another plan ──► migration: what this rank holds from now on, from those that hold it [runtime.ownership]
                      or, if only the shares are others: the times that schedules are made from
 """
 
@@ -23,9 +23,9 @@ import torch.distributed as dist
 from torch import nn
 
 from lightning_hetero import lightning_compat as compat
+from lightning_hetero.base.run import gloo_group
 from lightning_hetero.controller.messages import LinkTime
 from lightning_hetero.emulate.scenario import Scenario
-from lightning_hetero.glue.run import gloo_group
 from lightning_hetero.measure.device import device_of
 from lightning_hetero.measure.rest_probe import RestProbe
 from lightning_hetero.pipeline.decide.direct_links import direct_pairs
@@ -43,14 +43,14 @@ from lightning_hetero.pipeline.runtime.execute.failures import FailureBoard
 from lightning_hetero.pipeline.runtime.execute.links.direct_ways import DirectWays, rank_device
 from lightning_hetero.pipeline.runtime.execute.stage_runner import StageRunner, TimesOf
 from lightning_hetero.pipeline.runtime.execute.whole_step import WholeStep
-from lightning_hetero.pipeline.runtime.own.full_state import WholeState
-from lightning_hetero.pipeline.runtime.own.gradients import GradientSync
-from lightning_hetero.pipeline.runtime.own.migration import Migration
-from lightning_hetero.pipeline.runtime.own.near_ways import NearWays
-from lightning_hetero.pipeline.runtime.own.owner_groups import OwnerGroups, share_buffers, share_initial
-from lightning_hetero.pipeline.runtime.own.ownership import Ownership
-from lightning_hetero.pipeline.runtime.own.pruning import prune, restore, to_device
-from lightning_hetero.pipeline.runtime.own.stand_ins import Here
+from lightning_hetero.pipeline.runtime.ownership.full_state import WholeState
+from lightning_hetero.pipeline.runtime.ownership.gradients import GradientSync
+from lightning_hetero.pipeline.runtime.ownership.migration import Migration
+from lightning_hetero.pipeline.runtime.ownership.near_ways import NearWays
+from lightning_hetero.pipeline.runtime.ownership.owner_groups import OwnerGroups, share_buffers, share_initial
+from lightning_hetero.pipeline.runtime.ownership.ownership import Ownership
+from lightning_hetero.pipeline.runtime.ownership.pruning import prune, restore, to_device
+from lightning_hetero.pipeline.runtime.ownership.stand_ins import Here
 from lightning_hetero.pipeline.runtime.step.backbone import Backbone
 from lightning_hetero.pipeline.runtime.step.undivided import Undivided
 from lightning_hetero.transport.one_node.near_round import NearRound

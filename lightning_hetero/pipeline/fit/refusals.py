@@ -9,8 +9,8 @@ import torch
 from lightning.fabric.utilities.rank_zero import rank_zero_warn
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
-from lightning_hetero.glue.refusals import Refusals
-from lightning_hetero.pipeline.runtime.own.by_parameter import passes_per_step, treats_each_by_itself
+from lightning_hetero.base.refusals import Refusals
+from lightning_hetero.pipeline.runtime.ownership.by_parameter import passes_per_step, treats_each_by_itself
 from lightning_hetero.pipeline.runtime.step.backbone import Backbone
 from lightning_hetero.pipeline.runtime.step.undivided import Undivided
 

@@ -4,7 +4,7 @@
                       a rank's time has jumped [decide.jumps]: rank 0's controller decides, and says so to all
                       else it decides when it waits in batch t+1, and the next message tells that there is something
     next batch drawn  all: from when on can it hold [decide.changeover]
-                      it holds from here on: layers move [place, runtime.own.migration], schedules are others
+                      it holds from here on: layers move [place, runtime.ownership.migration], schedules are others
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ import torch.distributed as dist
 from lightning.fabric.utilities.rank_zero import rank_zero_warn
 
 from lightning_hetero import lightning_compat as compat
+from lightning_hetero.base.run import EventLog, planned_batches
 from lightning_hetero.controller.messages import Decision, Observation
 from lightning_hetero.controller.replans import Replan, ReplanLog
 from lightning_hetero.data import Part
-from lightning_hetero.glue.run import EventLog, planned_batches
 from lightning_hetero.pipeline.decide.changeover import Changeover, changeover
 from lightning_hetero.pipeline.decide.jumps import Jumps
 from lightning_hetero.pipeline.decide.plans import check_plan, in_one_piece
@@ -35,7 +35,7 @@ from lightning_hetero.pipeline.decide.told import Told, telling_layers
 from lightning_hetero.pipeline.fit.loaders import PipelineBinder
 from lightning_hetero.pipeline.fit.place import Place
 from lightning_hetero.pipeline.fit.plan.planning import PlanResult
-from lightning_hetero.pipeline.runtime.own.migration import CancelledError
+from lightning_hetero.pipeline.runtime.ownership.migration import CancelledError
 from lightning_hetero.solvers.plans import plan_to_plain
 from lightning_hetero.types import PipelinePlan
 

@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from lightning_hetero import lightning_compat as compat
+from lightning_hetero.base.run import EngineRun
 from lightning_hetero.callbacks.requeue import RequeueTogether
 from lightning_hetero.cluster.score import not_working
 from lightning_hetero.cluster.spec import cluster_to_plain
 from lightning_hetero.controller.replans import Replan
 from lightning_hetero.emulate.scenario import Scenario
-from lightning_hetero.glue.run import EngineRun
 from lightning_hetero.pipeline.decide.recorded_costs import model_to_plain
 from lightning_hetero.pipeline.fit.acting import rank_zero_acts
 from lightning_hetero.pipeline.fit.loaders import PipelineBinder

@@ -24,10 +24,10 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor, nn
 
 from lightning_hetero import lightning_compat as compat
+from lightning_hetero.base.run import EventLog
 from lightning_hetero.callbacks.requeue import RequeueTogether
 from lightning_hetero.data import Part
 from lightning_hetero.data.micro_batches import join_outputs, split_batch
-from lightning_hetero.glue.run import EventLog
 from lightning_hetero.lightning_compat.patches import patched
 from lightning_hetero.pipeline.decide.told import Told, telling_layers
 from lightning_hetero.pipeline.fit.acting import acting_as, leader_runs

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 from torch.utils.data import DataLoader
 
 from lightning_hetero import lightning_compat as compat
+from lightning_hetero.base.elastic.members import Members
+from lightning_hetero.base.loaders import BoundLoader, LoaderBinder
 from lightning_hetero.data.copies import users_own
 from lightning_hetero.data.granted import EpochSampler, SampleSource, granted_loader
-from lightning_hetero.glue.elastic.members import Members
-from lightning_hetero.glue.loaders import BoundLoader, LoaderBinder
 from lightning_hetero.stale.fit.settings import StaleSettings
 from lightning_hetero.stale.fit.ticks import Ticks
 from lightning_hetero.transport.side_channel import SideChannel

@@ -10,7 +10,7 @@ from lightning.pytorch.utilities.types import LRSchedulerConfig
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
-from lightning_hetero.glue.refusals import Refusals
+from lightning_hetero.base.refusals import Refusals
 from lightning_hetero.lightning_compat.patches import patched
 
 if TYPE_CHECKING:

@@ -10,13 +10,13 @@ import torch.distributed as dist
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lightning_hetero import lightning_compat as compat
+from lightning_hetero.base.elastic.admission import Admission
+from lightning_hetero.base.elastic.ddp import ElasticRun
+from lightning_hetero.base.elastic.groups import Groups
+from lightning_hetero.base.elastic.join import FIRST_GENERATION, Invitation, JoinRequests
+from lightning_hetero.base.elastic.members import Members
 from lightning_hetero.callbacks.requeue import RequeueByOne
 from lightning_hetero.cluster.score import not_working
-from lightning_hetero.glue.elastic.admission import Admission
-from lightning_hetero.glue.elastic.ddp import ElasticRun
-from lightning_hetero.glue.elastic.groups import Groups
-from lightning_hetero.glue.elastic.join import FIRST_GENERATION, Invitation, JoinRequests
-from lightning_hetero.glue.elastic.members import Members
 from lightning_hetero.stale.decide.policy import Bsp
 from lightning_hetero.stale.decide.report import summary as report
 from lightning_hetero.stale.decide.report.counts import Counts, Measures

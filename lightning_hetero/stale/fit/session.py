@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
-from lightning_hetero.glue.elastic.members import Members
+from lightning_hetero.base.elastic.members import Members
 from lightning_hetero.stale.decide.policy import Policy
 from lightning_hetero.stale.fit.changed import Changed
 from lightning_hetero.stale.fit.held_state import hold, release

@@ -8,7 +8,7 @@ from datetime import timedelta
 
 from lightning.fabric.plugins import ClusterEnvironment
 
-from lightning_hetero.glue.loaders import SharedSettings
+from lightning_hetero.base.loaders import SharedSettings
 from lightning_hetero.stale.runtime.memory.codecs import Codec
 from lightning_hetero.stale.runtime.processes.start import ServerSettings
 

@@ -21,8 +21,8 @@ from typing import TYPE_CHECKING, Any
 from lightning.pytorch.callbacks import LearningRateMonitor
 
 from lightning_hetero import lightning_compat as compat
+from lightning_hetero.base.run import EventLog
 from lightning_hetero.data.granted import EpochSampler, SampleSource
-from lightning_hetero.glue.run import EventLog
 from lightning_hetero.measure.device import device_of
 from lightning_hetero.stale.decide.intervals import leaving, pairs
 from lightning_hetero.stale.fit.parts import Parts

@@ -26,7 +26,7 @@ from lightning.pytorch import LightningModule, Trainer
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_hetero import HeteroPipelineStrategy
-from lightning_hetero.pipeline.runtime.own import migration
+from lightning_hetero.pipeline.runtime.ownership import migration
 
 ASKED = {"ranks": 3, "place": "", "at": 0, "kind": "exception", **json.loads(sys.argv[1])}
 PLAN = {"groups": [{"ranks": [1, 0], "cuts": [0, 2, 4], "samples": 8, "micro_samples": 3},

@@ -55,7 +55,7 @@ from lightning.pytorch.plugins import TorchCheckpointIO
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_hetero import BoundedStalenessStrategy
-from lightning_hetero.glue.elastic import groups
+from lightning_hetero.base.elastic import groups
 
 gc.enable()
 FOLDER = Path(__file__).parent

@@ -12,7 +12,7 @@ import psutil
 import pytest
 import torch.distributed as dist
 
-from lightning_hetero.glue.elastic.admission import COME_S
+from lightning_hetero.base.elastic.admission import COME_S
 from tests.e2e.stale.scripts import Ended, Process, collect, free_port, nothing_left, start_rank, write_script
 
 pytestmark = pytest.mark.timeout(200)
@@ -24,7 +24,7 @@ JOINING = """
 import os, signal, time
 
 import script
-from lightning_hetero.glue.elastic import join
+from lightning_hetero.base.elastic import join
 from script import ASKED, FOLDER
 
 

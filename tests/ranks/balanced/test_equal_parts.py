@@ -25,7 +25,7 @@ from torch.utils.data import (
 )
 
 from lightning_hetero import LoadBalancedStrategy
-from lightning_hetero.glue.setup import CHECKPOINT_KEY
+from lightning_hetero.base.setup import CHECKPOINT_KEY
 from tests.ranks.exact_models import Gan, TokensByMethod, sequences
 from tests.ranks.harness import run_ranks
 from tests.ranks.kit import Toy, rank_trainer, regression, weights

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_hetero.pipeline.runtime.execute.failures import FailureBoard
-from lightning_hetero.pipeline.runtime.own.near_ways import NearWays
+from lightning_hetero.pipeline.runtime.ownership.near_ways import NearWays
 from lightning_hetero.transport.one_node.near_round import NearRound
 from lightning_hetero.transport.one_node.neighbours import Neighbours
 from lightning_hetero.transport.side_channel import SideChannel

@@ -10,11 +10,11 @@ import torch
 import torch.distributed as dist
 from torch.optim import Optimizer
 
-from lightning_hetero.pipeline.runtime.own.file_tensors import load_mapped
-from lightning_hetero.pipeline.runtime.own.full_state import WholeState
-from lightning_hetero.pipeline.runtime.own.owner_groups import share_initial
-from lightning_hetero.pipeline.runtime.own.ownership import Ownership
-from lightning_hetero.pipeline.runtime.own.pruning import prune
+from lightning_hetero.pipeline.runtime.ownership.file_tensors import load_mapped
+from lightning_hetero.pipeline.runtime.ownership.full_state import WholeState
+from lightning_hetero.pipeline.runtime.ownership.owner_groups import share_initial
+from lightning_hetero.pipeline.runtime.ownership.ownership import Ownership
+from lightning_hetero.pipeline.runtime.ownership.pruning import prune
 from lightning_hetero.types import PipelinePlan
 from tests.ranks.pipeline.ownership_kit import Counted, Model, frozen, same
 

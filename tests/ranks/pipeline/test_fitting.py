@@ -16,8 +16,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from lightning_hetero.base.run import gloo_group
 from lightning_hetero.cluster import equal_cluster, override_cluster
-from lightning_hetero.glue.run import gloo_group
 from lightning_hetero.measure.device import Device
 from lightning_hetero.pipeline.decide.plan_memory import beside_bytes, held_bytes
 from lightning_hetero.pipeline.decide.plans import best_plan

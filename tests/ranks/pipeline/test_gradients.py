@@ -13,12 +13,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_hetero.pipeline.runtime.execute.failures import FailureBoard
-from lightning_hetero.pipeline.runtime.own import buckets
-from lightning_hetero.pipeline.runtime.own.buckets import fill_buckets
-from lightning_hetero.pipeline.runtime.own.gradients import GradientSync
-from lightning_hetero.pipeline.runtime.own.owner_groups import OwnerGroups, share_buffers, share_initial
-from lightning_hetero.pipeline.runtime.own.ownership import Ownership
-from lightning_hetero.pipeline.runtime.own.pruning import prune
+from lightning_hetero.pipeline.runtime.ownership import buckets
+from lightning_hetero.pipeline.runtime.ownership.buckets import fill_buckets
+from lightning_hetero.pipeline.runtime.ownership.gradients import GradientSync
+from lightning_hetero.pipeline.runtime.ownership.owner_groups import OwnerGroups, share_buffers, share_initial
+from lightning_hetero.pipeline.runtime.ownership.ownership import Ownership
+from lightning_hetero.pipeline.runtime.ownership.pruning import prune
 from lightning_hetero.transport.one_node.near_round import NearRound
 from lightning_hetero.transport.one_round import Sum
 from lightning_hetero.transport.small_sums import start_sums

@@ -21,8 +21,8 @@ from torch.utils.data import (
     SequentialSampler,
 )
 
+from lightning_hetero.base.loaders import SharedSettings
 from lightning_hetero.data import inspect_loader
-from lightning_hetero.glue.loaders import SharedSettings
 from lightning_hetero.pipeline.decide.plans import micro_sizes
 from lightning_hetero.pipeline.fit.loaders import PipelineBinder
 from lightning_hetero.types import GroupPlan, PipelinePlan

@@ -18,7 +18,7 @@ from lightning.pytorch.callbacks import Callback
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from lightning_hetero.pipeline.runtime.own.file_tensors import is_local, load_mapped, save_streamed
+from lightning_hetero.pipeline.runtime.ownership.file_tensors import is_local, load_mapped, save_streamed
 from tests.ranks.harness import run_ranks
 from tests.ranks.kit import Weights, rank_trainer, regression, single, weights
 from tests.ranks.pipeline.kit import LAYERS, PLANS, WORLD, Block, Deep, fit, pipeline

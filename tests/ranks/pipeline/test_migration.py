@@ -10,12 +10,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_hetero.pipeline.runtime.execute.links.direct_ways import DirectWays
-from lightning_hetero.pipeline.runtime.own import exchange, parcels
-from lightning_hetero.pipeline.runtime.own.checksums import checksums
-from lightning_hetero.pipeline.runtime.own.full_state import WholeState
-from lightning_hetero.pipeline.runtime.own.migration import CancelledError, Migration, moves
-from lightning_hetero.pipeline.runtime.own.owner_groups import OwnerGroups
-from lightning_hetero.pipeline.runtime.own.ownership import Ownership
+from lightning_hetero.pipeline.runtime.ownership import exchange, parcels
+from lightning_hetero.pipeline.runtime.ownership.checksums import checksums
+from lightning_hetero.pipeline.runtime.ownership.full_state import WholeState
+from lightning_hetero.pipeline.runtime.ownership.migration import CancelledError, Migration, moves
+from lightning_hetero.pipeline.runtime.ownership.owner_groups import OwnerGroups
+from lightning_hetero.pipeline.runtime.ownership.ownership import Ownership
 from lightning_hetero.transport.one_node.conveyor import Conveyor
 from tests.ranks.harness import run_ranks
 from tests.ranks.pipeline.near_kit import near_ways

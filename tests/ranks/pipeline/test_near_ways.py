@@ -11,10 +11,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_hetero.pipeline.runtime.own import exchange, near_ways, new_memory, parcels
-from lightning_hetero.pipeline.runtime.own.checksums import Summing, bytes_of, checksums
-from lightning_hetero.pipeline.runtime.own.new_memory import made_ready
-from lightning_hetero.pipeline.runtime.own.parcel_bytes import ParcelBytes
+from lightning_hetero.pipeline.runtime.ownership import exchange, near_ways, new_memory, parcels
+from lightning_hetero.pipeline.runtime.ownership.checksums import Summing, bytes_of, checksums
+from lightning_hetero.pipeline.runtime.ownership.new_memory import made_ready
+from lightning_hetero.pipeline.runtime.ownership.parcel_bytes import ParcelBytes
 from lightning_hetero.transport.one_node import neighbours
 from lightning_hetero.transport.one_node.conveyor import BLOCK_BYTES, BLOCKS, Conveyor
 from tests.ranks.harness import run_ranks

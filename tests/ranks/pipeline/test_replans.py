@@ -24,7 +24,7 @@ from lightning_hetero.emulate.throttle import scenario_steps
 from lightning_hetero.pipeline import strategy as engine
 from lightning_hetero.pipeline.fit import place
 from lightning_hetero.pipeline.runtime.execute.emulated_pace import ScenarioPace
-from lightning_hetero.pipeline.runtime.own import parcels
+from lightning_hetero.pipeline.runtime.ownership import parcels
 from lightning_hetero.solvers.plans import plan_from_plain, plan_to_plain
 from lightning_hetero.types import Event
 from tests.ranks.harness import run_ranks

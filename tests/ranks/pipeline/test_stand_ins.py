@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_hetero.pipeline.runtime.own.by_parameter import passes_per_step, treats_each_by_itself
-from lightning_hetero.pipeline.runtime.own.stand_ins import Here, StandIn, leave, stand_in_for
+from lightning_hetero.pipeline.runtime.ownership.by_parameter import passes_per_step, treats_each_by_itself
+from lightning_hetero.pipeline.runtime.ownership.stand_ins import Here, StandIn, leave, stand_in_for
 
 CPU = torch.device("cpu")
 VERSIONS = f"torch {torch.__version__}, checked with 2.13"

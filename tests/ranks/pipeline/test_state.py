@@ -14,11 +14,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_hetero.pipeline.runtime.own import file_tensors as mapped
-from lightning_hetero.pipeline.runtime.own import full_state as whole
-from lightning_hetero.pipeline.runtime.own.file_tensors import empty_in_file, load_mapped
-from lightning_hetero.pipeline.runtime.own.ownership import Ownership, tied
-from lightning_hetero.pipeline.runtime.own.pruning import prune, restore, to_device
+from lightning_hetero.pipeline.runtime.ownership import file_tensors as mapped
+from lightning_hetero.pipeline.runtime.ownership import full_state as whole
+from lightning_hetero.pipeline.runtime.ownership.file_tensors import empty_in_file, load_mapped
+from lightning_hetero.pipeline.runtime.ownership.ownership import Ownership, tied
+from lightning_hetero.pipeline.runtime.ownership.pruning import prune, restore, to_device
 from lightning_hetero.types import PipelinePlan, Status
 from tests.ranks.harness import run_ranks
 from tests.ranks.pipeline.ownership_kit import PLANS, Counted, Model, frozen, plan, same

@@ -22,8 +22,8 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.overrides.distributed import UnrepeatedDistributedSamplerWrapper
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, RandomSampler, SequentialSampler
 
-from lightning_hetero.glue.elastic.groups import Groups
-from lightning_hetero.glue.elastic.members import Members
+from lightning_hetero.base.elastic.groups import Groups
+from lightning_hetero.base.elastic.members import Members
 from lightning_hetero.stale.decide.report.counts import Counts
 from lightning_hetero.stale.fit.session import Session
 from lightning_hetero.stale.fit.settings import StaleSettings

@@ -18,10 +18,10 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import nn
 
+from lightning_hetero.base.loaders import SharedSettings
+from lightning_hetero.base.precision import trained_dtype
 from lightning_hetero.cluster.spec import cluster_from_plain, equal_cluster, override_cluster
 from lightning_hetero.emulate.scenario import Scenario
-from lightning_hetero.glue.loaders import SharedSettings
-from lightning_hetero.glue.precision import trained_dtype
 from lightning_hetero.measure.probe import probe_cluster
 from lightning_hetero.pipeline.decide.direct_links import MOST_COMMUNICATORS
 from lightning_hetero.pipeline.decide.plans import best_plan, check_plan, emulated, in_one_piece, unit_costs
@@ -31,7 +31,7 @@ from lightning_hetero.pipeline.fit.plan.rehearsal import Rehearsal, calls_in, me
 from lightning_hetero.pipeline.runtime.execute.links.direct_ways import rank_device
 from lightning_hetero.pipeline.runtime.measure.around_backbone import NeverCalledError
 from lightning_hetero.pipeline.runtime.measure.memory import tensor_bytes
-from lightning_hetero.pipeline.runtime.own.ownership import tied
+from lightning_hetero.pipeline.runtime.ownership.ownership import tied
 from lightning_hetero.pipeline.runtime.step.backbone import Backbone
 from lightning_hetero.pipeline.runtime.step.coroutines import CarrierName
 from lightning_hetero.pipeline.runtime.step.layer_calls.chain import NotAChainError

@@ -16,8 +16,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor
 
-from lightning_hetero.callbacks.reporting import Reporting
-from lightning_hetero.glue.checks import (
+from lightning_hetero.base.checks import (
     check_averaging,
     check_choice,
     check_counts,
@@ -26,14 +25,15 @@ from lightning_hetero.glue.checks import (
     name_changed_rows,
     name_lost_peer,
 )
-from lightning_hetero.glue.gathered import gather_unequal
-from lightning_hetero.glue.loaders import SharedSettings
-from lightning_hetero.glue.nodes import UnevenNodesStrategy
-from lightning_hetero.glue.one_device import OneDeviceFit
-from lightning_hetero.glue.precision import warn_of_emulation
-from lightning_hetero.glue.refusals import Refusals
-from lightning_hetero.glue.run import EngineRun
-from lightning_hetero.glue.setup import CHECKPOINT_KEY, has_monitor, register
+from lightning_hetero.base.gathered import gather_unequal
+from lightning_hetero.base.loaders import SharedSettings
+from lightning_hetero.base.nodes import UnevenNodesStrategy
+from lightning_hetero.base.one_device import OneDeviceFit
+from lightning_hetero.base.precision import warn_of_emulation
+from lightning_hetero.base.refusals import Refusals
+from lightning_hetero.base.run import EngineRun
+from lightning_hetero.base.setup import CHECKPOINT_KEY, has_monitor, register
+from lightning_hetero.callbacks.reporting import Reporting
 from lightning_hetero.lightning_compat.strategies import syncs_batch_norm
 from lightning_hetero.types import Event, LossReduction, StepReport
 

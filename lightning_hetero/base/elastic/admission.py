@@ -12,11 +12,11 @@ import torch.distributed as dist
 from lightning.pytorch.callbacks import Checkpoint
 
 from lightning_hetero import lightning_compat as compat
-from lightning_hetero.glue.elastic.coming import Coming
-from lightning_hetero.glue.elastic.groups import Groups, Place
-from lightning_hetero.glue.elastic.join import FIRST_GENERATION, Invitation, JoinRequests
-from lightning_hetero.glue.elastic.members import Members
-from lightning_hetero.glue.elastic.start import wait_as_member, wait_as_newcomer
+from lightning_hetero.base.elastic.coming import Coming
+from lightning_hetero.base.elastic.groups import Groups, Place
+from lightning_hetero.base.elastic.join import FIRST_GENERATION, Invitation, JoinRequests
+from lightning_hetero.base.elastic.members import Members
+from lightning_hetero.base.elastic.start import wait_as_member, wait_as_newcomer
 from lightning_hetero.transport.groups import leave_default_group
 
 if TYPE_CHECKING:

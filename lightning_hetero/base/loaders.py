@@ -15,6 +15,8 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from lightning_hetero import lightning_compat as compat
+from lightning_hetero.base.orders import OrderFinder
+from lightning_hetero.base.own_data import own_data_in
 from lightning_hetero.data import (
     Channel,
     EpochOrder,
@@ -30,8 +32,6 @@ from lightning_hetero.data.batches import HandedParts
 from lightning_hetero.data.copies import users_own
 from lightning_hetero.data.costs import SampleCosts
 from lightning_hetero.data.stream import StreamMode
-from lightning_hetero.glue.orders import OrderFinder
-from lightning_hetero.glue.own_data import own_data_in
 from lightning_hetero.types import LossReduction
 
 if TYPE_CHECKING:

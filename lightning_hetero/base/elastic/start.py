@@ -14,9 +14,9 @@ import math
 import time
 from collections.abc import Sequence
 
-from lightning_hetero.glue.elastic.coming import Beats, Coming
-from lightning_hetero.glue.elastic.groups import Place
-from lightning_hetero.glue.elastic.join import JoinRequests
+from lightning_hetero.base.elastic.coming import Beats, Coming
+from lightning_hetero.base.elastic.groups import Place
+from lightning_hetero.base.elastic.join import JoinRequests
 
 __all__ = ["wait_as_member", "wait_as_newcomer"]
 

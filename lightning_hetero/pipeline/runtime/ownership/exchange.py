@@ -17,10 +17,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_hetero.measure.device import device_of
-from lightning_hetero.pipeline.runtime.own.near_ways import NearWays
-from lightning_hetero.pipeline.runtime.own.owner_groups import Wait
-from lightning_hetero.pipeline.runtime.own.parcel_bytes import ParcelBytes, portions
-from lightning_hetero.pipeline.runtime.own.parcels import Manifest, Parcel, notes_of
+from lightning_hetero.pipeline.runtime.ownership.near_ways import NearWays
+from lightning_hetero.pipeline.runtime.ownership.owner_groups import Wait
+from lightning_hetero.pipeline.runtime.ownership.parcel_bytes import ParcelBytes, portions
+from lightning_hetero.pipeline.runtime.ownership.parcels import Manifest, Parcel, notes_of
 
 __all__ = ["Way", "exchange"]
 

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lightning_hetero.pipeline.runtime.own.checksums import Summing, bytes_of, checksums
-from lightning_hetero.pipeline.runtime.own.parcels import Note, Parcel, notes_of
+from lightning_hetero.pipeline.runtime.ownership.checksums import Summing, bytes_of, checksums
+from lightning_hetero.pipeline.runtime.ownership.parcels import Note, Parcel, notes_of
 
 __all__ = ["ParcelBytes", "portions"]
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from lightning_hetero.pipeline.runtime.own.checksums import Checksum, checksums
+from lightning_hetero.pipeline.runtime.ownership.checksums import Checksum, checksums
 
 __all__ = ["Manifest", "Note", "Parcel", "notes_of", "packed", "rebuilt", "room_for"]
 

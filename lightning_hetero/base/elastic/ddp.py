@@ -19,13 +19,13 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
 
 from lightning_hetero import lightning_compat as compat
-from lightning_hetero.glue.elastic.coming import Coming
-from lightning_hetero.glue.elastic.join import Invitation, Newcomer
-from lightning_hetero.glue.elastic.members import Members
-from lightning_hetero.glue.metrics import integer_mean_, is_mean
-from lightning_hetero.glue.nodes import gather_nodes
-from lightning_hetero.glue.run import Binder, EngineRun
-from lightning_hetero.glue.strategy import HeteroStrategy
+from lightning_hetero.base.elastic.coming import Coming
+from lightning_hetero.base.elastic.join import Invitation, Newcomer
+from lightning_hetero.base.elastic.members import Members
+from lightning_hetero.base.metrics import integer_mean_, is_mean
+from lightning_hetero.base.nodes import gather_nodes
+from lightning_hetero.base.run import Binder, EngineRun
+from lightning_hetero.base.strategy import HeteroStrategy
 from lightning_hetero.lightning_compat.strategies import TolerantDDPStrategy
 from lightning_hetero.transport.groups import group_members, rebuild_default_group
 

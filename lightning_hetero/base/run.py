@@ -20,10 +20,10 @@ from torch import nn
 
 from lightning_hetero import lightning_compat as compat
 from lightning_hetero._version import __version__
+from lightning_hetero.base.checks import check_same_settings
+from lightning_hetero.base.loaders import LoaderBinder
 from lightning_hetero.callbacks.reporting import Reporting
 from lightning_hetero.data.forks import spare_inherited
-from lightning_hetero.glue.checks import check_same_settings
-from lightning_hetero.glue.loaders import LoaderBinder
 from lightning_hetero.transport.groups import make_group
 from lightning_hetero.transport.side_channel import SideChannel
 from lightning_hetero.types import Event

@@ -15,8 +15,8 @@ from collections.abc import Iterable, Mapping
 
 import torch
 
-from lightning_hetero.pipeline.runtime.own.new_memory import made_ready
-from lightning_hetero.pipeline.runtime.own.parcel_bytes import ParcelBytes
+from lightning_hetero.pipeline.runtime.ownership.new_memory import made_ready
+from lightning_hetero.pipeline.runtime.ownership.parcel_bytes import ParcelBytes
 from lightning_hetero.transport.one_node.conveyor import BLOCK_BYTES, Conveyor
 from lightning_hetero.transport.one_node.neighbours import Neighbours
 from lightning_hetero.transport.patience import Failures, Patience

@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from lightning_hetero.glue.elastic import admission, start
-from lightning_hetero.glue.elastic.admission import Admission
-from lightning_hetero.glue.elastic.coming import Beats, Coming
-from lightning_hetero.glue.elastic.members import Members
+from lightning_hetero.base.elastic import admission, start
+from lightning_hetero.base.elastic.admission import Admission
+from lightning_hetero.base.elastic.coming import Beats, Coming
+from lightning_hetero.base.elastic.members import Members
 from lightning_hetero.transport.groups import MemberMissingError
 from tests.e2e.stale.scripts import free_port
 

@@ -23,13 +23,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_hetero.pipeline.runtime.own import parcels
-from lightning_hetero.pipeline.runtime.own.exchange import Way, exchange
-from lightning_hetero.pipeline.runtime.own.near_ways import NearWays
-from lightning_hetero.pipeline.runtime.own.owner_groups import Wait, gathered
-from lightning_hetero.pipeline.runtime.own.ownership import Ownership
-from lightning_hetero.pipeline.runtime.own.pruning import like, prune, put_in_place
-from lightning_hetero.pipeline.runtime.own.stand_ins import Here
+from lightning_hetero.pipeline.runtime.ownership import parcels
+from lightning_hetero.pipeline.runtime.ownership.exchange import Way, exchange
+from lightning_hetero.pipeline.runtime.ownership.near_ways import NearWays
+from lightning_hetero.pipeline.runtime.ownership.owner_groups import Wait, gathered
+from lightning_hetero.pipeline.runtime.ownership.ownership import Ownership
+from lightning_hetero.pipeline.runtime.ownership.pruning import like, prune, put_in_place
+from lightning_hetero.pipeline.runtime.ownership.stand_ins import Here
 
 __all__ = ["CancelledError", "Migration", "Move", "moves"]
 

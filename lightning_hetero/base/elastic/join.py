@@ -43,7 +43,7 @@ import torch.distributed as dist
 from lightning.fabric.plugins import ClusterEnvironment
 from lightning.fabric.plugins.environments import TorchElasticEnvironment
 
-from lightning_hetero.glue.elastic.coming import Beats, Coming
+from lightning_hetero.base.elastic.coming import Beats, Coming
 from lightning_hetero.lightning_compat.launchers import launched_by_us
 from lightning_hetero.transport.store import host_store
 

@@ -10,8 +10,8 @@ import torch
 from lightning.pytorch.plugins.precision import DoublePrecision, HalfPrecision, MixedPrecision, Precision
 from torch.utils.data import DataLoader
 
-from lightning_hetero.glue import precision
-from lightning_hetero.glue.precision import trained_dtype, warn_of_emulation
+from lightning_hetero.base import precision
+from lightning_hetero.base.precision import trained_dtype, warn_of_emulation
 from lightning_hetero.measure.device import Device
 from tests.ranks.harness import run_ranks
 from tests.ranks.kit import Toy, balanced, rank_trainer, regression

@@ -21,9 +21,9 @@ import torch
 from torch import Tensor, nn
 
 from lightning_hetero.measure.device import device_of
-from lightning_hetero.pipeline.runtime.own.buckets import Arrived, Bucket, Queue, fill_buckets
-from lightning_hetero.pipeline.runtime.own.owner_groups import OwnerGroups
-from lightning_hetero.pipeline.runtime.own.ownership import Ownership
+from lightning_hetero.pipeline.runtime.ownership.buckets import Arrived, Bucket, Queue, fill_buckets
+from lightning_hetero.pipeline.runtime.ownership.owner_groups import OwnerGroups
+from lightning_hetero.pipeline.runtime.ownership.ownership import Ownership
 from lightning_hetero.transport.one_node.near_round import NearRound
 from lightning_hetero.transport.one_round import Sum, Waited, start_sum, wait_for
 from lightning_hetero.transport.small_sums import start_sums

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_hetero.pipeline.runtime.own.ownership import Ownership
+from lightning_hetero.pipeline.runtime.ownership.ownership import Ownership
 from lightning_hetero.transport.groups import make_group
 
 __all__ = ["OwnerGroups", "Wait", "as_bytes", "gathered", "raise_together", "share_buffers", "share_initial"]

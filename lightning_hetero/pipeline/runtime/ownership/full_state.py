@@ -23,9 +23,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
-from lightning_hetero.pipeline.runtime.own.file_tensors import empty_in_file
-from lightning_hetero.pipeline.runtime.own.owner_groups import as_bytes, raise_together
-from lightning_hetero.pipeline.runtime.own.ownership import Ownership
+from lightning_hetero.pipeline.runtime.ownership.file_tensors import empty_in_file
+from lightning_hetero.pipeline.runtime.ownership.owner_groups import as_bytes, raise_together
+from lightning_hetero.pipeline.runtime.ownership.ownership import Ownership
 
 __all__ = ["OnRankZero", "WholeState"]
 

@@ -18,10 +18,10 @@ import torch.distributed as dist
 from lightning.fabric.plugins.environments import LightningEnvironment, TorchElasticEnvironment
 from torch.utils.data import DataLoader
 
-from lightning_hetero.glue.elastic import join
-from lightning_hetero.glue.elastic.admission import Admission
-from lightning_hetero.glue.elastic.join import Coming, Invitation, JoinRequests, Newcomer
-from lightning_hetero.glue.elastic.members import Members
+from lightning_hetero.base.elastic import join
+from lightning_hetero.base.elastic.admission import Admission
+from lightning_hetero.base.elastic.join import Coming, Invitation, JoinRequests, Newcomer
+from lightning_hetero.base.elastic.members import Members
 from tests.e2e.stale.scripts import free_port
 from tests.ranks.harness import RankEnvironment
 from tests.ranks.kit import Toy, quiet_trainer, regression

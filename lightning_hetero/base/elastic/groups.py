@@ -10,8 +10,8 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader
 
 from lightning_hetero import lightning_compat as compat
-from lightning_hetero.glue.elastic.members import Members
-from lightning_hetero.glue.run import gloo_group
+from lightning_hetero.base.elastic.members import Members
+from lightning_hetero.base.run import gloo_group
 from lightning_hetero.transport.groups import (
     MemberMissingError,
     leave_default_group,

@@ -22,9 +22,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
-from lightning_hetero.pipeline.runtime.own.owner_groups import as_bytes
-from lightning_hetero.pipeline.runtime.own.ownership import Ownership
-from lightning_hetero.pipeline.runtime.own.stand_ins import Here, StandIn, leave, stand_in_for
+from lightning_hetero.pipeline.runtime.ownership.owner_groups import as_bytes
+from lightning_hetero.pipeline.runtime.ownership.ownership import Ownership
+from lightning_hetero.pipeline.runtime.ownership.stand_ins import Here, StandIn, leave, stand_in_for
 
 __all__ = ["like", "movable", "prune", "put_in_place", "restore", "to_device"]
 

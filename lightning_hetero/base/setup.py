@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 from lightning.fabric.strategies import STRATEGY_REGISTRY
 
 from lightning_hetero import lightning_compat as compat
+from lightning_hetero.base.checks import refuse_fabric, refuse_other_package
 from lightning_hetero.callbacks.straggler import StragglerMonitor
-from lightning_hetero.glue.checks import refuse_fabric, refuse_other_package
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
