@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from lightning_hetero.plan.planner import Plan, plan
-from lightning_hetero.plan.published import CASES, LEVELS, Figure, box, levels
+from benchmarks.planner.published import CASES, LEVELS, Figure, box, levels
 
 pytestmark = pytest.mark.pure
 ANSWERS: dict[str, Plan] = {}
