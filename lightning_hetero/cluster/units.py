@@ -12,7 +12,16 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-__all__ = ["as_bytes", "as_number", "as_rate", "as_seconds", "bytes_text", "rate_text", "seconds_text", "tasks_per_node"]
+__all__ = [
+    "as_bytes",
+    "as_number",
+    "as_rate",
+    "as_seconds",
+    "bytes_text",
+    "rate_text",
+    "seconds_text",
+    "tasks_per_node",
+]
 
 _QUANTITY = re.compile(r"\s*([+-]?(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?|inf)\s*([^\d\s].*?)?\s*")
 _TASKS = re.compile(r"(\d+)(?:\(x(\d+)\))?")  # of SLURM: the tasks of a node, and of how many nodes

@@ -48,7 +48,7 @@ def setup_from_events(events: Sequence[Event], *, global_batch: int | None = Non
     for event in events:
         if event.kind == "run":
             meets = meets and event.data.get("engine") != "stale"
-            names |= {event.rank: str(name).replace(" ", "/") for name in (event.data.get("names") or ())[:1]}
+            names |= {event.rank: str(event.data["names"][0]).replace(" ", "/")} if event.data.get("names") else {}
     return setup_from_steps(steps[_WARM_UP:] or steps, batch, meets=meets, names=names)
 
 
