@@ -56,7 +56,6 @@ from lightning_hetero.pipeline.fit.replans import Decides
 from lightning_hetero.pipeline.fit.run import PipelineRun
 from lightning_hetero.pipeline.fit.training import TrainBatches
 from lightning_hetero.pipeline.runtime.step.backbone import Backbone
-from lightning_hetero.pipeline.runtime.step.coroutines import CarrierName
 from lightning_hetero.pipeline.runtime.step.undivided import Undivided, find_layers, undivided
 from lightning_hetero.solvers.plans import plan_from_plain
 from lightning_hetero.types import Cluster, ModelCost, PipelinePlan
@@ -97,7 +96,6 @@ class HeteroPipelineStrategy(WholeCheckpointsDDP):
             ``cluster``.
         seed: of dropout and whatever else is drawn; ``None``: ``seed_everything``'s, or 0.
         stream: what an `IterableDataset` is: ``"shared"``, if all ranks read the same one.
-        carrier: what suspends a training step: ``"greenlet"``, ``"thread"``, or ``"auto"``.
         cache_folder: where measurements are kept between runs; ``None``: nowhere.
         **ddp: arguments shared by all engines, and `DDPStrategy`'s own; see `HeteroStrategy`. Those of
             `DistributedDataParallel`, which is not used here, are refused or named in a warning.
@@ -130,7 +128,6 @@ class HeteroPipelineStrategy(WholeCheckpointsDDP):
         emulate_links: bool = False,
         seed: int | None = None,
         stream: Literal["shared"] | None = None,
-        carrier: Literal["auto", "greenlet", "thread"] = "auto",
         cache_folder: str | Path | None = None,
         **ddp: Any,
     ) -> None:
@@ -138,7 +135,6 @@ class HeteroPipelineStrategy(WholeCheckpointsDDP):
         check_counts(micro_batch_size=micro_batch_size, max_groups=max_groups)
         check_choice("depth", depth, ("auto", "per_link", "low_memory"))
         check_choice("stream", stream, (None, "shared"))
-        check_choice("carrier", carrier, ("auto", "greenlet", "thread"))
         check_flags(overlap=overlap, checkpoint_layers=checkpoint_layers, emulate_links=emulate_links)
         if not (seed is None or type(seed) is int):
             raise TypeError(f"seed={seed!r} must be a whole number, or None")
@@ -161,7 +157,6 @@ class HeteroPipelineStrategy(WholeCheckpointsDDP):
         )
         self.emulate_links = emulate_links
         self.stream: Literal["shared"] | None = stream
-        self.carrier: CarrierName = carrier
         self._seed = seed
         self._planned: tuple[object, int | None, PlanResult] | None = None  # model and batch it holds for, and the plan
         self._accumulates = False
@@ -178,7 +173,6 @@ class HeteroPipelineStrategy(WholeCheckpointsDDP):
             emulate_links=self.emulate_links,
             seed=int(os.environ.get("PL_GLOBAL_SEED", 0)) if self._seed is None else self._seed,
             stream=self.stream,
-            carrier=self.carrier,
             device=self.root_device,
             process_group_backend=self.process_group_backend,
             timeout=self.timeout,
@@ -260,7 +254,6 @@ class HeteroPipelineStrategy(WholeCheckpointsDDP):
                 optimizers=self.optimizers,
                 to_device=partial(compat.batch_to_device, run.trainer, move=super().batch_to_device),
                 context=self.precision_plugin.train_step_context,
-                carrier=self.carrier,
             )
             planned = make_plan(
                 step,

@@ -21,7 +21,6 @@ from tests.ranks.pipeline.models import LAYERS, Case, Net, assert_same, make_run
 CASES = {
     "plain": Case(models.plain, steps=20),
     "two batches per step": Case(models.twice, calls=2, steps=4, accumulate=2),
-    "thread": Case(models.plain, options={"carrier": "thread"}),
     "gpipe": Case(models.plain, options={"policy": gpipe}),
     "textbook, blocking": Case(models.plain, options={"policy": one_f_one_b, "overlap": False}),
     "skip": Case(models.skip),
