@@ -144,7 +144,7 @@ class _Profiler(Callback):
                 context=trainer.precision_plugin.train_step_context,
                 carrier="auto",
             )
-            model, _ = measure_model(step, micro_batch_size=None, checkpoint_layers=False, cache_folder=None)
+            model, _ = measure_model(step, micro_batch_size=None, checkpoint_layers=False)
             return model
 
         try:
