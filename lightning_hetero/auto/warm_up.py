@@ -136,7 +136,6 @@ class WarmUp:
             optimizers=(),
             to_device=self.to_device,
             context=self.context,
-            carrier="auto",
         )
 
     def _measured(self, rehearsal: Rehearsal) -> ModelCost:

@@ -55,7 +55,6 @@ from lightning_hetero.pipeline.fit.replans import Decides
 from lightning_hetero.pipeline.fit.run import PipelineRun
 from lightning_hetero.pipeline.fit.training import TrainBatches
 from lightning_hetero.pipeline.runtime.step.backbone import Backbone
-from lightning_hetero.pipeline.runtime.step.coroutines import CarrierName
 from lightning_hetero.pipeline.runtime.step.undivided import Undivided, find_layers, undivided
 from lightning_hetero.solvers.plans import plan_from_plain
 from lightning_hetero.types import Cluster, ModelCost, PipelinePlan
@@ -94,7 +93,6 @@ class HeteroPipelineStrategy(WholeCheckpointsDDP):
         emulate_links: let activations, sums of gradients and layers that move take the time they would on the links of
             ``cluster``.
         stream: what an `IterableDataset` is: ``"shared"``, if all ranks read the same one.
-        carrier: what suspends a training step: ``"greenlet"``, ``"thread"``, or ``"auto"``.
         **ddp: arguments shared by all engines, and `DDPStrategy`'s own; see `HeteroStrategy`. Those of
             `DistributedDataParallel`, which is not used here, are refused or named in a warning.
 
@@ -124,14 +122,12 @@ class HeteroPipelineStrategy(WholeCheckpointsDDP):
         checkpoint_layers: bool = False,
         emulate_links: bool = False,
         stream: Literal["shared"] | None = None,
-        carrier: Literal["auto", "greenlet", "thread"] = "auto",
         **ddp: Any,
     ) -> None:
         super().__init__(accelerator=accelerator, **ddp)
         check_counts(micro_batch_size=micro_batch_size, max_groups=max_groups)
         check_choice("depth", depth, ("auto", "per_link", "low_memory"))
         check_choice("stream", stream, (None, "shared"))
-        check_choice("carrier", carrier, ("auto", "greenlet", "thread"))
         check_flags(checkpoint_layers=checkpoint_layers, emulate_links=emulate_links)
         names = [backbone] if isinstance(backbone, str | None) else backbone
         if not (isinstance(names, Sequence) and all(isinstance(name, str | None) for name in names)):
@@ -150,7 +146,6 @@ class HeteroPipelineStrategy(WholeCheckpointsDDP):
         )
         self.emulate_links = emulate_links
         self.stream: Literal["shared"] | None = stream
-        self.carrier: CarrierName = carrier
         self._planned: tuple[object, int | None, PlanResult] | None = None  # model and batch it holds for, and the plan
         self._accumulates = False
         self._replans: list[Replan] = []
@@ -166,7 +161,6 @@ class HeteroPipelineStrategy(WholeCheckpointsDDP):
             emulate_links=self.emulate_links,
             seed=int(os.environ.get("PL_GLOBAL_SEED", 0)),
             stream=self.stream,
-            carrier=self.carrier,
             device=self.root_device,
             process_group_backend=self.process_group_backend,
             timeout=self.timeout,
@@ -248,7 +242,6 @@ class HeteroPipelineStrategy(WholeCheckpointsDDP):
                 optimizers=self.optimizers,
                 to_device=partial(compat.batch_to_device, run.trainer, move=super().batch_to_device),
                 context=self.precision_plugin.train_step_context,
-                carrier=self.carrier,
             )
             planned = make_plan(
                 step,

@@ -319,7 +319,6 @@ class Place:
             times=self._times_of(group),
             seed=settings.seed,
             calls=self.planned.calls,
-            carrier=settings.carrier,
             checkpoint_layers=settings.planning.checkpoint_layers,
             policy=self._policy_of(group),
             pace=self.busy,

@@ -30,7 +30,6 @@ CASES: dict[str, tuple[type[Deep], dict[str, Any], dict[str, Any]]] = {  # modul
     "token weights": (variants.Weighted, {}, {}),
     "dict": (variants.Dictionary, {}, {}),
     "layers computed again": (Deep, {"checkpoint_layers": True}, {"accumulate_grad_batches": 2}),
-    "threads": (variants.TwoCalls, {"carrier": "thread"}, {}),
 }
 
 

@@ -114,7 +114,6 @@ def rehearsal(module: Deep, *, named: bool = True) -> Rehearsal:
         optimizers=[torch.optim.Adam(module.parameters())],
         to_device=lambda batch: batch,
         context=nullcontext,
-        carrier="auto",
     )
 
 

@@ -22,7 +22,6 @@ from tests.ranks.pipeline.models import LAYERS, Case, Net, assert_same, make_run
 CASES = {
     "plain": Case(models.plain, steps=20),
     "two batches per step": Case(models.twice, calls=2, steps=4, accumulate=2),
-    "thread": Case(models.plain, options={"carrier": "thread"}),
     "textbook": Case(models.plain, options={"policy": one_f_one_b}),
     "skip": Case(models.skip),
     "twice": Case(models.twice, calls=2, steps=5),

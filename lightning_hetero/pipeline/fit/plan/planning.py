@@ -33,7 +33,6 @@ from lightning_hetero.pipeline.runtime.measure.around_backbone import NeverCalle
 from lightning_hetero.pipeline.runtime.measure.memory import tensor_bytes
 from lightning_hetero.pipeline.runtime.ownership.ownership import tied
 from lightning_hetero.pipeline.runtime.step.backbone import Backbone
-from lightning_hetero.pipeline.runtime.step.coroutines import CarrierName
 from lightning_hetero.pipeline.runtime.step.layer_calls.chain import NotAChainError
 from lightning_hetero.pipeline.runtime.step.undivided import Undivided
 from lightning_hetero.record import read_events
@@ -96,7 +95,6 @@ class PipelineSettings:
     emulate_links: bool
     seed: int
     stream: Literal["shared"] | None
-    carrier: CarrierName
     device: torch.device
     process_group_backend: str | None
     timeout: timedelta | None

@@ -31,7 +31,6 @@ from lightning_hetero.pipeline.runtime.measure.snapshot import Snapshot
 from lightning_hetero.pipeline.runtime.measure.whole_step import measure_series as series_of
 from lightning_hetero.pipeline.runtime.measure.whole_step import measure_whole
 from lightning_hetero.pipeline.runtime.step.backbone import Backbone
-from lightning_hetero.pipeline.runtime.step.coroutines import CarrierName
 from lightning_hetero.pipeline.runtime.step.layer_calls.route import RoutedCall
 from lightning_hetero.pipeline.runtime.step.random_streams import nothing_drawn
 from lightning_hetero.pipeline.runtime.step.undivided import Undivided
@@ -61,7 +60,6 @@ class Rehearsal:
         optimizers: for the size of their state.
         to_device: moves a batch, with all hooks of the user.
         context: of a training step, e.g. autocast.
-        carrier: see `make_carrier`.
     """
 
     module: LightningModule
@@ -72,7 +70,6 @@ class Rehearsal:
     optimizers: Sequence[torch.optim.Optimizer]
     to_device: Callable[[Any], Any]
     context: Callable[[], AbstractContextManager[Any]]
-    carrier: CarrierName
 
 
 def measure_model(
@@ -133,7 +130,6 @@ def calls_in(step: Rehearsal) -> int:
                 cut=step.backbone.cut(),
                 layers=step.backbone.layers,
                 device=step.device,
-                carrier=step.carrier,
             )
         return max(1, calls)
     return 1  # the first batch shows what is wrong with it
@@ -193,7 +189,6 @@ def _measured(
             buffers=[b for b in module.buffers() if id(b) not in inside],
             optimizer=optimizer,
             device=device,
-            carrier=step.carrier,
         )
         again = _computed_again if checkpoint_layers else None
         model = profile_on_device(

@@ -19,10 +19,9 @@ from lightning_hetero.pipeline.runtime.execute.links.links import Links
 from lightning_hetero.pipeline.runtime.execute.links.messages import Message
 from lightning_hetero.pipeline.runtime.execute.stages import Flight, Pass, Stage
 from lightning_hetero.pipeline.runtime.execute.work import LeaderWork, Pace, began, paced, wrong_count
-from lightning_hetero.pipeline.runtime.step.coroutines import Carrier
 from lightning_hetero.pipeline.runtime.step.cut import BackboneCall, graphs_to_retain
 from lightning_hetero.pipeline.runtime.step.layer_calls.route import route_of
-from lightning_hetero.pipeline.runtime.step.resumable import Done, ResumableStep, Suspended
+from lightning_hetero.pipeline.runtime.step.resumable import Carrier, Done, ResumableStep, Suspended
 from lightning_hetero.pipeline.runtime.step.tensor_trees import detached, weighted_loss
 
 __all__ = ["Execution", "LeaderExecution", "LocalStage", "pass_of"]

@@ -31,9 +31,8 @@ from lightning_hetero.pipeline.runtime.execute.stages import Stage, streams_kept
 from lightning_hetero.pipeline.runtime.execute.straight import InPlaceExecution
 from lightning_hetero.pipeline.runtime.execute.work import LeaderRunner, LeaderWork, MicroBatch, Pace
 from lightning_hetero.pipeline.runtime.measure.layer_clock import LayerClock
-from lightning_hetero.pipeline.runtime.step.coroutines import CarrierName
 from lightning_hetero.pipeline.runtime.step.cut import BackboneCut
-from lightning_hetero.pipeline.runtime.step.resumable import make_carrier
+from lightning_hetero.pipeline.runtime.step.resumable import Carrier
 from lightning_hetero.transport.one_node.neighbours import Neighbours
 from lightning_hetero.types import GroupPlan, Link
 
@@ -60,7 +59,6 @@ class StageRunner(LeaderRunner):
             ``devices = (0, ..., S - 1) * c``. The same on all ranks of the group; asked once per batch shape.
         seed: of the run's random streams.
         calls: of the backbone in a training step.
-        carrier: of suspended training steps, see `make_carrier`.
         checkpoint_layers: compute each layer once more in backward instead of keeping its activations.
         policy: of the schedule, from its times.
         pace: emulates a device.
@@ -88,7 +86,6 @@ class StageRunner(LeaderRunner):
         policy: Callable[[PipelineTimes], SchedulePolicy],
         seed: int,
         calls: int = 1,
-        carrier: CarrierName = "auto",
         checkpoint_layers: bool = False,
         pace: Pace | None = None,
         emulated_links: Mapping[tuple[int, int], Link] | None = None,
@@ -125,7 +122,7 @@ class StageRunner(LeaderRunner):
             device=device,
             clock=self._clock,
         )
-        self._carrier = make_carrier(carrier) if self._position == 0 else None
+        self._carrier = Carrier() if self._position == 0 else None
         links = None
         if len(group.ranks) > 1:
             links = Links(
