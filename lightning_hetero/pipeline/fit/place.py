@@ -27,10 +27,11 @@ from lightning_hetero.controller.messages import LinkTime
 from lightning_hetero.emulate.scenario import Scenario
 from lightning_hetero.measure.device import device_of
 from lightning_hetero.measure.rest_probe import RestProbe
+from lightning_hetero.pipeline.decide.costs import called, times_of, work_s
 from lightning_hetero.pipeline.decide.direct_links import direct_pairs
-from lightning_hetero.pipeline.decide.plan_times import called, times_of, work_s
+from lightning_hetero.pipeline.decide.generate import SchedulePolicy
 from lightning_hetero.pipeline.decide.plans import unit_costs
-from lightning_hetero.pipeline.decide.schedule import PipelineTimes, SchedulePolicy
+from lightning_hetero.pipeline.decide.schedule import PipelineTimes
 from lightning_hetero.pipeline.decide.wire_times import parcels_s, sums_s
 from lightning_hetero.pipeline.fit.averaged_weights import Averages
 from lightning_hetero.pipeline.fit.evaluation import EvaluationBatches
@@ -314,7 +315,6 @@ class Place:
             calls=self.planned.calls,
             checkpoint_layers=settings.planning.checkpoint_layers,
             policy=self._policy_of(group),
-            overlap=settings.planning.overlap,
             pace=self.busy,
             emulated_links=emulated if settings.emulate_links else None,
             timeout_s=settings.timeout_s,

@@ -73,7 +73,7 @@ class Rehearsal:
 
 
 def measure_model(
-    step: Rehearsal, *, micro_batch_size: int | None, checkpoint_layers: bool, cache_folder: str | None
+    step: Rehearsal, *, micro_batch_size: int | None, checkpoint_layers: bool
 ) -> tuple[ModelCost, int]:
     """Returns the costs of a module, and how often a step calls the backbone. Nothing of the module changes.
 
@@ -85,7 +85,6 @@ def measure_model(
         step: the user's.
         micro_batch_size: largest number of samples to measure with; None: the loader's batch, at most 64.
         checkpoint_layers: whether layers are computed again in the backward pass.
-        cache_folder: see `profile_on_device`.
 
     Raises:
         TypeError, ValueError: the loader yields no example.
@@ -99,9 +98,7 @@ def measure_model(
         while found is None:
             sizes = (max(1, len(samples) // 4), len(samples))
             try:
-                found = _measured(
-                    step, samples, sizes, checkpoint_layers=checkpoint_layers, cache_folder=cache_folder
-                )
+                found = _measured(step, samples, sizes, checkpoint_layers=checkpoint_layers)
             except Exception as error:
                 if not is_out_of_memory(error):
                     raise
@@ -114,9 +111,7 @@ def measure_model(
             samples = samples * _MORE
             sizes = (sizes[0], len(samples))
             try:
-                found = _measured(
-                    step, samples, sizes, checkpoint_layers=checkpoint_layers, cache_folder=cache_folder
-                )
+                found = _measured(step, samples, sizes, checkpoint_layers=checkpoint_layers)
             except Exception:  # so many do not fit, or are more than the step can do with: what is known will do
                 break
         return found
@@ -171,7 +166,6 @@ def _measured(
     sizes: tuple[int, int],
     *,
     checkpoint_layers: bool,
-    cache_folder: str | None,
 ) -> tuple[ModelCost, int]:
     """Measures with so many of these samples."""
     module, layers, device = step.module, step.backbone.layers, step.device
@@ -207,7 +201,6 @@ def _measured(
             optimizer=optimizer,
             before=outside.before,
             head=outside.head,
-            cache_folder=cache_folder,
         )
     return model, outside.calls
 

@@ -45,12 +45,10 @@ class LocalStage:
     links: Links | None
     pace: Pace | None
 
-    def send(self, position: int, message: Message, *, wait: bool = False) -> None:
+    def send(self, position: int, message: Message) -> None:
         """Posts a message to another stage's rank."""
         assert self.links is not None
         self.links.send(self.ranks[position], message)
-        if wait:
-            self.links.flush(self.ranks[position])
 
     def receive(self, position: int, due: Message) -> Message:
         """Waits for a message with the place of ``due``.
@@ -110,7 +108,7 @@ class Execution:
         self._samples = samples
         self._numbers = numbers
         self._before_last_backward = before_last_backward
-        self._devices = (*schedule.devices, schedule.head)
+        self._devices = (*schedule.devices, schedule.devices[0])
         self._flights: dict[tuple[int, int], Flight] = {}  # by stage and micro-batch, as all below
         self._inbox: dict[tuple[What, int, int], Message | None] = {}  # by the stage that uses it
         self._outbox: dict[tuple[What, int, int], Message | None] = {}  # by the stage whose result it is
@@ -138,7 +136,7 @@ class Execution:
         assert op.what is not None and op.peer is not None
         message = self._outbox.pop((op.what, op.stage, op.micro_batch))
         if message is not None:
-            self._local.send(op.peer, message, wait=not self._schedule.overlapped)
+            self._local.send(op.peer, message)
 
     def _receive(self, op: Operation) -> None:
         assert op.what is not None and op.peer is not None
