@@ -12,7 +12,6 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -28,8 +27,8 @@ from lightning_hetero.controller.replans import Replan
 from lightning_hetero.emulate.scenario import Scenario
 from lightning_hetero.emulate.throttle import scenario_steps
 from lightning_hetero.lightning_compat.patches import patched
+from lightning_hetero.pipeline.decide.costs import model_from_plain
 from lightning_hetero.pipeline.decide.plans import describe_plan, unit_costs
-from lightning_hetero.pipeline.decide.recorded_costs import model_from_plain
 from lightning_hetero.pipeline.fit.acting import acting_rank
 from lightning_hetero.pipeline.fit.checkpoints import WholeCheckpointsDDP
 from lightning_hetero.pipeline.fit.layer_hooks import hooks_return
@@ -56,7 +55,6 @@ from lightning_hetero.pipeline.fit.replans import Decides
 from lightning_hetero.pipeline.fit.run import PipelineRun
 from lightning_hetero.pipeline.fit.training import TrainBatches
 from lightning_hetero.pipeline.runtime.step.backbone import Backbone
-from lightning_hetero.pipeline.runtime.step.coroutines import CarrierName
 from lightning_hetero.pipeline.runtime.step.undivided import Undivided, find_layers, undivided
 from lightning_hetero.solvers.plans import plan_from_plain
 from lightning_hetero.types import Cluster, ModelCost, PipelinePlan
@@ -91,14 +89,10 @@ class HeteroPipelineStrategy(WholeCheckpointsDDP):
         max_groups: most pipelines side by side; ``None``: as many as devices.
         depth: how many micro-batches are in flight: ``"per_link"`` for speed, ``"low_memory"``; ``"auto"``: whichever
             makes the faster plan under the devices' memory.
-        overlap: transfers run beside computation.
         checkpoint_layers: keep only each layer's input for the backward pass and compute the layer again there.
         emulate_links: let activations, sums of gradients and layers that move take the time they would on the links of
             ``cluster``.
-        seed: of dropout and whatever else is drawn; ``None``: ``seed_everything``'s, or 0.
         stream: what an `IterableDataset` is: ``"shared"``, if all ranks read the same one.
-        carrier: what suspends a training step: ``"greenlet"``, ``"thread"``, or ``"auto"``.
-        cache_folder: where measurements are kept between runs; ``None``: nowhere.
         **ddp: arguments shared by all engines, and `DDPStrategy`'s own; see `HeteroStrategy`. Those of
             `DistributedDataParallel`, which is not used here, are refused or named in a warning.
 
@@ -125,23 +119,16 @@ class HeteroPipelineStrategy(WholeCheckpointsDDP):
         controller: LyapunovController | Literal["lyapunov"] | None = "lyapunov",
         max_groups: int | None = None,
         depth: Literal["auto", "per_link", "low_memory"] = "auto",
-        overlap: bool = True,
         checkpoint_layers: bool = False,
         emulate_links: bool = False,
-        seed: int | None = None,
         stream: Literal["shared"] | None = None,
-        carrier: Literal["auto", "greenlet", "thread"] = "auto",
-        cache_folder: str | Path | None = None,
         **ddp: Any,
     ) -> None:
         super().__init__(accelerator=accelerator, **ddp)
         check_counts(micro_batch_size=micro_batch_size, max_groups=max_groups)
         check_choice("depth", depth, ("auto", "per_link", "low_memory"))
         check_choice("stream", stream, (None, "shared"))
-        check_choice("carrier", carrier, ("auto", "greenlet", "thread"))
-        check_flags(overlap=overlap, checkpoint_layers=checkpoint_layers, emulate_links=emulate_links)
-        if not (seed is None or type(seed) is int):
-            raise TypeError(f"seed={seed!r} must be a whole number, or None")
+        check_flags(checkpoint_layers=checkpoint_layers, emulate_links=emulate_links)
         names = [backbone] if isinstance(backbone, str | None) else backbone
         if not (isinstance(names, Sequence) and all(isinstance(name, str | None) for name in names)):
             raise TypeError(f"backbone={backbone!r} must be the name of an attribute, a list of names, or None")
@@ -154,15 +141,11 @@ class HeteroPipelineStrategy(WholeCheckpointsDDP):
             micro_batch_size=micro_batch_size,
             max_groups=max_groups,
             depth=depth,
-            overlap=overlap,
             checkpoint_layers=checkpoint_layers,
-            cache_folder=None if cache_folder is None else str(cache_folder),
             watched=isinstance(controller, LyapunovController),
         )
         self.emulate_links = emulate_links
         self.stream: Literal["shared"] | None = stream
-        self.carrier: CarrierName = carrier
-        self._seed = seed
         self._planned: tuple[object, int | None, PlanResult] | None = None  # model and batch it holds for, and the plan
         self._accumulates = False
         self._replans: list[Replan] = []
@@ -176,9 +159,8 @@ class HeteroPipelineStrategy(WholeCheckpointsDDP):
             planning=self.plan_settings,
             backbone=self.backbone,
             emulate_links=self.emulate_links,
-            seed=int(os.environ.get("PL_GLOBAL_SEED", 0)) if self._seed is None else self._seed,
+            seed=int(os.environ.get("PL_GLOBAL_SEED", 0)),
             stream=self.stream,
-            carrier=self.carrier,
             device=self.root_device,
             process_group_backend=self.process_group_backend,
             timeout=self.timeout,
@@ -260,7 +242,6 @@ class HeteroPipelineStrategy(WholeCheckpointsDDP):
                 optimizers=self.optimizers,
                 to_device=partial(compat.batch_to_device, run.trainer, move=super().batch_to_device),
                 context=self.precision_plugin.train_step_context,
-                carrier=self.carrier,
             )
             planned = make_plan(
                 step,
@@ -296,7 +277,6 @@ class HeteroPipelineStrategy(WholeCheckpointsDDP):
                     spans=tied_spans(self._run.module, backbone),
                     micro_batch_size=settings.micro_batch_size,
                     max_groups=settings.max_groups,
-                    overlap=settings.overlap,
                     depth=settings.depth,
                     planned_batches=batches,
                 )

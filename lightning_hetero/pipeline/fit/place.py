@@ -11,7 +11,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -28,10 +27,11 @@ from lightning_hetero.controller.messages import LinkTime
 from lightning_hetero.emulate.scenario import Scenario
 from lightning_hetero.measure.device import device_of
 from lightning_hetero.measure.rest_probe import RestProbe
+from lightning_hetero.pipeline.decide.costs import called, times_of, work_s
 from lightning_hetero.pipeline.decide.direct_links import direct_pairs
-from lightning_hetero.pipeline.decide.plan_times import called, times_of, work_s
+from lightning_hetero.pipeline.decide.generate import SchedulePolicy
 from lightning_hetero.pipeline.decide.plans import unit_costs
-from lightning_hetero.pipeline.decide.schedule import PipelineTimes, SchedulePolicy
+from lightning_hetero.pipeline.decide.schedule import PipelineTimes
 from lightning_hetero.pipeline.decide.wire_times import parcels_s, sums_s
 from lightning_hetero.pipeline.fit.averaged_weights import Averages
 from lightning_hetero.pipeline.fit.evaluation import EvaluationBatches
@@ -46,7 +46,6 @@ from lightning_hetero.pipeline.runtime.execute.whole_step import WholeStep
 from lightning_hetero.pipeline.runtime.ownership.full_state import WholeState
 from lightning_hetero.pipeline.runtime.ownership.gradients import GradientSync
 from lightning_hetero.pipeline.runtime.ownership.migration import Migration
-from lightning_hetero.pipeline.runtime.ownership.near_ways import NearWays
 from lightning_hetero.pipeline.runtime.ownership.owner_groups import OwnerGroups, share_buffers, share_initial
 from lightning_hetero.pipeline.runtime.ownership.ownership import Ownership
 from lightning_hetero.pipeline.runtime.ownership.pruning import prune, restore, to_device
@@ -123,8 +122,6 @@ class Place:
         scenario_step: Callable[[int], int] = int,
     ) -> None:
         module, world = trainer.lightning_module, channel.group
-        folder = trainer.default_root_dir
-        self._folder = folder if os.access(folder, os.W_OK) else None
         self.module, self._optimizers, self._backbone = module, optimizers, backbone
         self._scenario, self._scenario_step = scenario, scenario_step
         self.planned, self.settings, self.channel, self.failures = planned, settings, channel, failures
@@ -141,7 +138,6 @@ class Place:
         near = all(self._node.are_near(0, rank) for rank in others) and not any(d.backend for d in self._devices)
         # Each of gloo's groups has a thread that looks around 100 times a second: none is made that nobody needs.
         self._wire = None if near else gloo_group(settings.timeout)
-        self._near = NearWays(self._node, channel.rank, failures=failures, timeout_s=settings.timeout_s)
         self._control = self._near_round()
         self.ways = DirectWays(
             self._pairs(planned.plan),
@@ -205,8 +201,7 @@ class Place:
             device=self.settings.device,
             group=self.channel.group,
             wait=self.failures.wait,
-            ways=self.ways.by_peer,
-            near=self._near,
+            wait_for_peer=self.failures.wait_for_peer,
             here=self.here,
         )
         began_s = time.monotonic()
@@ -242,7 +237,7 @@ class Place:
 
     def _hold(self) -> None:
         """What follows from who holds what."""
-        self.whole = WholeState(self.module, self.ownership, group=self.channel.group, folder=self._folder)
+        self.whole = WholeState(self.module, self.ownership, group=self.channel.group)
         wait = partial(self.failures.wait, polled=device_of(self.settings.device).asynchronous)
         self.sync = GradientSync(
             self.module,
@@ -318,10 +313,8 @@ class Place:
             times=self._times_of(group),
             seed=settings.seed,
             calls=self.planned.calls,
-            carrier=settings.carrier,
             checkpoint_layers=settings.planning.checkpoint_layers,
             policy=self._policy_of(group),
-            overlap=settings.planning.overlap,
             pace=self.busy,
             emulated_links=emulated if settings.emulate_links else None,
             timeout_s=settings.timeout_s,

@@ -1,9 +1,9 @@
 """Other plans while a run trains: measured, decided on rank 0, told to all, carried out between two batches (layer L).
 
     end of batch t    what all ranks took, in the message that is sent anyway [training]
-                      a rank's time has jumped [decide.jumps]: rank 0's controller decides, and says so to all
+                      a rank's time has jumped [decide.replanning]: rank 0's controller decides, and says so to all
                       else it decides when it waits in batch t+1, and the next message tells that there is something
-    next batch drawn  all: from when on can it hold [decide.changeover]
+    next batch drawn  all: from when on can it hold [decide.replanning]
                       it holds from here on: layers move [place, runtime.ownership.migration], schedules are others
 """
 
@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import pickle
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -28,15 +27,20 @@ from lightning_hetero.base.run import EventLog, planned_batches
 from lightning_hetero.controller.messages import Decision, Observation
 from lightning_hetero.controller.replans import Replan, ReplanLog
 from lightning_hetero.data import Part
-from lightning_hetero.pipeline.decide.changeover import Changeover, changeover
-from lightning_hetero.pipeline.decide.jumps import Jumps
 from lightning_hetero.pipeline.decide.plans import check_plan, in_one_piece
-from lightning_hetero.pipeline.decide.told import Told, telling_layers
+from lightning_hetero.pipeline.decide.replanning import (
+    BatchReport,
+    Changeover,
+    Jumps,
+    changeover,
+    reporting_group,
+)
 from lightning_hetero.pipeline.fit.loaders import PipelineBinder
 from lightning_hetero.pipeline.fit.place import Place
 from lightning_hetero.pipeline.fit.plan.planning import PlanResult
 from lightning_hetero.pipeline.runtime.ownership.migration import CancelledError
 from lightning_hetero.solvers.plans import plan_to_plain
+from lightning_hetero.transport.objects import packed, unpacked
 from lightning_hetero.types import PipelinePlan
 
 if TYPE_CHECKING:
@@ -98,7 +102,7 @@ class Replans:
         self._jumps = Jumps()
         self._put_off: Callable[[], None] | None = None  # on rank 0: a decision on the last batch
         self._held: list[Decision] = []  # on rank 0: what it has not said yet
-        self._told: tuple[torch.Tensor, dist.Work, bytes] | None = None  # on its way: size of what rank 0 has to say
+        self._told: tuple[torch.Tensor, dist.Work, torch.Tensor] | None = None  # on its way: size of what rank 0 says
         self._due: list[tuple[Changeover, Decision]] = []
         self._paused_s, self._moved_bytes = 0.0, 0
         self._at = (-1, -1)  # the batch that began last
@@ -126,7 +130,7 @@ class Replans:
                 " to let hetero_pipeline replan"
             )
 
-    def observe(self, batch: int, part: Part, told: Told, pause_s: float, *, news: bool) -> None:
+    def observe(self, batch: int, part: Part, told: BatchReport, pause_s: float, *, news: bool) -> None:
         """A batch has been trained: rank 0 decides, now or by `catch_up`; the others are told of it while they go on.
 
         Args:
@@ -154,9 +158,9 @@ class Replans:
         if not (jumped or news):  # the same on all ranks
             return
         self.catch_up()
-        text = pickle.dumps(self._held) if self._held else b""
+        text = packed(self._held) if self._held else torch.empty(0, dtype=torch.uint8)
         self._held = []
-        size = torch.tensor([len(text)])
+        size = torch.tensor([text.numel()])
         work = dist.broadcast(size, src=0, group=self._place.channel.group, async_op=True)
         assert work is not None
         self._told = size, work, text
@@ -193,7 +197,7 @@ class Replans:
         return {} if self._decider is None else self._decider.state_dict()
 
     def _observation(
-        self, batch: int, part: Part, told: Told, batch_s: float, pause_s: float, moved_bytes: int
+        self, batch: int, part: Part, told: BatchReport, batch_s: float, pause_s: float, moved_bytes: int
     ) -> Observation:
         groups = self._place.planned.plan.groups
         return Observation(
@@ -201,7 +205,7 @@ class Replans:
             generation=self.generation,
             batch_s=batch_s,
             work_s={rank: compute_s for rank, (samples, compute_s, _) in enumerate(told.work) if samples},
-            layer_s=told.layer_s(groups[telling_layers(batch, groups)]),
+            layer_s=told.layer_s(groups[reporting_group(batch, groups)]),
             links=told.links,
             rest_s=told.rest_s,
             micro_batches=self._binder.all_micro_batches(part),
@@ -251,12 +255,11 @@ class Replans:
         wait(work)
         if not int(size):
             return []
-        data = torch.frombuffer(bytearray(text or int(size)), dtype=torch.uint8)
+        data = text if text.numel() else torch.empty(int(size), dtype=torch.uint8)
         work = dist.broadcast(data, src=0, group=channel.group, async_op=True)
         assert work is not None
         wait(work)
-        decisions: list[Decision] = pickle.loads(data.numpy().tobytes())
-        return decisions
+        return unpacked(data)
 
     def _schedule(self, part: Part, decision: Decision) -> None:
         """Finds out from when on a plan can hold; what is drawn from then on is drawn for it."""

@@ -29,7 +29,7 @@ from lightning_hetero.callbacks.requeue import RequeueTogether
 from lightning_hetero.data import Part
 from lightning_hetero.data.micro_batches import join_outputs, split_batch
 from lightning_hetero.lightning_compat.patches import patched
-from lightning_hetero.pipeline.decide.told import Told, telling_layers
+from lightning_hetero.pipeline.decide.replanning import BatchReport, reporting_group
 from lightning_hetero.pipeline.fit.acting import acting_as, leader_runs
 from lightning_hetero.pipeline.fit.kept_by_steps import KeptBySteps, MemberOutputs
 from lightning_hetero.pipeline.fit.loaders import PipelineBinder
@@ -89,7 +89,7 @@ class TrainBatches:
         self.part: Part | None = None
         self.sigterm = False
         self.in_step = False
-        self._last: tuple[Part, Told] | None = None  # of all ranks' last step
+        self._last: tuple[Part, BatchReport] | None = None  # of all ranks' last step
         self._kept_known = False  # whether layers have been looked at for what they keep
         self._pending: dict[nn.Parameter, Tensor] = {}
         self._skips = False  # whether some rank's gradients overflowed, for a gradient scaler
@@ -100,7 +100,7 @@ class TrainBatches:
         """On the last batch, the same on all ranks; None before the first one."""
         return None if self._last is None else self._report_of(*self._last)
 
-    def _report_of(self, part: Part, told: Told) -> StepReport:
+    def _report_of(self, part: Part, told: BatchReport) -> StepReport:
         records = tuple(
             SpeedSample(rank=r, step=part.step, samples=n, compute_s=compute_s, wait_s=wait_s)
             for r, (n, compute_s, wait_s) in enumerate(told.work)
@@ -148,7 +148,7 @@ class TrainBatches:
         sizes, first = self._binder.micro_batches(part, place.group_index)
         batches = self._cut(batch, sizes, part.samples) if place.leads and sizes else []
         weights = self._weights(batches, sizes, part)
-        place.time_layers(place.group_index == telling_layers(step, place.planned.plan.groups))
+        place.time_layers(place.group_index == reporting_group(step, place.planned.plan.groups))
         place.busy.begin(step)
         old = self._take_gradients()
         # An emulated device's sleep comes after the real backward pass: sums begun in that would be over before the
@@ -256,7 +256,7 @@ class TrainBatches:
         self,
         losses: Sequence[float],
         weights: Sequence[float],
-        told: Told,
+        told: BatchReport,
         start: Callable[[Tensor], Sum] | None,
     ) -> Callable[[], list[float]]:
         """Starts to sum over all ranks what each has to tell of the batch, with what has been logged; by ``start``
@@ -275,7 +275,9 @@ class TrainBatches:
         )
         return self._place.logs.send([*map(float, numbers), *told.numbers], start=start)
 
-    def _received(self, receive: Callable[[], list[float]], told: Told) -> tuple[Told, Tensor, float, bool]:
+    def _received(
+        self, receive: Callable[[], list[float]], told: BatchReport
+    ) -> tuple[BatchReport, Tensor, float, bool]:
         """Waits for the sums; returns what all have told, the loss of the global batch, the same on all ranks, how long
         the ranks stood still before it, in the mean [s], and whether rank 0 has decided something."""
         rank, world, number = self._place.channel.rank, self._place.channel.world_size, self.replans.generation
@@ -295,18 +297,18 @@ class TrainBatches:
         loss = torch.full((), loss, device=self._place.settings.device, dtype=torch.float32)
         return replace(told, numbers=sums), loss, paused_s / world, bool(news)
 
-    def _told(self, batch: int, samples: int, busy_s: float, wait_s: float, rest_s: float) -> Told:
+    def _told(self, batch: int, samples: int, busy_s: float, wait_s: float, rest_s: float) -> BatchReport:
         """Returns what this rank tells the others of a batch, in which it has waited for ``wait_s`` by now."""
         place = self._place
         groups, work = place.planned.plan.groups, (float(samples), busy_s, wait_s, self._exchange_s)
         rank, world = place.channel.rank, place.channel.world_size
         if not place.watched:
-            return Told.by(rank, world, 0, work)
+            return BatchReport.of_rank(rank, world, 0, work)
         links, layer_s = place.measured()
         first = 0
         if place.group is not None:
             first = place.group.cuts[place.group.ranks.index(rank)]
-        return Told.by(
+        return BatchReport.of_rank(
             rank,
             world,
             groups[0].cuts[-1],

@@ -5,13 +5,13 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from benchmarks.joint.simulated.machine import Machine
+from benchmarks.joint.simulated.simulator import Rates, Unchanged, simulate
+from benchmarks.joint.simulated.traces import Phase, Trace
 from lightning_hetero.controller.messages import Decision, Move, Observation
-from lightning_hetero.pipeline.decide.plan_times import times_of
+from lightning_hetero.pipeline.decide.costs import times_of
+from lightning_hetero.pipeline.decide.generate import SchedulePolicy, makespan_s
 from lightning_hetero.pipeline.decide.plans import best_plan
-from lightning_hetero.pipeline.decide.schedule import SchedulePolicy, generate, replay
-from lightning_hetero.pipeline.decide.simulate.machine import Machine
-from lightning_hetero.pipeline.decide.simulate.simulator import Rates, Unchanged, simulate
-from lightning_hetero.pipeline.decide.simulate.traces import Phase, Trace
 from lightning_hetero.solvers.placement import evaluate_plan
 from lightning_hetero.solvers.plans import replicas
 from lightning_hetero.types import PipelinePlan
@@ -40,9 +40,8 @@ def test_a_batch_takes_what_its_operations_take() -> None:
     [group] = plan.groups
     slow = Phase(start=0, slowness=(2.0, 1.0), links={(0, 1): 100.0})
     times = times_of(MODEL, machine.cluster_in(slow), group)
-    timeline = replay(generate(times, SchedulePolicy(depths=group.depths)), times)
     batch = machine.batch(plan, slow)
-    assert batch.seconds == pytest.approx(timeline.makespan_s)
+    assert batch.seconds == pytest.approx(makespan_s(times, SchedulePolicy(depths=group.depths)))
     assert batch.work_s[0] == pytest.approx(2.0 * machine.batch(plan, CALM).work_s[0])
     assert machine.batch(plan, CALM).seconds == pytest.approx(plan.total_s, rel=0.1)
 

@@ -10,14 +10,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_hetero.cluster import cluster_to_plain, equal_cluster, override_cluster
-from lightning_hetero.pipeline.decide.plans import unit_costs
-from lightning_hetero.pipeline.decide.recorded_costs import (
+from lightning_hetero.pipeline.decide.costs import (
     layer_from_plain,
     layer_to_plain,
     model_from_plain,
     model_to_plain,
     recorded,
 )
+from lightning_hetero.pipeline.decide.plans import unit_costs
 from lightning_hetero.types import AffineCost, Event, LayerCost, ModelCost
 
 positive = st.floats(0.0, allow_nan=False, allow_infinity=False)

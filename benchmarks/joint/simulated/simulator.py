@@ -1,4 +1,4 @@
-"""Runs a controller against a changing cluster, batch by batch, as training would (layer P).
+"""Runs a controller against a changing cluster, batch by batch, as training would.
 
 batch starts -> the phase of the trace that holds -> the plan in force takes its time, operation by operation
 batch ends   -> what was measured (with noise, if asked for) -> the controller decides
@@ -14,9 +14,9 @@ from typing import Protocol
 
 import numpy as np
 
+from benchmarks.joint.simulated.machine import Batch, Machine
+from benchmarks.joint.simulated.traces import Trace
 from lightning_hetero.controller.messages import Decision, Observation
-from lightning_hetero.pipeline.decide.simulate.machine import Batch, Machine
-from lightning_hetero.pipeline.decide.simulate.traces import Trace
 from lightning_hetero.solvers.chain.layers import Floats
 from lightning_hetero.types import PipelinePlan
 

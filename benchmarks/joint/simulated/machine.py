@@ -1,14 +1,13 @@
-"""What a plan really takes on a simulated cluster: the operations of its schedule, not a formula (layer P)."""
+"""What a plan really takes on a simulated cluster: the operations of its schedule, not a formula."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from benchmarks.joint.simulated.traces import Phase
 from lightning_hetero.controller.messages import LinkTime, Move
-from lightning_hetero.pipeline.decide.plan_times import times_of, work_s
-from lightning_hetero.pipeline.decide.schedule import PipelineTimes, SchedulePolicy, makespan_s
-from lightning_hetero.pipeline.decide.simulate.traces import Phase
+from lightning_hetero.pipeline.decide.costs import batch_s, work_s
 from lightning_hetero.solvers.placement.pipes import Pipe, Problem
 from lightning_hetero.solvers.placement.sync import sync_s
 from lightning_hetero.types import Cluster, GroupPlan, Link, ModelCost, PipelinePlan
@@ -79,13 +78,8 @@ class Machine:
 
     def _run(self, plan: PipelinePlan, cluster: Cluster) -> Batch:
         links: list[LinkTime] = []
-        seconds = traffic = 0.0
-        known: dict[tuple[PipelineTimes, tuple[int, ...]], float] = {}  # of equal devices many groups are equal
+        traffic = 0.0
         for group in plan.groups:
-            alike = (times_of(self.model, cluster, group), group.depths)
-            if alike not in known:
-                known[alike] = makespan_s(alike[0], SchedulePolicy(depths=group.depths))
-            seconds = max(seconds, known[alike])
             for a, b, size_bytes, count in self._wires(group):
                 wire_s = (
                     cluster.links[a][b].latency_s * count + size_bytes / cluster.links[a][b].bandwidth_bytes_per_s
@@ -96,8 +90,9 @@ class Machine:
         problem = Problem(self.model, cluster, samples, (samples,))
         params = float(problem.param_bytes[-1]) + problem.leader_param_bytes
         traffic += 2.0 * (len(plan.groups) - 1) * params
+        synchronised_s = sync_s(problem, [Pipe(group.ranks, group.cuts) for group in plan.groups])
         return Batch(
-            seconds=seconds + sync_s(problem, [Pipe(group.ranks, group.cuts) for group in plan.groups]),
+            seconds=batch_s(replace(plan, sync_s=synchronised_s), self.model, cluster),
             work_s=work_s(plan, self.model, cluster, ranks=len(cluster.devices)),
             links=tuple(links),
             traffic_bytes=traffic,

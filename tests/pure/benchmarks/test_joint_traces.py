@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from lightning_hetero.pipeline.decide.simulate.traces import (
+from benchmarks.joint.simulated.traces import (
     Phase,
     Trace,
     degraded_links,

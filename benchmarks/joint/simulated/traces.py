@@ -1,4 +1,4 @@
-"""How a cluster changes: speeds, links and prices over batches or over seconds, generated or written by hand (layer P).
+"""How a cluster changes: speeds, links and prices over batches or over seconds, generated or written by hand.
 
 Generators draw from a NumPy generator that is passed in; the same one gives the same trace. `merged` lays traces over
 one another: factors multiply, prices too.
