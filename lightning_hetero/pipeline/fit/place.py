@@ -36,9 +36,9 @@ from lightning_hetero.pipeline.decide.schedule import PipelineTimes
 from lightning_hetero.pipeline.decide.wire_times import parcels_s, sums_s
 from lightning_hetero.pipeline.fit.averaged_weights import Averages
 from lightning_hetero.pipeline.fit.evaluation import EvaluationBatches
-from lightning_hetero.pipeline.fit.layer_hooks import refuse_kept
 from lightning_hetero.pipeline.fit.logs import StepLogs
 from lightning_hetero.pipeline.fit.plan.planning import PipelineSettings, PlanResult
+from lightning_hetero.pipeline.fit.refusals import refuse_kept
 from lightning_hetero.pipeline.runtime.execute.emulated_pace import BusyTime, ScenarioPace, parts_of
 from lightning_hetero.pipeline.runtime.execute.failures import FailureBoard
 from lightning_hetero.pipeline.runtime.execute.links.direct_ways import DirectWays, rank_device
@@ -84,6 +84,7 @@ class Place:
 
     Attributes:
         module: of which this rank has a part.
+        backbone: its layers, as given.
         planned: the plan in force, and what it was made from.
         settings, channel, failures, watched: as given.
         group_index: of this rank's group in the plan; None for a rank at rest.
@@ -126,7 +127,7 @@ class Place:
         module, world = trainer.lightning_module, channel.group
         folder = trainer.default_root_dir
         self._folder = folder if os.access(folder, os.W_OK) else None
-        self.module, self._optimizers, self._backbone = module, optimizers, backbone
+        self.module, self._optimizers, self.backbone = module, optimizers, backbone
         self._scenario, self._scenario_step = scenario, scenario_step
         self.planned, self.settings, self.channel, self.failures = planned, settings, channel, failures
         self.watched = watched
@@ -168,7 +169,7 @@ class Place:
     def elsewhere(self) -> list[tuple[str, nn.Module]]:
         """Returns the layers that other ranks of the group run which this one leads, by their names."""
         assert self.group is not None
-        layers = list(zip(self._backbone.names, self._backbone.layers, strict=True))
+        layers = list(zip(self.backbone.names, self.backbone.layers, strict=True))
         return layers[self.group.cuts[1] :] if len(self.group.ranks) > 1 else []
 
     # ---- what a plan gives this rank -------------------------------------------------------------------------------
@@ -235,7 +236,7 @@ class Place:
                 node.close()
 
     def _ownership_under(self, plan: PipelinePlan) -> Ownership:
-        return Ownership(self.module, self._backbone.layers, plan, rank=self.channel.rank)
+        return Ownership(self.module, self.backbone.layers, plan, rank=self.channel.rank)
 
     def _pairs(self, plan: PipelinePlan) -> list[tuple[int, int]]:
         """Between which ranks of a plan there are direct ways."""
@@ -262,7 +263,7 @@ class Place:
         self.group_index = next((i for i, group in enumerate(plan.groups) if rank in group.ranks), None)
         self.group = group = None if self.group_index is None else plan.groups[self.group_index]
         self.leads = group is not None and group.ranks[0] == rank
-        model = planned.model or unit_costs(self._backbone.names)
+        model = planned.model or unit_costs(self.backbone.names)
         if group is not None and self._scenario is not None:
             parts = parts_of(model, group, rank, max(group.micro_batches))
             stages, calls = len(group.ranks), planned.calls
@@ -288,7 +289,7 @@ class Place:
         self.evaluation.settle(plan, self.runner)
 
     def _times_of(self, group: GroupPlan) -> TimesOf:
-        model, cluster = self.planned.model or unit_costs(self._backbone.names), self.planned.cluster
+        model, cluster = self.planned.model or unit_costs(self.backbone.names), self.planned.cluster
 
         def times(samples: tuple[int, ...], calls: int) -> PipelineTimes:
             part = replace(group, samples=sum(samples), micro_batches=samples)
@@ -306,14 +307,14 @@ class Place:
 
     def _runner_of(self, group: GroupPlan) -> StageRunner | WholeStep:
         settings, cluster = self.settings, self.planned.cluster
-        if isinstance(self._backbone, Undivided):
+        if isinstance(self.backbone, Undivided):
             return WholeStep(failures=self.failures, seed=settings.seed, pace=self.busy)
         emulated = {(a, b): cluster.links[a][b] for a in group.ranks for b in group.ranks if a != b}
         return StageRunner(
-            self._backbone.layers,
+            self.backbone.layers,
             group=group,
             rank=self.channel.rank,
-            cut=self._backbone.cut() if self.leads else None,
+            cut=self.backbone.cut() if self.leads else None,
             wire=self._wire,
             failures=self.failures,
             times=self._times_of(group),
@@ -370,7 +371,7 @@ class Place:
     def refuse_kept(self) -> None:
         """Checks what layers keep of the first batch, where they are divided or may be; see there."""
         if self.watched or any(len(group.ranks) > 1 for group in self.planned.plan.groups):
-            refuse_kept(self._backbone)
+            refuse_kept(self.backbone)
 
     def share_buffers(self) -> None:
         """Before an evaluation: statistics such as BatchNorm's are those of the first group, as rank 0's under DDP."""
