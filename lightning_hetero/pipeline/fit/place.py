@@ -11,7 +11,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -47,7 +46,6 @@ from lightning_hetero.pipeline.runtime.execute.whole_step import WholeStep
 from lightning_hetero.pipeline.runtime.ownership.full_state import WholeState
 from lightning_hetero.pipeline.runtime.ownership.gradients import GradientSync
 from lightning_hetero.pipeline.runtime.ownership.migration import Migration
-from lightning_hetero.pipeline.runtime.ownership.near_ways import NearWays
 from lightning_hetero.pipeline.runtime.ownership.owner_groups import OwnerGroups, share_buffers, share_initial
 from lightning_hetero.pipeline.runtime.ownership.ownership import Ownership
 from lightning_hetero.pipeline.runtime.ownership.pruning import prune, restore, to_device
@@ -125,8 +123,6 @@ class Place:
         scenario_step: Callable[[int], int] = int,
     ) -> None:
         module, world = trainer.lightning_module, channel.group
-        folder = trainer.default_root_dir
-        self._folder = folder if os.access(folder, os.W_OK) else None
         self.module, self._optimizers, self.backbone = module, optimizers, backbone
         self._scenario, self._scenario_step = scenario, scenario_step
         self.planned, self.settings, self.channel, self.failures = planned, settings, channel, failures
@@ -143,7 +139,6 @@ class Place:
         near = all(self._node.are_near(0, rank) for rank in others) and not any(d.backend for d in self._devices)
         # Each of gloo's groups has a thread that looks around 100 times a second: none is made that nobody needs.
         self._wire = None if near else gloo_group(settings.timeout)
-        self._near = NearWays(self._node, channel.rank, failures=failures, timeout_s=settings.timeout_s)
         self._control = self._near_round()
         self.ways = DirectWays(
             self._pairs(planned.plan),
@@ -207,8 +202,7 @@ class Place:
             device=self.settings.device,
             group=self.channel.group,
             wait=self.failures.wait,
-            ways=self.ways.by_peer,
-            near=self._near,
+            wait_for_peer=self.failures.wait_for_peer,
             here=self.here,
         )
         began_s = time.monotonic()
@@ -244,7 +238,7 @@ class Place:
 
     def _hold(self) -> None:
         """What follows from who holds what."""
-        self.whole = WholeState(self.module, self.ownership, group=self.channel.group, folder=self._folder)
+        self.whole = WholeState(self.module, self.ownership, group=self.channel.group)
         wait = partial(self.failures.wait, polled=device_of(self.settings.device).asynchronous)
         self.sync = GradientSync(
             self.module,

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import pickle
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -42,6 +41,7 @@ from lightning_hetero.pipeline.fit.place import Place
 from lightning_hetero.pipeline.fit.plan.planning import tied_spans
 from lightning_hetero.pipeline.runtime.ownership.migration import CancelledError
 from lightning_hetero.solvers.plans import plan_to_plain
+from lightning_hetero.transport.objects import packed, unpacked
 from lightning_hetero.types import PipelinePlan
 
 if TYPE_CHECKING:
@@ -183,7 +183,7 @@ class Replans:
         self.rank_zero, self._in_force = rank_zero, in_force
         self._log = ReplanLog(records)
         self._jumps = Jumps()
-        self._told: tuple[torch.Tensor, dist.Work, bytes] | None = None  # on its way: size of what rank 0 has to say
+        self._told: tuple[torch.Tensor, dist.Work, torch.Tensor] | None = None  # on its way: size of what rank 0 says
         self._due: list[tuple[Changeover, Decision]] = []
         self.paused_s, self._moved_bytes = 0.0, 0
         self._at = (-1, -1)  # the batch that began last
@@ -245,9 +245,9 @@ class Replans:
         if not (jumped or news):  # the same on all ranks
             return
         rank_zero.catch_up()
-        text = pickle.dumps(rank_zero.unsaid) if rank_zero.unsaid else b""
+        text = packed(rank_zero.unsaid) if rank_zero.unsaid else torch.empty(0, dtype=torch.uint8)
         rank_zero.unsaid = []
-        size = torch.tensor([len(text)])
+        size = torch.tensor([text.numel()])
         work = dist.broadcast(size, src=0, group=self._place.channel.group, async_op=True)
         assert work is not None
         self._told = size, work, text
@@ -294,12 +294,11 @@ class Replans:
         wait(work)
         if not int(size):
             return []
-        data = torch.frombuffer(bytearray(text or int(size)), dtype=torch.uint8)
+        data = text if text.numel() else torch.empty(int(size), dtype=torch.uint8)
         work = dist.broadcast(data, src=0, group=channel.group, async_op=True)
         assert work is not None
         wait(work)
-        decisions: list[Decision] = pickle.loads(data.numpy().tobytes())
-        return decisions
+        return unpacked(data)
 
     def _schedule(self, part: Part, decision: Decision) -> None:
         """Finds out from when on a plan can hold; what is drawn from then on is drawn for it."""

@@ -9,7 +9,6 @@ import torch
 import torch.distributed as dist
 
 from lightning_hetero.pipeline.runtime.execute.failures import FailureBoard
-from lightning_hetero.pipeline.runtime.ownership.near_ways import NearWays
 from lightning_hetero.transport.one_node.near_round import NearRound
 from lightning_hetero.transport.one_node.neighbours import Neighbours
 from lightning_hetero.transport.side_channel import SideChannel
@@ -18,17 +17,6 @@ from lightning_hetero.transport.side_channel import SideChannel
 def board(rank: int) -> FailureBoard:
     store = dist.PrefixStore("near", dist.distributed_c10d._get_default_store())
     return FailureBoard(store, rank, patience_s=0.2)
-
-
-@contextmanager
-def near_ways(rank: int, timeout_s: float = 60.0) -> Iterator[NearWays]:
-    """Makes them; collective."""
-    assert dist.group.WORLD is not None
-    node = Neighbours(SideChannel(dist.group.WORLD), torch.device("cpu"))
-    try:
-        yield NearWays(node, rank, failures=board(rank), timeout_s=timeout_s)
-    finally:
-        node.close()
 
 
 @contextmanager

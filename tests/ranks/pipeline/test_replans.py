@@ -24,7 +24,7 @@ from lightning_hetero.emulate.throttle import scenario_steps
 from lightning_hetero.pipeline import strategy as engine
 from lightning_hetero.pipeline.fit import place
 from lightning_hetero.pipeline.runtime.execute.emulated_pace import ScenarioPace
-from lightning_hetero.pipeline.runtime.ownership import parcels
+from lightning_hetero.pipeline.runtime.ownership import migration as migrating
 from lightning_hetero.solvers.plans import plan_from_plain, plan_to_plain
 from lightning_hetero.types import Event
 from tests.ranks.harness import run_ranks
@@ -421,15 +421,15 @@ def test_emulated_links_carry_sums_and_layers_that_move_and_a_scenario_passes_wi
 @heard(at_once=True)
 def short_of_memory(rank: int, world: int) -> list[Any]:
     found: list[Any] = []
-    room_for, calls = parcels.room_for, []
+    rooms, calls = migrating._rooms, []
 
-    def none(manifest: Any, device: Any) -> Any:
+    def none(described: Any, device: Any) -> Any:
         calls.append(rank)
         if rank == 1 and len(calls) == 2:
             raise torch.OutOfMemoryError("no room for this layer")
-        return room_for(manifest, device)
+        return rooms(described, device)
 
-    parcels.room_for = none
+    migrating._rooms = none
     try:
         scripted = Scripted({1: APART, 4: LONGER, 8: CHAIN})  # rank 1 gets something by the first and the third
         strategy = pipeline(CHAIN, controller=scripted)
@@ -442,7 +442,7 @@ def short_of_memory(rank: int, world: int) -> list[Any]:
             fit(rank, world, Deep(), strategy, data=DATA, max_epochs=1)
         found.append(str(error.value))
     finally:
-        parcels.room_for = room_for
+        migrating._rooms = rooms
     return found
 
 
