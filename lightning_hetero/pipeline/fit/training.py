@@ -40,7 +40,6 @@ from lightning_hetero.pipeline.fit.replans import Replans
 from lightning_hetero.pipeline.fit.step_limits import Elsewhere, within_limits
 from lightning_hetero.pipeline.runtime.execute.stage_runner import MicroBatch
 from lightning_hetero.pipeline.runtime.step.tensor_trees import loss_of
-from lightning_hetero.transport.one_round import Sum
 from lightning_hetero.types import SpeedSample, StepReport
 
 if TYPE_CHECKING:
@@ -173,11 +172,11 @@ class TrainBatches:
         self._look(part, len(sizes))
         place.busy.end()
         if not accumulates:
-            place.sync.start()
+            place.sync.launch()
         rest_s, losses = place.rest_s(step), place.logs.read([loss_of(output) for output in outputs])
         busy_s, sent_s = place.busy.busy_s, time.perf_counter()
         told = self._told(step, sum(sizes), busy_s, sent_s - started_s - busy_s, rest_s)
-        receive = self._send(losses, weights, told, None if accumulates else place.sync.launch_with)
+        receive = self._send(losses, weights, told)
         self.replans.catch_up()
         if not accumulates:
             place.finish_sums()
@@ -252,15 +251,8 @@ class TrainBatches:
         scaler = getattr(self._precision, "scaler", None)
         return None if scaler is None else scaler.scale
 
-    def _send(
-        self,
-        losses: Sequence[float],
-        weights: Sequence[float],
-        told: Told,
-        start: Callable[[Tensor], Sum] | None,
-    ) -> Callable[[], list[float]]:
-        """Starts to sum over all ranks what each has to tell of the batch, with what has been logged; by ``start``
-        beside the gradients, None: by itself."""
+    def _send(self, losses: Sequence[float], weights: Sequence[float], told: Told) -> Callable[[], list[float]]:
+        """Starts to sum over all ranks what each has to tell of the batch, with what has been logged."""
         pairs = zip(losses, weights, strict=True) if losses else ()
         own = sum(loss * weight for loss, weight in pairs)
         numbers = (
@@ -273,7 +265,7 @@ class TrainBatches:
             self.replans.news,
             self._holds,
         )
-        return self._place.logs.send([*map(float, numbers), *told.numbers], start=start)
+        return self._place.logs.send([*map(float, numbers), *told.numbers])
 
     def _received(self, receive: Callable[[], list[float]], told: Told) -> tuple[Told, Tensor, float, bool]:
         """Waits for the sums; returns what all have told, the loss of the global batch, the same on all ranks, how long

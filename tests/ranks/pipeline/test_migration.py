@@ -16,9 +16,7 @@ from lightning_hetero.pipeline.runtime.ownership.full_state import WholeState
 from lightning_hetero.pipeline.runtime.ownership.migration import CancelledError, Migration, moves
 from lightning_hetero.pipeline.runtime.ownership.owner_groups import OwnerGroups
 from lightning_hetero.pipeline.runtime.ownership.ownership import Ownership
-from lightning_hetero.transport.one_node.conveyor import Conveyor
 from tests.ranks.harness import run_ranks
-from tests.ranks.pipeline.near_kit import near_ways
 from tests.ranks.pipeline.ownership_kit import PLANS, Model, frozen, plan, same
 from tests.ranks.pipeline.state_kit import OPTIMIZERS, Divided
 
@@ -77,16 +75,7 @@ def test_only_what_is_missing_is_sent_and_senders_share_the_work() -> None:
 # ---- what arrives ----------------------------------------------------------------------------------------------------
 
 
-def _moving_by_gloo(rank: int, world: int) -> None:
-    _moving(rank)
-
-
-def _moving_nearby(rank: int, world: int) -> None:
-    with near_ways(rank) as near:
-        _moving(rank, near=near)
-
-
-def _moving(rank: int, **options: Any) -> None:
+def _moving(rank: int, world: int) -> None:
     names = list(PLANS)
     chunk_bytes = exchange.CHUNK_BYTES
     for turn, kind in enumerate(OPTIMIZERS):
@@ -94,7 +83,7 @@ def _moving(rank: int, **options: Any) -> None:
         part = Divided(rank, PLANS[names[-1]], kind)
         for i, name in enumerate((*names, names[2], names[0])):
             part.train(2, seed=10 * i)
-            assert go(part, name, **options).size_bytes > 0
+            assert go(part, name).size_bytes > 0
             for tensor_name, tensor in part.held.tensors(part.model).items():
                 assert tensor.is_meta != part.held.holds(tensor_name), tensor_name
             assert part.model.head.weight is part.model.embed.weight
@@ -107,9 +96,8 @@ def _moving(rank: int, **options: Any) -> None:
     exchange.CHUNK_BYTES = chunk_bytes
 
 
-@pytest.mark.parametrize("moving", [_moving_nearby, _moving_by_gloo])
-def test_tensors_optimizer_states_and_extra_states_arrive_bit_by_bit(moving: Any) -> None:
-    run_ranks(WORLD, moving)
+def test_tensors_optimizer_states_and_extra_states_arrive_bit_by_bit() -> None:
+    run_ranks(WORLD, _moving)
 
 
 def _odd(rank: int, world: int) -> None:
@@ -151,8 +139,7 @@ def _odd(rank: int, world: int) -> None:
         weight.sum().backward()
         assert gone == [1], "a user's hook is where the parameter is"
     ways.close()
-    with near_ways(rank) as near:
-        assert go(part, "1x4", gradients=True, copies=[copy], near=near).size_bytes > 0
+    assert go(part, "1x4", gradients=True, copies=[copy]).size_bytes > 0
     assert all(t.is_meta != part.held.holds(n) for n, t in part.held.tensors(copy).items())
     if part.held.holds("net.0.linear.weight"):
         weight = part.model.net[0].linear.weight
@@ -160,7 +147,7 @@ def _odd(rank: int, world: int) -> None:
         assert columns.stride() == (1, 4) and torch.equal(columns.t().flatten(), torch.arange(12.0))
 
 
-def test_formats_hooks_gradients_and_copies_go_along_from_device_to_device_and_nearby() -> None:
+def test_formats_hooks_gradients_and_copies_go_along_from_device_to_device() -> None:
     run_ranks(WORLD, _odd)
 
 
@@ -174,24 +161,14 @@ class Sparse:
         raise ValueError("this optimizer's state is its own")
 
 
-def _cancelled_by_gloo(rank: int, world: int) -> list[str]:
-    return _cancelled(rank, dist, "all_to_all_single", _flips(dist.all_to_all_single))
-
-
-def _cancelled_nearby(rank: int, world: int) -> list[str]:
-    with near_ways(rank) as near:
-        return _cancelled(rank, Conveyor, "piece", _flips_piece, near=near)
-
-
-def _cancelled(rank: int, owner: Any, name: str, flips: Any, **options: Any) -> list[str]:
-    """With ``owner.name`` replaced by ``flips`` on rank 3 another checksum is found there."""
+def _cancelled(rank: int, world: int) -> list[str]:
     part = Divided(rank, PLANS["2x2"], "Adam")
     part.train(2, seed=0)
     before, said = frozen(part.state.state_dict()), []
 
     def refused(match: str, error: type[Exception] = CancelledError, ticket: Any = "the same") -> None:
         with pytest.raises(error, match=match) as caught:
-            migration(part, "1x4", **options).stage(ticket)
+            migration(part, "1x4").stage(ticket)
         said.append(str(caught.value))
         assert same(before, part.state.state_dict())
         assert all(t.is_meta != part.held.holds(n) for n, t in part.held.tensors(part.model).items())
@@ -208,10 +185,10 @@ def _cancelled(rank: int, owner: Any, name: str, flips: Any, **options: Any) -> 
     parcels.room_for = room_for
     with pytest.MonkeyPatch.context() as patch:
         if rank == 3:
-            patch.setattr(owner, name, flips)
+            patch.setattr(dist, "all_to_all_single", _flips(dist.all_to_all_single))
         refused(r"rank 3: ValueError: \('tensor', 0, .* another checksum")
     refused(r"ranks \[1\] are about to change", RuntimeError, "another" if rank == 1 else "the same")
-    go(part, "1x4", **options)  # as if nothing had been
+    go(part, "1x4")  # as if nothing had been
     part.train(1, seed=5)
     saved = part.saved()
     assert rank != 0 or same(part.expected(), saved)
@@ -232,19 +209,8 @@ def _flips(exchange: Any) -> Any:
     return flipped
 
 
-_piece = Conveyor.piece
-
-
-def _flips_piece(conveyor: Conveyor) -> Tensor | None:
-    piece = _piece(conveyor)
-    if piece is not None:
-        piece[:1] ^= 1
-    return piece
-
-
-@pytest.mark.parametrize("cancelled", [_cancelled_nearby, _cancelled_by_gloo])
-def test_what_one_rank_cannot_do_is_cancelled_on_all(cancelled: Any) -> None:
-    found = run_ranks(WORLD, cancelled)
+def test_what_one_rank_cannot_do_is_cancelled_on_all() -> None:
+    found = run_ranks(WORLD, _cancelled)
     assert all(said == found[0] for said in found)
 
 

@@ -1,7 +1,6 @@
 """The bytes of parcels go from rank to rank: all pairs at once, summed up where they were and where they are (layer T).
 
-    ranks of one node        through memory that both map                                                   [near_ways]
-    other ranks              by gloo, in rounds: ``CHUNK_BYTES`` per pair; sums while the next are under way
+    as a rule                by gloo, in rounds: ``CHUNK_BYTES`` per pair; sums while the next are under way
     device to device         on the `DirectWay`s, where a tensor lies on a device that has one to the target's
 """
 
@@ -17,7 +16,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_hetero.measure.device import device_of
-from lightning_hetero.pipeline.runtime.ownership.near_ways import NearWays
 from lightning_hetero.pipeline.runtime.ownership.owner_groups import Wait
 from lightning_hetero.pipeline.runtime.ownership.parcel_bytes import ParcelBytes, portions
 from lightning_hetero.pipeline.runtime.ownership.parcels import Manifest, Parcel, notes_of
@@ -46,7 +44,6 @@ def exchange(
     group: dist.ProcessGroup,
     wait: Wait,
     ways: Mapping[int, Way],
-    near: NearWays | None = None,
 ) -> None:
     """Sends parcels to other ranks, fills those that come from there, and sums up both; collective.
 
@@ -57,19 +54,11 @@ def exchange(
         group: over all ranks, one that takes CPU tensors (gloo).
         wait: see `Wait`.
         ways: by peer; for what is noted as direct.
-        near: for the rest between ranks of one node.
     """
-    rank = dist.get_rank(group)
     notes = {(s, t): notes_of(manifest) for s, to in enumerate(manifests) for t, manifest in to.items()}
     sources = {target: ParcelBytes(parcel, fill=False) for target, parcel in outgoing.items()}
     sinks = {source: ParcelBytes(parcel, fill=True) for source, parcel in incoming.items()}
-    if near is not None:
-        near.carry(
-            {target: source for target, source in sources.items() if near.between(rank, target)},
-            {source: sink for source, sink in sinks.items() if near.between(source, rank)},
-        )
-    far = {pair: found for pair, found in notes.items() if near is None or not near.between(*pair)}
-    rounds = {pair: portions(found, CHUNK_BYTES) for pair, found in far.items()}
+    rounds = {pair: portions(found, CHUNK_BYTES) for pair, found in notes.items()}
     _by_gloo(sources, sinks, rounds, group, wait)
     if any(note.direct for found in notes.values() for note in found):
         _past_hosts(outgoing, incoming, group, wait, ways)

@@ -25,7 +25,6 @@ from torch.optim import Optimizer
 
 from lightning_hetero.pipeline.runtime.ownership import parcels
 from lightning_hetero.pipeline.runtime.ownership.exchange import Way, exchange
-from lightning_hetero.pipeline.runtime.ownership.near_ways import NearWays
 from lightning_hetero.pipeline.runtime.ownership.owner_groups import Wait, gathered
 from lightning_hetero.pipeline.runtime.ownership.ownership import Ownership
 from lightning_hetero.pipeline.runtime.ownership.pruning import like, prune, put_in_place
@@ -112,7 +111,6 @@ class Migration:
         group: over all ranks, one that takes CPU tensors (gloo).
         wait: see `Wait`.
         ways: from device to device, by peer.
-        near: between ranks of one node; without, gloo carries all that no other way does.
         here: what runs on this rank.
 
     Attributes:
@@ -133,14 +131,13 @@ class Migration:
         group: dist.ProcessGroup,
         wait: Wait,
         ways: Mapping[int, Way] | None = None,
-        near: NearWays | None = None,
         here: Here | None = None,
     ) -> None:
         self._modules, self._optimizers = (module, *copies), tuple(optimizers)
         self._old, self._new = old, new
         self._gradients = gradients
         self._device, self._group, self._wait = device, group, wait
-        self._ways, self._near = ways or {}, near
+        self._ways = ways or {}
         self._here = Here(old.rank) if here is None else here
         self._staged: dict[Any, Any] | None = None
         self.moves = moves(old, new, module)
@@ -163,7 +160,6 @@ class Migration:
         Raises:
             CancelledError: on all ranks, if one of them could not do its part: which, and why.
             RuntimeError: the ranks have different tickets; or a peer is lost, or what ``wait`` raises.
-            OSError: there is no memory for what goes to a rank of this node, or no descriptor.
         """
         rank, problem = self._old.rank, None
         outgoing: dict[int, parcels.Parcel] = {}
@@ -191,9 +187,7 @@ class Migration:
         except Exception as error:
             problem = error
         self._agree(problem)
-        exchange(
-            outgoing, incoming, manifests, group=self._group, wait=self._wait, ways=self._ways, near=self._near
-        )
+        exchange(outgoing, incoming, manifests, group=self._group, wait=self._wait, ways=self._ways)
         sums = gathered({target: parcel.checksums for target, parcel in outgoing.items()}, self._group, self._wait)
         try:
             for source, parcel in incoming.items():
