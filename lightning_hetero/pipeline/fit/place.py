@@ -52,7 +52,6 @@ from lightning_hetero.pipeline.runtime.ownership.pruning import prune, restore, 
 from lightning_hetero.pipeline.runtime.ownership.stand_ins import Here
 from lightning_hetero.pipeline.runtime.step.backbone import Backbone
 from lightning_hetero.pipeline.runtime.step.undivided import Undivided
-from lightning_hetero.transport.one_node.near_round import NearRound
 from lightning_hetero.transport.one_node.neighbours import Neighbours
 from lightning_hetero.transport.side_channel import SideChannel
 from lightning_hetero.types import GroupPlan, PipelinePlan
@@ -139,7 +138,6 @@ class Place:
         near = all(self._node.are_near(0, rank) for rank in others) and not any(d.backend for d in self._devices)
         # Each of gloo's groups has a thread that looks around 100 times a second: none is made that nobody needs.
         self._wire = None if near else gloo_group(settings.timeout)
-        self._control = self._near_round()
         self.ways = DirectWays(
             self._pairs(planned.plan),
             rank=channel.rank,
@@ -215,20 +213,6 @@ class Place:
         self.follow(planned)
         return migration.size_bytes
 
-    def _near_round(self) -> NearRound | None:
-        """Returns a way for what all ranks tell one another in each batch, if all are on one node; collective."""
-        channel, settings = self.channel, self.settings
-        node = Neighbours(channel, torch.device("cpu")) if device_of(settings.device).asynchronous else self._node
-        try:
-            if channel.world_size == 1 or not all(node.are_near(0, rank) for rank in range(1, channel.world_size)):
-                return None
-            return NearRound(
-                node, channel.rank, channel.world_size, failures=self.failures, timeout_s=settings.timeout_s
-            )
-        finally:
-            if node is not self._node:
-                node.close()
-
     def _ownership_under(self, plan: PipelinePlan) -> Ownership:
         return Ownership(self.module, self.backbone.layers, plan, rank=self.channel.rank)
 
@@ -246,7 +230,6 @@ class Place:
             groups=self.owner_groups,
             least_bytes=_LEAST_BYTES,
             wait=wait,
-            near=self._control,
         )
         self.own = [p for p in self.module.parameters() if not p.is_meta]
 
@@ -391,8 +374,6 @@ class Place:
                 raise
         finally:
             self._node.close()
-            if self._control is not None:
-                self._control.close()
             self.owner_groups.close(failed=self.failures.reported)
             if not self.failures.reported:
                 self.ways.close()

@@ -157,11 +157,11 @@ class TrainBatches:
         self._kept.check(part.samples, len(sizes))
         place.busy.end()
         if not accumulates:
-            place.sync.start()
+            place.sync.launch()
         rest_s, losses = place.rest_s(step), place.logs.read([loss_of(output) for output in outputs])
         busy_s, sent_s = place.busy.busy_s, time.perf_counter()
         told = self._told(step, sum(sizes), busy_s, sent_s - started_s - busy_s, rest_s)
-        receive = self._send(losses, weights, told, accumulates)
+        receive = self._send(losses, weights, told)
         self.replans.rank_zero.catch_up()
         if not accumulates:
             self.gradients.sum()
@@ -253,9 +253,7 @@ class TrainBatches:
             layer_s=layer_s,
         )
 
-    def _send(
-        self, losses: Sequence[float], weights: Sequence[float], told: BatchReport, accumulates: bool
-    ) -> Callable[[], list[float]]:
+    def _send(self, losses: Sequence[float], weights: Sequence[float], told: BatchReport) -> Callable[[], list[float]]:
         """Starts to sum over all ranks what each has to tell of the batch, with what has been logged."""
         own = sum(loss * weight for loss, weight in zip(losses, weights, strict=True)) if losses else 0.0
         numbers = (
@@ -268,8 +266,7 @@ class TrainBatches:
             self.replans.news,
             self._kept.counts_batches,
         )
-        start = None if accumulates else self._place.sync.launch_with
-        return self._place.logs.send([*map(float, numbers), *told.numbers], start=start)
+        return self._place.logs.send([*map(float, numbers), *told.numbers])
 
     def _received(
         self, receive: Callable[[], list[float]], told: BatchReport
