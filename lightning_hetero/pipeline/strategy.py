@@ -274,12 +274,8 @@ class HeteroPipelineStrategy(WholeCheckpointsDDP):
 
     def idle_on_one_device(self) -> dict[str, Any]:
         settings = self.plan_settings
-        idle: dict[str, Any] = {}
-        if settings.micro_batch_size is not None:
-            idle["micro_batch_size"] = settings.micro_batch_size
-        if settings.checkpoint_layers:
-            idle["checkpoint_layers"] = True
-        return idle
+        given = {name: getattr(settings, name) for name in ("micro_batch_size", "checkpoint_layers")}
+        return {name: value for name, value in given.items() if value}
 
     def emulate(self, scenario: Scenario) -> bool:
         """Called by a `ThrottleCallback` when set-up begins: stages sleep for their own part of the emulated work."""
