@@ -10,13 +10,12 @@ from __future__ import annotations
 import re
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 from benchmarks.comparators.table import table_of as comparators
 from benchmarks.completion.table import of_docs as completion
-from benchmarks.fault_matrix.table import engine_table, failing_list, hook_table
+from benchmarks.fault_matrix.table import failing_list, fault_table, hook_table
 from benchmarks.late_weights.table import table_of as late_weights
 from benchmarks.provenance import ROOT
 from benchmarks.results import DASH, Results, measured
@@ -383,7 +382,6 @@ def ablation(results: Results) -> str:
     return _pictured(results, ["figure", "goal", "held", "values"], rows)
 
 
-_ENGINES = ("balanced", "stale", "pipeline", "federated")
 BLOCKS: dict[str, tuple[str, Callable[[Results], str]]] = {
     "gain": ("balanced", gain),
     "headline": ("balanced", headline),
@@ -401,7 +399,7 @@ BLOCKS: dict[str, tuple[str, Callable[[Results], str]]] = {
     "items": ("items", items),
     "ablation": ("ablation", ablation),
     "late weights": ("late_weights", late_weights),
-    **{f"faults {name}": ("fault_matrix", partial(engine_table, engine=name)) for name in _ENGINES},
+    "faults": ("fault_matrix", fault_table),
     "faults hooks": ("fault_matrix", hook_table),
     "faults failing": ("fault_matrix", failing_list),
     "completion": ("completion", completion),
