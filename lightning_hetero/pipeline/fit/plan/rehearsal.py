@@ -11,10 +11,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from lightning.fabric.utilities.rank_zero import rank_zero_warn
-from lightning.pytorch import Trainer
-from lightning.pytorch.loggers import Logger
-from lightning.pytorch.strategies import Strategy
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
 from torchmetrics import Metric
@@ -261,7 +258,7 @@ def _known(parameters: Sequence[nn.Parameter], optimizers: Sequence[torch.optim.
 
 @contextmanager
 def nobody_notices(
-    module: LightningModule, loader: object, device: torch.device, *, leave: Sequence[type] = ()
+    module: LightningModule, loader: object, device: torch.device, *, leave: tuple[type[Tensor], ...] = ()
 ) -> Iterator[None]:
     """Inside, steps log nothing; what they leave behind is put back, and what is drawn nobody has drawn afterwards.
 
@@ -269,14 +266,13 @@ def nobody_notices(
         module: whose steps they are.
         loader: of the samples.
         device: of this rank.
-        leave: types whose instances do not change.
+        leave: types of tensors that do not change.
     """
     trainer = module.trainer
     data = [loader, getattr(trainer, "datamodule", None)]
     with ExitStack() as stack:
-        snapshot = Snapshot(
-            [module, *compat.trainer_callbacks(trainer)], data=data, leave=(Trainer, Strategy, Logger, *leave)
-        )
+        shared = [trainer, trainer.strategy, *trainer.loggers]
+        snapshot = Snapshot([module, *compat.trainer_callbacks(trainer)], data=data, shared=shared, leave=leave)
         stack.callback(device_of(device).empty_cache)  # other processes on it may have what measuring took
         stack.callback(snapshot.put_back)
         for metric in (m for m in module.modules() if isinstance(m, Metric)):
