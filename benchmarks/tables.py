@@ -301,7 +301,6 @@ MAIN = {
                      "final loss {:.2f} of DDP's at the edge of stability, by the server's own rule"),
     "monitor": ("stock DDP: in the monitor's own hooks, rank 0, per step", "{:.0f} us per step"),
     "narx": ("rhythm: error, narx over kalman", "{:.2f} of the Kalman filter's error where load has a rhythm"),
-    "one_round": ("sum of 72 kB: one round / gloo's", "a sum of 72 kB takes {:.2f} of the time of gloo's all-reduce"),
     "pipeline": ("islands, gpt, Lightning: less time than stock DDP", "{:.0f} % less time than stock DDP on islands"),
     "planner": ("2 fast, 1 half, 1 quarter, balanced: planned / measured", "planned over measured {:.2f}"),
     "planning": ("partition: 64 x 1000: total", "{:.0f} ms for 1000 layers on 64 devices"),
