@@ -55,7 +55,6 @@ _ENVIRON = (
     "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE", "TORCHELASTIC_RUN_ID", "SLURM_JOB_ID", "SLURM_TASKS_PER_NODE",
     "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME",
 )  # fmt: skip
-_OPTIONAL = {"greenlet": "training steps of hetero_pipeline are suspended by threads, which takes longer"}
 _MEMORY = Path("/dev/shm")
 
 
@@ -140,8 +139,8 @@ def _packages() -> list[Package]:
     except metadata.PackageNotFoundError:  # run from a checkout that is not installed
         requirements = []
     for requirement in requirements:
-        name, extra = requirement.name, requirement.marker is not None
-        if (extra and name not in _OPTIONAL) or name in {known.name for known in wanted}:
+        name = requirement.name
+        if requirement.marker is not None or name in {known.name for known in wanted}:  # of an extra, or named twice
             continue
         installed = _version_of(name)
         wanted.append(
@@ -150,7 +149,6 @@ def _packages() -> list[Package]:
                 installed=installed,
                 wanted=str(requirement.specifier),
                 fits=installed is not None and requirement.specifier.contains(installed, prereleases=True),
-                optional=_OPTIONAL.get(name, "") if extra else "",
             )
         )
     return [*wanted, Package(name="lightning-hetero", installed=__version__, wanted="", fits=True)]

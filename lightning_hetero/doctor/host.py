@@ -14,16 +14,16 @@ _SLOTS = 3.0  # of the parameters' size, per rank of a node, that the stale engi
 
 def versions(facts: Facts) -> list[Finding]:
     """Packages that are needed, in versions that are known to work."""
-    check, found = "versions", list[Finding]()
-    for package in facts.host.packages:
-        have, pip = package.installed or "not installed", f"pip install '{package.name}{package.wanted}'"
-        if package.optional and not package.fits:
-            found.append(warning(check, f"{package.name} {have}: {package.optional}", pip))
-        elif not package.fits:
-            text = f"{package.name} {have}, needed is {package.wanted or 'any version'}"
-            found.append(failing(check, text, pip))
+    wrong = [package for package in facts.host.packages if not package.fits]
     known = ", ".join(f"{p.name} {p.installed}" for p in facts.host.packages if p.installed)
-    return found if any(one.level == "fail" for one in found) else [fine(check, known), *found]
+    return [
+        failing(
+            "versions",
+            f"{package.name} {package.installed or 'not installed'}, needed is {package.wanted or 'any version'}",
+            f"pip install '{package.name}{package.wanted}'",
+        )
+        for package in wrong
+    ] or [fine("versions", known)]
 
 
 def shared_memory(facts: Facts) -> list[Finding]:
@@ -39,7 +39,8 @@ def shared_memory(facts: Facts) -> list[Finding]:
         return [fine(check, text)]
     text += f"; hetero_stale on {ranks} ranks here, and loaders with workers, want {bytes_text(need)}"
     gib = max(1, -(-int(need) // 2**30))
-    return [warning(check, text, f"docker run --shm-size={gib}g (Kubernetes: an emptyDir of medium Memory at /dev/shm)")]
+    advice = f"docker run --shm-size={gib}g (Kubernetes: an emptyDir of medium Memory at /dev/shm)"
+    return [warning(check, text, advice)]
 
 
 def fork(facts: Facts) -> list[Finding]:
@@ -77,7 +78,8 @@ def rendezvous(facts: Facts) -> list[Finding]:
             found.append(failing(check, f"MASTER_PORT={port} is in use on this machine, or no port", advice))
     for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
         # NCCL takes names by their beginning, gloo as they are: the milder rule for both.
-        missing = [part for part in _named(environ.get(name, "")) if not any(i.startswith(part) for i in network.interfaces)]
+        named, there = _named(environ.get(name, "")), network.interfaces
+        missing = [part for part in named if not any(interface.startswith(part) for interface in there)]
         if missing and network.interfaces:
             text = f"{name}={environ[name]} names {', '.join(missing)}, which this machine has not"
             found.append(failing(check, text, f"choose of {', '.join(network.interfaces)}"))

@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from lightning_hetero.cli.summary import (
     RankSummary,
     comparison_table,
-    format_table,
     mean_global_batch,
     rank_table,
     summarise_ranks,
