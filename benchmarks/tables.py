@@ -281,53 +281,15 @@ def stale_parts(results: Results) -> str:
     return _table(["real processes", "devices", "engine", "time to bound", *PARTS, "server's processor time"], rows)
 
 
-MAIN = {
-    "auto": ("1:1:1/2:1/4: auto / DDP", "time {:.2f} of stock DDP's on 1:1:1/2:1/4"),
-    "balanced": (f"{FOUR}: speed-up over DDP", "steps {:.2f}x as fast as stock DDP's on 1:1:1/2:1/4"),
-    "checksum": ("check_parameters_every=100: step, p50", "{:.0f} us per step, every 100 steps"),
-    "comparators": ("MLP, momentum, spells, flexible: time to target, to DDP's",
-                    "time to a target loss {:.2f} of DDP's under spells"),
-    "completion": ("default, at the edge: final loss to DDP's, all cases",
-                   "final loss {:.2f} of DDP's at the edge of stability, with devices of unequal speed"),
-    "compiled": ("MLP, dynamic=None, quantum='auto': graphs", "{:.0f} graphs while shares change"),
-    "demo": ("hetero_stale: accuracy to DDP's, mean", "accuracy {:+.2f} points from DDP's under `hetero_stale`"),
-    "drop_in": ("balanced, 1 rank(s): passed of 663", "{:.0f} of 663 tests pass under `hetero_balanced`"),
-    "fault_matrix": ("cells that hold", "{:.0f} runs end as they should"),
-    "faults": ("schedules that failed", "{:.0f} schedules failed"),
-    "federated": ("steady: lb-bsp, time to target", "`lb-bsp` needs {:.2f} of fedavg's time to 90 %"),
-    "goodput": ("every 20 s: stale / the better DDP", "{:.2f} times the useful samples of DDP from checkpoints"),
-    "joint": ("real: base: less time than stock DDP", "{:.0f} % less time than stock DDP"),
-    "late_weights": ("today: mean over all samples: final loss to DDP's at the edge, all cases",
-                     "final loss {:.2f} of DDP's at the edge of stability, by the server's own rule"),
-    "monitor": ("stock DDP: in the monitor's own hooks, rank 0, per step", "{:.0f} us per step"),
-    "narx": ("rhythm: error, narx over kalman", "{:.2f} of the Kalman filter's error where load has a rhythm"),
-    "pipeline": ("islands, gpt, Lightning: less time than stock DDP", "{:.0f} % less time than stock DDP on islands"),
-    "planner": ("2 fast, 1 half, 1 quarter, balanced: planned / measured", "planned over measured {:.2f}"),
-    "planning": ("partition: 64 x 1000: total", "{:.0f} ms for 1000 layers on 64 devices"),
-    "planning_real": ("all models, balanced: own work, processor time, predicted / measured, median",
-                      "own work predicted over measured {:.2f}"),
-    "replanning": ("healing, ours: step / ideal", "steps {:.2f} of the ideal after a wrong first plan"),
-    "solvers": ("minimax, affine, n=64", "{:.0f} us per decision for 64 ranks"),
-    "stale": ("real, digits CNN, spells: time to DDP", "time {:.2f} of stock DDP's with slow spells"),
-    "stale_time": ("8, spells: transfers", "transfers take {:.2f} of the bound, eight workers under spells"),
-    "walker": ("emulated, 4 equal stages: ours / torch.distributed.pipelining",
-               "{:.2f} of the time of `torch.distributed.pipelining`"),
-    "transport": ("25M, shared memory : all_reduce, median of paired ratios", "{:.2f} of an all_reduce's time"),
-}  # fmt: skip
-"""Of the overview: a figure of each benchmark, and how it is said."""
-
-
 def overview(results: Results) -> str:
     """Of docs/benchmarks.md: every benchmark that has results."""
     rows = []
     for name in measured(results.root):
         one = results.other(name)
         goals = [figure["holds"] for figure in one.rows if figure["holds"] is not None]
-        figure, words = MAIN.get(name, ("", ""))
         held = f"{sum(goals)} of {len(goals)}" if goals else DASH
-        rows.append([f"[{one.title}](../benchmarks/{name}/results.md)", f"`{one.command}`",
-                     one.text(figure, words), held])  # fmt: skip
-    return _table(["benchmark", "command", "for example", "goals held"], rows)
+        rows.append([f"[{one.title}](../benchmarks/{name}/results.md)", f"`{one.command}`", held])
+    return _table(["benchmark", "command", "goals held"], rows)
 
 
 def _with_goals(results: Results) -> dict[tuple[str, str], list[dict[str, Any]]]:
