@@ -334,7 +334,7 @@ def peers(results: Results) -> str:
 def items(results: Results) -> str:
     """Of docs/benchmarks.md: batches of skewed lengths."""
     rows = [[case, f"{results[f'{case} / DDP']:.2f}"] for case in results.cases(" / DDP")]
-    return _pictured(results, ["batches: engine", "step over stock DDP's"], rows)
+    return _table(["batches: engine", "step over stock DDP's"], rows)
 
 
 def ablation(results: Results) -> str:
