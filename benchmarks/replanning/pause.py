@@ -1,7 +1,7 @@
 """One rank of the pause part; started by torchrun, rank 0 writes what each change of owner took as JSON.
 
-Layers with Adam's state go from one rank to the other and back, by the engine's own migration. Before each, as many bytes in one piece by gloo's send,
-as what a link between them gives.
+Layers with Adam's state go from one rank to the other and back, by the engine's own migration. Before each, as many
+bytes in one piece by gloo's send, as what a link between them gives.
 """
 
 from __future__ import annotations

@@ -81,7 +81,7 @@ PROTOCOL = {
     "pipeline/decide": ("plan_times", "schedule"),
     "pipeline/runtime": (
         "execute/stage_runner", "execute/whole_step", "measure/around_backbone", "measure/layers", "measure/memory",
-        "measure/whole_step", "ownership/gradients", "ownership/migration", "ownership/owner_groups",
+        "ownership/gradients", "ownership/migration", "ownership/owner_groups",
         "step/cut", "step/graph_input", "step/resumable",
     ),
 }  # fmt: skip
