@@ -22,7 +22,7 @@ REMOVED_OPTIONS: dict[str, dict[str, str]] = {
 
 
 def refuse_removed(strategy: type, options: dict[str, Any]) -> None:
-    """Raises an error for the first of ``options`` that ``strategy``, or a class it is based on, had in the last release.
+    """Raises an error for the first of ``options`` that ``strategy``, or a base class of it, had in the last release.
 
     Raises:
         TypeError: naming the option, the reason and what to do.

@@ -14,7 +14,7 @@ from lightning_hetero.lightning_compat.batches import trainer_callbacks
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
 
-__all__ = ["Trained", "count_throughput"]
+__all__ = ["count_throughput"]
 
 Trained = Callable[[], tuple[int, int] | None]
 """Returns the samples of all ranks and the global batches trained so far; None: parts are equal."""

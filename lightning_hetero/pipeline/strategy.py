@@ -15,7 +15,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
-from lightning.fabric.utilities.rank_zero import rank_zero_info, rank_zero_warn
+from lightning.fabric.utilities.rank_zero import rank_zero_info
 from torch import Tensor
 
 from lightning_hetero import lightning_compat as compat
@@ -28,10 +28,9 @@ from lightning_hetero.emulate.scenario import Scenario
 from lightning_hetero.emulate.throttle import scenario_steps
 from lightning_hetero.lightning_compat.patches import patched
 from lightning_hetero.pipeline.decide.costs import model_from_plain
-from lightning_hetero.pipeline.decide.plans import describe_plan, unit_costs
-from lightning_hetero.pipeline.fit.acting import acting_rank
+from lightning_hetero.pipeline.decide.plans import describe_plan
 from lightning_hetero.pipeline.fit.checkpoints import WholeCheckpointsDDP
-from lightning_hetero.pipeline.fit.layer_hooks import hooks_return
+from lightning_hetero.pipeline.fit.leader_step import acting_rank
 from lightning_hetero.pipeline.fit.plan.planning import (
     CannotDivideError,
     PipelineSettings,
@@ -41,17 +40,16 @@ from lightning_hetero.pipeline.fit.plan.planning import (
     evaluation_plan,
     make_plan,
     read_cluster,
-    tied_spans,
 )
 from lightning_hetero.pipeline.fit.plan.rehearsal import Rehearsal
 from lightning_hetero.pipeline.fit.refusals import (
     REFUSALS,
+    hooks_return,
     refuse_module,
     refuse_no_optimizer,
     refuse_optimizers,
     warn_undivided,
 )
-from lightning_hetero.pipeline.fit.replans import Decides
 from lightning_hetero.pipeline.fit.run import PipelineRun
 from lightning_hetero.pipeline.fit.training import TrainBatches
 from lightning_hetero.pipeline.runtime.step.backbone import Backbone
@@ -154,6 +152,9 @@ class HeteroPipelineStrategy(WholeCheckpointsDDP):
 
     def begin(self, trainer: Trainer) -> PipelineRun:
         assert self.cluster_environment is not None
+        controller = self.controller
+        if controller == "lyapunov":  # not asked for: a plan that was given stays
+            controller = None if self.plan_settings.plan is not None else LyapunovController()
         settings = PipelineSettings(
             shared=self.shared,
             planning=self.plan_settings,
@@ -165,6 +166,7 @@ class HeteroPipelineStrategy(WholeCheckpointsDDP):
             process_group_backend=self.process_group_backend,
             timeout=self.timeout,
             main_address=self.cluster_environment.main_address,
+            controller=controller,
         )
         run = PipelineRun(trainer, settings)
         run.undo.enter_context(patched(self.precision_plugin, "backward", self._backward_done))
@@ -198,12 +200,12 @@ class HeteroPipelineStrategy(WholeCheckpointsDDP):
             warn_undivided(backbone)
         self._replans = run.replans
         moves = partial(compat.batch_to_device, trainer, move=super().batch_to_device)
-        start = self._starts(backbone)
-        if run.fitting and (start is not None or any(len(group.ranks) > 1 for group in planned.plan.groups)):
+        divided = any(len(group.ranks) > 1 for group in planned.plan.groups)
+        if run.fitting and (divided or run.settings.controller is not None):
             refuse_optimizers(self.optimizers, backbone)
             run.undo.enter_context(hooks_return(backbone))
-        self._install(run, planned, backbone, start=start, in_force=self._in_force, to_device=moves)
-        if any(len(group.ranks) > 1 for group in planned.plan.groups) or len(planned.plan.groups) < self.world_size:
+        self._install(run, planned, backbone, in_force=self._in_force, to_device=moves)
+        if divided or len(planned.plan.groups) < self.world_size:
             rank_zero_info(f"hetero_pipeline:\n{describe_plan(planned.plan, planned.cluster, backbone.names)}")
         self.setup_precision_plugin()
 
@@ -259,35 +261,6 @@ class HeteroPipelineStrategy(WholeCheckpointsDDP):
         assert self._planned is not None
         self._planned = (*self._planned[:2], planned)
 
-    def _starts(self, backbone: Backbone) -> Callable[[PlanResult, int | None], Decides | None] | None:
-        """Returns what makes the controller, on rank 0 when the first batch has been trained; None: there is none."""
-        settings, controller = self.plan_settings, self.controller
-        unasked = controller == "lyapunov"
-        if controller is None or (unasked and settings.plan is not None):
-            return None
-        starts: Any = LyapunovController() if unasked else controller
-
-        def start(planned: PlanResult, batches: int | None) -> Decides | None:
-            assert self._run is not None
-            try:
-                return starts.start(
-                    planned.model or unit_costs(backbone.names),
-                    planned.cluster,
-                    planned.plan,
-                    spans=tied_spans(self._run.module, backbone),
-                    micro_batch_size=settings.micro_batch_size,
-                    max_groups=settings.max_groups,
-                    depth=settings.depth,
-                    planned_batches=batches,
-                )
-            except ValueError as error:
-                if not unasked:
-                    raise
-                rank_zero_warn(f"the first plan stays, because no controller can go on from it: {error}")
-                return None
-
-        return start
-
     @contextmanager
     def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
         """What `configure_model` builds is built on the CPU: the whole model need not fit this rank's device."""
@@ -301,12 +274,8 @@ class HeteroPipelineStrategy(WholeCheckpointsDDP):
 
     def idle_on_one_device(self) -> dict[str, Any]:
         settings = self.plan_settings
-        idle: dict[str, Any] = {}
-        if settings.micro_batch_size is not None:
-            idle["micro_batch_size"] = settings.micro_batch_size
-        if settings.checkpoint_layers:
-            idle["checkpoint_layers"] = True
-        return idle
+        given = {name: getattr(settings, name) for name in ("micro_batch_size", "checkpoint_layers")}
+        return {name: value for name, value in given.items() if value}
 
     def emulate(self, scenario: Scenario) -> bool:
         """Called by a `ThrottleCallback` when set-up begins: stages sleep for their own part of the emulated work."""
@@ -353,13 +322,13 @@ class HeteroPipelineStrategy(WholeCheckpointsDDP):
 
     def _backward_done(self, *_: Any, **__: Any) -> None:
         """In the place of the precision plugin's ``backward`` during a run: the gradients are there, `TrainBatches`."""
-        self._batches.place_gradients()
+        self._batches.backward_done()
 
     def optimizer_step(self, optimizer: Any, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
         if self._run is None:
             return super().optimizer_step(optimizer, closure, model, **kwargs)
-        batches = self._batches
-        with batches.clipping(), batches.scaling(optimizer, closure) as closure:
+        gradients = self._batches.gradients
+        with gradients.clipping(), gradients.scaling(optimizer, closure) as closure:
             return super().optimizer_step(optimizer, closure, model, **kwargs)
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:

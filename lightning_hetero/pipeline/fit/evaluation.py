@@ -27,7 +27,7 @@ from torch import Tensor
 
 from lightning_hetero import lightning_compat as compat
 from lightning_hetero.pipeline.decide.plans import resting
-from lightning_hetero.pipeline.fit.acting import acting_as, leader_runs
+from lightning_hetero.pipeline.fit.leader_step import acting_as, leader_runs
 from lightning_hetero.pipeline.fit.logs import StepLogs
 from lightning_hetero.pipeline.runtime.execute.failures import FailureBoard
 from lightning_hetero.pipeline.runtime.execute.stage_runner import StageRunner

@@ -21,6 +21,7 @@ from torch import nn
 from lightning_hetero.base.loaders import SharedSettings
 from lightning_hetero.base.precision import trained_dtype
 from lightning_hetero.cluster.spec import cluster_from_plain, equal_cluster, override_cluster
+from lightning_hetero.controller.lyapunov import LyapunovController
 from lightning_hetero.emulate.scenario import Scenario
 from lightning_hetero.measure.probe import probe_cluster
 from lightning_hetero.pipeline.decide.costs import recorded
@@ -87,6 +88,7 @@ class PipelineSettings:
         device: of this rank's layers.
         process_group_backend: of the groups that sum gradients.
         main_address: of the host that rank 0 is on.
+        controller: decides on other plans while a fit trains; None: nothing does.
     """
 
     shared: SharedSettings
@@ -99,6 +101,7 @@ class PipelineSettings:
     process_group_backend: str | None
     timeout: timedelta | None
     main_address: str
+    controller: LyapunovController | None
 
     @property
     def timeout_s(self) -> float:

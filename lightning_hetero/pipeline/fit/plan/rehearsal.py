@@ -19,7 +19,7 @@ from torchmetrics import Metric
 from lightning_hetero import lightning_compat as compat
 from lightning_hetero.data.layouts import first_samples
 from lightning_hetero.measure.device import device_of, is_out_of_memory
-from lightning_hetero.pipeline.fit.acting import leader_runs
+from lightning_hetero.pipeline.fit.leader_step import leader_runs
 from lightning_hetero.pipeline.runtime.measure.around_backbone import (
     count_calls,
     measure_outside,

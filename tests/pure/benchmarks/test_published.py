@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from benchmarks.planner.published import CASES, LEVELS, Figure, box, levels
 from lightning_hetero.plan.planner import Plan, plan
-from lightning_hetero.plan.published import CASES, LEVELS, Figure, box, levels
 
 pytestmark = pytest.mark.pure
 ANSWERS: dict[str, Plan] = {}
