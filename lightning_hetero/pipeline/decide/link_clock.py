@@ -51,7 +51,9 @@ class LinkClock:
         self._busy_s = -math.inf  # when the last message had arrived
         self._took: deque[tuple[float, int]] = deque(maxlen=_KEPT)
 
-    def came(self, *, sent_s: float, back_s: float, arrived_s: float, size_bytes: int) -> None:
+    def came(
+        self, *, sent_s: float, back_s: float, arrived_s: float, size_bytes: int, waited: bool = True
+    ) -> None:
         """Takes note of a message.
 
         Args:
@@ -59,12 +61,13 @@ class LinkClock:
             back_s: the sender's `least_s` of the way back; infinite: nothing has gone that way.
             arrived_s: by this rank's clock.
             size_bytes: of it.
+            waited: it was waited for until then. Else it had come at some time before, and is left out.
         """
         seems_s = arrived_s - sent_s
         self.least_s = min(self.least_s + _DRIFT * abs(arrived_s - self._last_s), seems_s)
         self._last_s = arrived_s
         offset_s = 0.0 if self.least_s >= 0.0 and back_s >= 0.0 else 0.5 * (self.least_s - back_s)
-        if math.isfinite(back_s) and sent_s + offset_s >= self._busy_s:
+        if waited and math.isfinite(back_s) and sent_s + offset_s >= self._busy_s:
             self._took.append((max(seems_s - offset_s, 0.0), size_bytes))
         self._busy_s = arrived_s
 

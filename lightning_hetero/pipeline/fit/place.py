@@ -38,9 +38,9 @@ from lightning_hetero.pipeline.fit.evaluation import EvaluationBatches
 from lightning_hetero.pipeline.fit.layer_hooks import refuse_kept
 from lightning_hetero.pipeline.fit.logs import StepLogs
 from lightning_hetero.pipeline.fit.plan.planning import PipelineSettings, PlanResult
+from lightning_hetero.pipeline.runtime.execute.direct_ways import DirectWays, rank_device
 from lightning_hetero.pipeline.runtime.execute.emulated_pace import BusyTime, ScenarioPace, parts_of
 from lightning_hetero.pipeline.runtime.execute.failures import FailureBoard
-from lightning_hetero.pipeline.runtime.execute.links.direct_ways import DirectWays, rank_device
 from lightning_hetero.pipeline.runtime.execute.stage_runner import StageRunner, TimesOf
 from lightning_hetero.pipeline.runtime.execute.whole_step import WholeStep
 from lightning_hetero.pipeline.runtime.ownership.full_state import WholeState
@@ -52,7 +52,6 @@ from lightning_hetero.pipeline.runtime.ownership.pruning import prune, restore, 
 from lightning_hetero.pipeline.runtime.ownership.stand_ins import Here
 from lightning_hetero.pipeline.runtime.step.backbone import Backbone
 from lightning_hetero.pipeline.runtime.step.undivided import Undivided
-from lightning_hetero.transport.one_node.neighbours import Neighbours
 from lightning_hetero.transport.side_channel import SideChannel
 from lightning_hetero.types import GroupPlan, PipelinePlan
 
@@ -134,11 +133,8 @@ class Place:
         self.averages = Averages(trainer, self.ownership, world, self.here)
         self.averages.divide()
         to_device(module, optimizers, settings.device)
-        self._node, others = Neighbours(channel, settings.device), range(1, channel.world_size)
         self._devices = channel.all_gather_object(rank_device(settings.device, settings.process_group_backend))
-        near = all(self._node.are_near(0, rank) for rank in others) and not any(d.backend for d in self._devices)
-        # Each of gloo's groups has a thread that looks around 100 times a second: none is made that nobody needs.
-        self._wire = None if near else gloo_group(settings.timeout)
+        self._wire = gloo_group(settings.timeout) if channel.world_size > 1 else None
         self.ways = DirectWays(
             self._pairs(planned.plan),
             rank=channel.rank,
@@ -307,7 +303,6 @@ class Place:
             timeout_s=settings.timeout_s,
             device=settings.device,
             ways=self.ways.by_peer,
-            node=self._node,
             time_layers=self.watched and self._scenario is None,
         )
 
@@ -376,7 +371,6 @@ class Place:
                 self.failures.report(error)
                 raise
         finally:
-            self._node.close()
             self.owner_groups.close(failed=self.failures.reported)
             if not self.failures.reported:
                 self.ways.close()
