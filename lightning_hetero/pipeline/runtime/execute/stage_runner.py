@@ -20,7 +20,9 @@ from torch import distributed as dist
 from torch import nn
 
 from lightning_hetero.controller.messages import LinkTime
+from lightning_hetero.emulate.links import SlowClock
 from lightning_hetero.pipeline.decide.generate import SchedulePolicy, generate
+from lightning_hetero.pipeline.decide.links import LinkClock
 from lightning_hetero.pipeline.decide.schedule import PipelineTimes, Schedule
 from lightning_hetero.pipeline.runtime.execute.direct_ways import DirectWay
 from lightning_hetero.pipeline.runtime.execute.evaluation import Evaluation
@@ -123,6 +125,12 @@ class StageRunner(LeaderRunner):
         self._carrier = Carrier() if self._position == 0 else None
         links = None
         if wire is not None and len(group.ranks) > 1:
+            emulated = emulated_links or {}
+
+            def clock(peer: int) -> Any:
+                link = emulated.get((peer, rank))
+                return LinkClock() if link is None else SlowClock(LinkClock(), link, failures.check)
+
             links = StageLinks(
                 wire,
                 rank,
@@ -130,7 +138,7 @@ class StageRunner(LeaderRunner):
                 device=device,
                 failures=failures,
                 timeout_s=timeout_s,
-                emulated=emulated_links,
+                clock=clock,
                 ways=ways,
             )
         self._local = LocalStage(ranks=group.ranks, position=self._position, stage=stage, links=links, pace=pace)
