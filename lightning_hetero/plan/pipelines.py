@@ -22,7 +22,6 @@ __all__ = ["pipeline", "plan_override"]
 # up to a few times a device's equal share.
 _MANY = 32
 _TIMES = 4
-_VERY_MANY = 64  # beyond, seeds are judged by a few of their groups
 
 
 def pipeline(setup: Setup) -> Estimate:
@@ -36,7 +35,6 @@ def pipeline(setup: Setup) -> Estimate:
     if setup.ranks > _MANY:
         most = max(1, _TIMES * setup.global_batch // setup.ranks)
         short = {"budget": 0, "depth": "per_link", "micro_samples": [1 << k for k in range(most.bit_length())]}
-        short["sampled"] = setup.ranks > _VERY_MANY
     plan = best_plan(model, cluster, setup.global_batch, spans=setup.spans, **short)
     if not plan.ok:
         return impossible("pipeline", plan.reason)
