@@ -18,7 +18,7 @@ from lightning_hetero.types import PipelinePlan
 
 __all__ = ["pipeline", "plan_override"]
 
-# More devices than these: the search judges its seeds alone, by one rule of depths, with micro-batches of powers of two
+# More devices than these: the search keeps to one rule of depths, and to micro-batches of powers of two
 # up to a few times a device's equal share.
 _MANY = 32
 _TIMES = 4
@@ -34,7 +34,7 @@ def pipeline(setup: Setup) -> Estimate:
     short: dict[str, Any] = {}
     if setup.ranks > _MANY:
         most = max(1, _TIMES * setup.global_batch // setup.ranks)
-        short = {"budget": 0, "depth": "per_link", "micro_samples": [1 << k for k in range(most.bit_length())]}
+        short = {"depth": "per_link", "micro_samples": [1 << k for k in range(most.bit_length())]}
     plan = best_plan(model, cluster, setup.global_batch, spans=setup.spans, **short)
     if not plan.ok:
         return impossible("pipeline", plan.reason)

@@ -90,7 +90,9 @@ def _polished(chain: Chain, cuts: tuple[int, ...]) -> tuple[int, ...]:
 
 def _totals(chain: Chain, cuts: Ints) -> Floats:
     of = times(chain, cuts)
-    return of.fill_s + (chain.micro_batches - 1) * fitting_periods(chain, cuts, of)
+    period_s = fitting_periods(chain, cuts, of)
+    fits = np.isfinite(period_s)
+    return np.where(fits, of.fill_s + (chain.micro_batches - 1) * np.where(fits, period_s, 0.0), np.inf)
 
 
 def _places(some: Ints, n: int) -> Ints:

@@ -8,7 +8,8 @@ fastest part of the devices only.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import permutations
 from typing import TypeAlias
 
 import numpy as np
@@ -80,7 +81,7 @@ def best_found(problem: Problem, most_groups: int, *, budget: int | None = None)
     most = budget if budget is not None else min(_MOST, max(_LEAST, _EFFORT // n))
     candidates, rounds = (_CANDIDATES, _ROUNDS) if few else (_PER_ROUND, max(1, most // _PER_ROUND))
     best: Judged | None = None
-    followed = _FOLLOWED if few else 2 if n <= 16 else 1
+    followed = _FOLLOWED if few else 4 if n <= 16 else 1
     for _, pipes in ranked[:followed]:
         now = objective.judge(solved(problem, pipes)) or objective.judge(pipes)
         if now is None:
@@ -106,15 +107,33 @@ def _pipes(problem: Problem, drafts: Drafts, groups: Groups, far_s: Floats) -> P
         ranks = _fastest(problem, group, problem.n_layers)  # a pipeline needs a layer per device
         if float(problem.caps[ranks].sum()) * (1.0 + 1e-9) < replica_bytes:
             return None
-        order = _nearest_chain(problem, ranks, far_s)
-        pipe = drafts.pipe(order)
-        if problem.capped and (pipe is None or problem.cost(pipe).most < problem.part(order)):
-            pipe = problem.split(order, first_size(problem, len(order)), problem.part(order)) or pipe
-            pipe = pipe or problem.split(order, problem.sizes[0], problem.part(order))
+        pipe = _pipe(problem, drafts, ranks, far_s)
         if pipe is None:
             return None
         found.append(pipe)
     return tuple(sorted(found, key=lambda pipe: min(pipe.ranks)))
+
+
+def _pipe(problem: Problem, drafts: Drafts, ranks: list[int], far_s: Floats) -> Pipe | None:
+    """Returns a pipeline of these ranks; where memory is short the one of a few orders that is fastest."""
+    near, part = _nearest_chain(problem, ranks, far_s), problem.part(ranks)
+    draft = drafts.pipe(near)
+    if not problem.capped or len(ranks) == 1 or (draft and problem.cost(draft).most >= part and len(ranks) > _FEW):
+        return draft
+    # The first stages keep most micro-batches in flight: memory in front, where it differs.
+    orders = dict.fromkeys([near, tuple(sorted(ranks, key=lambda r: (-problem.caps[r], r))), near[::-1]])
+    best = _best_of(problem, [draft] if draft else [], orders, part)
+    if best is None and len(ranks) <= _FEW:
+        best = _best_of(problem, [], permutations(ranks), part)
+    return best
+
+
+def _best_of(problem: Problem, found: list[Pipe], orders: Iterable[tuple[int, ...]], part: int) -> Pipe | None:
+    sizes = {first_size(problem, problem.n_devices), problem.sizes[0]}
+    for order in orders:
+        found += [pipe for size in sizes if (pipe := problem.split(order, size, part))]
+    fitting = [(problem.cost(pipe).seconds(part), pipe) for pipe in found if problem.cost(pipe).most > 0]
+    return min(fitting)[1] if fitting else None
 
 
 def _all_groupings(n: int, most: int) -> Iterator[Groups]:
