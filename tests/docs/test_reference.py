@@ -32,7 +32,7 @@ from lightning_hetero.cli.summary import RankSummary
 from lightning_hetero.controller.replans import Replan, ReplanLog
 from lightning_hetero.federated import policy as federated_policies
 from lightning_hetero.federated.decide import policy as federated_policy
-from lightning_hetero.federated.decide import report as federated_report
+from lightning_hetero.federated.decide import rounds as federated_rounds
 from lightning_hetero.federated.decide.rounds import ClientRow
 from lightning_hetero.predictors import Kalman
 from lightning_hetero.stale import compress
@@ -179,7 +179,7 @@ def replan_metrics() -> dict[str, float]:
 def federated_metrics() -> dict[str, float]:
     """What the federated engine logs of a round of two ranks."""
     row = ClientRow(**dict.fromkeys(ClientRow._fields, 1.0))
-    return federated_report.engine_metrics(1, [row, row], 2)
+    return federated_rounds.engine_metrics(1, [row, row], 2)
 
 
 @pytest.mark.parametrize("engine", [e for e in ENGINES if e.strategy is not AutoStrategy], ids=str)
