@@ -25,13 +25,18 @@ REMOVED_OPTIONS: dict[str, dict[str, str]] = {
         " that goes on. Drop it",
     },
     "BoundedStalenessStrategy": {},
-    "HeteroPipelineStrategy": {},
+    "HeteroPipelineStrategy": {
+        "overlap": "transfers always run beside computation, which was the default and never slower. Leave it out",
+        "seed": "dropout and whatever else is drawn follow seed_everything, or 0. Call seed_everything(seed)",
+        "cache_folder": "a trace keeps what was measured. Pass its path as cluster=, or a ModelCost as profile=",
+        "carrier": "training steps are suspended as greenlets, which are installed with the package: leave it out",
+    },
     "AutoStrategy": {},
 }
 
 
 def refuse_removed(strategy: type, options: dict[str, Any]) -> None:
-    """Raises an error for the first of ``options`` that ``strategy``, or a class it is based on, had until now.
+    """Raises an error for the first of ``options`` that ``strategy``, or a base class of it, had in the last release.
 
     An option that is None is left out: it asks for nothing.
 
