@@ -25,7 +25,7 @@ from lightning_hetero.emulate.parts import SpeedChange
 from lightning_hetero.emulate.scenario import Scenario
 from lightning_hetero.federated.decide.policy import AdaptiveSteps, FedAvg, LbBsp, RoundPolicy, ScaledLr
 from lightning_hetero.federated.decide.rounds import Client
-from lightning_hetero.federated.runtime.own import OwnBatches, OwnOrder, Place
+from lightning_hetero.federated.runtime.own import DataPlace, OwnBatches, OwnOrder
 
 __all__ = ["CLIENTS", "POLICIES", "SPEEDS", "Course", "runs_of", "scenario_of", "train"]
 
@@ -127,7 +127,7 @@ def train(
     images, labels = digits._val.tensors
     parts = partition_by_labels(digits._train.tensors[1], CLIENTS, alpha=ALPHA, least=BATCH, seed=seed)
     average = DigitsCNN(channels=8)
-    places = [Place()] * CLIENTS
+    places = [DataPlace()] * CLIENTS
     sizes = [BATCH] * CLIENTS
     orders = []
     for rank, part in enumerate(parts):

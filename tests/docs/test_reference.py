@@ -25,8 +25,8 @@ from lightning_hetero import (
     predictors,
 )
 from lightning_hetero.balanced import policy as balanced_policy
-from lightning_hetero.base.removed import REMOVED_OPTIONS
 from lightning_hetero.balanced.decide.controller import ExchangeClock
+from lightning_hetero.base.removed import REMOVED_OPTIONS
 from lightning_hetero.callbacks.reporting import Reporting
 from lightning_hetero.cli import train
 from lightning_hetero.cli.summary import RankSummary

@@ -64,7 +64,7 @@ class ClientRow(NamedTuple):
         made: local steps since then.
         samples, steps, compute_s: of the steps since the last decision whose time is believed: sums.
         wait_s: of its own, when ranks met last.
-        passes, taken: its place in its data, see `lightning_hetero.federated.runtime.own.Place`.
+        passes, taken: its place in its data, see `lightning_hetero.federated.runtime.own.DataPlace`.
         digest: of what all ranks must have alike.
         states: digest of what its optimizers hold, which may differ.
         sigterm: whether it was told to stop.

@@ -13,7 +13,7 @@ from lightning_hetero.base.loaders import BoundLoader, LoaderBinder, SharedSetti
 from lightning_hetero.data import IndivisibleError, LoaderSpec, inspect_loader
 from lightning_hetero.data.copies import users_own
 from lightning_hetero.federated.decide.rounds import Client
-from lightning_hetero.federated.runtime.own import OwnBatches, OwnOrder, Place, own_loader
+from lightning_hetero.federated.runtime.own import DataPlace, OwnBatches, OwnOrder, own_loader
 from lightning_hetero.transport.side_channel import SideChannel
 
 if TYPE_CHECKING:
@@ -51,7 +51,7 @@ class OwnBinder(LoaderBinder[BoundLoader]):
         size: Callable[[], int] | None,
     ) -> None:
         super().__init__(trainer, channel, strategy_name="FederatedStrategy", shared=shared, stream=None)
-        self.place = Place()
+        self.place = DataPlace()
         self.clients: list[Client] = []
         self.asked_batch = shared.global_batch_size
         self._opened, self._epoch, self._size = opened, epoch, size
@@ -106,7 +106,7 @@ class OwnBinder(LoaderBinder[BoundLoader]):
                 " stream='infinite'"
             )
         if self._bound:  # reloaded: perhaps other data
-            self.place = Place(self.place.passes + 1)
+            self.place = DataPlace(self.place.passes + 1)
         rank, seed = self._trainer.global_rank, int(os.environ.get("PL_GLOBAL_SEED", 0))
         order = OwnOrder(loader, spec, seed=seed * 1_000_003 + rank)
         mine = Client(order.samples, min(order.batch_size, max(1, order.samples)), order.batches)
@@ -154,4 +154,4 @@ class OwnBinder(LoaderBinder[BoundLoader]):
         super().resume(state)
         places = state.get("clients", ())
         if len(places) == self._trainer.world_size:
-            self.place = Place(*(int(n) for n in places[self._trainer.global_rank]))
+            self.place = DataPlace(*(int(n) for n in places[self._trainer.global_rank]))

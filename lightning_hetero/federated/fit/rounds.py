@@ -31,7 +31,7 @@ from lightning_hetero.federated.fit.division import Division
 from lightning_hetero.federated.fit.loaders import OwnBinder
 from lightning_hetero.federated.fit.local_steps import LocalSteps
 from lightning_hetero.federated.fit.settings import FederatedSettings, check_clients
-from lightning_hetero.federated.runtime.own import OwnBatches, Place
+from lightning_hetero.federated.runtime.own import DataPlace, OwnBatches
 from lightning_hetero.transport.side_channel import SideChannel
 from lightning_hetero.types import StepReport
 
@@ -218,7 +218,7 @@ class Rounds:
         self.course.began = min(first, self._began or 0)
         self._began, self._steps.trained = None, False
         if not first and not again and self.binder.place.taken:  # an epoch cut short
-            self.binder.place = Place(self.binder.place.passes + 1)
+            self.binder.place = DataPlace(self.binder.place.passes + 1)
         self._choose()
         self._averaging.remember()
 
