@@ -331,12 +331,6 @@ def peers(results: Results) -> str:
     return _pictured(results, ["time to the same validation loss, over stock DDP's", *clusters], rows)
 
 
-def items(results: Results) -> str:
-    """Of docs/benchmarks.md: batches of skewed lengths."""
-    rows = [[case, f"{results[f'{case} / DDP']:.2f}"] for case in results.cases(" / DDP")]
-    return _table(["batches: engine", "step over stock DDP's"], rows)
-
-
 def ablation(results: Results) -> str:
     """Of docs/benchmarks.md: what the default predictor and policy are held to."""
     rows = [[kind, goal, f"{sum(figure['holds'] for figure in figures)} of {len(figures)}", _values(figures)]
@@ -358,7 +352,6 @@ BLOCKS: dict[str, tuple[str, Callable[[Results], str]]] = {
     "predictions": ("planning_real", predictions),
     "federated": ("federated", federated),
     "peers": ("peers", peers),
-    "items": ("items", items),
     "ablation": ("ablation", ablation),
     "late weights": ("late_weights", late_weights),
     "faults": ("fault_matrix", fault_table),
