@@ -174,12 +174,12 @@ def test_the_report_is_two_files_and_a_table(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("sys.argv", ["prog", "--quick"])
-    folder = tmp_path / "solvers"  # the name of a benchmark, whose code the report is of
+    folder = tmp_path / "balanced"  # the name of a benchmark, whose code the report is of
     repeats = {"case": {"steps_s": [0.1]}}
     write_results(folder, title="A claim", figures=FIGURES, raw=repeats, notes="Read this.")
     report = json.loads((folder / "results.json").read_text())
     assert report["figures"] == FIGURES and report["raw"] == repeats
-    assert report["command"] == "python -m benchmarks.solvers --quick"
+    assert report["command"] == "python -m benchmarks.balanced --quick"
     assert report["machine"]["cpu_count"] and report["versions"]["python"] and report["versions"]["torch"]
     assert "lightning_hetero/solvers/minimax.py" in report["code"]["files"]
     text = (folder / "results.md").read_text()
@@ -203,13 +203,13 @@ def test_an_incomplete_figure_is_refused(tmp_path: Path, change: dict[str, Any])
 @pytest.mark.parametrize(("value", "error"), [(math.nan, ValueError), (object(), TypeError)])
 def test_what_is_no_json_leaves_no_half_report(tmp_path: Path, value: object, error: type[Exception]) -> None:
     with pytest.raises(error):
-        write_results(tmp_path / "solvers", title="t", figures=FIGURES, raw={"x": value})
+        write_results(tmp_path / "balanced", title="t", figures=FIGURES, raw={"x": value})
     assert list(tmp_path.iterdir()) == []
 
 
 def test_raw_numbers_have_six_digits_and_a_list_of_them_is_one_line(tmp_path: Path) -> None:
     raw = {"steps_s": [[0.123456789, 2.0], [3, 1e-9]], "ok": [True, None], "what": ["a [1, 2]", "b"], "x": 2 / 3}
-    folder = tmp_path / "solvers"
+    folder = tmp_path / "balanced"
     figures = [{**FIGURES[0], "value": 1 / 3}]
     write_results(folder, title="t", figures=figures, raw=raw, notes="see [ 1,  2 ]")
     text = (folder / "results.json").read_text()
