@@ -16,8 +16,7 @@ from torch import Tensor, nn
 
 from lightning_hetero import lightning_compat as compat
 from lightning_hetero.callbacks.reporting import EventSource, Reporting, reporting_of
-from lightning_hetero.callbacks.samples import count_samples
-from lightning_hetero.callbacks.work import BatchCost, check_batch_cost, cost_in, count_work
+from lightning_hetero.callbacks.work import BatchCost, check_batch_cost, cost_in, count_samples, count_work
 from lightning_hetero.cluster.score import (
     exchange_alone,
     imbalance,
