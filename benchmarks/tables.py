@@ -303,7 +303,6 @@ MAIN = {
     "planning_real": ("all models, balanced: own work, processor time, predicted / measured, median",
                       "own work predicted over measured {:.2f}"),
     "replanning": ("healing, ours: step / ideal", "steps {:.2f} of the ideal after a wrong first plan"),
-    "solvers": ("minimax, affine, n=64", "{:.0f} us per decision for 64 ranks"),
     "stale": ("real, digits CNN, spells: time to DDP", "time {:.2f} of stock DDP's with slow spells"),
     "stale_time": ("8, spells: transfers", "transfers take {:.2f} of the bound, eight workers under spells"),
     "walker": ("emulated, 4 equal stages: ours / torch.distributed.pipelining",

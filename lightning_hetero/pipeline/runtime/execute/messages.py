@@ -14,7 +14,7 @@ from __future__ import annotations
 import json
 import math
 import struct
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
@@ -99,15 +99,12 @@ def tensors_in(value: Any) -> list[Tensor]:
 # ---- to bytes --------------------------------------------------------------------------------------------------
 
 
-def pack(
-    message: Message, *, front_bytes: int = 0, room: Callable[[bytes, int], Tensor] | None = None
-) -> tuple[bytes, Tensor]:
+def pack(message: Message, *, front_bytes: int = 0) -> tuple[bytes, Tensor]:
     """Returns the header, and the payload on the device of the first tensor.
 
     Args:
         message: to be sent.
         front_bytes: left free in front of the payload, a multiple of 64.
-        room: returns where the payload goes, uint8 on the CPU, given the header and the payload's size [bytes].
 
     Raises:
         TypeError: a value that cannot travel; names it.
@@ -122,11 +119,8 @@ def pack(
         (what, nest, specs, message.requires_grad, message.grad_enabled, autocast, message.route)
     )
     header = _PLACE.pack(*message.place[1:], message.call) + text
-    if room is not None:
-        payload = room(header, size)
-    else:
-        device = tensors[0].device if tensors else "cpu"
-        payload = torch.empty(front_bytes + size, dtype=torch.uint8, device=device)
+    device = tensors[0].device if tensors else "cpu"
+    payload = torch.empty(front_bytes + size, dtype=torch.uint8, device=device)
     for (tensor, _), (dtype, shape, _), start in zip(dense, specs, starts, strict=True):
         _place(payload, front_bytes + start, dtype, shape).copy_(tensor)
     return header, payload
