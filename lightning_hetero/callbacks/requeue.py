@@ -3,7 +3,7 @@
 Lightning's handler does both wherever the signal finds the program. Where ranks are in different batches, or a batch is
 on its way through layers that ranks hold in parts, that waits for the end of a batch.
 
-    `RequeueByOne`      the lowest rank saves, as the others' state is not on them, and waits for nobody
+    `RequeueByOne`      the lowest rank saves, as the others' state is not on them, and waits for no other rank
     `RequeueTogether`   rank 0's signal is told to all with a batch, and all save at the end of that one
 """
 
@@ -45,7 +45,7 @@ class _BatchEnds(Callback):  # private, so that command lines do not offer it
 
 
 class _Requeue:
-    """Has a callback among the user's, as the last, from the signal until it is answered: else nobody meets it there.
+    """Has a callback among the user's, as the last, from the signal until it is answered: else no other callback meets it there.
 
     Args:
         trainer: has not set its signal handlers yet.
