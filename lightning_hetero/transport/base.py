@@ -16,7 +16,7 @@ from __future__ import annotations
 import struct
 from abc import ABC, abstractmethod
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 
@@ -31,7 +31,6 @@ __all__ = [
     "Joined",
     "LeftBehindError",
     "Listener",
-    "QueuedListener",
     "RemoteFailureError",
     "Reply",
     "Request",
@@ -53,7 +52,9 @@ class Ask(IntEnum):
     ABORT = 7  # this worker failed; text says why: everybody is told
     LEAVE = 8  # this worker is done
     METRICS = 9  # what the server has counted and predicts; answered DONE with a JSON object as text, and who lives
-    ALIVE = 10  # a sign of life, at any time; no answer
+    ALIVE = 10  # a sign of life, at any time; answered over a wire only, and with ALIVE
+    CHUNK = 11  # over a wire: bytes [start, stop) of the slot follow; no answer
+    PARAMETERS = 12  # over a wire: answered with the newest
 
 
 class Say(IntEnum):
@@ -64,9 +65,11 @@ class Say(IntEnum):
     APPLIED = 3  # a sub-step was applied (or not: version tells); go on
     MET = 4  # payload: ranks alive
     DONE = 5
-    STATE = 6
+    STATE = 6  # the size of the state in `numbers`; it follows
     FAILED = 7  # text says why; the run cannot go on, or, after STATE and METRICS, the question has no answer
     LEFT = 8  # text says why; the others go on without this worker, whose connection ends with this
+    ALIVE = 9
+    PARAMETERS = 10  # their bytes follow; version -1: there are none yet
 
 
 _REQUEST = struct.Struct("<BxHiiiqiIIIddQI")
@@ -340,7 +343,7 @@ class WorkerLink(ABC):
 
     @abstractmethod
     def read_state(self) -> bytes:
-        """Returns what the server shared with `Listener.share_state`, after a reply ``Say.STATE``."""
+        """Returns what came with the last reply ``Say.STATE``."""
 
     @abstractmethod
     def close(self) -> None:
@@ -382,7 +385,7 @@ class Listener(ABC):
 
     @abstractmethod
     def share_state(self, data: bytes) -> None:
-        """Puts ``data`` where a worker on this node can read it with `WorkerLink.read_state`."""
+        """Keeps ``data`` to go out with each reply ``Say.STATE``, for `WorkerLink.read_state`."""
 
     @abstractmethod
     def disconnect(self, rank: int) -> None:
@@ -397,10 +400,3 @@ class Listener(ABC):
     def close(self) -> None:
         """Ends all connections and removes what lies on disk; idempotent."""
 
-
-class QueuedListener(Listener):
-    """A listener that threads fill, so that one may wait for it somewhere else."""
-
-    @abstractmethod
-    def subscribe(self, notify: Callable[[], None]) -> None:
-        """Has ``notify`` called, by any thread, when `events` has something to return."""

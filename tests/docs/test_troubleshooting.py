@@ -74,10 +74,7 @@ ENGINE_FOLDERS = ("balanced", "stale", "pipeline", "federated", "shares", "trans
 PROTOCOL = {
     "stale/decide": ("coordinator", "epoch", "intervals", "ledger", "simulate"),
     "stale/runtime": ("messages", "serve/agreement", "serve/push_checks", "serve/server", "work"),
-    "transport": (
-        "base", "merged", "seqlock", "sockets", "pairs/frames", "pairs/handshake", "pairs/listener",
-        "shared_memory/listener",
-    ),
+    "transport": ("base", "listener", "peer", "seqlock", "sockets"),
     "pipeline/decide": ("plan_times", "schedule"),
     "pipeline/runtime": (
         "execute/stage_runner", "execute/whole_step", "measure/around_backbone", "measure/layers", "measure/memory",
@@ -88,7 +85,7 @@ PROTOCOL = {
 INTERNAL = tuple(f"lightning_hetero/{part}/{name}" for part, names in PROTOCOL.items() for name in names)
 WRONG_CALLS = (  # in other files, likewise
     "an area must be uint8", "keep has ", "members=", "rank=", "divide_by=", " optimizers, but the parameters of ",
-    "optimizer_parameters names ", "call FlatLayout.adopt first", "its memory is damaged", "address=", "bytes [",
+    "optimizer_parameters names ", "call FlatLayout.adopt first", "address=", "bytes [",
     "no parameters were published yet", " came instead of ", "unreachable",
     " must be whole numbers >= 1 that sum up to sample", "the head stands on the leader", "not its LoaderSpec",
     "a plan without groups", "StepLogs.send()", " increasing numbers from 0 to ",

@@ -28,7 +28,7 @@ from lightning_hetero.stale.runtime.processes.fork import ServerProcess
 from lightning_hetero.stale.runtime.processes.start import Address, connect, start_server
 from lightning_hetero.stale.runtime.work.watch import Numbers, Place, places
 from lightning_hetero.stale.runtime.work.worker import Worker
-from lightning_hetero.transport.pulse import Pulse
+from lightning_hetero.transport.link import Pulse
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer

@@ -25,7 +25,7 @@ from lightning_hetero.transport.base import (
     Say,
     WorkerLink,
 )
-from lightning_hetero.transport.pulse import Pulse
+from lightning_hetero.transport.link import Pulse
 from tests.ranks.stale.kit import Setting
 from tests.ranks.stale.reference import mlp, sgd
 

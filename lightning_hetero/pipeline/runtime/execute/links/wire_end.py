@@ -38,8 +38,7 @@ from lightning_hetero.measure.device import Device, Stamp, device_of, is_out_of_
 from lightning_hetero.pipeline.runtime.execute.links.direct_ways import DirectWay
 from lightning_hetero.pipeline.runtime.execute.links.end import Arrivals, Come, LinkEnd
 from lightning_hetero.pipeline.runtime.execute.links.messages import Message, pack
-from lightning_hetero.transport.pairs.frames import FOREVER
-from lightning_hetero.transport.sockets import first_line
+from lightning_hetero.transport.sockets import FOREVER, first_line
 
 __all__ = ["WireEnd"]
 
