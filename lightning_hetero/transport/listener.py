@@ -1,13 +1,12 @@
 """The server's end for all workers: one thread, one socket per worker, one protocol (layer T); see `sockets`.
 
-    listener = ServerListener.create(near=..., far=...)          # rank 0, before it forks the server
+    listener = ServerListener(near=..., far=..., ...)            # rank 0, before it forks the server
     server:  listener.events() ...                               # in the forked child, which keeps its descriptors
     rank 0:  listener.detach()                                   # files stay, descriptors go
     workers: connect(listener.near_address or listener.far_address, rank)
 
 Slots and parameters of workers on this node are memory of both. To and from others they travel on the worker's
 socket: a thread takes over the socket for as long as a large body lasts, each piece of which is a sign of life.
-
 A worker's death is an EOF on its socket, or its pidfd where a forked child of its own still holds the socket.
 """
 
@@ -46,7 +45,6 @@ from lightning_hetero.transport.sockets import (
     WireError,
     check_hello,
     open_pidfd,
-    payload_size,
     peer_credentials,
     send_now,
     tcp_door,
@@ -64,25 +62,51 @@ _WAKE, _NEWS = b"!", b"."  # on the bell: `wake` was called; a thread that moves
 
 
 class ServerListener(Listener):
-    """See the module; made by `create`, in the process that forks the server or in the server itself.
+    """See the module; made in the process that forks the server or in the server itself. Workers may connect at once.
+
+    Args:
+        directory: the folder to make our own (0700) in; None: /dev/shm, XDG_RUNTIME_DIR or the temporary folder.
+        near: the workers of this node, which share memory with the server.
+        far: workers that do not.
+        host: name by which those reach this machine.
+        slot_bytes, parameter_bytes: size of each worker's slot, and of the parameters.
 
     Attributes:
         near_address: what workers on this node need to `connect`; empty if there are none.
         far_address: what others need; empty if there are none.
+
+    Raises:
+        ValueError: a size is not positive, ranks are none, negative or twice, or the folder's path is too long.
+        OSError: no room for the files.
     """
 
-    def __init__(self, memory: ServerMemory, near: frozenset[int], far: frozenset[int], host: str) -> None:
-        self.ranks = near | far
-        self._near, self._memory = near, memory
+    def __init__(
+        self, directory: str | os.PathLike[str] | None = None, *, near: Iterable[int] = (), far: Iterable[int] = (),
+        host: str = "127.0.0.1", slot_bytes: int, parameter_bytes: int,
+    ) -> None:  # fmt: skip
+        check_sizes(slot_bytes=slot_bytes, parameter_bytes=parameter_bytes)
+        self._near, elsewhere = frozenset(near), frozenset(far)
+        self.ranks = self._near | elsewhere
+        if not self.ranks or any(type(rank) is not int or rank < 0 for rank in self.ranks) or self._near & elsewhere:
+            raise ValueError(f"ranks={sorted(self.ranks)} must be whole numbers >= 0, at least one, and each once")
+        memory = ServerMemory(directory, near=self._near, slot_bytes=slot_bytes, parameter_bytes=parameter_bytes)
+        self._memory = memory
         self._token = secrets.token_bytes(16)
         self._doors: list[socket.socket] = []
         self.near_address = self.far_address = ""
-        if memory.folder is not None:
-            self._doors.append(unix_door(memory.folder / "control"))
-            self.near_address = f"{memory.folder}#{self._token.hex()}"
-        if far:
-            self._doors.append(tcp_door(host))
-            self.far_address = f"{host}:{self._doors[-1].getsockname()[1]}#{self._token.hex()}"
+        try:
+            if memory.folder is not None:
+                self._doors.append(unix_door(memory.folder / "control"))
+                self.near_address = f"{memory.folder}#{self._token.hex()}"
+            if elsewhere:
+                self._doors.append(tcp_door(host))
+                self.far_address = f"{host}:{self._doors[-1].getsockname()[1]}#{self._token.hex()}"
+        except OSError as error:
+            memory.remove()
+            memory.close()
+            if "too long" in str(error):
+                raise ValueError(f"{memory.folder} is no path for a unix socket: name one with a shorter path") from error
+            raise
         self._bell = os.pipe()
         for end in self._bell:
             os.set_blocking(end, False)
@@ -94,58 +118,12 @@ class ServerListener(Listener):
         self._woken = False
         self._open = True
 
-    @classmethod
-    def create(
-        cls,
-        directory: str | os.PathLike[str] | None = None,
-        *,
-        near: Iterable[int] = (),
-        far: Iterable[int] = (),
-        host: str = "127.0.0.1",
-        slot_bytes: int,
-        parameter_bytes: int,
-    ) -> ServerListener:
-        """Makes folder, files and sockets; workers may connect from now on.
-
-        Args:
-            directory: the folder to make our own (0700) in; None: /dev/shm, XDG_RUNTIME_DIR or the temporary folder.
-            near: the workers of this node, which share memory with the server.
-            far: workers that do not.
-            host: name by which those reach this machine.
-            slot_bytes: size of each worker's slot.
-            parameter_bytes: size of the parameters.
-
-        Raises:
-            ValueError: a size is not positive, ranks are none, negative or twice, or the folder's path is too long.
-            OSError: no room for the files.
-        """
-        check_sizes(slot_bytes=slot_bytes, parameter_bytes=parameter_bytes)
-        near, far = frozenset(near), frozenset(far)
-        ranks = sorted([*near, *far])
-        if not ranks or any(type(rank) is not int or rank < 0 for rank in ranks) or near & far:
-            raise ValueError(f"ranks={ranks!r} must be whole numbers >= 0, at least one, and each once")
-        memory = ServerMemory(directory, near=near, slot_bytes=slot_bytes, parameter_bytes=parameter_bytes)
-        try:
-            return cls(memory, near, far, host)
-        except BaseException as error:
-            memory.remove()
-            memory.close()
-            if isinstance(error, OSError) and "too long" in str(error):
-                raise ValueError(
-                    f"{memory.folder} is too long for a unix socket: name a folder with a shorter path"
-                ) from error
-            raise
-
     # ---- across the fork ----------------------------------------------------------------------------------
 
     def fileno_list(self) -> list[int]:
         """Returns the descriptors a forked server must keep open, before `events` was ever called."""
         locked = [] if self._memory.lock is None else [self._memory.lock]
         return [*locked, *(door.fileno() for door in self._doors), *self._bell]
-
-    def detach(self) -> None:
-        """Lets go of everything without removing it: for the parent, once the forked server has taken over."""
-        self._shut()
 
     # ---- the server's thread ------------------------------------------------------------------------------
 
@@ -162,7 +140,9 @@ class ServerListener(Listener):
                     self._serve(key.data, mask, ended=key.fd == key.data.pidfd)
                 else:
                     key.data()
-            self._drop_mute()
+            oldest_s = time.monotonic() - HELLO_TIMEOUT_S
+            for peer in [p for p in self._peers if p.rank is None and p.since < oldest_s]:
+                self._refuse(peer, f"said nothing for {HELLO_TIMEOUT_S:g} s")
             if self._happened or self._woken or (deadline is not None and time.monotonic() >= deadline):
                 happened, self._happened, self._woken = self._happened, [], False
                 return happened
@@ -173,11 +153,11 @@ class ServerListener(Listener):
     def reply(self, rank: int, reply: Reply) -> None:
         if (peer := self._workers.get(rank)) is None:
             return
-        if reply.kind is Say.STATE:
-            state = self._memory.state
-            peer.send_body(lambda: (replace(reply, numbers=(len(state),)), memoryview(state)), len(state))
-        else:
-            peer.outbox += reply.pack()
+        if reply.kind is not Say.STATE:
+            self._send(peer, reply)
+            return
+        state = self._memory.state
+        peer.send_body(lambda: (replace(reply, numbers=(len(state),)), memoryview(state)), len(state))
         self._flush(peer)
 
     def gradient(self, rank: int, slot: int) -> Tensor:
@@ -190,10 +170,6 @@ class ServerListener(Listener):
 
     def share_state(self, data: bytes) -> None:
         self._memory.state = bytes(data)
-
-    def disconnect(self, rank: int) -> None:
-        if (peer := self._workers.get(rank)) is not None:
-            self._drop(peer, "disconnected by the server")
 
     def dismiss(self, rank: int, reason: str) -> None:
         if (peer := self._workers.get(rank)) is not None:
@@ -210,7 +186,7 @@ class ServerListener(Listener):
             deadline_s = time.monotonic() + _LAST_WORDS_S
             for peer in self._peers:
                 peer.join(deadline_s)  # the state for a last checkpoint above all
-            self._shut()
+            self.detach()
 
     # ---- connections --------------------------------------------------------------------------------------
 
@@ -309,17 +285,12 @@ class ServerListener(Listener):
                         return
                     self._greet(peer, check_hello(peer.take(HELLO_BYTES), peer.challenge, self._token))
                     continue
-                if len(peer.inbox) < Request.SIZE:
+                if (request := peer.next_request()) is None:
                     return
-                size_bytes = payload_size(Request, bytes(peer.inbox[: Request.SIZE]))
-                if len(peer.inbox) < Request.SIZE + size_bytes:
-                    return
-                self._request(peer, peer.rank, Request.unpack(peer.take(Request.SIZE), peer.take(size_bytes)))
+                self._request(peer, peer.rank, request)
             self._watch(peer)
-        except WireError as error:
-            self._refuse(peer, str(error))
         except ValueError as error:
-            self._refuse(peer, f"sent what is no request: {error}")
+            self._refuse(peer, str(error) if isinstance(error, WireError) else f"sent what is no request: {error}")
 
     def _request(self, peer: Peer, rank: int, request: Request) -> None:
         far = rank not in self._near
@@ -398,11 +369,6 @@ class ServerListener(Listener):
             send_now(peer.connection, Reply(kind=Say.FAILED, text=reason).pack())
         self._drop(peer, f"refused: {reason}")
 
-    def _drop_mute(self) -> None:
-        oldest = time.monotonic() - HELLO_TIMEOUT_S
-        for peer in [p for p in self._peers if p.rank is None and p.since < oldest]:
-            self._refuse(peer, f"said nothing for {HELLO_TIMEOUT_S:g} s")
-
     def _drop(self, peer: Peer, reason: str) -> None:
         if peer not in self._peers:
             return
@@ -418,7 +384,8 @@ class ServerListener(Listener):
             self._memory.forget(peer.rank)
             self._happened.append(Gone(peer.rank, reason))
 
-    def _shut(self) -> None:
+    def detach(self) -> None:
+        """Lets go of everything without removing it: for the parent, once the forked server has taken over."""
         if not self._open:
             return
         self._open = False

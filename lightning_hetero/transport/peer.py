@@ -16,7 +16,7 @@ from torch import Tensor
 
 from lightning_hetero.transport.base import Reply, Request, Say
 from lightning_hetero.transport.seqlock import ParameterArea, Slot, bytes_of
-from lightning_hetero.transport.sockets import WireError, receive_into, send_all
+from lightning_hetero.transport.sockets import WireError, payload_size, receive_into, send_all
 
 __all__ = ["Peer"]
 
@@ -63,6 +63,15 @@ class Peer:
         data = bytes(self.inbox[:size_bytes])
         del self.inbox[:size_bytes]
         return data
+
+    def next_request(self) -> Request | None:
+        """Returns, and forgets, the next request that has come as a whole; raises ValueError if it is none."""
+        if len(self.inbox) < Request.SIZE:
+            return None
+        size_bytes = payload_size(Request, bytes(self.inbox[: Request.SIZE]))
+        if len(self.inbox) < Request.SIZE + size_bytes:
+            return None
+        return Request.unpack(self.take(Request.SIZE), self.take(size_bytes))
 
     # ---- bodies -------------------------------------------------------------------------------------------
 

@@ -114,7 +114,7 @@ class TickLoop:
         """The loop has left the batch before its end: an exception, or a hook that skips the rest of the epoch."""
         self.ticks.work = None
         if failed:
-            self._worker.stop()
+            self._worker.weights.stop()
 
     def end_epoch(self) -> None:
         """The epoch is over.

@@ -226,8 +226,8 @@ class InProcessListener(Listener):
     def share_state(self, data: bytes) -> None:
         self._switchboard.state = bytes(data)
 
-    def disconnect(self, rank: int) -> None:
-        self._switchboard.hang_up(rank, "disconnected by the server")
+    def dismiss(self, rank: int, reason: str) -> None:
+        self._switchboard.hang_up(rank, reason)
 
     def close(self) -> None:
         self._switchboard.close()

@@ -190,4 +190,4 @@ def open_place(
 def make_listener(kind: str, workers: int, directory: str | None = None, **sizes: int) -> ServerListener:
     """Returns a listener for ranks 0..workers-1, all of this node or all of others."""
     ranks: dict[str, Any] = {"near" if kind == "shared_memory" else "far": range(workers)}
-    return ServerListener.create(directory, **ranks, **sizes)
+    return ServerListener(directory, **ranks, **sizes)

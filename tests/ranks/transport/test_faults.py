@@ -369,7 +369,7 @@ def forks_and_waits(link: WorkerLink, talk: Connection) -> None:
 
 
 def listener_in(folder: Path, **changed: Any) -> ServerListener:
-    return ServerListener.create(folder, near=(0, 1), **{**SIZES, **changed})
+    return ServerListener(folder, near=(0, 1), **{**SIZES, **changed})
 
 
 def test_the_folder_is_ours_alone_and_goes_with_the_listener(short_path: Path) -> None:
@@ -421,7 +421,7 @@ def test_a_path_too_long_for_a_socket_is_refused(short_path: Path) -> None:
 )  # fmt: skip
 def test_bad_settings_are_refused(changed: dict[str, Any], words: str, short_path: Path) -> None:
     with pytest.raises(ValueError, match=words):
-        ServerListener.create(short_path, **{"near": (0,), **SIZES, **changed})
+        ServerListener(short_path, **{"near": (0,), **SIZES, **changed})
     assert list(short_path.iterdir()) == []
 
 
@@ -435,7 +435,7 @@ def test_what_is_no_address_is_refused(address: str) -> None:
 
 
 def test_workers_of_this_node_and_of_others_are_served_alike() -> None:
-    listener = ServerListener.create(near=(0,), far=(1,), **SIZES)
+    listener = ServerListener(near=(0,), far=(1,), **SIZES)
     places = [Place(kind, listener, address) for kind, address in
               (("shared_memory", listener.near_address), ("wire", listener.far_address))]  # fmt: skip
     crews: list[Crew] = []

@@ -373,8 +373,8 @@ def test_a_worker_that_is_disconnected_knows_and_others_do_not_care(place: Place
     crew = place.start(1, called_lost)
     meeting = Arrived(1, Request(kind=Ask.MEET))
     place.until(Joined(0), Joined(1), meeting, answer=lambda event: DONE if event.rank == 0 else None)
-    place.listener.disconnect(1)
-    place.listener.disconnect(2)  # never was here
+    place.listener.dismiss(1, "of no use")
+    place.listener.dismiss(2, "never was here")
     assert told(place, 1) == [Gone(1)]
     assert crew.result()
     place.until(*[Arrived] * 10, answer=lambda _: DONE)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Literal
@@ -18,13 +19,13 @@ from lightning_hetero.stale.decide.policy import Policy
 from lightning_hetero.stale.runtime.memory.layout import FlatLayout
 from lightning_hetero.stale.runtime.processes.fork import ServerProcess, fork_server
 from lightning_hetero.stale.runtime.serve.agreement import Limits
-from lightning_hetero.stale.runtime.serve.server import ParameterServer, serve
-from lightning_hetero.transport.base import WorkerLink
+from lightning_hetero.stale.runtime.serve.server import ParameterServer
+from lightning_hetero.transport.base import Alive, Listener, WorkerLink
 from lightning_hetero.transport.link import connect as connect_to
 from lightning_hetero.transport.listener import ServerListener
 from lightning_hetero.transport.store import host_store
 
-__all__ = ["Address", "ServerSettings", "connect", "start_server"]
+__all__ = ["Address", "ServerSettings", "connect", "serve", "start_server"]
 
 _CONNECT_S = 60.0  # for a worker that was told the address
 _AWAITED_S = 90.0  # what the server allows: a worker that cannot connect gives up first
@@ -100,7 +101,7 @@ def start_server(
         host: name under which other nodes reach this one.
         timeout: of the store; and how long workers wait at a meeting for one that lives and does not come.
     """
-    listener = ServerListener.create(
+    listener = ServerListener(
         near=near, far=far, host=host, slot_bytes=layout.slot_bytes, parameter_bytes=layout.bytes
     )
     area = torch.empty(layout.bytes, dtype=torch.uint8)
@@ -177,3 +178,42 @@ def _on_cpu(value: Any) -> Any:
     if type(value) is dict:
         return {key: _on_cpu(each) for key, each in value.items()}
     return type(value)(map(_on_cpu, value)) if type(value) in (list, tuple) else value
+
+
+def serve(
+    server: ParameterServer,
+    listener: Listener,
+    clock: Callable[[], float],
+    *,
+    orphaned: Callable[[], bool] | None = None,
+    look_s: float = 1.0,
+) -> None:
+    """Serves until all workers have left or are gone, then closes the server; the listener is the caller's.
+
+    Args:
+        clock: monotonic time [s].
+        orphaned: whether whoever started the server is gone; then it ends as soon as it has no worker, or all of them
+            have been silent for so long as a meeting waits for one.
+        look_s: how often to ask that [s].
+    """
+    try:
+        while not server.finished:
+            wait_s: float | None = server.wake_s() - clock()
+            if orphaned is not None:
+                alone = orphaned()  # asked in any case: it is taken for a sign of life
+                if alone and (server.deserted or server.abandoned(clock())):
+                    return
+                wait_s = min(wait_s, look_s)
+            events = listener.events(None if math.isinf(wait_s) else max(0.0, wait_s))
+            server.counts.waiting(sum(not isinstance(event, Alive) for event in events))
+            while events:
+                for event in events:
+                    server.handle(event, clock())
+                # Of two that die together, the death of one must not let the other one be met.
+                events = listener.events(0.0) if server.meets else []
+            server.wake(clock())
+    except Exception as error:
+        server.fail(f"the parameter server failed: {type(error).__name__}: {error}")
+        raise
+    finally:
+        server.close()
