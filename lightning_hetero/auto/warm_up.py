@@ -25,7 +25,7 @@ from lightning_hetero.cluster.spec import override_cluster
 from lightning_hetero.emulate.scenario import Scenario
 from lightning_hetero.measure.device import device_of
 from lightning_hetero.measure.probe import probe_cluster
-from lightning_hetero.pipeline.decide.direct_links import MOST_COMMUNICATORS
+from lightning_hetero.pipeline.decide.links import MOST_COMMUNICATORS
 from lightning_hetero.pipeline.fit.plan.planning import Carried
 from lightning_hetero.pipeline.fit.plan.rehearsal import Rehearsal, measure_model, measure_series
 from lightning_hetero.pipeline.runtime.measure.around_backbone import NeverCalledError
@@ -136,11 +136,10 @@ class WarmUp:
             optimizers=(),
             to_device=self.to_device,
             context=self.context,
-            carrier="auto",
         )
 
     def _measured(self, rehearsal: Rehearsal) -> ModelCost:
-        return measure_model(rehearsal, micro_batch_size=None, checkpoint_layers=False, cache_folder=None)[0]
+        return measure_model(rehearsal, micro_batch_size=None, checkpoint_layers=False)[0]
 
     def _slowness(self, whole: ModelCost) -> tuple[float, ...]:
         """Returns the times of steps over their median; the same number of steps on all ranks."""

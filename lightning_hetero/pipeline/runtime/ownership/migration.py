@@ -1,7 +1,7 @@
 """Layers change hands between two training batches, with all that belongs to them; in two phases (layer T).
 
     stage     every rank says what it is about to send, and where it stands: one ticket for all
-              bytes travel into new tensors; checksums of what was sent and what has come; every rank confirms
+              tensors travel into new ones, past gloo from host to host; every rank confirms
               until here nothing has changed, and a rank that cannot do its part cancels it for all
     commit    new tensors take their place, what is elsewhere now loses its memory: without a message
 
@@ -13,8 +13,7 @@ and settings of optimizers are the same on all ranks: these need not travel.
 
 from __future__ import annotations
 
-import pickle
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,14 +21,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils import _pytree as pytree
 
-from lightning_hetero.pipeline.runtime.ownership import parcels
-from lightning_hetero.pipeline.runtime.ownership.exchange import Way, exchange
-from lightning_hetero.pipeline.runtime.ownership.near_ways import NearWays
-from lightning_hetero.pipeline.runtime.ownership.owner_groups import Wait, gathered
+from lightning_hetero.pipeline.runtime.ownership.owner_groups import as_bytes
 from lightning_hetero.pipeline.runtime.ownership.ownership import Ownership
 from lightning_hetero.pipeline.runtime.ownership.pruning import like, prune, put_in_place
 from lightning_hetero.pipeline.runtime.ownership.stand_ins import Here
+from lightning_hetero.transport.objects import Wait, gathered, packed, unpacked
 
 __all__ = ["CancelledError", "Migration", "Move", "moves"]
 
@@ -110,9 +108,8 @@ class Migration:
         gradients: whether gradients that parameters have at present go with them.
         device: of this rank's layers.
         group: over all ranks, one that takes CPU tensors (gloo).
-        wait: see `Wait`.
-        ways: from device to device, by peer.
-        near: between ranks of one node; without, gloo carries all that no other way does.
+        wait: for a collective.
+        wait_for_peer: for sends and receives.
         here: what runs on this rank.
 
     Attributes:
@@ -132,15 +129,14 @@ class Migration:
         device: torch.device,
         group: dist.ProcessGroup,
         wait: Wait,
-        ways: Mapping[int, Way] | None = None,
-        near: NearWays | None = None,
+        wait_for_peer: Wait,
         here: Here | None = None,
     ) -> None:
         self._modules, self._optimizers = (module, *copies), tuple(optimizers)
         self._old, self._new = old, new
         self._gradients = gradients
-        self._device, self._group, self._wait = device, group, wait
-        self._ways, self._near = ways or {}, near
+        self._device, self._group = device, group
+        self._wait, self._wait_for_peer = wait, wait_for_peer
         self._here = Here(old.rank) if here is None else here
         self._staged: dict[Any, Any] | None = None
         self.moves = moves(old, new, module)
@@ -163,18 +159,17 @@ class Migration:
         Raises:
             CancelledError: on all ranks, if one of them could not do its part: which, and why.
             RuntimeError: the ranks have different tickets; or a peer is lost, or what ``wait`` raises.
-            OSError: there is no memory for what goes to a rank of this node, or no descriptor.
         """
         rank, problem = self._old.rank, None
-        outgoing: dict[int, parcels.Parcel] = {}
-        incoming: dict[int, parcels.Parcel] = {}
-        staged: dict[Any, Any] = {}
-        text = b""
+        outgoing: dict[int, list[Tensor]] = {}
+        incoming: dict[int, list[Tensor]] = {}
+        described: dict[int, Any] = {}
+        text = packed(described)
         try:
             self._refuse_copies()
             for target in sorted({move.target for move in self.moves if move.source == rank}):
-                outgoing[target] = parcels.packed(self._values(target), self._device, direct=target in self._ways)
-            text = pickle.dumps({target: parcel.manifest for target, parcel in outgoing.items()})
+                described[target], outgoing[target] = _described(self._values(target), self._device)
+            text = packed(described)
         except Exception as error:
             problem = error
         offers = gathered((ticket, _said(problem), text), self._group, self._wait)
@@ -185,28 +180,39 @@ class Migration:
                 f" {offers[others[0]][0]} and {offers[0][0]}; this is a bug of lightning_hetero"
             )
         _cancel_if([said for _, said, _ in offers], problem)
-        manifests: list[dict[int, parcels.Manifest]] = [pickle.loads(text) for _, _, text in offers]
+        manifests: list[dict[int, Any]] = [unpacked(text) for _, _, text in offers]
         try:
-            incoming = {s: parcels.room_for(to[rank], self._device) for s, to in enumerate(manifests) if rank in to}
+            for source in (s for s, to in enumerate(manifests) if rank in to):
+                incoming[source] = _rooms(manifests[source][rank], self._device)
         except Exception as error:
             problem = error
         self._agree(problem)
-        exchange(
-            outgoing, incoming, manifests, group=self._group, wait=self._wait, ways=self._ways, near=self._near
-        )
-        sums = gathered({target: parcel.checksums for target, parcel in outgoing.items()}, self._group, self._wait)
-        try:
-            for source, parcel in incoming.items():
-                staged.update(parcels.rebuilt(parcel, sums[source][rank]))
-        except Exception as error:
-            problem = error
-        self._agree(problem)
+        self._transfer(outgoing, incoming)
+        self._agree(None)  # all have what they are to hold
         self.sent_bytes = {
-            (source, target): sum(note.size_bytes for note in parcels.notes_of(manifest))
+            (source, target): sum(tensor.nbytes for tensor in _absent(manifest))
             for source, to in enumerate(manifests)
             for target, manifest in to.items()
         }
-        self._staged = staged
+        self._staged = {}
+        for source, rooms in incoming.items():
+            self._staged.update(_filled(manifests[source][rank], rooms))
+
+    def _transfer(self, outgoing: dict[int, list[Tensor]], incoming: dict[int, list[Tensor]]) -> None:
+        """Sends and receives all tensors at once, from host to host."""
+        works = [
+            dist.isend(as_bytes(tensor), target, group=self._group)
+            for target, tensors in outgoing.items()
+            for tensor in tensors
+            if tensor.numel()
+        ]
+        rooms = [(source, room) for source, rooms in incoming.items() for room in rooms if room.numel()]
+        landed = [as_bytes(room) for _, room in rooms]  # the room's own memory, if that is on the host and in order
+        works += [dist.irecv(data, s, group=self._group) for (s, _), data in zip(rooms, landed, strict=True)]
+        self._wait_for_peer(_Together(works))
+        for (_, room), data in zip(rooms, landed, strict=True):
+            if data.data_ptr() != room.data_ptr():
+                room.copy_(data.view(room.dtype).view(room.shape))
 
     def _refuse_copies(self) -> None:
         """What the user has made of tensors that others hold would be where they were, while they move."""
@@ -283,6 +289,60 @@ class Migration:
     @property
     def _numbers(self) -> range:
         return range(len(self._optimizers))
+
+
+# ---- what travels ---------------------------------------------------------------------------------------------------
+
+
+def _described(values: dict[Any, Any], device: torch.device) -> tuple[dict[Any, Any], list[Tensor]]:
+    """Returns values with tensors on the meta device in the place of those that are sent, and these.
+
+    What is on the host though the rank's layers are not, such as an optimizer's counter, stays in the values.
+
+    Raises:
+        TypeError: a tensor that is not dense.
+    """
+    tensors: list[Tensor] = []
+
+    def described(leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor):
+            return leaf
+        if leaf.layout is not torch.strided or leaf.is_quantized or leaf.is_meta:
+            raise TypeError(
+                f"a tensor of layout {leaf.layout} on {leaf.device} and of shape {tuple(leaf.shape)} cannot be"
+                " sent to another rank, only dense ones"
+            )
+        if leaf.device.type != device.type:
+            return leaf
+        tensors.append(leaf.detach())
+        return torch.empty_like(tensors[-1], device="meta")
+
+    return pytree.tree_map(described, values), tensors
+
+
+def _absent(described: Any) -> list[Tensor]:
+    return [leaf for leaf in pytree.tree_leaves(described) if isinstance(leaf, Tensor) and leaf.is_meta]
+
+
+def _rooms(described: Any, device: torch.device) -> list[Tensor]:
+    """Returns new tensors for those that will come."""
+    return [torch.empty_like(leaf, device=device) for leaf in _absent(described)]
+
+
+def _filled(described: Any, rooms: Sequence[Tensor]) -> Any:
+    """Returns the values that were described, with what has come."""
+    come = iter(rooms)
+    return pytree.tree_map(lambda leaf: next(come) if isinstance(leaf, Tensor) and leaf.is_meta else leaf, described)
+
+
+class _Together:
+    """Several operations that are waited for as one."""
+
+    def __init__(self, works: Sequence[dist.Work | None]) -> None:
+        self._works = works
+
+    def wait(self, *timeout: Any) -> bool:
+        return all([work.wait(*timeout) for work in self._works if work is not None])
 
 
 def _said(problem: Exception | None) -> str:
