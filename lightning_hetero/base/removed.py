@@ -10,7 +10,10 @@ __all__ = ["REMOVED_OPTIONS", "refuse_removed"]
 REMOVED_OPTIONS: dict[str, dict[str, str]] = {
     "LoadBalancedStrategy": {},
     "FederatedStrategy": {},
-    "BoundedStalenessStrategy": {},
+    "BoundedStalenessStrategy": {
+        "overlap": "working ahead made every contribution one version old, which cost several times the final loss;"
+        " drop it, or pass a Policy of your own",
+    },
     "HeteroPipelineStrategy": {},
     "AutoStrategy": {},
 }

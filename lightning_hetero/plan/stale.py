@@ -13,9 +13,9 @@ from typing import NamedTuple
 from lightning_hetero.plan.estimate import Estimate, impossible
 from lightning_hetero.plan.setup import Setup
 from lightning_hetero.stale.decide.coordinator import Coordinator
-from lightning_hetero.stale.decide.effects import Accepted, Granted, Refused, Span, Updated
+from lightning_hetero.stale.decide.effects import Granted
 from lightning_hetero.stale.decide.policy import by_name
-from lightning_hetero.stale.decide.simulate.simulator import simulate
+from lightning_hetero.stale.decide.simulator import Hooks, simulate
 from lightning_hetero.types import Cost
 
 __all__ = ["SIMULATED", "least_s", "stale"]
@@ -25,23 +25,15 @@ _WARM_UP, _MEASURED = 12, 48  # ticks
 _MOST_CLAIMS = 1_200  # of many workers fewer ticks tell as much
 
 
-class _Largest:
+class _Largest(Hooks):
     """Notes the largest chunk of each rank."""
 
     def __init__(self, ranks: int) -> None:
         self.samples = [0] * ranks
 
-    def begin(self, epoch: int, now_s: float) -> None: ...
-
     def granted(self, granted: Granted, now_s: float) -> None:
         del now_s
         self.samples[granted.rank] = max(self.samples[granted.rank], granted.samples)
-
-    def accepted(self, accepted: Accepted, granted: Granted, spans: Sequence[Span], now_s: float) -> None: ...
-
-    def refused(self, refused: Refused, now_s: float) -> None: ...
-
-    def updated(self, updated: Updated, now_s: float) -> None: ...
 
 
 def stale(setup: Setup, *, simulated: int = SIMULATED) -> Estimate:
@@ -133,7 +125,6 @@ def _simulated(
         workers=range(count),
         epochs=[[batch * (tick + 1) for tick in range(ticks)]],
         hooks=largest,
-        record=False,
     )
     ends_s, totals = trace.updates_s, [trace.workers[rank] for rank in range(count)]
     applied = max(1, sum(trace.staleness.values()))

@@ -21,7 +21,7 @@ from lightning_hetero.shares.policy import BalancePolicy
 from lightning_hetero.shares.replay import followed_s
 from lightning_hetero.stale.decide.coordinator import Coordinator
 from lightning_hetero.stale.decide.policy import Flexible
-from lightning_hetero.stale.decide.simulate.simulator import Costs, simulate
+from lightning_hetero.stale.decide.simulator import Costs, simulate
 from lightning_hetero.types import AffineCost, LearnedCost
 
 __all__ = ["Dropped", "Mended", "Recorded", "WhatIf", "recorded_of", "what_if"]
@@ -139,7 +139,6 @@ class Recorded:
             workers=everyone,
             epochs=[[self.samples * (t + 1) for t in range(steps)]],
             costs=Costs(pull_s=exchange_s / 2.0, push_s=exchange_s / 2.0),
-            record=False,
         )
         return (trace.updates_s[-1] - trace.updates_s[half - 1]) / (len(trace.updates_s) - half)
 

@@ -32,7 +32,6 @@ from lightning_hetero.stale.fit.meetings import Meetings
 from lightning_hetero.stale.fit.refusals import (
     REFUSALS,
     refuse_controller,
-    refuse_entangled,
     refuse_manual_scaling,
     refuse_monitored_steps,
 )
@@ -60,12 +59,10 @@ class BoundedStalenessStrategy(ElasticDDPStrategy[StaleRun]):
 
     Args:
         policy: ``"flexible"`` (the default; see `lightning_hetero.stale.policy` for ``"saps"``, ``"asp"``, ``"bsp"``,
-            ``"ssp"``, ``"drop"``, ``"buffered"``, ``"backup"``, ``"dynsgd"``, ``"dc_asgd"``, ``"quorum"``), or a
-            `Policy`.
+            ``"ssp"``), or a `Policy`, e.g. one of ``benchmarks/stale/policies`` or of your own.
         bound: most versions a contribution may be old; ``None``: the policy's default.
         grace: longest hold, in parts of a step, of a rank that finds the batch fully claimed; 0 holds nobody; ``None``:
-            the policy's default. Under ``"quorum"`` the window for others, in parts of the time that the quorum took.
-        overlap: let ranks work ahead on the next batch instead of holding them; costs staleness.
+            the policy's default.
         predictor: models a rank's time: ``"kalman"``, ``"narx"`` (here of times alone), ``"ewma"``, ``"last"``,
             ``"curve"``, or a `Predictor`; ``None``: the coordinator's own.
         compression: of the gradients pushed: ``None``, ``"bf16"``, ``"fp16"``, or a `Codec`, e.g. ``TopK(ratio=0.01)``.
@@ -96,7 +93,6 @@ class BoundedStalenessStrategy(ElasticDDPStrategy[StaleRun]):
         policy: PolicyName | Policy = "flexible",
         bound: int | None = None,
         grace: float | None = None,
-        overlap: bool | None = None,
         predictor: PredictorName | Predictor | None = None,
         compression: CodecName | Codec | None = None,
         nonfinite: Literal["stop", "skip"] = "stop",
@@ -113,7 +109,7 @@ class BoundedStalenessStrategy(ElasticDDPStrategy[StaleRun]):
         check_choice("transport", transport, ("auto", "pairs"))
         if not (isinstance(liveness_s, int | float) and liveness_s > 0):
             raise ValueError(f"liveness_s={liveness_s!r} must be > 0 (seconds)")
-        options = {"bound": bound, "grace": grace, "overlap": overlap}
+        options = {"bound": bound, "grace": grace}
         given = {name: value for name, value in options.items() if value is not None}
         if isinstance(policy, Policy):
             if given:
@@ -179,8 +175,6 @@ class BoundedStalenessStrategy(ElasticDDPStrategy[StaleRun]):
             return
         refuse_unusual_steps(self.optimizers)
         refuse_monitored_steps(self.lr_scheduler_configs)
-        if self.policy.compensation > 0.0:
-            refuse_entangled(self.optimizers, self.policy.name)
 
     @property
     def optimizers(self) -> list[Optimizer]:

@@ -16,7 +16,6 @@ The idea of a coordinator that bounds staleness without waiting is SaPS's (abstr
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -35,7 +34,7 @@ from lightning_hetero.stale.decide.effects import (
 from lightning_hetero.stale.decide.epoch import Epoch
 from lightning_hetero.stale.decide.intervals import head
 from lightning_hetero.stale.decide.ledger import Ledger
-from lightning_hetero.stale.decide.policy import Apply, Policy, Pool, Wait
+from lightning_hetero.stale.decide.policy import Policy, Pool
 from lightning_hetero.stale.decide.sizing import Sizing
 from lightning_hetero.stale.decide.speeds import Speeds, StepTime
 from lightning_hetero.stale.decide.workers import Held, Lease, Workers, WorkerState
@@ -94,7 +93,6 @@ class Coordinator:
         self.workers = Workers(ranks, speeds=self.speeds, liveness_factor=liveness_factor, liveness_s=liveness_s)
         self.version = 0
         self._step = StepTime()
-        self._update_s = math.inf  # when to ask the policy again, unless a push comes before
         self._sizing = Sizing(policy, self.workers, ahead=ahead)
         self._dispatch = Dispatch(policy, self.workers, self._sizing, self._step)
         self._books = Epoch(-1, [1], applied=[(0, 1)], tick=1)
@@ -156,7 +154,6 @@ class Coordinator:
         effects: list[Effect] = [Passed(rank=w.rank, tick=ticks) for w in self.workers if w.held is not None]
         self.workers.begin(now)
         self._books = books
-        self._update_s = math.inf
         self._step.interrupt()
         return effects
 
@@ -207,12 +204,12 @@ class Coordinator:
         self.speeds.learn(rank, count, min(now - held.granted_s, held.limit_s))
         if held.claimed == self.tick and count == held.samples:
             self.workers.ended(held, now)
-        effects = self._receive(worker, held, count, finite, in_tick=tick == self.tick, now=now)
+        effects = self._receive(worker, held, count, finite, in_tick=tick == self.tick)
         effects += self._update(now)
         return effects + self._settle(now)
 
     def _receive(
-        self, worker: WorkerState, held: Lease, count: int, finite: bool, *, in_tick: bool, now: float
+        self, worker: WorkerState, held: Lease, count: int, finite: bool, *, in_tick: bool
     ) -> list[Effect]:
         staleness = self.version - held.base
         effects: list[Effect] = []
@@ -227,7 +224,7 @@ class Coordinator:
             held.part_from_twin()
         done, rest = head(held.spans, count)
         contribution = Contribution(rank=rank, lease=lease, samples=count, staleness=staleness)
-        self._books.arrive(done, contribution if finite else None, rank=rank, in_tick=in_tick, now=now)
+        self._books.arrive(done, contribution if finite else None, in_tick=in_tick)
         if finite:
             scale = self.policy.scale(staleness, len(self.workers.crew))
             effects.append(Accepted(rank=rank, lease=lease, samples=count, staleness=staleness, scale=scale))
@@ -308,7 +305,7 @@ class Coordinator:
 
     def wake_s(self) -> float:
         """Returns when `wake` is due next [s]; inf: only an event can change anything."""
-        return min(self.workers.wake_s(), self._update_s)
+        return self.workers.wake_s()
 
     # --- questions --------------------------------------------------------------------------------------------
 
@@ -388,31 +385,22 @@ class Coordinator:
 
     def _update(self, now: float) -> list[Effect]:
         """Asks the policy whether the pool becomes an update, and makes it one."""
-        self._update_s = math.inf
         if self.over:
             return []
-        pool = self._books.pool(len(self.live), now)
+        pool = self._books.pool(len(self.live))
         verdict = self.policy.update(pool)
-        if isinstance(verdict, Wait):
-            self._update_s = verdict.until_s
-        if not isinstance(verdict, Apply):
+        if verdict is None:
             return []
-        self._check(verdict, pool)
+        self._check(verdict.ends_step, pool)
         self.version += 1
         contributions = self._books.empty()
-        if verdict.skip:
-            for worker in self.workers:
-                if worker.valid is not None:
-                    worker.valid.twin = None
-                    worker.valid.void = "late"
-            self.ledger.skip(self.tick)
-        if verdict.ends_tick:
+        if verdict.ends_step:
             self._books.advance(now)
             self.workers.begin_tick()
             self._step.ended(now)
         updated = Updated(
             version=self.version, tick=self.tick, samples=pool.samples, contributions=contributions,
-            worth=verdict.worth, ends_tick=verdict.ends_tick,
+            worth=verdict.worth, ends_step=verdict.ends_step,
         )  # fmt: skip
         effects: list[Effect] = [updated]
         for worker in self.workers:
@@ -421,17 +409,15 @@ class Coordinator:
                 effects += self._free_lease(worker, "stale")
         return effects
 
-    def _check(self, verdict: Apply, pool: Pool) -> None:
+    def _check(self, ends_step: bool, pool: Pool) -> None:
         name = type(self.policy).__name__
-        if verdict.ends_tick and not pool.witnessed:
+        if ends_step and not pool.witnessed:
             raise RuntimeError(
                 f"{name}.update ended a global step to which no worker in it contributed: see pool.witnessed"
             )
-        if verdict.ends_tick != (verdict.skip or verdict.carry or pool.complete):
-            raise RuntimeError(
-                f"{name}.update must end the global step exactly when pool.complete, or with skip or carry: {pool}"
-            )
-        if verdict.carry and pool.last and pool.missing > 0:
+        if ends_step and pool.last and pool.missing > 0:
             raise RuntimeError(f"{name}.update carries samples over the end of the epoch: see pool.last: {pool}")
-        if not pool.pushes and not verdict.ends_tick:
+        if pool.complete and not ends_step:
+            raise RuntimeError(f"{name}.update must end the global step once pool.complete: {pool}")
+        if not pool.pushes and not ends_step:
             raise RuntimeError(f"{name}.update made an update of an empty pool: {pool}")

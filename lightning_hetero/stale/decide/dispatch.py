@@ -18,7 +18,7 @@ from lightning_hetero.stale.decide.intervals import size
 from lightning_hetero.stale.decide.policy import Claim, Due, Grant, Hold, Policy
 from lightning_hetero.stale.decide.sizing import Sizing
 from lightning_hetero.stale.decide.speeds import StepTime
-from lightning_hetero.stale.decide.workers import Held, Lease, Workers, WorkerState
+from lightning_hetero.stale.decide.workers import Held, Lease, Workers, WorkerState, expected_in_s
 
 __all__ = ["Dispatch"]
 
@@ -75,16 +75,18 @@ class Dispatch:
         if books.over:
             return self._dummy(worker, books, version)
         self._sizing.lay_out(books)
-        claim = self._view(worker, held, books, version, now)
+        claim = self._view(worker, held, books, now)
         answer = self._policy.claim(claim)
         if isinstance(answer, Hold):
             if first:
                 return self._dummy(worker, books, version)
-            held.starved, held.until_s = False, min(held.until_s, answer.until_s)
+            held.starved, held.until_s = False, min(held.until_s, held.since_s + answer.patience_s)
             if now < held.until_s:
                 return None
             answer = Grant(samples=1)  # a hold ends when it was to end, whatever the policy says now
-        samples = min(answer.samples, claim.room)
+        witness = claim.witnessed or any(d.current for d in claim.due)
+        room = books.room - (claim.late and not witness)  # the last sample is for a worker that can end the step
+        samples = min(answer.samples, room)
         if samples > 0:
             return self._lend(worker, held.tick, samples, books, version, now, micro=answer.micro)
         if first:
@@ -121,38 +123,29 @@ class Dispatch:
             rank=worker.rank, lease=self._workers.number(), tick=books.tick, base=version, spans=()
         )
 
-    def _view(self, worker: WorkerState, held: Held, books: Epoch, version: int, now: float) -> Claim:
+    def _view(self, worker: WorkerState, held: Held, books: Epoch, now: float) -> Claim:
         """Returns what the policy may know about a claim."""
         tick, speeds = books.tick, self._workers.speeds
-        due = self._workers.due(tick)
         reserved: list[Due] = []
         for other in self._workers.pending(worker, tick):
             if (part := books.ledger.free_in_slice(other.rank, tick)) > 0:
-                end_s = books.began_s + speeds.predict_s(other.rank, part)
-                reserved.append(Due(rank=other.rank, samples=part, end_s=end_s, current=True))
-        late = held.tick < tick
-        witness = books.witnessed or any(d.current for d in due)
+                in_s = expected_in_s(books.began_s + speeds.predict_s(other.rank, part), now)
+                reserved.append(Due(rank=other.rank, samples=part, in_s=in_s, current=True))
         clocks = [other.clock for other in self._workers.live()]
         return Claim(
             rank=worker.rank,
-            now_s=now,
-            since_s=held.since_s,
             expired=now >= held.until_s,
             first=worker.grants == 0,
-            late=late,
+            late=held.tick < tick,
             opening=tick == books.opening,
             served=worker.served == tick,
-            tick=tick,
-            version=version,
             workers=len(clocks),
             batch=books.batch,
             need=books.need,
-            room=books.room - (late and not witness),  # the last sample is for who can end the tick
             share=self._sizing.share(books, worker.rank),
             witnessed=books.witnessed,
-            due=due,
+            due=self._workers.due(tick, now),
             reserved=tuple(reserved),
-            next_need=books.next_need,
             lead=worker.clock - min(clocks, default=worker.clock),
             step_s=self._step.smoothed_s or self._sizing.step_s(books),
             cost=speeds.cost(worker.rank),

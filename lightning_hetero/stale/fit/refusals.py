@@ -7,7 +7,6 @@ from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from lightning.pytorch.utilities.types import LRSchedulerConfig
-from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from lightning_hetero.base.refusals import Refusals
@@ -20,7 +19,6 @@ __all__ = [
     "REFUSALS",
     "no_monitored_steps",
     "refuse_controller",
-    "refuse_entangled",
     "refuse_manual_scaling",
     "refuse_monitored_steps",
 ]
@@ -52,25 +50,6 @@ def refuse_controller(given: object | None) -> None:
             " costs more than it brings, use LoadBalancedStrategy(controller=...) or"
             " HeteroPipelineStrategy(controller=...), or do not start its rank"
         )
-
-
-_ENTANGLED = ("Adafactor", "Muon")  # an entry's step depends on other entries of its matrix
-
-
-def refuse_entangled(optimizers: Iterable[Optimizer], policy: str) -> None:
-    """Refuses, under delay compensation, an optimizer that does not treat every entry of a parameter by itself.
-
-    Those of torch are known; another one is taken to be element-wise.
-
-    Raises:
-        TypeError: with the reason.
-    """
-    for optimizer in optimizers:
-        if any(cls.__name__ in _ENTANGLED for cls in type(optimizer).__mro__):
-            raise TypeError(
-                f"policy={policy!r} compensates delays entry by entry, and {type(optimizer).__name__} makes a step of"
-                " whole matrices: use an element-wise optimizer such as SGD or AdamW, or another policy"
-            )
 
 
 def refuse_monitored_steps(configs: Iterable[LRSchedulerConfig]) -> None:

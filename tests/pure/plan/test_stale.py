@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from benchmarks.stale.speeds import SimulatedSpeeds
 from lightning_hetero.plan.stale import least_s, stale
-from lightning_hetero.stale.decide.simulate.speeds import SimulatedSpeeds
 from lightning_hetero.types import AffineCost
 from tests.pure.plan.kit import layered, lines, model
 

@@ -185,7 +185,7 @@ class OpenBatch:
         then = self._then.get(base) if stale else None
         self._updater.add(
             pool, slot, weight=request.weight, samples=request.samples, scale=scale, then=then,
-            strength=self._compensation, limit=self._coordinator.policy.correction_limit,
+            strength=self._compensation,
         )  # fmt: skip
         if pool.waits:
             self._unread.add(rank)
@@ -229,10 +229,10 @@ class OpenBatch:
         base = updated.version - 1
         if self._completes and pool.weight > 0.0 and base in self._coordinator.bases():
             pool.mean = KeptMean(self._updater.layout, pool.weight)
-        self._apply(pool, -1, worth=updated.worth, last=updated.ends_tick)
+        self._apply(pool, -1, worth=updated.worth, last=updated.ends_step)
         if pool.mean is not None and not pool.overflow:
             self._means[base] = pool.mean
-        if not updated.ends_tick:
+        if not updated.ends_step:
             return None
         self._flags = None
         word = Word.of(steps=len(self._stepped), overflow=self._overflowed)
