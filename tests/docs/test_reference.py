@@ -36,7 +36,6 @@ from lightning_hetero.federated.decide import policy as federated_policy
 from lightning_hetero.federated.decide import report as federated_report
 from lightning_hetero.federated.decide.rounds import ClientRow
 from lightning_hetero.predictors import Kalman
-from lightning_hetero.stale import compress
 from lightning_hetero.stale import policy as stale_policy
 from lightning_hetero.stale.decide.policy import _KNOWN, Asynchronous, by_name
 from lightning_hetero.stale.decide.report.counts import Counts, Measures
@@ -213,7 +212,7 @@ def test_every_public_name_is_on_the_page_of_the_api() -> None:
     page = (REFERENCE / "api.md").read_text()
     documented = set(re.findall(r"^\.\. auto(?:class|function):: (?:lightning_hetero\.)?([\w.]+)$", page, flags=re.M))
     assert set(lightning_hetero.__all__) - {"__version__"} <= documented
-    for module in (predictors, balanced_policy, stale_policy, compress, federated_policies):
+    for module in (predictors, balanced_policy, stale_policy, federated_policies):
         here = module.__name__.removeprefix("lightning_hetero.")
         shown = {name.removeprefix(f"{here}.") for name in documented} | {"PredictorName", "PolicyName"}
         assert set(module.__all__) <= shown, here

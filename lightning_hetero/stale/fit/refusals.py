@@ -26,7 +26,7 @@ __all__ = [
 REFUSALS = Refusals(
     no_wrapper="there is no DistributedDataParallel: gradients go to a parameter server",
     comm_hooks="communication hooks change DDP's all-reduce, and there is none here: gradients go to a parameter"
-    " server. For smaller messages pass compression='bf16', 'fp16' or TopK(ratio=...)",
+    " server. For smaller messages pass compression='bf16' or 'fp16'",
     lbfgs="LBFGS evaluates the loss several times per step, and here the step is made in the parameter server;"
     " use another optimizer, or one device",
     sync_batch_norm="SyncBatchNorm makes every rank wait for all others in every batch, which is what this strategy"

@@ -322,7 +322,7 @@ class Loop:
         return self.it.tick - sum(isinstance(e, Updated) and e.ends_step for e in effects)
 
     def on_accepted(self, accepted: Accepted) -> None:
-        bound = self.it.policy.bound_for(len(self.workers))
+        bound = self.it.policy.bound_for(len(self.it.workers.crew))
         assert bound is None or accepted.staleness <= bound
         assert 0.0 < accepted.scale <= 1.0
 
@@ -354,7 +354,7 @@ class Loop:
             assert done >= self.ends[tick - 1] or self.it.policy.name in ("quorum", "backup")
             assert self.ends[-1] - done >= len(self.ends) - tick
         assert updated.samples > 0 or updated.ends_step
-        bound = self.it.policy.bound_for(len(self.workers))
+        bound = self.it.policy.bound_for(len(self.it.workers.crew))
         if bound is not None:  # a second issue lives on alone: nobody is told
             self.out = {n for n in self.out if updated.version - self.leases[n].base <= bound}
 

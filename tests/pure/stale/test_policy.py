@@ -36,7 +36,8 @@ def claim(**changes: Any) -> Claim:
     """Worker 0 of 4 asks for work: batch of 64, steps of 10 s, 0.5 s per sample, nothing claimed yet."""
     values: dict[str, Any] = dict(
         rank=0, expired=False, first=False, late=False, opening=False, served=False, workers=4, batch=64, need=64,
-        share=16, witnessed=False, due=(), reserved=(), lead=0, step_s=10.0, cost=AffineCost(fixed_s=1.0, per_sample_s=0.5),
+        share=16, witnessed=False, due=(), reserved=(), lead=0, step_s=10.0,
+        cost=AffineCost(fixed_s=1.0, per_sample_s=0.5),
     )  # fmt: skip
     return Claim(**{**values, **changes})
 

@@ -85,7 +85,7 @@ def check(policy: Policy, case: Case) -> Books:
 
 @pytest.mark.parametrize("name", POLICIES)
 @given(case=cases())
-@settings(max_examples=120)
+@settings(max_examples=80)
 def test_every_policy_keeps_the_contract(name: str, case: Case) -> None:
     policy = POLICIES[name]()
     books = check(policy, case)

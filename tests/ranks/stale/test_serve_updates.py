@@ -2,19 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import pytest
 import torch
 
-from benchmarks.stale.policies import Completing, Drop, DynSgd, Joining, Quorum
-from lightning_hetero.stale.decide.policy import (
-    Asp,
-    Bsp,
-    Flexible,
-    Policy,
-)
+from benchmarks.stale.policies import DynSgd, Quorum
+from lightning_hetero.stale.decide.policy import Asp, Bsp, Flexible, Policy, Saps
 from lightning_hetero.transport.base import Reply
 from lightning_hetero.transport.flags import Word
 from tests.ranks.stale.kit import Script, Setting, Trainee, automatic
@@ -31,8 +25,6 @@ from tests.ranks.stale.reference import (
     mse,
     plain,
     replay,
-    replay_completing,
-    replay_joining,
     sgd,
     unequal,
 )
@@ -42,7 +34,7 @@ pytestmark = pytest.mark.usefixtures("float64")
 
 @pytest.mark.parametrize(
     "policy",
-    [Flexible(), Flexible(grace=0.0), Asp(), Drop(bound=3), DynSgd(), Quorum(), Quorum(quorum=1, bound=3)],
+    [Flexible(), Flexible(grace=0.0), Asp(), DynSgd(), Saps(), Quorum()],
     ids=str,
 )
 def test_uneven_speeds_compute_what_was_decided(policy: Policy) -> None:
@@ -72,55 +64,6 @@ def test_slots_are_read_before_their_workers_are_answered(policy: Policy) -> Non
     x, y = data(5)
     setting = Setting(mlp(), sgd, policy, 3)
     script = Scribbling(setting, automatic(x, y, mse), epochs, workers=3, work_s=unequal).run()
-    assert differ(replay(setting, script, x, y), setting.model) <= 1e-12
-
-
-@pytest.mark.parametrize("shards", [1, 3])
-def test_late_contributions_complete_the_update_they_missed(shards: int) -> None:
-    x, y = data(5)
-    policy = Completing(grace=0.0)
-    setting = Setting(mlp(), sgd, policy, 3, shards=shards)
-    kept: list[int] = []
-
-    def counted(trainee: Trainee, grant: Reply, positions: list[int]) -> Reply:
-        kept.append(len(setting.server._batch._means))
-        return automatic(x, y, mse)(trainee, grant, positions)
-
-    script = Script(setting, counted, epochs, workers=3, work_s=unequal).run()
-    expected, late = replay_completing(setting, script, x, y)
-    assert late > 3, "the script was to make something late"
-    assert differ(expected, setting.model) <= 1e-12
-    assert differ(replay_joining(setting, script, x, y), setting.model) > 1e-4
-    assert sum(u.samples for u in setting.coordinator.updates) == EPOCHS * SAMPLES
-    assert 1 <= max(kept) <= 2
-
-
-@pytest.mark.parametrize(
-    ("make", "completes"),
-    [
-        (sgd, True),
-        (lambda m: [torch.optim.SGD(m.parameters(), lr=0.1)], True),
-        (lambda m: [torch.optim.AdamW(m.parameters(), lr=0.01)], False),
-        (lambda m: [torch.optim.SGD(m[0].parameters(), lr=0.1), torch.optim.Adam(m[2].parameters())], False),
-    ],
-)
-def test_by_default_late_contributions_complete_where_steps_are_linear(make: Any, completes: bool) -> None:
-    x, y = data(5)
-    weights = []
-    for policy in (Flexible, Completing if completes else Joining):
-        setting = Setting(mlp(), make, policy(grace=0.0), 3)
-        Script(setting, automatic(x, y, mse), epochs, workers=3, work_s=unequal).run()
-        weights.append(setting.model)
-    assert differ(*weights) == 0.0
-    other = Setting(mlp(), make, (Joining if completes else Completing)(grace=0.0), 3)
-    Script(other, automatic(x, y, mse), epochs, workers=3, work_s=unequal).run()
-    assert differ(weights[0], other.model) > 1e-6
-
-
-def test_nothing_late_nothing_kept() -> None:
-    x, y = data(5)
-    setting = Setting(mlp(), sgd, Completing(grace=math.inf, bound=0), 3)
-    script = Script(setting, automatic(x, y, mse), epochs, workers=3, work_s=equal_speed).run()
     assert differ(replay(setting, script, x, y), setting.model) <= 1e-12
 
 
