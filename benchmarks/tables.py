@@ -10,12 +10,11 @@ from __future__ import annotations
 import re
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 from benchmarks.comparators.table import table_of as comparators
-from benchmarks.fault_matrix.table import engine_table, failing_list, hook_table
+from benchmarks.fault_matrix.table import failing_list, fault_table, hook_table
 from benchmarks.provenance import ROOT
 from benchmarks.results import DASH, Results, measured
 
@@ -277,7 +276,6 @@ MAIN = {
     "joint": ("real: base: less time than stock DDP", "{:.0f} % less time than stock DDP"),
     "monitor": ("stock DDP: in the monitor's own hooks, rank 0, per step", "{:.0f} us per step"),
     "narx": ("rhythm: error, narx over kalman", "{:.2f} of the Kalman filter's error where load has a rhythm"),
-    "one_round": ("sum of 72 kB: one round / gloo's", "a sum of 72 kB takes {:.2f} of the time of gloo's all-reduce"),
     "pipeline": ("islands, gpt, Lightning: less time than stock DDP", "{:.0f} % less time than stock DDP on islands"),
     "planner": ("2 fast, 1 half, 1 quarter, balanced: planned / measured", "planned over measured {:.2f}"),
     "planning": ("partition: 64 x 1000: total", "{:.0f} ms for 1000 layers on 64 devices"),
@@ -358,7 +356,6 @@ def ablation(results: Results) -> str:
     return _pictured(results, ["figure", "goal", "held", "values"], rows)
 
 
-_ENGINES = ("balanced", "stale", "pipeline", "federated")
 BLOCKS: dict[str, tuple[str, Callable[[Results], str]]] = {
     "gain": ("balanced", gain),
     "headline": ("balanced", headline),
@@ -375,7 +372,7 @@ BLOCKS: dict[str, tuple[str, Callable[[Results], str]]] = {
     "peers": ("peers", peers),
     "items": ("items", items),
     "ablation": ("ablation", ablation),
-    **{f"faults {name}": ("fault_matrix", partial(engine_table, engine=name)) for name in _ENGINES},
+    "faults": ("fault_matrix", fault_table),
     "faults hooks": ("fault_matrix", hook_table),
     "faults failing": ("fault_matrix", failing_list),
     "comparators": ("comparators", comparators),

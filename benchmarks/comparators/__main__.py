@@ -22,8 +22,8 @@ from benchmarks.report import write_results
 from benchmarks.stale.cases import CASES, COSTS, Case, Contender, JitteredWork, contender
 from benchmarks.stale.learning import BATCH, RECIPES, TRAINING_SAMPLES, Learner, Training
 from benchmarks.stale.simulated import ENDS, code_digest, geometric
+from benchmarks.stale.simulator import simulate
 from lightning_hetero.stale.decide.coordinator import Coordinator
-from lightning_hetero.stale.decide.simulator import simulate
 
 HERE = Path(__file__).parent
 DDP = "bsp (stock DDP)"

@@ -17,7 +17,7 @@ from benchmarks.pipeline.plans import Entry, policy_of
 from benchmarks.pipeline.scenarios import Case
 from lightning_hetero import Scenario
 from lightning_hetero.emulate import Pacer
-from lightning_hetero.pipeline.decide.plan_times import times_of
+from lightning_hetero.pipeline.decide.costs import times_of
 from lightning_hetero.pipeline.decide.schedule import PipelineTimes
 from lightning_hetero.pipeline.runtime.execute.emulated_pace import BusyTime, ScenarioPace, parts_of
 from lightning_hetero.pipeline.runtime.execute.failures import FailureBoard

@@ -1,8 +1,7 @@
 """One rank of the pause part; started by torchrun, rank 0 writes what each change of owner took as JSON.
 
-Layers with Adam's state go from one rank to the other and back, by the engine's own migration, and the way that the
-strategy takes between ranks of one node: memory that both map. Before each, as many bytes in one piece by gloo's send,
-as what a link between them gives.
+Layers with Adam's state go from one rank to the other and back, by the engine's own migration. Before each, as many
+bytes in one piece by gloo's send, as what a link between them gives.
 """
 
 from __future__ import annotations
@@ -17,13 +16,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from benchmarks.torchrun import as_rank
-from lightning_hetero.pipeline.runtime.execute.failures import FailureBoard
 from lightning_hetero.pipeline.runtime.ownership.migration import Migration
-from lightning_hetero.pipeline.runtime.ownership.near_ways import NearWays
 from lightning_hetero.pipeline.runtime.ownership.ownership import Ownership
 from lightning_hetero.pipeline.runtime.ownership.pruning import prune
-from lightning_hetero.transport.one_node.neighbours import Neighbours
-from lightning_hetero.transport.side_channel import SideChannel
 from lightning_hetero.types import GroupPlan, PipelinePlan
 
 CPU = torch.device("cpu")
@@ -60,17 +55,8 @@ def move(migration: Migration, turn: int) -> None:
     migration.commit()
 
 
-def near_ways() -> NearWays:
-    """Returns the ways between the ranks, as the strategy makes them; collective."""
-    wire = dist.new_group(backend="gloo")
-    assert isinstance(wire, dist.ProcessGroup)
-    node = Neighbours(SideChannel(wire), CPU)
-    store = dist.PrefixStore("pause", dist.distributed_c10d._get_default_store())
-    return NearWays(node, dist.get_rank(), failures=FailureBoard(store, dist.get_rank()), timeout_s=60.0)
-
-
-def moves(layers: int, repeats: int, near: NearWays) -> list[dict[str, float]]:
-    """Moves all layers to the other rank and back, by ``near``."""
+def moves(layers: int, repeats: int) -> list[dict[str, float]]:
+    """Moves all layers to the other rank and back."""
     rank = dist.get_rank()
     group = dist.group.WORLD
     assert group is not None
@@ -96,8 +82,9 @@ def moves(layers: int, repeats: int, near: NearWays) -> list[dict[str, float]]:
         sent_s = timed(send, data, source, target)
         new = Ownership(model, list(model.layers), held_by(target), rank=rank)
         migration = Migration(
-            model, [optimizer], held, new, device=CPU, group=group, wait=dist.Work.wait, near=near
-        )
+            model, [optimizer], held, new, device=CPU, group=group, wait=dist.Work.wait,
+            wait_for_peer=lambda work: work.wait(),
+        )  # fmt: skip
         rows.append({"pause_s": timed(move, migration, i), "sent_s": sent_s, "size_bytes": migration.size_bytes})
         held = new
     return rows
@@ -105,8 +92,7 @@ def moves(layers: int, repeats: int, near: NearWays) -> list[dict[str, float]]:
 
 def measured(repeats: int) -> dict[str, list[dict[str, float]]]:
     """Returns what each size takes."""
-    near = near_ways()
-    return {name: moves(layers, repeats, near) for name, layers in SIZES.items()}
+    return {name: moves(layers, repeats) for name, layers in SIZES.items()}
 
 
 if __name__ == "__main__":

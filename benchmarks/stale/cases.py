@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 
 from benchmarks.stale.policies import WRITTEN
+from benchmarks.stale.simulator import Costs
 from benchmarks.stale.speeds import SimulatedSpeeds
 from lightning_hetero.stale.decide import policy as policies
-from lightning_hetero.stale.decide.simulator import Costs
 
 __all__ = [
     "CASES",

@@ -16,8 +16,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from benchmarks.stale.simulator import Hooks
 from lightning_hetero.stale.decide.effects import Accepted, Granted, Refused, Span, Updated
-from lightning_hetero.stale.decide.simulator import Hooks
 
 __all__ = ["BATCH", "RECIPES", "TRAINING_SAMPLES", "Learner", "Recipe", "Training", "synchronous"]
 
@@ -277,7 +277,7 @@ class Learner:
 
 
 class Training(Hooks):
-    """`lightning_hetero.stale.decide.simulator.Hooks` for several learners on one schedule."""
+    """`benchmarks.stale.simulator.Hooks` for several learners on one schedule."""
 
     def __init__(self, learners: Sequence[Learner], seed: int) -> None:
         self.learners, self.seed = list(learners), seed

@@ -33,11 +33,11 @@ from benchmarks.stale.cases import (
     JitteredWork,
 )
 from benchmarks.stale.learning import BATCH, RECIPES, TRAINING_SAMPLES, Learner, Recipe, Training, synchronous
+from benchmarks.stale.simulator import Costs, Simulated, WorkerTotals, simulate
 from lightning_hetero.shares.bounds import ShareBounds
 from lightning_hetero.shares.policy import BalancePolicy
 from lightning_hetero.solvers.scale import scale_shares
 from lightning_hetero.stale.decide.coordinator import Coordinator
-from lightning_hetero.stale.decide.simulator import Costs, Simulated, WorkerTotals, simulate
 from lightning_hetero.types import SpeedSample
 
 __all__ = ["balanced_barrier", "run", "run_one", "tune"]
@@ -151,7 +151,7 @@ def code_digest() -> int:
     package = here.parents[1] / "lightning_hetero"
     found: dict[Path, str] = {}
     todo = [here / "learning.py", here / "cases.py", here / "speeds.py", *(here / "policies").glob("*.py")]
-    todo += [package / "stale/decide/simulator.py", package / "shares/policy.py"]
+    todo += [here / "simulator.py", package / "shares/policy.py"]
     while todo:
         file = todo.pop()
         if file in found:

@@ -1,4 +1,4 @@
-"""The pipeline engine: its own planner, then its schedules operation by operation (layer P)."""
+"""The pipeline engine: its own planner, and the time that its formula gives the best plan (layer P)."""
 
 from __future__ import annotations
 
@@ -7,13 +7,11 @@ from collections import Counter
 from dataclasses import replace
 from typing import Any
 
-from lightning_hetero.pipeline.decide.plan_memory import held_bytes
-from lightning_hetero.pipeline.decide.plans import best_plan, describe_plan, in_one_piece, resting
-from lightning_hetero.pipeline.decide.simulate.machine import Machine
-from lightning_hetero.pipeline.decide.simulate.traces import Phase
+from lightning_hetero.pipeline.decide.costs import work_s
+from lightning_hetero.pipeline.decide.plans import best_plan, describe_plan, held_bytes, in_one_piece, resting
 from lightning_hetero.plan.estimate import Estimate, impossible
+from lightning_hetero.plan.parallel import slowest_s
 from lightning_hetero.plan.setup import Setup
-from lightning_hetero.plan.unsteady import slowest_s
 from lightning_hetero.types import PipelinePlan
 
 __all__ = ["pipeline", "plan_override"]
@@ -42,24 +40,22 @@ def pipeline(setup: Setup) -> Estimate:
         return impossible("pipeline", plan.reason)
     if len(model.layers) == 1:
         plan = in_one_piece(plan, model, cluster)
-    calm = Phase(start=0.0, slowness=(1.0,) * setup.ranks)
-    batch = Machine(model, cluster).batch(plan, calm)
+    seconds = work_s(plan, model, cluster, ranks=setup.ranks)
     samples = [0.0] * setup.ranks
     for group in plan.groups:
         # A pipeline's samples pass all of its devices: each counts for its part of the group's work.
-        total_s = math.fsum(batch.work_s[rank] for rank in group.ranks)
+        total_s = math.fsum(seconds[rank] for rank in group.ranks)
         for rank in group.ranks:
-            part = batch.work_s[rank] / total_s if total_s > 0.0 else 1.0 / len(group.ranks)
-            samples[rank] = group.samples * part
+            samples[rank] = group.samples * (seconds[rank] / total_s if total_s > 0.0 else 1.0 / len(group.ranks))
     return Estimate(
         engine="pipeline",
-        step_s=batch.seconds * slowest_s(setup, (1.0,) * setup.ranks),
-        bound_s=min(plan.lower_bound_s, batch.seconds),
-        work_s=batch.work_s,
+        step_s=plan.total_s * slowest_s(setup, (1.0,) * setup.ranks),
+        bound_s=plan.lower_bound_s,
+        work_s=seconds,
         shares=tuple(samples),
         memory_bytes=tuple(held_bytes(plan, model, setup.ranks)),
         exchange_s=plan.sync_s,
-        reasons=tuple(_reasons(setup, plan, batch.seconds)),
+        reasons=tuple(_reasons(setup, plan)),
         overrides=(
             "strategy=hetero_pipeline",
             f"trainer.devices={setup.ranks}",
@@ -96,7 +92,7 @@ def plan_override(plan: PipelinePlan) -> str:
     return f"{{groups:[{','.join(groups)}]}}"
 
 
-def _reasons(setup: Setup, plan: PipelinePlan, batch_s: float) -> list[str]:
+def _reasons(setup: Setup, plan: PipelinePlan) -> list[str]:
     reasons: list[str] = []
     lengths = Counter(len(group.ranks) for group in plan.groups)
     if set(lengths) == {1}:
@@ -107,11 +103,7 @@ def _reasons(setup: Setup, plan: PipelinePlan, batch_s: float) -> list[str]:
     if idle := resting(plan, setup.ranks):
         names = ", ".join(setup.name(rank) for rank in idle[:4]) + (", ..." if len(idle) > 4 else "")
         reasons.append(f"{names} rest: with them a step would take longer")
-    reasons.append(
-        f"schedules, operation by operation: {batch_s * 1e3:.1f} ms; the planner's formula: {plan.total_s * 1e3:.1f} ms"
-    )
     if plan.judged and plan.total_s > 0.0:
-        # The bound is the formula's, and so is the time that it is compared with.
         gap = 100.0 * (1.0 - plan.lower_bound_s / plan.total_s)
         reasons.append(
             f"{plan.judged} groupings of the devices were compared, not all: with such micro-batches no plan is below"

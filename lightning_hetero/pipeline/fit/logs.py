@@ -32,7 +32,7 @@ from torchmetrics import Metric
 
 from lightning_hetero import lightning_compat as compat
 from lightning_hetero.measure.device import device_of
-from lightning_hetero.transport.one_round import Sum, Waited, start_sum, wait_for
+from lightning_hetero.transport.one_round import Waited, start_sum, wait_for
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule
@@ -223,15 +223,11 @@ class StepLogs:
         """
         return self.send(beside)()
 
-    def send(
-        self, beside: Sequence[float] = (), *, start: Callable[[Tensor], Sum] | None = None
-    ) -> Callable[[], list[float]]:
+    def send(self, beside: Sequence[float] = ()) -> Callable[[], list[float]]:
         """Starts `publish`; the rest, which waits for all ranks and logs, is what it returns, called in the same hook.
 
         Args:
             beside: see there.
-            start: starts to sum a tensor over all ranks; None: by a message of its own. Not called where there is one
-                rank.
 
         Returns:
             To be called once, on all ranks. It raises MisconfigurationException, Lightning's, e.g. for one name logged
@@ -244,12 +240,12 @@ class StepLogs:
         compat.forget_computed(self._computed)
         trainer = self._module.trainer
         if compat.results_of(trainer) is None or getattr(trainer, "barebones", False):
-            return self._start_sum(beside, start) if beside else list
+            return self._start_sum(beside) if beside else list
         fx = compat.running_hook(trainer)
         if fx is None:
             raise RuntimeError("StepLogs.send() is for the hook that logs, e.g. within the strategy's training_step")
         table, mine, others = self._tables.setdefault(fx, {}), _summed(records), list(beside)
-        first = None if self._alone else self._start_exchange(table, mine, others, start)
+        first = None if self._alone else self._start_exchange(table, mine, others)
 
         def receive() -> list[float]:
             sums, totals = (others, mine) if first is None else self._exchanged(table, mine, others, first)
@@ -294,12 +290,11 @@ class StepLogs:
         table: Mapping[_Key, None],
         mine: Mapping[_Key, _Sums],
         beside: list[float],
-        start: Callable[[Tensor], Sum] | None = None,
     ) -> Callable[[], list[float]]:
         """Starts to sum: ranks whose keys are not all in the table; the other numbers; those of the table's keys."""
         own = [mine.get(key) or _Sums() for key in table]
         numbers = [x for s in own for x in (s.weighted, s.weight, s.plain, s.times)]
-        return self._start_sum([float(any(key not in table for key in mine)), *beside, *numbers], start)
+        return self._start_sum([float(any(key not in table for key in mine)), *beside, *numbers])
 
     def _exchanged(
         self,
@@ -325,27 +320,22 @@ class StepLogs:
         ends = [i for i, key in enumerate(table) if key.reduction in ("min", "max")]
         if ends:
             keys = list(table)
-            extremes = self._start_sum([own[i].extreme for i in ends], self._start_largest)()
+            extremes = self._start_sum([own[i].extreme for i in ends], largest=True)()
             for i, extreme in zip(ends, extremes, strict=True):
                 totals[keys[i]].extreme = math.nan if math.isnan(totals[keys[i]].plain) else extreme
         return sums, totals
 
-    def _start_sum(
-        self, numbers: Sequence[float], start: Callable[[Tensor], Sum] | None = None
-    ) -> Callable[[], list[float]]:
+    def _start_sum(self, numbers: Sequence[float], *, largest: bool = False) -> Callable[[], list[float]]:
         if self._alone:
             return lambda: list(numbers)
         tensor = torch.tensor(numbers, dtype=torch.float64)
-        under_way = start_sum(tensor, self._channel.group) if start is None else start(tensor)
+        under_way = start_sum(tensor, self._channel.group, largest=largest)
 
         def wait() -> list[float]:
             self._wait(under_way.work)
             return under_way.result().tolist()
 
         return wait
-
-    def _start_largest(self, numbers: Tensor) -> Sum:
-        return start_sum(numbers, self._channel.group, largest=True)
 
     # ---- metrics ---------------------------------------------------------------------------------------------------
 

@@ -47,7 +47,7 @@ def refuse_controller(given: object | None) -> None:
         raise TypeError(
             f"BoundedStalenessStrategy takes no controller (got {given!r}): ranks ask for samples when they are ready,"
             " so there are no shares to decide, nor a time of a batch that all end together. To rest a device that"
-            " costs more than it brings, use LoadBalancedStrategy(controller=...) or"
+            " costs more than it brings, use"
             " HeteroPipelineStrategy(controller=...), or do not start its rank"
         )
 

@@ -143,8 +143,6 @@ WRONG: list[tuple[type[DDPStrategy], str, object, str]] = [
     (LoadBalancedStrategy, "batch_cost", 5, "batch_cost=5 must be a function of the batch"),
     (LoadBalancedStrategy, "sample_costs", 5, "sample_costs=5 must be a sequence of numbers > 0"),
     (LoadBalancedStrategy, "rebalance", "no", "rebalance='no' must be one of"),
-    (LoadBalancedStrategy, "waiting_modules", 5, "waiting_modules=5 must be a list of classes"),
-    (LoadBalancedStrategy, "waiting_modules", ["Linear"], "waiting_modules=['Linear'] must be a list of classes"),
     (BoundedStalenessStrategy, "grace", "abc", "Flexible(grace='abc') must be a number >= 0"),
     (BoundedStalenessStrategy, "liveness_s", "abc", "liveness_s='abc' must be > 0 (seconds)"),
     (BoundedStalenessStrategy, "predictor", 5, "predictor=5 must be a name or a lightning_hetero.predictors.Predictor"),

@@ -31,10 +31,10 @@ from benchmarks.stale.learning import (
     synchronous,
 )
 from benchmarks.stale.simulated import ENDS, balanced_barrier, geometric, results_of, spread
+from benchmarks.stale.simulator import Costs, simulate
 from benchmarks.stale.speeds import SimulatedSpeeds
 from lightning_hetero.stale.decide.coordinator import Coordinator
 from lightning_hetero.stale.decide.policy import by_name
-from lightning_hetero.stale.decide.simulator import Costs, simulate
 
 pytest.importorskip("sklearn")
 

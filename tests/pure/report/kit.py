@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from lightning_hetero.report.run import Run, run_of
+from lightning_hetero.report.run import RecordedRun, run_of
 from lightning_hetero.types import Event
 
 Told = tuple[float, float, float]
@@ -31,7 +31,7 @@ def events_of(steps: Sequence[Sequence[Told]], *, ahead_s: Sequence[float] = (),
     return found
 
 
-def run_with(steps: Sequence[Sequence[Told]], more: Sequence[Event] = (), **about: Any) -> Run:
+def run_with(steps: Sequence[Sequence[Told]], more: Sequence[Event] = (), **about: Any) -> RecordedRun:
     return run_of([*events_of(steps, **about), *more], name="made")
 
 

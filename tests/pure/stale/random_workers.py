@@ -1,6 +1,6 @@
 """A tiny event loop that drives a coordinator with simulated workers, and checks every promise while it goes on.
 
-Independent of `lightning_hetero.stale.decide.simulator`: it knows nothing of training, adds faults of all kinds, and
+Independent of `benchmarks.stale.simulator`: it knows nothing of training, adds faults of all kinds, and
 compares everything the coordinator says with books of its own.
 """
 

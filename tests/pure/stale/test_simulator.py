@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 
 from benchmarks.stale.policies import WRITTEN
+from benchmarks.stale.simulator import Costs, Hooks, Simulated, simulate
 from benchmarks.stale.speeds import SimulatedSpeeds
 from lightning_hetero.stale.decide.coordinator import Coordinator
 from lightning_hetero.stale.decide.effects import Granted, Updated
 from lightning_hetero.stale.decide.policy import _KNOWN, Asp, Bsp, by_name
-from lightning_hetero.stale.decide.simulator import Costs, Hooks, Simulated, simulate
 
 POLICIES = {**_KNOWN, **WRITTEN}
 UNIT_S = 1 / 16

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional
 
+from benchmarks.pipeline.schedules import per_link, proportional
 from lightning_hetero.pipeline.decide.schedule import PipelineTimes
 from lightning_hetero.pipeline.runtime.execute.failures import FailureBoard
 from lightning_hetero.pipeline.runtime.execute.stage_runner import StageRunner
@@ -166,7 +167,7 @@ def optimizer_of(parameters: Sequence[nn.Parameter]) -> torch.optim.Optimizer:
 def times_of(stages: int) -> Callable[[tuple[int, ...], int], PipelineTimes]:
     def times(samples: tuple[int, ...], calls: int) -> PipelineTimes:
         count = stages * calls
-        return PipelineTimes.proportional(
+        return proportional(
             samples,
             forward_s=[1.0] * count,
             backward_s=[2.0] * count,
@@ -205,7 +206,7 @@ def make_runner(case: Case, net: Net, group: GroupPlan, rank: int, name: str, **
         calls=case.calls,
         checkpoint_layers=case.checkpoint,
         device=torch.device("cpu"),
-        **{"timeout_s": 30.0, "wire": dist.group.WORLD, **case.options, **options},
+        **{"timeout_s": 30.0, "wire": dist.group.WORLD, "policy": per_link, **case.options, **options},
     )
 
 

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from benchmarks.pipeline.schedules import per_link
 from lightning_hetero.pipeline.decide.schedule import PipelineTimes
 from lightning_hetero.pipeline.runtime.execute.failures import FailureBoard
 from lightning_hetero.pipeline.runtime.execute.stage_runner import MicroBatch, StageRunner
@@ -241,6 +242,7 @@ def test_bad_arguments() -> None:
             "wire": None,
             "failures": FailureBoard(dist.HashStore(), 0),
             "times": models.times_of(1),
+            "policy": per_link,
             "seed": 0,
             "device": torch.device("cpu"),
         }

@@ -19,12 +19,9 @@ from lightning_hetero.pipeline.runtime.ownership.gradients import GradientSync
 from lightning_hetero.pipeline.runtime.ownership.owner_groups import OwnerGroups, share_buffers, share_initial
 from lightning_hetero.pipeline.runtime.ownership.ownership import Ownership
 from lightning_hetero.pipeline.runtime.ownership.pruning import prune
-from lightning_hetero.transport.one_node.near_round import NearRound
-from lightning_hetero.transport.one_round import Sum
-from lightning_hetero.transport.small_sums import start_sums
+from lightning_hetero.transport.one_round import Sum, start_sum
 from lightning_hetero.types import PipelinePlan
 from tests.ranks.harness import run_ranks
-from tests.ranks.pipeline.near_kit import near_round
 from tests.ranks.pipeline.ownership_kit import PLANS, Model, plan
 
 WORLD = 4
@@ -182,17 +179,17 @@ def test_sums_norms_clipping_and_buffers_under_every_plan() -> None:
     run_ranks(WORLD, _everything)
 
 
-SUMS: list[Sequence[Tensor]] = []
+SUMS: list[Tensor] = []
 
 
 def _faults(rank: int, world: int) -> None:
-    with patch.object(buckets, "start_sums", noted):
+    with patch.object(buckets, "start_sum", noted):
         _faults_counted(rank)
 
 
-def noted(tensors: Sequence[Tensor], group: dist.ProcessGroup, *, near: NearRound | None = None) -> list[Sum]:
-    SUMS.append(tensors)
-    return start_sums(tensors, group, near=near)
+def noted(tensor: Tensor, group: dist.ProcessGroup) -> Sum:
+    SUMS.append(tensor)
+    return start_sum(tensor, group)
 
 
 def _faults_counted(rank: int) -> None:
@@ -251,55 +248,6 @@ def test_faults_of_the_synchronisation() -> None:
     run_ranks(WORLD, _faults)
 
 
-def _with_numbers(rank: int, world: int) -> None:
-    """A tensor that goes along: in the message of the gradients where that is between all ranks."""
-    board = _board(rank)
-    with near_round(rank, world) as near:
-        for name, way, along in (("4x1", near, True), ("4x1", None, True), ("2x2", near, False)):
-            part = Rank(rank, PLANS[name], wait=board.wait, least_bytes=1 << 20, near=way)
-            for step in range(6):
-                part.model.zero_grad()
-                part.whole.zero_grad()
-                for group in range(len(PLANS[name].groups)):
-                    gradients = _random(part.whole, 10 * step + group)
-                    _add(part.whole, gradients)
-                    if group == part.group:
-                        part.sync.arm()
-                        part.backward(gradients)
-                SUMS.clear()
-                with patch.object(buckets, "start_sums", noted):
-                    total = part.sync.launch_with(torch.tensor([1.0, 10.0 * rank], dtype=torch.float32))
-                assert any(len(tensors) == 2 for tensors in SUMS) == along, name
-                part.sync.finish()
-                assert part.distance() < 1e-14, name
-                board.wait(total.work)
-                assert total.result().tolist() == [4.0, 60.0]
-
-
-def test_numbers_go_along_with_gradients() -> None:
-    run_ranks(WORLD, _with_numbers)
-
-
-def _numbers_elsewhere(rank: int, world: int) -> None:
-    """Numbers on the CPU do not go along with gradients on another device: no group of NCCL would take them."""
-    part = Rank(rank, PLANS["4x1"], wait=_board(rank).wait, least_bytes=1 << 20)
-    part.backward(_random(part.whole, part.group))
-    with patch.object(buckets.Bucket, "kind", "cuda"):
-        SUMS.clear()
-        with patch.object(buckets, "start_sums", noted):
-            total = part.sync.launch_with(torch.ones(2))
-        assert SUMS and all(len(tensors) == 1 for tensors in SUMS)
-        part.sync.finish()
-        total.work.wait()
-        assert total.result().tolist() == [4.0, 4.0]
-    with pytest.raises(AssertionError, match=r"tensors on \['cpu', 'meta'\]"):
-        start_sums([torch.ones(1), torch.ones(1, device="meta")], part.groups.world)
-
-
-def test_numbers_of_the_hosts_do_not_go_along_with_gradients_on_a_device() -> None:
-    run_ranks(WORLD, _numbers_elsewhere)
-
-
 def _order(rank: int, world: int) -> list[list[int]]:
     """Owners of each sum in the order in which this rank begins them."""
     groups = ((0,), (0, 5)), ((1,), (0, 5)), ((2, 3), (0, 2, 5))  # ranks 0 and 1 are in two sets of owners
@@ -307,11 +255,11 @@ def _order(rank: int, world: int) -> list[list[int]]:
     part.sync.arm()
     begun: list[list[int]] = []
 
-    def start(tensors: Sequence[Tensor], group: Any, **options: Any) -> list[Sum]:
+    def start(tensor: Tensor, group: Any) -> Sum:
         begun.append(dist.get_process_group_ranks(group))
-        return start_sums(tensors, group, **options)
+        return start_sum(tensor, group)
 
-    with patch.object(buckets, "start_sums", start):
+    with patch.object(buckets, "start_sum", start):
         if rank != 1:  # whose group has nothing to do in this batch
             part.backward(_random(part.whole, part.group))
         part.sync.finish()

@@ -22,9 +22,9 @@ from lightning_hetero import Scenario, ThrottleCallback
 from lightning_hetero import lightning_compat as compat
 from lightning_hetero.emulate.throttle import scenario_steps
 from lightning_hetero.pipeline import strategy as engine
-from lightning_hetero.pipeline.fit import place
+from lightning_hetero.pipeline.fit import emulated_links
 from lightning_hetero.pipeline.runtime.execute.emulated_pace import ScenarioPace
-from lightning_hetero.pipeline.runtime.ownership import parcels
+from lightning_hetero.pipeline.runtime.ownership import migration as migrating
 from lightning_hetero.solvers.plans import plan_from_plain, plan_to_plain
 from lightning_hetero.types import Event
 from tests.ranks.harness import run_ranks
@@ -215,7 +215,7 @@ def kept_or_not(rank: int, world: int, first: Any, script: dict[int, Any]) -> li
     found = []
     for make in (variants.Dropping, Buffered):
         for changes in ({}, script):
-            strategy = pipeline(first, controller=Scripted(changes), seed=5, global_batch_size=16)
+            strategy = pipeline(first, controller=Scripted(changes), global_batch_size=16)
             module = make()
             trained, _ = fit(rank, world, module, strategy, data=DATA, max_epochs=1)
             counts = [float(t) for n, t in module.named_buffers() if n.endswith("count")]
@@ -389,7 +389,7 @@ def emulating(rank: int, world: int) -> dict[str, Any]:
     by_ticks = partial(scenario_steps, clock=lambda: 10.0 * next(ticks))
     module, at_once = Deep(), SimpleNamespace(sleep=slept.append, monotonic=lambda: 0.0)
     timed = patch.object(engine, "scenario_steps", by_ticks)
-    with timed, patch.object(ScenarioPace, "begin", noted), patch.object(place, "time", at_once):
+    with timed, patch.object(ScenarioPace, "begin", noted), patch.object(emulated_links, "time", at_once):
         trained, _ = fit(rank, world, module, strategy, data=DATA, max_steps=6, callbacks=[throttle])
     (replan,) = strategy.replans
     gradients = sum(p.nbytes for p in module.parameters())
@@ -421,15 +421,15 @@ def test_emulated_links_carry_sums_and_layers_that_move_and_a_scenario_passes_wi
 @heard(at_once=True)
 def short_of_memory(rank: int, world: int) -> list[Any]:
     found: list[Any] = []
-    room_for, calls = parcels.room_for, []
+    rooms, calls = migrating._rooms, []
 
-    def none(manifest: Any, device: Any) -> Any:
+    def none(described: Any, device: Any) -> Any:
         calls.append(rank)
         if rank == 1 and len(calls) == 2:
             raise torch.OutOfMemoryError("no room for this layer")
-        return room_for(manifest, device)
+        return rooms(described, device)
 
-    parcels.room_for = none
+    migrating._rooms = none
     try:
         scripted = Scripted({1: APART, 4: LONGER, 8: CHAIN})  # rank 1 gets something by the first and the third
         strategy = pipeline(CHAIN, controller=scripted)
@@ -442,7 +442,7 @@ def short_of_memory(rank: int, world: int) -> list[Any]:
             fit(rank, world, Deep(), strategy, data=DATA, max_epochs=1)
         found.append(str(error.value))
     finally:
-        parcels.room_for = room_for
+        migrating._rooms = rooms
     return found
 
 

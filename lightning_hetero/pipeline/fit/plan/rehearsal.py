@@ -11,10 +11,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from lightning.fabric.utilities.rank_zero import rank_zero_warn
-from lightning.pytorch import Trainer
-from lightning.pytorch.loggers import Logger
-from lightning.pytorch.strategies import Strategy
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
 from torchmetrics import Metric
@@ -22,7 +19,7 @@ from torchmetrics import Metric
 from lightning_hetero import lightning_compat as compat
 from lightning_hetero.data.layouts import first_samples
 from lightning_hetero.measure.device import device_of, is_out_of_memory
-from lightning_hetero.pipeline.fit.acting import leader_runs
+from lightning_hetero.pipeline.fit.leader_step import leader_runs
 from lightning_hetero.pipeline.runtime.measure.around_backbone import count_calls, measure_outside
 from lightning_hetero.pipeline.runtime.measure.layers import Example, profile_on_device
 from lightning_hetero.pipeline.runtime.measure.memory import OptimizerSpec, optimizer_bytes
@@ -31,7 +28,6 @@ from lightning_hetero.pipeline.runtime.measure.snapshot import Snapshot
 from lightning_hetero.pipeline.runtime.measure.whole_step import measure_series as series_of
 from lightning_hetero.pipeline.runtime.measure.whole_step import measure_whole
 from lightning_hetero.pipeline.runtime.step.backbone import Backbone
-from lightning_hetero.pipeline.runtime.step.coroutines import CarrierName
 from lightning_hetero.pipeline.runtime.step.layer_calls.route import RoutedCall
 from lightning_hetero.pipeline.runtime.step.random_streams import nothing_drawn
 from lightning_hetero.pipeline.runtime.step.undivided import Undivided
@@ -61,7 +57,6 @@ class Rehearsal:
         optimizers: for the size of their state.
         to_device: moves a batch, with all hooks of the user.
         context: of a training step, e.g. autocast.
-        carrier: see `make_carrier`.
     """
 
     module: LightningModule
@@ -72,11 +67,10 @@ class Rehearsal:
     optimizers: Sequence[torch.optim.Optimizer]
     to_device: Callable[[Any], Any]
     context: Callable[[], AbstractContextManager[Any]]
-    carrier: CarrierName
 
 
 def measure_model(
-    step: Rehearsal, *, micro_batch_size: int | None, checkpoint_layers: bool, cache_folder: str | None
+    step: Rehearsal, *, micro_batch_size: int | None, checkpoint_layers: bool
 ) -> tuple[ModelCost, int]:
     """Returns the costs of a module, and how often a step calls the backbone. Nothing of the module changes.
 
@@ -88,7 +82,6 @@ def measure_model(
         step: the user's.
         micro_batch_size: largest number of samples to measure with; None: the loader's batch, at most 64.
         checkpoint_layers: whether layers are computed again in the backward pass.
-        cache_folder: see `profile_on_device`.
 
     Raises:
         TypeError, ValueError: the loader yields no example.
@@ -102,9 +95,7 @@ def measure_model(
         while found is None:
             sizes = (max(1, len(samples) // 4), len(samples))
             try:
-                found = _measured(
-                    step, samples, sizes, checkpoint_layers=checkpoint_layers, cache_folder=cache_folder
-                )
+                found = _measured(step, samples, sizes, checkpoint_layers=checkpoint_layers)
             except Exception as error:
                 if not is_out_of_memory(error):
                     raise
@@ -117,9 +108,7 @@ def measure_model(
             samples = samples * _MORE
             sizes = (sizes[0], len(samples))
             try:
-                found = _measured(
-                    step, samples, sizes, checkpoint_layers=checkpoint_layers, cache_folder=cache_folder
-                )
+                found = _measured(step, samples, sizes, checkpoint_layers=checkpoint_layers)
             except Exception:  # so many do not fit, or are more than the step can do with: what is known will do
                 break
         return found
@@ -138,7 +127,6 @@ def calls_in(step: Rehearsal) -> int:
                 cut=step.backbone.cut(),
                 layers=step.backbone.layers,
                 device=step.device,
-                carrier=step.carrier,
             )
         return max(1, calls)
     return 1  # the first batch shows what is wrong with it
@@ -175,7 +163,6 @@ def _measured(
     sizes: tuple[int, int],
     *,
     checkpoint_layers: bool,
-    cache_folder: str | None,
 ) -> tuple[ModelCost, int]:
     """Measures with so many of these samples."""
     module, layers, device = step.module, step.backbone.layers, step.device
@@ -199,7 +186,6 @@ def _measured(
             buffers=[b for b in module.buffers() if id(b) not in inside],
             optimizer=optimizer,
             device=device,
-            carrier=step.carrier,
         )
         again = _computed_again if checkpoint_layers else None
         model = profile_on_device(
@@ -212,7 +198,6 @@ def _measured(
             optimizer=optimizer,
             before=outside.before,
             head=outside.head,
-            cache_folder=cache_folder,
         )
     return model, outside.calls
 
@@ -273,7 +258,7 @@ def _known(parameters: Sequence[nn.Parameter], optimizers: Sequence[torch.optim.
 
 @contextmanager
 def nobody_notices(
-    module: LightningModule, loader: object, device: torch.device, *, leave: Sequence[type] = ()
+    module: LightningModule, loader: object, device: torch.device, *, leave: tuple[type[Tensor], ...] = ()
 ) -> Iterator[None]:
     """Inside, steps log nothing; what they leave behind is put back, and what is drawn nobody has drawn afterwards.
 
@@ -281,14 +266,13 @@ def nobody_notices(
         module: whose steps they are.
         loader: of the samples.
         device: of this rank.
-        leave: types whose instances do not change.
+        leave: types of tensors that do not change.
     """
     trainer = module.trainer
     data = [loader, getattr(trainer, "datamodule", None)]
     with ExitStack() as stack:
-        snapshot = Snapshot(
-            [module, *compat.trainer_callbacks(trainer)], data=data, leave=(Trainer, Strategy, Logger, *leave)
-        )
+        shared = [trainer, trainer.strategy, *trainer.loggers]
+        snapshot = Snapshot([module, *compat.trainer_callbacks(trainer)], data=data, shared=shared, leave=leave)
         stack.callback(device_of(device).empty_cache)  # other processes on it may have what measuring took
         stack.callback(snapshot.put_back)
         for metric in (m for m in module.modules() if isinstance(m, Metric)):

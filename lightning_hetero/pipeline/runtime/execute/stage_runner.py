@@ -20,12 +20,8 @@ from torch import distributed as dist
 from torch import nn
 
 from lightning_hetero.controller.messages import LinkTime
-from lightning_hetero.pipeline.decide.schedule import (
-    PipelineTimes,
-    Schedule,
-    SchedulePolicy,
-    generate,
-)
+from lightning_hetero.pipeline.decide.generate import SchedulePolicy, generate
+from lightning_hetero.pipeline.decide.schedule import PipelineTimes, Schedule
 from lightning_hetero.pipeline.runtime.execute.evaluation import Evaluation
 from lightning_hetero.pipeline.runtime.execute.execution import Execution, LeaderExecution, LocalStage
 from lightning_hetero.pipeline.runtime.execute.failures import FailureBoard
@@ -35,9 +31,8 @@ from lightning_hetero.pipeline.runtime.execute.stages import Stage, streams_kept
 from lightning_hetero.pipeline.runtime.execute.straight import InPlaceExecution
 from lightning_hetero.pipeline.runtime.execute.work import LeaderRunner, LeaderWork, MicroBatch, Pace
 from lightning_hetero.pipeline.runtime.measure.layer_clock import LayerClock
-from lightning_hetero.pipeline.runtime.step.coroutines import CarrierName
 from lightning_hetero.pipeline.runtime.step.cut import BackboneCut
-from lightning_hetero.pipeline.runtime.step.resumable import make_carrier
+from lightning_hetero.pipeline.runtime.step.resumable import Carrier
 from lightning_hetero.transport.one_node.neighbours import Neighbours
 from lightning_hetero.types import GroupPlan, Link
 
@@ -64,10 +59,8 @@ class StageRunner(LeaderRunner):
             ``devices = (0, ..., S - 1) * c``. The same on all ranks of the group; asked once per batch shape.
         seed: of the run's random streams.
         calls: of the backbone in a training step.
-        carrier: of suspended training steps, see `make_carrier`.
         checkpoint_layers: compute each layer once more in backward instead of keeping its activations.
-        policy: of the schedule; None: the generator's default.
-        overlap: whether transfers run beside computation.
+        policy: of the schedule, from its times.
         pace: emulates a device.
         emulated_links: by (source, target), global ranks.
         timeout_s: how long a rank waits for another at most.
@@ -90,12 +83,10 @@ class StageRunner(LeaderRunner):
         wire: dist.ProcessGroup | None,
         failures: FailureBoard,
         times: TimesOf,
+        policy: Callable[[PipelineTimes], SchedulePolicy],
         seed: int,
         calls: int = 1,
-        carrier: CarrierName = "auto",
         checkpoint_layers: bool = False,
-        policy: Callable[[PipelineTimes], SchedulePolicy] | None = None,
-        overlap: bool = True,
         pace: Pace | None = None,
         emulated_links: Mapping[tuple[int, int], Link] | None = None,
         timeout_s: float = 1800.0,
@@ -119,7 +110,6 @@ class StageRunner(LeaderRunner):
         super().__init__(seed)
         self._calls = calls
         self._policy = policy
-        self._overlap = overlap
         self._schedules: dict[tuple[int, ...], Schedule] = {}
         self._has_trained = self._closed = self._failed = False
         first, end = group.cuts[self._position : self._position + 2]
@@ -132,7 +122,7 @@ class StageRunner(LeaderRunner):
             device=device,
             clock=self._clock,
         )
-        self._carrier = make_carrier(carrier) if self._position == 0 else None
+        self._carrier = Carrier() if self._position == 0 else None
         links = None
         if len(group.ranks) > 1:
             links = Links(
@@ -168,17 +158,15 @@ class StageRunner(LeaderRunner):
                 del self._schedules[next(iter(self._schedules))]
             times = self._times(samples, self._calls)
             devices = tuple(range(len(self._group.ranks))) * self._calls
-            found = times.devices, times.micro_batches, times.loop_back, times.backward
-            if found != (devices, len(samples), True, True):
+            if (times.devices, times.micro_batches) != (devices, len(samples)):
                 raise ValueError(
-                    f"the times of micro-batches {samples} are of devices {found[0]}, {found[1]} micro-batches,"
-                    f" loop_back={found[2]}, backward={found[3]}; need devices {devices}, {len(samples)}, True, True"
+                    f"the times of micro-batches {samples} are of devices {times.devices}, {times.micro_batches}"
+                    f" micro-batches; need devices {devices}, {len(samples)}"
                 )
-            policy = self._policy(times) if self._policy is not None else None
-            self._schedules[samples] = generate(times, policy, overlap=self._overlap)
+            self._schedules[samples] = generate(times, self._policy(times))
         return self._schedules[samples]
 
-    def follow(self, times: TimesOf, policy: Callable[[PipelineTimes], SchedulePolicy] | None) -> None:
+    def follow(self, times: TimesOf, policy: Callable[[PipelineTimes], SchedulePolicy]) -> None:
         """Makes schedules from other times from now on; between two steps, on all ranks of the group."""
         self._times, self._policy = times, policy
         self._schedules.clear()

@@ -13,9 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_hetero.transport.one_node.near_round import NearRound
-from lightning_hetero.transport.one_round import Sum, Waited
-from lightning_hetero.transport.small_sums import start_sums
+from lightning_hetero.transport.one_round import Sum, Waited, start_sum
 
 __all__ = ["Arrived", "Bucket", "Queue", "fill_buckets"]
 
@@ -35,25 +33,15 @@ class Bucket:
         self.sent: Tensor | None = None
         self._sum: Sum | None = None
 
-    @property
-    def kind(self) -> str:
-        """Type of the device that the gradients are on."""
-        return self.parameters[0].device.type
-
-    def shared_by(self, group: dist.ProcessGroup) -> bool:
-        """Whether all ranks of a group of all ranks are owners."""
-        return dist.get_world_size(self._group) == dist.get_world_size(group)
-
     @torch.no_grad()
-    def launch(self, *beside: Tensor, near: NearRound | None = None) -> list[Sum]:
-        """Starts to sum a copy of the gradients, and of which there are; returns the sums of what goes along."""
+    def launch(self) -> None:
+        """Starts to sum a copy of the gradients, and of which there are."""
         flags = self.parameters[0].new_ones(len(self.parameters))
         for i, parameter in enumerate(self.parameters):
             if parameter.grad is None:
                 flags[i].zero_()
         self.sent = torch.cat([*map(_flat, self.parameters), flags])
-        self._sum, *others = start_sums([self.sent, *beside], self._group, near=near)
-        return others
+        self._sum = start_sum(self.sent, self._group)
 
     @torch.no_grad()
     def collect(self, wait: Callable[[Waited], object]) -> None:
@@ -99,27 +87,11 @@ class Queue:
             self._launched += 1
             bucket.launch()
 
-    def launch_all(self, *beside: Tensor, group: dist.ProcessGroup, near: NearRound | None = None) -> list[Sum]:
-        """Launches what has not been yet.
-
-        Args:
-            beside: what a bucket takes along that all ranks launch, all when their backward passes are done, and not
-                when it is complete; if there is one on the same kind of device.
-            group: of all ranks.
-            near: what both take then, if they can, see `start_sums`.
-
-        Returns:
-            The sums of that; empty if it has to travel by itself.
-        """
-        left = self.buckets[self._launched :]
-        kinds = {tensor.device.type for tensor in beside}
-        takes = next((b for b in reversed(left) if beside and b.late and b.shared_by(group) and b.kind in kinds), None)
-        sums: list[Sum] = []
-        for bucket in left:
+    def launch_all(self) -> None:
+        """Launches what has not been yet."""
+        for bucket in self.buckets[self._launched :]:
             self._launched += 1
-            found = bucket.launch(*beside, near=near) if bucket is takes else bucket.launch()
-            sums += found
-        return sums
+            bucket.launch()
 
     def forget(self) -> None:
         """Begins anew."""

@@ -24,9 +24,7 @@ from lightning_hetero.measure.device import device_of
 from lightning_hetero.pipeline.runtime.ownership.buckets import Arrived, Bucket, Queue, fill_buckets
 from lightning_hetero.pipeline.runtime.ownership.owner_groups import OwnerGroups
 from lightning_hetero.pipeline.runtime.ownership.ownership import Ownership
-from lightning_hetero.transport.one_node.near_round import NearRound
-from lightning_hetero.transport.one_round import Sum, Waited, start_sum, wait_for
-from lightning_hetero.transport.small_sums import start_sums
+from lightning_hetero.transport.one_round import Waited, start_sum, wait_for
 
 __all__ = ["GradientSync"]
 
@@ -54,7 +52,6 @@ class GradientSync:
         bucket_bytes: of gradients per all-reduce, as DDP's ``bucket_cap_mb``.
         least_bytes: of gradients that are reduced before the last backward pass has ended. Fewer travel with the rest.
         wait: waits for a collective, e.g. with a look at what became of the others, `FailureBoard.wait`.
-        near: the ranks of the run, if they are on one node, for `launch_with`.
 
     Raises:
         ValueError: ``bucket_bytes`` is not positive, or the module is not the ownership's.
@@ -69,20 +66,18 @@ class GradientSync:
         bucket_bytes: int = 25 * _MIB,
         least_bytes: int = 0,
         wait: Callable[[Waited], object] = wait_for,
-        near: NearRound | None = None,
     ) -> None:
         if bucket_bytes < 1:
             raise ValueError(f"bucket_bytes={bucket_bytes} must be at least 1, e.g. {25 * _MIB}")
         self._groups = groups
         self._bucket_bytes, self._least_bytes = bucket_bytes, least_bytes
-        self._wait, self._near = wait, near
+        self._wait = wait
         tensors = ownership.tensors(module)
         names = ownership.parameters
         groups.prepare(ownership.holders(name) for name in tensors)
         self._known = {id(tensors[name]): tensors[name] for name in names}  # kept: an id is not given again
         self._counted = {id(tensors[n]) for n in names if ownership.owners(n)[0] == ownership.rank}
         devices = [device_of(tensor.device) for tensor in self._known.values()]
-        self._asynchronous = any(device.asynchronous for device in devices)
         self._widest = devices[0].widest_float() if devices else torch.float64
         floating = (tensor.dtype for tensor in self._known.values() if tensor.is_floating_point())
         self._dtype = next(floating, torch.get_default_dtype())
@@ -144,34 +139,15 @@ class GradientSync:
         self.disarm()
         self._layouts.clear()
 
-    def start(self) -> None:
-        """As `launch`, but only where no control numbers of the hosts can go along; the device then need not be waited
-        for first, to know these."""
-        if self._asynchronous:
-            self.launch()
-
     def launch(self) -> None:
         """Starts to reduce what has not been yet; all ranks call it, or none, before `finish`.
 
         Raises:
             TypeError: a sparse gradient.
         """
-        self._launch()
-
-    def launch_with(self, beside: Tensor) -> Sum:
-        """As `launch`, and sums a tensor over all ranks: by the same message, if one goes between all of them.
-
-        Args:
-            beside: see `start_sum`.
-        """
-        (total,) = self._launch(beside) or start_sums([beside], self._groups.world, near=self._near)
-        return total
-
-    def _launch(self, *beside: Tensor) -> list[Sum]:
-        """Launches all; returns the sums of what could go along."""
         self._queue = self._layout() if self._queue is None else self._queue
         try:
-            return self._queue.launch_all(*beside, group=self._groups.world, near=self._near)
+            self._queue.launch_all()
         except BaseException:
             self.disarm()
             raise
