@@ -26,9 +26,8 @@ from lightning_hetero.predictors import Predictor, PredictorName
 from lightning_hetero.predictors import by_name as predictor_by_name
 from lightning_hetero.stale.decide.policy import Policy, PolicyName
 from lightning_hetero.stale.decide.policy import by_name as policy_by_name
-from lightning_hetero.stale.fit.dry_run import refuse_unusual_steps
-from lightning_hetero.stale.fit.held_state import released
-from lightning_hetero.stale.fit.meetings import Meetings
+from lightning_hetero.stale.fit.meetings import ServerMeetings
+from lightning_hetero.stale.fit.optimizers import refuse_unusual_steps, released
 from lightning_hetero.stale.fit.refusals import (
     REFUSALS,
     refuse_controller,
@@ -36,8 +35,8 @@ from lightning_hetero.stale.fit.refusals import (
     refuse_monitored_steps,
 )
 from lightning_hetero.stale.fit.run import StaleRun
-from lightning_hetero.stale.fit.settings import StaleSettings
-from lightning_hetero.stale.fit.tick_loop import TickLoop
+from lightning_hetero.stale.fit.session import StaleSettings
+from lightning_hetero.stale.fit.step_loop import StepLoop
 from lightning_hetero.stale.runtime.memory.layout import CompressionName, check_compression
 from lightning_hetero.stale.runtime.processes.start import ServerSettings
 
@@ -275,12 +274,12 @@ class BoundedStalenessStrategy(ElasticDDPStrategy[StaleRun]):
         return run if run is not None and run.worker is not None else None
 
     @property
-    def _meetings(self) -> Meetings | None:
+    def _meetings(self) -> ServerMeetings | None:
         run = self._connected
         return None if run is None else run.meetings
 
     @property
-    def _loop(self) -> TickLoop | None:
+    def _loop(self) -> StepLoop | None:
         return None if self._run is None else self._run.loop_in_use
 
     def _in_step(self) -> bool:

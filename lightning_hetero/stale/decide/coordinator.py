@@ -11,7 +11,7 @@ for answers to claims, hold whatever it decides, and make every policy exact and
 - *Liveness.* A lease without a push for long is issued again, and nobody waits longer for a worker without a lease to
   claim one; the worker stays welcome.
 
-The idea of a coordinator that bounds staleness without waiting is SaPS's (abstract only); the rules are ours.
+A coordinator that bounds staleness without waiting is SaPS's idea (abstract only); the rules are ours.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from lightning_hetero.predictors import Predictor
-from lightning_hetero.stale.decide.dispatch import Dispatch
+from lightning_hetero.stale.decide.dispatch import Dispatch, Sizing
 from lightning_hetero.stale.decide.effects import (
     Accepted,
     Contribution,
@@ -30,14 +30,13 @@ from lightning_hetero.stale.decide.effects import (
     Reissued,
     Span,
     Updated,
-)
-from lightning_hetero.stale.decide.epoch import Epoch
+)  # fmt: skip
+from lightning_hetero.stale.decide.epoch import Epoch, check_update
 from lightning_hetero.stale.decide.intervals import head
 from lightning_hetero.stale.decide.ledger import Ledger
-from lightning_hetero.stale.decide.policy import Policy, Pool
-from lightning_hetero.stale.decide.sizing import Sizing
+from lightning_hetero.stale.decide.policy import Policy
 from lightning_hetero.stale.decide.speeds import Speeds, StepTime
-from lightning_hetero.stale.decide.workers import Held, Lease, Workers, WorkerState
+from lightning_hetero.stale.decide.workers import HeldClaim, Lease, Workers, WorkerState
 
 __all__ = ["Coordinator"]
 
@@ -48,16 +47,15 @@ class Coordinator:
     Args:
         policy: who waits, who computes what, what counts.
         workers: ranks that take part from the start.
-        ahead: fix slices so many ticks early, so that workers can fetch them (`Granted.hint`).
+        ahead: fix slices so many global steps early, so that workers can fetch them (`Granted.hint`).
         predictor: model of a worker's time; None: `Kalman`.
-        liveness_factor: a lease is issued again when it takes so many times its predicted time ...
-        liveness_s: ... but not before this [s]. Before anything is known of any worker the limit is their product, as
-            it is for one that others wait for to claim work.
+        liveness_factor, liveness_s: a lease is issued again when it takes so many times its predicted time, but not
+            before so long [s]. Before anything is known, and for a claim that others wait for, the limit is their product.
 
     Attributes:
         epoch, tick: present batch; ``tick == len(ends)``: the epoch is over.
-        version: of the parameters, i.e. number of updates so far.
-        ends: cumulative samples behind each tick of the epoch.
+        version: of the parameters: number of updates so far.
+        ends: cumulative samples behind each global step of the epoch.
         live: ranks that are connected and not silent for longer than the limit.
         ledger: which samples are free, leased, arrived.
         step_s: smoothed time between the ends of ticks [s]; 0 before there are any.
@@ -173,7 +171,7 @@ class Coordinator:
         if worker.grants and (tick < self.tick or self.over):
             effects.append(Passed(rank=rank, tick=self.tick))
         else:
-            worker.held = Held(tick, now)
+            worker.held = HeldClaim(tick, now)
         return effects + self._settle(now)
 
     def push(
@@ -343,10 +341,6 @@ class Coordinator:
         """Returns what a worker will probably be granted in the next ``ahead`` ticks; (0, 0) where nothing."""
         return self._sizing.hints(self._books, rank)
 
-    def predicted_s(self, rank: int, samples: int) -> float:
-        """Returns the time from grant to push [s]; NaN while nothing is known of any worker."""
-        return self.speeds.predict_s(rank, samples)
-
     def state_dict(self) -> dict[str, Any]:
         """Returns plain types only; ``applied`` leaves out what is pooled: it will be computed again."""
         return {
@@ -391,7 +385,7 @@ class Coordinator:
         verdict = self.policy.update(pool)
         if verdict is None:
             return []
-        self._check(verdict.ends_step, pool)
+        check_update(verdict.ends_step, pool, type(self.policy).__name__)
         self.version += 1
         contributions = self._books.empty()
         if verdict.ends_step:
@@ -408,16 +402,3 @@ class Coordinator:
             if lease is not None and not self.within_bound(lease.base):
                 effects += self._free_lease(worker, "stale")
         return effects
-
-    def _check(self, ends_step: bool, pool: Pool) -> None:
-        name = type(self.policy).__name__
-        if ends_step and not pool.witnessed:
-            raise RuntimeError(
-                f"{name}.update ended a global step to which no worker in it contributed: see pool.witnessed"
-            )
-        if ends_step and pool.last and pool.missing > 0:
-            raise RuntimeError(f"{name}.update carries samples over the end of the epoch: see pool.last: {pool}")
-        if pool.complete and not ends_step:
-            raise RuntimeError(f"{name}.update must end the global step once pool.complete: {pool}")
-        if not pool.pushes and not ends_step:
-            raise RuntimeError(f"{name}.update made an update of an empty pool: {pool}")

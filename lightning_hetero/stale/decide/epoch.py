@@ -9,7 +9,7 @@ from lightning_hetero.stale.decide.intervals import IntervalSet
 from lightning_hetero.stale.decide.ledger import Ledger
 from lightning_hetero.stale.decide.policy import Pool
 
-__all__ = ["Epoch"]
+__all__ = ["Epoch", "check_update"]
 
 
 class Epoch:
@@ -122,3 +122,21 @@ class Epoch:
         for start, end in self._pooled:
             applied.remove(start, end)
         return [list(span) for span in applied]
+
+
+def check_update(ends_step: bool, pool: Pool, policy: str) -> None:
+    """Refuses an update that would break a rule.
+
+    Raises:
+        RuntimeError: naming the policy.
+    """
+    if ends_step and not pool.witnessed:
+        raise RuntimeError(
+            f"{policy}.update ended a global step to which no worker in it contributed: see pool.witnessed"
+        )
+    if ends_step and pool.last and pool.missing > 0:
+        raise RuntimeError(f"{policy}.update carries samples over the end of the epoch: see pool.last: {pool}")
+    if pool.complete and not ends_step:
+        raise RuntimeError(f"{policy}.update must end the global step once pool.complete: {pool}")
+    if not pool.pushes and not ends_step:
+        raise RuntimeError(f"{policy}.update made an update of an empty pool: {pool}")

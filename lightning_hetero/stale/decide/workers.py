@@ -16,7 +16,7 @@ from lightning_hetero.stale.decide.effects import Span
 from lightning_hetero.stale.decide.policy import Due
 from lightning_hetero.stale.decide.speeds import Speeds
 
-__all__ = ["Held", "Lease", "WorkerState", "Workers", "expected_in_s"]
+__all__ = ["HeldClaim", "Lease", "WorkerState", "Workers", "expected_in_s"]
 
 _OVERDUE = 1.5  # of the predicted time; from here on a chunk may be issued a second time (1.1 to 2 are alike)
 _LATE_FACTOR = 3.0
@@ -67,7 +67,7 @@ class Lease:
 
 
 @dataclass(slots=True)
-class Held:
+class HeldClaim:
     """A claim without an answer yet: the worker's tick, since when, at most until when."""
 
     tick: int
@@ -97,7 +97,7 @@ class WorkerState:
     served: int = -1
     clock: int = 0
     lease: Lease | None = None
-    held: Held | None = None
+    held: HeldClaim | None = None
     spoke_s: float = -math.inf
 
     @property

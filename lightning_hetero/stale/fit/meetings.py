@@ -2,7 +2,7 @@
 
     before Lightning or torchmetrics reduce over ranks:   meet -> who lives, the same version for all
     somebody died since the last meeting:                 process group of those left; validation is divided again
-    somebody joins between two epochs [admission]:        process group with the newcomer
+    somebody joins between two epochs [admission]:        process group with the joining rank
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from lightning_hetero.stale.runtime.messages import Met
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
 
-__all__ = ["Meetings"]
+__all__ = ["ServerMeetings"]
 
 T = TypeVar("T")
 
@@ -40,7 +40,7 @@ class _MeetingPoints(Callback):
 
     def __init__(
         self,
-        meetings: Meetings,
+        meetings: ServerMeetings,
         members: Members,
         admission: Admission,
         leave_step: Callable[[], None],
@@ -73,7 +73,7 @@ class _MeetingPoints(Callback):
         self._meetings.meet(f"epoch ends{self._meetings.logged()}", pull=True)
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Before anybody's hook: a newcomer goes through all hooks of its first epoch."""
+        """Before anybody's hook: a joining rank goes through all hooks of its first epoch."""
         self._admission.admit()
         self._take_over_changes(False)
 
@@ -84,7 +84,7 @@ class _MeetingPoints(Callback):
         self._take_over_changes(True)
 
 
-class Meetings:
+class ServerMeetings:
     """Keeps the ranks of a run together.
 
     Args:
@@ -130,7 +130,7 @@ class Meetings:
 
         Args:
             what: the purpose, the same on all ranks; a difference is an error that names both sides.
-            pull: take the newest parameters, which are the same for all as nobody computes meanwhile.
+            pull: take the current parameters, which are the same for all as nobody computes meanwhile.
             call: see `Worker.meet`.
         """
         worker = self._session.worker
@@ -168,7 +168,7 @@ class Meetings:
         return f", logged: {', '.join(names)}" if names else ""
 
     def agree_on_averages(self) -> None:
-        """Averaged weights are rank 0's on all ranks: a rank that a tick went by without has not seen its version."""
+        """Averaged weights are rank 0's on all ranks: a rank that was passed by has not seen its version."""
         if self._session.worker is not None and len(self._members.alive) > 1:
             for tensor in compat.averaged_weights(self.trainer):
                 dist.broadcast(tensor.data, 0)  # the lowest of those left

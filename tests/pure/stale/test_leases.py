@@ -46,7 +46,7 @@ def test_a_stalled_worker_loses_its_lease_but_not_its_welcome() -> None:
         rank=0, lease=stopped.lease, samples=4, reason="gone"
     )
     assert it.live == {0, 1}
-    assert it.predicted_s(0, 4) == 50.0, "a stopped worker is not taken to be slower than the limit"
+    assert it.speeds.predict_s(0, 4) == 50.0, "a stopped worker is not taken to be slower than the limit"
     # once speeds are known: ten times the prediction, at least five seconds
     it = started(Flexible(), workers=2, ends=(80, 160))
     it.push(0, granted(it.claim(0, 0, 0.0)).lease, 4.0, tick=0)
@@ -238,11 +238,11 @@ def test_resume() -> None:
     other.load_state_dict(state)
     other.begin(0, (8, 16, 24), applied=[tuple(s) for s in state["applied"]], tick=state["tick"], now=0.0)
     assert (other.version, other.tick, other.ledger.arrived) == (1, 1, 8)
-    assert other.predicted_s(1, 4) == it.predicted_s(1, 4) and other.shares() == it.shares() == (7, 1)
+    assert other.speeds.predict_s(1, 4) == it.speeds.predict_s(1, 4) and other.shares() == it.shares() == (7, 1)
     assert granted(other.claim(0, 1, 0.0)).samples == 7
     stranger = Coordinator(Flexible(), workers=range(2))
     stranger.load_state_dict(state)  # of another predictor: speeds are learned anew
-    assert math.isnan(stranger.predicted_s(0, 4)) and stranger.version == 1
+    assert math.isnan(stranger.speeds.predict_s(0, 4)) and stranger.version == 1
 
 
 @pytest.mark.parametrize(
