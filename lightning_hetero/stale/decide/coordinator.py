@@ -50,7 +50,7 @@ class Coordinator:
         ahead: fix slices so many global steps early, so that workers can fetch them (`Granted.hint`).
         predictor: model of a worker's time; None: `Kalman`.
         liveness_factor, liveness_s: a lease is issued again when it takes so many times its predicted time, but not
-            before so long [s]. Before anything is known, and for a claim that others wait for, the limit is their product.
+            before so long [s]. Before anything is known, and for a claim that others wait for, it is their product.
 
     Attributes:
         epoch, tick: present batch; ``tick == len(ends)``: the epoch is over.
@@ -239,15 +239,8 @@ class Coordinator:
         """Whether the gradients of a push that is not the last of its batch count; if so, that is noted.
 
         They do not if that step counts already for these samples: it came from a worker that died or was late with
-        the last push, so that the samples were issued again, or from the lease's twin.
-
-        Args:
-            lease: a valid one, see `lease`.
-            number: of the optimizer step inside the batch.
-            samples: computed samples.
-
-        Raises:
-            ValueError: ``samples`` is not in 1 to the size of the grant.
+        the last push, so that the samples were issued again, or from the lease's twin. ValueError if ``samples`` is
+        not in 1 to the size of the lease.
         """
         self._check_samples(lease, samples)
         return self.ledger.first(number, head(lease.spans, samples)[0])
