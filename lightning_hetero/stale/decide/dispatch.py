@@ -1,6 +1,6 @@
 """Answers claims with what a policy gives, within rules that no policy can change; how a batch is cut (layer P).
 
-- *Once per epoch.* The first claim of a rank in an epoch is answered at once with an assignment, a dummy if need be: each
+- *Once per epoch.* The first claim of a rank in an epoch is answered at once with an assignment, perhaps a dummy: each
   rank runs at least one step, else epoch-end reductions of metrics do not pair up.
 - *Room.* One sample per later global step of the epoch stays unassigned, so that each of them has an update.
 - *Second issue.* When no sample may be given out any more, an idle worker computes an overdue chunk a second time; the

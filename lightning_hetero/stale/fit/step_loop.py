@@ -280,8 +280,8 @@ class StepLoop:
             yield batch
             if self._claims.session.others_now() != before:
                 raise RuntimeError(
-                    f"a parameter that no optimizer has was changed in a top-up chunk of batch {self.at.global_step}, on"
-                    f" rank {trainer.global_rank}, once more than on others. {SEES_NOT_ALL}"
+                    f"a parameter that no optimizer has was changed in a top-up chunk of batch {self.at.global_step},"
+                    f" on rank {trainer.global_rank}, once more than on others. {SEES_NOT_ALL}"
                 )
 
     def _more_micro_batches(self, optimizer: Optimizer) -> None:
