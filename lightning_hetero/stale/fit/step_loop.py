@@ -1,8 +1,8 @@
-"""What a rank does within a tick, inside Lightning's unchanged training loop: optimizer steps become pushes (layer L).
+"""What a rank does within a global step, in Lightning's own training loop: optimizer steps become pushes (layer L).
 
-     [ticks] granted --> closure (training_step, backward) -- push --> granted again: a fill-in, trained within the same
-                                                                |      batch of Lightning's
-                                                                '----> passed: the tick is over, the batch ends
+     granted --> closure (training_step, backward) -- push --> granted again: a top-up chunk, trained within the same
+                                                       |       batch of Lightning's
+                                                       '-----> passed: the global step is over, the batch ends
 """
 
 from __future__ import annotations
@@ -18,11 +18,9 @@ from torch.optim import Optimizer
 
 from lightning_hetero import lightning_compat as compat
 from lightning_hetero.lightning_compat.patches import patched
-from lightning_hetero.stale.decide.weights import joint
-from lightning_hetero.stale.fit.changed import SEES_NOT_ALL
+from lightning_hetero.stale.fit.global_steps import GlobalSteps
 from lightning_hetero.stale.fit.gradient_hooks import GradientEdits
-from lightning_hetero.stale.fit.refusals import no_monitored_steps
-from lightning_hetero.stale.fit.ticks import Ticks
+from lightning_hetero.stale.fit.refusals import SEES_NOT_ALL, no_monitored_steps
 from lightning_hetero.stale.runtime.work.chunk import Chunk, combine_means_
 from lightning_hetero.stale.runtime.work.worker import Worker
 from lightning_hetero.transport.alone import run_alone
@@ -32,7 +30,7 @@ from lightning_hetero.transport.flags import PushFlag
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
 
-__all__ = ["TickLoop"]
+__all__ = ["StepLoop"]
 
 _NO_MEETING = (
     "inside training_step, or a hook of the step: ranks train different numbers of batches here, so they do not meet"
@@ -40,24 +38,24 @@ _NO_MEETING = (
 )
 
 
-class TickLoop:
+class StepLoop:
     """Trains what is granted and pushes it; one per fit and rank.
 
     Args:
         trainer: the running trainer.
-        ticks: where this rank is, and what it trains on.
+        steps: claims what this rank trains on.
         weight: what a batch counts in the mean over the update; default its samples.
         sums: losses are sums over their batch: gradients are added, whatever the batches count.
 
     Attributes:
-        ticks: as given.
+        at: where this rank is.
         running_step: the precision plugin is on its way to an optimizer's step.
     """
 
     def __init__(
         self,
         trainer: Trainer,
-        ticks: Ticks,
+        steps: GlobalSteps,
         *,
         weight: Callable[[Any], float] | None,
         sums: bool = False,
@@ -74,7 +72,8 @@ class TickLoop:
         names, parameters = zip(*module.named_parameters(), strict=True)
         by_hand = not self._automatic or is_overridden("optimizer_step", module)
         self._edits = GradientEdits(parameters, names) if by_hand else None
-        self.ticks = ticks
+        self.at = steps.at
+        self._claims = steps
         self.running_step = False
 
     # ---- the batch --------------------------------------------------------------------------------------------
@@ -82,18 +81,18 @@ class TickLoop:
     @property
     def in_step(self) -> bool:
         """Whether this rank is training on a batch."""
-        return self.ticks.work is not None
+        return self.at.work is not None
 
     @property
     def samples(self) -> int | None:
         """Samples of the batch this rank is training on; 0: a dummy that counts nothing."""
-        work = self.ticks.work
+        work = self.at.work
         return None if work is None else work.samples
 
     @property
     def computed(self) -> int | None:
         """Samples of the micro-batch that it computes."""
-        work = self.ticks.work
+        work = self.at.work
         return None if work is None else work.piece_samples
 
     @property
@@ -102,17 +101,17 @@ class TickLoop:
 
     @property
     def _worker(self) -> Worker:
-        return self.ticks.worker
+        return self._claims.worker
 
     @property
     def _work(self) -> Chunk:
-        work = self.ticks.work
+        work = self.at.work
         assert work is not None, "outside of a step"
         return work
 
     def leave_step(self, *, failed: bool = False) -> None:
         """The loop has left the batch before its end: an exception, or a hook that skips the rest of the epoch."""
-        self.ticks.work = None
+        self.at.work = None
         if failed:
             self._worker.weights.stop()
 
@@ -124,7 +123,7 @@ class TickLoop:
         """
         self.leave_step()
         made, self._made_gradients = self._made_gradients, False
-        if made and not self.ticks.steps:
+        if made and not self.at.optimizer_steps:
             raise RuntimeError(
                 "training_step has made gradients for a whole epoch, and no optimizer of configure_optimizers has made"
                 " a step(): in hetero_stale nothing was trained. Call step() of what self.optimizers() returns, or use"
@@ -176,7 +175,7 @@ class TickLoop:
         if self.dummy:
             self._drop_gradients()
             if self._automatic:
-                self._until_passed(self.ticks.claim(), index, optimizer, run)
+                self._until_passed(self._claims.claim(), index, optimizer, run)
             return output
         if self._automatic:
             self._more_micro_batches(optimizer)
@@ -201,7 +200,7 @@ class TickLoop:
                 output = run(optimizer, closure=closure)
         finally:
             self.running_step = False
-        self.ticks.scale.restore()
+        self._claims.scale.restore()
         return output
 
     def _clip(self, value: float, kind: str, optimizer: Any) -> None:
@@ -215,9 +214,9 @@ class TickLoop:
         self._stepped = True
         if self.dummy:
             self._drop_gradients()
-            reply = self.ticks.claim()
+            reply = self._claims.claim()
         else:
-            self._stepped = self.ticks.scale.unscale(self._worker.gradients())
+            self._stepped = self._claims.scale.unscale(self._worker.gradients())
             self._more_micro_batches(optimizer)
             reply = self._push(steps=0, final=True)
         self._until_passed(reply, index, optimizer, run, steps=False)
@@ -232,84 +231,88 @@ class TickLoop:
             self._zeroes = 0
         elif not self._made_gradients:
             self._made_gradients = any(gradient is not None for gradient in self._worker.gradients())
-        if self._work.grant is None:  # a tick that went by
+        if self._work.grant is None:  # a global step that went by
             self._drop_gradients()
-            self.ticks.skipped()
+            self.at.work = None
             return
-        reply = self.ticks.claim() if self.dummy else self._push(steps=0, final=True)
+        reply = self._claims.claim() if self.dummy else self._push(steps=0, final=True)
         while reply.kind is Say.GRANT:
             uncounted = compat.steps_uncounted(self._trainer)
-            with self._fill_in(reply) as batch, self._frozen_schedulers(), uncounted:
-                self.ticks.parts.ended(again(batch), batch, self._work.piece_samples)
+            with self._top_up(reply) as batch, self._frozen_schedulers(), uncounted:
+                self._claims.parts.ended(again(batch), batch, self._work.piece_samples)
             self._stepped = True
-            reply = self.ticks.claim() if self.dummy else self._push(steps=0, final=True)
-        self.ticks.over(reply)
+            reply = self._claims.claim() if self.dummy else self._push(steps=0, final=True)
+        self._claims.over(reply)
 
     def _until_passed(
         self, reply: Reply, index: int, optimizer: Optimizer, run: Callable[..., Any], *, steps: bool = True
     ) -> None:
-        """Trains fill-ins until the tick is over."""
+        """Trains top-up chunks until the global step is over."""
         while reply.kind is Say.GRANT:
-            with self._fill_in(reply) as batch:
-                closure = compat.run_again(self._trainer, batch, self.ticks.tick, optimizer)
+            with self._top_up(reply) as batch:
+                closure = compat.run_again(self._trainer, batch, self.at.global_step, optimizer)
                 if not steps:
                     closure()
-                    self._stepped = self.ticks.scale.unscale(self._worker.gradients())
+                    self._stepped = self._claims.scale.unscale(self._worker.gradients())
                 else:
                     self._run_step(index, optimizer, closure, run)
-                self.ticks.parts.ended(compat.outputs_of(closure), batch, self._work.piece_samples)
+                self._claims.parts.ended(compat.outputs_of(closure), batch, self._work.piece_samples)
                 if not self.dummy:
                     self._more_micro_batches(optimizer)
             if self.dummy:
                 self._drop_gradients()
-                reply = self.ticks.claim()
+                reply = self._claims.claim()
             else:
                 reply = self._push(steps=1 << index if steps else 0, final=True)
-        self.ticks.over(reply)
+        self._claims.over(reply)
 
     @contextmanager
-    def _fill_in(self, reply: Reply) -> Iterator[Any]:
+    def _top_up(self, reply: Reply) -> Iterator[Any]:
         """Another batch within the same step of Lightning's loop."""
         trainer = self._trainer
-        batch = compat.batch_to_device(trainer, self.ticks.open(reply, wait_s=self._work.wait_s, fill_in=True))
+        batch = compat.batch_to_device(trainer, self._claims.open(reply, wait_s=self._work.wait_s, top_up=True))
         with compat.as_batch(trainer, batch, self._work.piece_samples):
             for callback in compat.trainer_callbacks(trainer):
                 hook = getattr(callback, "on_extra_batch_start", None)
                 if callable(hook):
-                    hook(trainer, trainer.lightning_module, batch, self.ticks.tick)
-            before = self.ticks.others()
+                    hook(trainer, trainer.lightning_module, batch, self.at.global_step)
+            before = self._claims.session.others_now()
             yield batch
-            if self.ticks.others() != before:
+            if self._claims.session.others_now() != before:
                 raise RuntimeError(
-                    f"a parameter that no optimizer has was changed in a top-up chunk of batch {self.ticks.tick}, on"
-                    f" rank {trainer.global_rank}, once more than on others. {SEES_NOT_ALL}"
+                    f"a parameter that no optimizer has was changed in a top-up chunk of batch {self.at.global_step},"
+                    f" on rank {trainer.global_rank}, once more than on others. {SEES_NOT_ALL}"
                 )
 
     def _more_micro_batches(self, optimizer: Optimizer) -> None:
-        """Computes the rest of a grant in micro-batches, and returns early once it is asked to (SaPS)."""
-        work, ticks, worker = self._work, self.ticks, self._worker
+        """Computes the rest of an assignment in micro-batches, and returns early once it is asked to (SaPS)."""
+        work, claims, worker = self._work, self._claims, self._worker
         for piece in work.pieces[1:]:
             assert work.grant is not None
             if worker.wants_return(work.grant):
                 break
             done = work.weight
             work.piece = piece
-            batch = compat.batch_to_device(self._trainer, ticks.source.batch(piece, due=0))  # weighs it
+            batch = compat.batch_to_device(self._trainer, claims.source.batch(piece, due=0))  # weighs it
             before = worker.gradients()
             self._drop_gradients()
             with compat.as_batch(self._trainer, batch, work.piece_samples):
-                closure = compat.run_again(self._trainer, batch, ticks.tick, optimizer, zero=False)
+                closure = compat.run_again(self._trainer, batch, self.at.global_step, optimizer, zero=False)
                 closure()
-            ticks.parts.ended(compat.outputs_of(closure), batch, work.piece_samples)
-            self._stepped &= self.ticks.scale.unscale(worker.gradients())
-            work.weight, old_part, new_part = joint(done, work.weight, sums=self._sums)
-            combine_means_(worker.parameters, before, old_part, new_part)
+            claims.parts.ended(compat.outputs_of(closure), batch, work.piece_samples)
+            self._stepped &= claims.scale.unscale(worker.gradients())
+            if self._sums:
+                combine_means_(worker.parameters, before, 1.0, 1.0)
+            else:
+                new, work.weight = work.weight, done + work.weight
+                total = work.weight or math.inf
+                combine_means_(worker.parameters, before, done / total, new / total)
             work.computed += work.piece_samples
 
     # ---- pushing ----------------------------------------------------------------------------------------------
 
     def _push(self, *, steps: int, final: bool) -> Reply:
-        work, ticks, zeroes = self._work, self.ticks, self._zeroes
+        work, at, zeroes = self._work, self.at, self._zeroes
         assert work.grant is not None and work.started is not None
         if self._edits is not None:
             self._edits.forget()
@@ -317,8 +320,8 @@ class TickLoop:
         if not final and (self._most_steps is None or work.substep + 1 < self._most_steps):
             flags |= PushFlag.MORE
         if self._automatic:  # whatever the user's hooks did to zero them
-            zeroes = int(ticks.tick % self._trainer.accumulate_grad_batches == 0)
-        computed, started, end = [0.0, 0.0], work.started, ticks.device.stamp(timing=True)
+            zeroes = int(at.global_step % self._trainer.accumulate_grad_batches == 0)
+        computed, started, end = [0.0, 0.0], work.started, self._claims.device.stamp(timing=True)
 
         def compute_s() -> float:
             end.wait()  # for nothing, if something was pushed that had to be waited for
@@ -326,8 +329,8 @@ class TickLoop:
             return computed[0]
 
         reply = self._worker.push(
-            epoch=ticks.epoch,
-            tick=ticks.tick,
+            epoch=at.epoch,
+            tick=at.global_step,
             substep=work.substep,
             lease=work.grant.lease,
             samples=work.computed,
@@ -339,7 +342,7 @@ class TickLoop:
         )
         self._zeroes = 0
         if final:
-            ticks.parts.pushed(wasted=reply.wasted)
+            self._claims.parts.pushed(wasted=reply.wasted)
             self._most_steps = max(work.substep, self._most_steps or 0)
         work.substep += 1
         data = {
@@ -351,7 +354,7 @@ class TickLoop:
         }
         work.wait_s = 0.0
         if final:
-            ticks.note("step", data)
+            self._claims.note("step", data)
         return reply
 
     def _drop_gradients(self) -> None:
@@ -360,7 +363,7 @@ class TickLoop:
 
     @contextmanager
     def _frozen_schedulers(self) -> Iterator[None]:
-        """A user's ``scheduler.step()`` must count once per batch, however many fill-ins it had."""
+        """A user's ``scheduler.step()`` must count once per batch, however many top-up chunks it had."""
         with ExitStack() as frozen:
             for config in self._trainer.lr_scheduler_configs:
                 frozen.enter_context(patched(config.scheduler, "step", lambda *_, **__: None))
@@ -370,7 +373,7 @@ class TickLoop:
 
     def guard(self) -> AbstractContextManager[Any]:
         """Around a training step: its user clips what the server has; a dummy batch counts nothing in metrics."""
-        stack = self.ticks.parts.step()
+        stack = self._claims.parts.step()
         stack.enter_context(run_alone(_NO_MEETING))
         if not self._automatic:
             stack.enter_context(compat.collect_clipping(self._trainer, self._clip))

@@ -65,7 +65,7 @@ class SimulatedSpeeds:
         return starts[j] + (target - self._done[rank][j]) / speeds[j] - from_s
 
     def work_s(self, rank: int, step: int, now_s: float, samples: int) -> float:
-        """Returns the time of a chunk; see ``simulator.ChunkTime``."""
+        """Returns the time of a chunk; see `benchmarks.stale.simulator.ChunkTime`."""
         del step
         return self.seconds(rank, now_s, self.launch_work + self.sample_work * samples)
 
