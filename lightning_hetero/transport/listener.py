@@ -105,7 +105,7 @@ class ServerListener(Listener):
             memory.remove()
             memory.close()
             if "too long" in str(error):
-                raise ValueError(f"{memory.folder} is no path for a unix socket: name one with a shorter path") from error
+                raise ValueError(f"{memory.folder} is too long for a socket: name one of a shorter path") from error
             raise
         self._bell = os.pipe()
         for end in self._bell:
