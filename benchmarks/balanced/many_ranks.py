@@ -78,7 +78,6 @@ def _rows(step: int, shares: Sequence[int], slow: Sequence[float], noise: Sequen
                 free_cpu=nan,
                 free_mem=nan,
                 most_samples=nan,
-                checksum=nan,
             )
         )
         for n, k, e in zip(shares, slow, noise, strict=True)

@@ -276,5 +276,4 @@ def _row(rank: int, step: int, since: Sequence[tuple[tuple[int, ...], list[float
         free_cpu=free_cpu,
         free_mem=math.nan,
         most_samples=math.nan,
-        checksum=math.nan,
     )

@@ -106,7 +106,7 @@ class Simulation:
             layout=self.layout, area=self.area, optimizers=[optimizer], optimizer_parameters=[[0]],
             listener=self.listener,
             coordinator=Coordinator(policy, workers=range(case.ranks), ahead=case.ahead, liveness_s=LIVENESS_S),
-            divide_by=1.0, shards=1, compensation=policy.compensation,
+            divide_by=1.0, shards=1,
             # as `start_server` has it
             limits=Limits(
                 connect_s=start._AWAITED_S, silence_s=start._SILENT_SIGNS * LIVENESS_S, meeting_s=GROUP_TIMEOUT_S

@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from benchmarks.torchrun import as_rank
 from lightning_hetero import LoadBalancedStrategy, StragglerMonitor
-from lightning_hetero.demo.text import VOCABULARY, encode, topics_text
+from lightning_hetero.demo import VOCABULARY, encode, topics_text
 
 RANKS, BATCH, LONGEST = 2, 8, 1024
 FIXED_S, PER_TOKEN_S = 1e-3, {"padded": 2.5e-6, "packed": 8e-6}  # steps of some 12 ms

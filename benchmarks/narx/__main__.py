@@ -112,7 +112,6 @@ def _row(k: int, step: Step, samples: int, compute_s: float, shares: Sequence[in
         free_cpu=step.free_cpu,
         free_mem=step.free_mem,
         most_samples=math.nan,
-        checksum=math.nan,
     )
 
 

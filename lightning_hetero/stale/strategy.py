@@ -39,8 +39,7 @@ from lightning_hetero.stale.fit.refusals import (
 from lightning_hetero.stale.fit.run import StaleRun
 from lightning_hetero.stale.fit.settings import StaleSettings
 from lightning_hetero.stale.fit.tick_loop import TickLoop
-from lightning_hetero.stale.runtime.memory.codecs import Codec, CodecName
-from lightning_hetero.stale.runtime.memory.codecs import by_name as codec_by_name
+from lightning_hetero.stale.runtime.memory.layout import CompressionName, check_compression
 from lightning_hetero.stale.runtime.processes.start import ServerSettings
 
 if TYPE_CHECKING:
@@ -68,7 +67,7 @@ class BoundedStalenessStrategy(ElasticDDPStrategy[StaleRun]):
         overlap: let ranks work ahead on the next batch instead of holding them; costs staleness.
         predictor: models a rank's time: ``"kalman"``, ``"narx"`` (here of times alone), ``"ewma"``, ``"last"``,
             ``"curve"``, or a `Predictor`; ``None``: the coordinator's own.
-        compression: of the gradients pushed: ``None``, ``"bf16"``, ``"fp16"``, or a `Codec`, e.g. ``TopK(ratio=0.01)``.
+        compression: of the gradients pushed: ``None``, ``"bf16"`` or ``"fp16"``.
         nonfinite: what a NaN or infinite gradient does: ``"stop"`` the run with the rank's name, or ``"skip"`` it.
         liveness_s: a rank without a push for so long, and for ten times its predicted time, has its samples given to
             others. One without a sign of life for twelve times as long is left behind where the others meet.
@@ -98,7 +97,7 @@ class BoundedStalenessStrategy(ElasticDDPStrategy[StaleRun]):
         grace: float | None = None,
         overlap: bool | None = None,
         predictor: PredictorName | Predictor | None = None,
-        compression: CodecName | Codec | None = None,
+        compression: CompressionName | None = None,
         nonfinite: Literal["stop", "skip"] = "stop",
         liveness_s: float = 5.0,
         shards: int | None = None,
@@ -125,7 +124,8 @@ class BoundedStalenessStrategy(ElasticDDPStrategy[StaleRun]):
         self._predictor = predictor_by_name(predictor) if isinstance(predictor, str) else predictor
         if not (self._predictor is None or callable(getattr(self._predictor, "fresh", None))):
             raise TypeError(f"predictor={predictor!r} must be a name or a lightning_hetero.predictors.Predictor")
-        self._codec = None if compression is None else codec_by_name(compression)
+        check_compression(compression)
+        self._compression: CompressionName | None = compression
         self._nonfinite: Literal["stop", "skip"] = nonfinite
         self._liveness_s = liveness_s
         self._shards = shards
@@ -142,7 +142,7 @@ class BoundedStalenessStrategy(ElasticDDPStrategy[StaleRun]):
         agreed = {
             "policy": repr(self.policy.settings()),
             "global_batch_size": str(self.shared.global_batch_size),
-            "compression": repr(self._codec),
+            "compression": repr(self._compression),
             "loss_reduction": self.shared.loss_reduction,
             "transport": self.transport,
             "nonfinite": self._nonfinite,
@@ -158,7 +158,7 @@ class BoundedStalenessStrategy(ElasticDDPStrategy[StaleRun]):
         return StaleSettings(
             shared=self.shared,
             server=server,
-            codec=self._codec,
+            compression=self._compression,
             agreed=agreed,
             shares_memory=self.transport != "pairs",
             host=self.host_name(),

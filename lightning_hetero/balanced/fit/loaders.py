@@ -7,25 +7,22 @@ weight must be one. Ranks then train in equal parts, on stock DDP's batches with
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from lightning.fabric.utilities.rank_zero import rank_zero_info, rank_zero_warn
+from torch import nn
 from torch.utils.data import DataLoader
 
 from lightning_hetero import lightning_compat as compat
-from lightning_hetero.balanced.decide.controlled import ControlledPolicy
 from lightning_hetero.balanced.decide.controller import Controller, ExchangeClock
-from lightning_hetero.balanced.decide.pieces import piece_sizes
 from lightning_hetero.balanced.decide.quantum import ShapeNeeds, auto_quantum
-from lightning_hetero.balanced.decide.tuning import TuningPolicy
 from lightning_hetero.balanced.fit.shapes import shape_needs
 from lightning_hetero.balanced.runtime.batch_norm import least_samples
 from lightning_hetero.base.loaders import BoundLoader, PartBinder, SharedSettings
 from lightning_hetero.base.own_data import check_own_batches, indexed
-from lightning_hetero.base.run import planned_batches
 from lightning_hetero.data import IndivisibleError, LoaderSpec, Part
 from lightning_hetero.data.copies import users_own
 from lightning_hetero.data.costs import SampleCosts, costs_in
@@ -85,6 +82,7 @@ class BalancedBinder(PartBinder[_Balanced]):
     Attributes:
         controller: decides with the loaders in use; None before a pass over them has begun.
         equal: why the loaders in use are trained on in equal parts, as by stock DDP; None: they are divided by speed.
+        known_most: the most samples of this rank's part that an earlier run has found to fit; None: it has not.
     """
 
     def __init__(
@@ -106,6 +104,7 @@ class BalancedBinder(PartBinder[_Balanced]):
         self.policy = policy
         self.controller: Controller | None = None
         self.equal: str | None = None
+        self.known_most: int | None = None
         self._asked_batch = shared.global_batch_size
         self._layout: tuple[int, int, int, int] | None = None  # of the running controller: size, quantum, lag, least
         self._announced: Sequence[Any] = ()
@@ -155,11 +154,6 @@ class BalancedBinder(PartBinder[_Balanced]):
         low, up = self._resolve(pieces, full, quantum, least)
         if self.settings.bounds.lower is None:  # it is a guard against wrong speeds, which costs are not
             low = [least] * len(low)
-        if known is not None and isinstance(self.policy, TuningPolicy):
-            raise ValueError(
-                "sample_costs, or sample_cost(i) of the dataset, gives ranks other numbers of samples in every batch,"
-                " and policy='tuning' compares steps on the same numbers: drop it, or use policy='predictive'"
-            )
         costs = None if known is None else SampleCosts(known, lower=low, upper=up, quantum=quantum)
         bound = _Balanced(
             spec=spec,
@@ -197,8 +191,6 @@ class BalancedBinder(PartBinder[_Balanced]):
             bound = bounds.lower is not None or bounds.upper is not None or self.settings.quantum not in (1, "auto")
             without = " min_samples, max_samples and quantum have no effect." if bound else ""
             without += " sample_costs has no effect." if self.settings.sample_costs is not None else ""
-            if isinstance(self.policy, ControlledPolicy):
-                without += " No controller decides."
             rank_zero_warn(
                 f"{self._strategy_name} trains in equal parts, as stock DDP does, and cannot make up for slow ranks:"
                 f" {self.equal}.{without}"
@@ -275,6 +267,11 @@ class BalancedBinder(PartBinder[_Balanced]):
                 f"the global batch of {total} samples exceeds max_samples={upper!r} on {world} ranks ({room} together)"
                 " and manual optimization cannot accumulate it for you; lower the batch or accumulate in training_step"
             )
+        if any(isinstance(layer, nn.SyncBatchNorm) for layer in self._trainer.lightning_module.modules()):
+            raise ValueError(
+                f"the global batch of {total} samples exceeds max_samples={upper!r} on {world} ranks ({room} together)"
+                " and SyncBatchNorm needs each rank's part at once; lower the batch, or raise max_samples"
+            )
         rank_zero_info(
             f"global batch of {total} samples does not fit max_samples={upper!r} on {world} ranks at once: each rank"
             f" computes its part in up to {pieces} pieces, within one batch of the Trainer's"
@@ -313,7 +310,6 @@ class BalancedBinder(PartBinder[_Balanced]):
             )
         world = self._channel.world_size
         bounds = self._bounds_of(primary.pieces, primary.quantum, least)
-        self.policy.planned_batches = planned_batches(self._trainer)
         self.policy.cut_by_cost = self.cuts_by_cost
         self.policy.start(world_size=world, total=primary.full, bounds=bounds, quantum=quantum)
         self.controller = Controller(
@@ -335,20 +331,14 @@ class BalancedBinder(PartBinder[_Balanced]):
         """In which a rank computes its part of a full batch at most; 1: at once."""
         return self._bound[0].pieces if self._bound else 1
 
-    def piece_sizes(self, part: Part) -> list[int]:
-        """Returns the samples of the pieces in which this rank computes its part; one: at once."""
+    @property
+    def most_at_once(self) -> int | None:
+        """The most samples that this rank computes at once, by ``max_samples``; None: its whole part."""
         bound = self._bound[0]
         if bound.pieces == 1:
-            return [part.computed]
+            return None
         caps = replace(self._bounds, least=bound.least).caps(self._channel.world_size, bound.quantum)
-        return piece_sizes(
-            part.shares,
-            caps,
-            self._channel.rank,
-            computed=part.computed,
-            least=bound.least,
-            quantum=bound.quantum,
-        )
+        return max(1, caps[self._channel.rank])
 
     @property
     def cuts_by_cost(self) -> bool:
@@ -399,6 +389,14 @@ class BalancedBinder(PartBinder[_Balanced]):
                 " weighted by the largest loader's share; use drop_last=True to stay exact"
             )
         return replace(chosen, fetch_s=math.fsum(p.fetch_s for p in parts.values()))
+
+    def resume(self, state: Mapping[str, Any]) -> None:
+        super().resume(state)
+        if policy := state.get("policy"):
+            self.policy.load_state_dict(policy)
+            known = policy.get("most_samples", ())
+            if len(known) == self._channel.world_size:
+                self.known_most = known[self._channel.rank]
 
     def state_dict(self) -> dict[str, Any]:
         """Returns what a resumed run needs, as plain types; nothing of equal parts, for which stock DDP keeps all."""

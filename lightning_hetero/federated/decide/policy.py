@@ -178,7 +178,7 @@ class _BySpeed(RoundPolicy):
             return None
         before = self.divided
         records = [self._record(rank, one) for rank, one in enumerate(self._known)]
-        decision = self.balance.take(records, generation=0, batches=1)
+        decision = self.balance.take(records, batches=1)
         self._resumed = None
         if decision.changed or decision.shares == before:
             return decision

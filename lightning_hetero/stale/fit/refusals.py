@@ -28,7 +28,7 @@ __all__ = [
 REFUSALS = Refusals(
     no_wrapper="there is no DistributedDataParallel: gradients go to a parameter server",
     comm_hooks="communication hooks change DDP's all-reduce, and there is none here: gradients go to a parameter"
-    " server. For smaller messages pass compression='bf16', 'fp16' or TopK(ratio=...)",
+    " server. For smaller messages pass compression='bf16' or 'fp16'",
     lbfgs="LBFGS evaluates the loss several times per step, and here the step is made in the parameter server;"
     " use another optimizer, or one device",
     sync_batch_norm="SyncBatchNorm makes every rank wait for all others in every batch, which is what this strategy"
@@ -49,7 +49,7 @@ def refuse_controller(given: object | None) -> None:
         raise TypeError(
             f"BoundedStalenessStrategy takes no controller (got {given!r}): ranks ask for samples when they are ready,"
             " so there are no shares to decide, nor a time of a batch that all end together. To rest a device that"
-            " costs more than it brings, use LoadBalancedStrategy(controller=...) or"
+            " costs more than it brings, use"
             " HeteroPipelineStrategy(controller=...), or do not start its rank"
         )
 

@@ -119,7 +119,7 @@ class Session:
             [(place.name, place.tensor) for place in trained],
             [(place.name, place.tensor) for place in buffers],
             optimizers=optimizers,
-            codec=self._settings.codec,
+            compression=self._settings.compression,
         )
         others = [place for i, place in named.items() if i not in owned]
         self._shared = _Shared(layout, trained, buffers, others, _numbers_of(others), self._groups_now())

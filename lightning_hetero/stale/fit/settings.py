@@ -9,7 +9,7 @@ from datetime import timedelta
 from lightning.fabric.plugins import ClusterEnvironment
 
 from lightning_hetero.base.loaders import SharedSettings
-from lightning_hetero.stale.runtime.memory.codecs import Codec
+from lightning_hetero.stale.runtime.memory.layout import CompressionName
 from lightning_hetero.stale.runtime.processes.start import ServerSettings
 
 __all__ = ["StaleSettings"]
@@ -22,7 +22,7 @@ class StaleSettings:
     Attributes:
         shared: arguments on batches.
         server: what the server's process is started with.
-        codec: how gradients are written; None: as they are.
+        compression: how gradients are sent; None: as they are.
         agreed: what must be the same on all ranks, as words.
         shares_memory: whether ranks on the server's node reach it through shared memory; else all use pairs.
         host: name under which other nodes reach this one.
@@ -32,7 +32,7 @@ class StaleSettings:
 
     shared: SharedSettings
     server: ServerSettings
-    codec: Codec | None
+    compression: CompressionName | None
     agreed: Mapping[str, str]
     shares_memory: bool
     host: str

@@ -10,8 +10,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_hetero import LyapunovController
-from lightning_hetero.balanced.decide.controlled import ControlledPolicy
 from lightning_hetero.balanced.decide.controller import Controller, ExchangeClock
 from lightning_hetero.balanced.decide.rows import RankState, Row
 from lightning_hetero.shares.bounds import ShareBounds
@@ -263,41 +261,3 @@ def test_all_ranks_obey_in_the_same_batch_whatever_their_read_ahead(lag: int) ->
             rank.controller.sent(0, step, lambda tag=tag: mail.read(tag))
     assert ranks[0].shares == ranks[1].shares
     assert [shares[1] > 20 for _, shares in sorted(ranks[0].shares.items())] == [s <= 4 + lag for s in range(steps)]
-
-
-# ---- with a controller ----------------------------------------------------------------------------------------
-
-
-def trained(policy: ControlledPolicy, batches: int, slow: Sequence[float], most: Sequence[int | None]) -> None:
-    for _ in range(batches):
-        shares, generation = policy.shares, policy.generation
-        told(policy, *most)
-        policy.take(records_of([n or 1 for n in shares], slow), generation=generation, batches=1)
-
-
-def test_a_controller_goes_on_within_what_ranks_hold() -> None:
-    policy = ControlledPolicy(LyapunovController())
-    policy.start(world_size=3, total=48, bounds=ShareBounds())
-    trained(policy, 60, (1.0, 1.0, 2.0), (None,) * 3)
-    assert policy.shares[0] > 16 and policy.generation >= 0
-    before = policy.generation
-    assert told(policy, None, 10, None) is not None
-    assert policy.shares[1] <= 10 and sum(policy.shares) == 48
-    assert policy.generation > before  # records of batches drawn before are told apart
-    trained(policy, 60, (1.0, 1.0, 2.0), (None, 10, None))
-    assert policy.shares[1] == 10
-    state = json.loads(json.dumps(policy.state_dict()))
-    resumed = ControlledPolicy(LyapunovController())
-    resumed.load_state_dict(state)
-    resumed.start(world_size=3, total=48, bounds=ShareBounds())
-    assert resumed.shares == policy.shares
-
-
-def test_a_rank_at_rest_stays_at_rest_when_another_runs_out_of_memory() -> None:
-    price = LyapunovController(budget={"money_per_sample": 4e-6}, prices=(1.0, 1.0, 50.0))
-    policy = ControlledPolicy(price)
-    policy.start(world_size=3, total=48, bounds=ShareBounds())
-    trained(policy, 200, (1.0, 1.0, 1.0), (None,) * 3)
-    assert policy.shares[2] == 0
-    told(policy, None, 10, None)
-    assert policy.shares == (38, 10, 0) and list(policy.at_rest) == [2]

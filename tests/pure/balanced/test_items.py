@@ -11,7 +11,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_hetero.balanced.decide.tuning import TuningPolicy
 from lightning_hetero.cluster.stragglers import StragglerTest
 from lightning_hetero.shares.bounds import ShareBounds
 from lightning_hetero.shares.items import WorkPerSample
@@ -158,12 +157,6 @@ def test_on_equal_devices_texts_of_all_lengths_move_no_shares_and_make_no_stragg
         assert course.stragglers == []
         assert course.ratio < 1.005
         assert len(set(course.shares)) == 1
-
-
-@pytest.mark.parametrize("make", [TuningPolicy, lambda: BalancePolicy(predictor="curve")], ids=["tuning", "curve"])
-def test_other_ways_to_decide_are_told_the_work_too(make: Callable[[], BalancePolicy]) -> None:
-    assert len(set(train((1.0,) * 4, steps=250, seed=0, make=make).shares)) == 1
-    assert train((1.0, 1.0, 2.0, 4.0), steps=250, seed=0, make=make).ratio < 0.58
 
 
 def test_counted_in_samples_the_same_texts_do_harm() -> None:

@@ -46,9 +46,9 @@ class Noting(Scripted):
         self._note(records)
         return super().observe(records)
 
-    def take_incomplete(self, records: Sequence[SpeedSample], *, generation: int) -> None:
+    def take_incomplete(self, records: Sequence[SpeedSample]) -> None:
         self._note(records)
-        super().take_incomplete(records, generation=generation)
+        super().take_incomplete(records)
 
 
 class Steps(Callback):

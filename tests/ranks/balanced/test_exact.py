@@ -24,7 +24,6 @@ from tests.ranks.exact_models import (
     OwnSampler,
     PoisonedDummy,
     SumLoss,
-    SyncNorm,
     Tokens,
     TokensByMethod,
     TwoHeads,
@@ -113,7 +112,7 @@ CASES: dict[str, tuple[int, Any, dict[str, Any], dict[str, Any]]] = {
     "gradients as views of buckets": (2, Toy, {"gradient_as_bucket_view": True}, {}),
     "groups and scheduler": (2, Groups, {}, {}),
     "communication hook": (2, Toy, {"ddp_comm_hook": allreduce_hook}, {}),
-    "batch norm over ranks": (2, Normed, {"waiting_modules": (SyncNorm,)}, {}),
+    "batch norm over ranks": (2, Normed, {}, {}),
     "no samples, NaN": (4, PoisonedDummy, {"min_samples": 0}, {}),
 }
 

@@ -180,15 +180,6 @@ def test_validation_counts_samples(seen: list[Seen]) -> None:
         assert all(epoch["val_epoch"] == near(float(padded.mean())) for epoch in one["epochs"])
 
 
-def test_plain_means_on_request() -> None:
-    """``sample_weighted_metrics=False``: per step Lightning's mean over ranks; per epoch samples count all the same."""
-    seen = run_ranks(2, logged, {"sample_weighted_metrics": False})
-    for t, step in enumerate(batches(seen)):
-        of_ranks = [math.fsum(part) / len(part) for part in step]
-        assert all(one["steps"][t]["mean_step"] == near(math.fsum(of_ranks) / 2) for one in seen)
-    assert all(epoch["mean_epoch"] == near(float(values().mean())) for one in seen for epoch in one["epochs"])
-
-
 def squared(batch: Any) -> float:
     return float(len(batch[0]) ** 2)
 

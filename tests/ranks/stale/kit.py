@@ -188,18 +188,18 @@ class Setting:
         model: initial values; copied.
         make: the optimizers of a copy.
         policy, workers: who decides, how many.
-        codec, options: of the layout; of the server.
+        compression, options: of the layout; of the server.
     """
 
     def __init__(
-        self, model: nn.Module, make: MakeOptimizers, policy: Policy, workers: int = 1, *, codec: Any = None,
+        self, model: nn.Module, make: MakeOptimizers, policy: Policy, workers: int = 1, *, compression: Any = None,
         ahead: int = 0, liveness_s: float = 5.0, **options: Any,
     ) -> None:  # fmt: skip
         self.make, self.initial = make, model
         self.model = copy.deepcopy(model)
         self.optimizers = list(make(self.model))
         named, buffers = list(self.model.named_parameters()), list(self.model.named_buffers())
-        self.layout = FlatLayout.of(named, buffers, optimizers=self.optimizers, codec=codec)
+        self.layout = FlatLayout.of(named, buffers, optimizers=self.optimizers, compression=compression)
         self.area = torch.zeros(self.layout.bytes, dtype=torch.uint8)
         self.layout.adopt(self.area, [t for _, t in named] + [t for _, t in buffers])
         index = {id(p): i for i, (_, p) in enumerate(named)}

@@ -13,7 +13,7 @@ from lightning.pytorch.callbacks import Callback
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from lightning_hetero.stale.decide.policy import Asp, Buffered, Drop, Flexible, Quorum, Saps
+from lightning_hetero.stale.decide.policy import Flexible, Saps
 from tests.ranks.data.indexed import indexed
 from tests.ranks.harness import run_ranks
 from tests.ranks.kit import Toy, Weights, rank_trainer, single, stale, weights
@@ -166,18 +166,10 @@ def trained_alone(make: Callable[[], Any], epochs: int, **trainer: Any) -> Weigh
 
 POLICIES: dict[str, tuple[Any, bool, int | None]] = {
     "saps": (Saps(threshold=3, bound=6), True, 6),
-    "asp": (Asp(damping="dynsgd_per_worker"), True, None),
+    "asp": ("asp", True, None),
     "ssp": ("ssp", True, None),
-    "drop": (Drop(bound=2), True, 2),
-    "buffered": (Buffered(k=2), True, 2),
-    "backup": ("backup", False, 0),
     "bsp": ("bsp", True, 0),
     "overlap": (Flexible(overlap=True), True, 2),
-    "delay compensation": (Asp(compensation=0.1), True, None),
-    "dynsgd": ("dynsgd", True, None),
-    "dc_asgd": ("dc_asgd", True, None),
-    "quorum": ("quorum", True, 2),
-    "quorum, others wasted": (Quorum(bound=0), False, 0),
 }
 
 

@@ -159,7 +159,6 @@ def start_server(
             divide_by=settings.divide_by,
             nonfinite=settings.nonfinite,
             shards=settings.shards,
-            compensation=settings.policy.compensation,
             limits=Limits(
                 connect_s=_AWAITED_S,
                 silence_s=_SILENT_SIGNS * settings.liveness_s,

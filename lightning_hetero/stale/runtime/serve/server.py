@@ -68,7 +68,6 @@ class ParameterServer:
         divide_by: the pool's sum is divided by this instead of by its weight; for losses that are sums.
         nonfinite: a NaN or Inf gradient ends the run (``"stop"``), or its samples are left out (``"skip"``).
         shards: threads for pools and optimizers; None: by size.
-        compensation: lambda of DC-ASGD; above 0 a copy of the parameters is kept per version still computed on.
         limits: how long workers wait for one that does not come; None: without limit.
 
     Attributes:
@@ -91,15 +90,10 @@ class ParameterServer:
         divide_by: float | None = None,
         nonfinite: Literal["stop", "skip"] = "stop",
         shards: int | None = None,
-        compensation: float = 0.0,
         limits: Limits | None = None,
     ) -> None:
         if nonfinite not in ("stop", "skip"):
             raise ValueError(f"nonfinite={nonfinite!r} must be 'stop' or 'skip'")
-        if not (math.isfinite(compensation) and compensation >= 0.0):
-            raise ValueError(
-                f"compensation={compensation!r} must be a finite number >= 0; 0.04 to 2 is usual"
-            )
         self.layout, self.area = layout, area
         self.listener, self.coordinator = listener, coordinator
         self.counts = Counts()
@@ -108,7 +102,7 @@ class ParameterServer:
             layout=layout, area=area, optimizers=optimizers, owned=optimizer_parameters, shards=self._shards,
             divide_by=divide_by,
         )  # fmt: skip
-        self._batch = OpenBatch(self._updater, coordinator, self.counts, compensation=compensation)
+        self._batch = OpenBatch(self._updater, coordinator, self.counts)
         self._live_workers = LiveWorkers(coordinator.live, limits)
         self._meeting = Meeting()
         self._meeting_due_s = math.inf  # when to see whether all have come [s]

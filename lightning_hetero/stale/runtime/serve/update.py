@@ -11,20 +11,18 @@ no case of their own. An update worth less than a batch (asynchronous policies) 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim import LBFGS, SGD, Optimizer, SparseAdam
+from torch.optim import LBFGS, Optimizer, SparseAdam
 
 from lightning_hetero.stale.runtime.memory.entry import NONFINITE
 from lightning_hetero.stale.runtime.memory.hyper_parameters import CLIP_NORM, CLIP_VALUE, HyperParameters
 from lightning_hetero.stale.runtime.memory.layout import FlatLayout
 from lightning_hetero.stale.runtime.serve.accumulator import GradientSum, Spares, runs
-from lightning_hetero.stale.runtime.serve.kept_mean import KeptMean
 from lightning_hetero.stale.runtime.serve.thread_shards import ThreadShards, step
 
 __all__ = ["Updater", "bits"]
@@ -119,19 +117,6 @@ class Updater:
         rest = iter(own)
         self._shard_of.append([[self.shards.of(next(rest)) for _ in group] for group in groups])
 
-    @property
-    def divides_by_weight(self) -> bool:
-        """Whether an update is a mean of contributions, and not a sum of losses that are sums."""
-        return self._divide_by is None
-
-    @property
-    def linear(self) -> bool:
-        """Whether an update is linear in its gradients, but for clipping: two of them come to what their sum would.
-
-        What a subclass of `torch.optim.SGD` does is not known.
-        """
-        return all(type(optimizer) is SGD for optimizer in self.optimizers)
-
     # ---- contributions ----------------------------------------------------------------------------------------
 
     def nonfinite(self, slot: Tensor) -> str | None:
@@ -141,46 +126,10 @@ class Updater:
                 return self.layout.parameters[i].name
         return None
 
-    def add(
-        self, pool: GradientSum, slot: Tensor, *, weight: float, samples: int, scale: float = 1.0,
-        then: Tensor | None = None, strength: float = 0.0, limit: float = math.inf,
-    ) -> None:  # fmt: skip
-        """Adds a slot's gradients to a pool, or has them wait for `settle` or `apply`: till then they must stay.
-
-        Args:
-            then: uint8, the area's parameters as they were when the gradient was computed, for delay compensation.
-            strength: its lambda.
-            limit: most that it may change an entry by, in multiples of that entry.
-        """
-        layout, factor = self.layout, pool.count(weight, samples, scale)
-        flags, values = layout.flags_of(slot)[0].tolist(), self._values_of(slot)
-
-        if then is None and layout.codec.keeps_every_entry:
-            pool.wait(flags, values, factor)
-            return
-        self.settle(pool)
-
-        def work(shard: int) -> None:
-            for i in self._own[shard]:
-                if flags[i] and then is not None:
-                    start, stop = layout.ranges[i]
-                    shift = self.values[i] - layout.parameters[i].view(then[start:stop])
-                    pool.add_compensated(i, slot, factor, shift, strength, limit)
-                elif flags[i]:
-                    pool.add(i, slot, factor)
-
-        self.shards.run(work)
-
-    def complete(self, pool: GradientSum, mean: KeptMean, slot: Tensor, *, weight: float, samples: int) -> None:
-        """Completes the mean of an earlier update by a slot, which is free again then; a pool gets the change."""
-        flags, part = self.layout.flags_of(slot)[0].tolist(), mean.count(weight)
-        pool.samples += samples
-
-        def work(shard: int) -> None:
-            for i in self._own[shard]:
-                mean.complete(i, slot if flags[i] else None, part, pool.changes)
-
-        self.shards.run(work)
+    def add(self, pool: GradientSum, slot: Tensor, *, weight: float, samples: int, scale: float = 1.0) -> None:
+        """Has a slot's gradients wait for `settle` or `apply`, which add them to a pool: till then they must stay."""
+        flags = self.layout.flags_of(slot)[0].tolist()
+        pool.wait(flags, self._values_of(slot), pool.count(weight, samples, scale))
 
     def settle(self, pool: GradientSum) -> None:
         """Adds the slots that wait; afterwards they may be written again."""
@@ -238,7 +187,6 @@ class Updater:
                 for part, factor in zip(parts, (whole, whole * worth), strict=True):
                     pool.sum_up(part, factor)
                     for i in part:
-                        pool.change(i)
                         pool.give_to(i, self.parameters[i])
 
         self.shards.run(work)

@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING
 
 from lightning.pytorch.callbacks import Callback
 
-from lightning_hetero.base.strategy import HeteroStrategy
 from lightning_hetero.shares.policy import BalancePolicy
 
 if TYPE_CHECKING:
@@ -32,7 +31,7 @@ class BatchRebalancer(Callback):
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         strategy = trainer.strategy
-        if stage == "fit" and not (isinstance(strategy, HeteroStrategy) and strategy.engine == "balanced"):
+        if stage == "fit" and getattr(strategy, "engine", None) != "balanced":
             raise TypeError(
                 f"BatchRebalancer needs strategy='hetero_balanced', but the Trainer has"
                 f" {type(strategy).__name__}; change the strategy or remove the callback"
