@@ -1,6 +1,6 @@
 """Pipelines: the schedule, its bubbles, and stages beside what was planned for them (layer P).
 
-All of it is the pipeline engine's own model: its plan's times and its generator of schedules.
+All of it is the pipeline engine's own model: its plan's times, its generator of schedules.
 """
 
 from __future__ import annotations
