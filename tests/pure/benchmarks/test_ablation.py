@@ -49,7 +49,7 @@ def test_what_a_version_lacks_is_told_by_name() -> None:
     found, missing = available()
     names = [candidate.name for candidate in found]
     assert len(set(names)) == len(names)
-    for name in (*PREDICTORS, "tuning"):
+    for name in PREDICTORS:
         assert (name in names) != (name in missing)
     for candidate in found:
         assert isinstance(candidate.make(), BalancePolicy)
