@@ -27,7 +27,6 @@ __all__ = ["split"]
 _MOST_PLACES = 200
 _STEPS = np.array([1.0, 1.005, 1.01, 1.02, 1.04, 1.08, 1.15, 1.3, 1.6, 2.0, 4.0])  # periods over the least bottleneck
 _BETWEEN = 8  # periods of the second round
-_AGAIN = 2  # rounds at single layers
 _FEW_STAGES = 16  # of more, fewer periods are tried
 _POLISHED = 10  # moves of a border
 _WIDEST = 4.0  # times the places that its speed is worth: no stage is longer, where there are many
@@ -67,9 +66,9 @@ def _at_some_places(chain: Chain) -> tuple[int, ...] | None:
         return _best_at(chain, np.arange(n + 1))
     work = chain.layers.work_to
     even = np.interp(np.linspace(0.0, work[n], most), work, np.arange(n + 1.0))
-    cuts = _best_at(chain, _places(even.round().astype(np.int64), n))
+    cuts = _best_at(chain, _places(even.round().astype(np.int64), n), rounds=1)
     reach = max(2, most // (2 * len(chain)))
-    for _ in range((_AGAIN if len(chain) <= _FEW_STAGES else 1) if cuts else 0):
+    if cuts is not None:
         near = (np.array(cuts)[:, None] + np.arange(-reach, reach + 1)).ravel()
         cuts = _best_at(chain, _places(near, n), near=cuts) or cuts
     return cuts
@@ -100,13 +99,16 @@ def _places(some: Ints, n: int) -> Ints:
     return np.unique(np.concatenate([[0, n], some[(some > 0) & (some < n)]]))
 
 
-def _best_at(chain: Chain, places: Ints, near: tuple[int, ...] | None = None) -> tuple[int, ...] | None:
+def _best_at(
+    chain: Chain, places: Ints, *, near: tuple[int, ...] | None = None, rounds: int = 2
+) -> tuple[int, ...] | None:
     """Returns the best cuts at these places between layers; None if no split fits.
 
     Args:
         chain: to be split.
         places: where it may be cut.
         near: cuts that are good already: only periods up to theirs are tried.
+        rounds: of periods.
     """
     table = _Table(chain, places)
     least_s = table.least_bottleneck()
@@ -118,6 +120,8 @@ def _best_at(chain: Chain, places: Ints, near: tuple[int, ...] | None = None) ->
     cuts, totals, which = table.best(asked)
     if not cuts:
         return None
+    if rounds == 1:
+        return min(zip(totals, cuts, strict=True))[1]
     i = which[int(np.argmin(totals))]
     between = np.linspace(asked[max(i - 1, 0)], asked[min(i + 1, len(steps) - 1)], _BETWEEN + 2)[1:-1]
     more, more_totals, _ = table.best(between)
