@@ -292,8 +292,6 @@ class HeteroPipelineStrategy(WholeCheckpointsDDP):
         if self._run is not None:
             self._run.finish()
 
-    # ---- one step ---------------------------------------------------------------------------------------------
-
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
         run = self._run
         if run is not None and run.trainer.training:
@@ -383,8 +381,6 @@ class HeteroPipelineStrategy(WholeCheckpointsDDP):
             assert world is not None
             return integer_mean_(tensor, world)
         return super().reduce(tensor, group, reduce_op)
-
-    # ---- what others may ask ----------------------------------------------------------------------------------
 
     @property
     def plan(self) -> PipelinePlan | None:

@@ -1,6 +1,6 @@
 """Pipelines: the schedule, its bubbles, and stages beside what was planned for them (layer P).
 
-All of it is the pipeline engine's own model: its plan's times, its generator of schedules, the replay of those.
+All of it is the pipeline engine's own model: its plan's times, its generator of schedules.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from lightning_hetero.cluster.spec import cluster_from_plain
 from lightning_hetero.pipeline.decide.costs import model_from_plain, times_of, work_s
-from lightning_hetero.pipeline.decide.schedule import SchedulePolicy, Timeline, generate, replay
+from lightning_hetero.pipeline.decide.generate import SchedulePolicy, Timeline, modelled
 from lightning_hetero.report.run import RecordedRun
 from lightning_hetero.solvers.plans import plan_from_plain
 from lightning_hetero.types import Cluster, GroupPlan, ModelCost, PipelinePlan
@@ -71,12 +71,12 @@ class PipelineFacts:
             return None
         planned = self.plan.groups[group]
         times = times_of(self.model, self.cluster, planned)
-        return replay(generate(times, SchedulePolicy(depths=planned.depths)), times)
+        return modelled(times, SchedulePolicy(depths=planned.depths))
 
 
 def bubble(schedule: Timeline) -> float:
     """Returns the part of the devices' time in which the schedule has nothing for them."""
-    return 1.0 - math.fsum(schedule.busy_s()) / (len(schedule.spans) * schedule.makespan_s)
+    return 1.0 - math.fsum(schedule.busy_s()) / (len(schedule.devices) * schedule.makespan_s)
 
 
 def pipeline_of(run: RecordedRun) -> PipelineFacts | None:

@@ -21,6 +21,7 @@ from torch import nn
 
 from lightning_hetero import lightning_compat as compat
 from lightning_hetero.controller.messages import LinkTime
+from lightning_hetero.emulate.links import parcels_s, sums_s
 from lightning_hetero.measure.device import device_of
 from lightning_hetero.measure.rest_probe import RestProbe
 from lightning_hetero.pipeline.decide.costs import called, times_of, work_s
@@ -183,6 +184,15 @@ class Place:
     def stage(self, migration: Migration, ticket: object) -> None:
         """Brings here what this rank is going to hold; the old owners hold it still."""
         migration.stage(ticket)
+        self._sent_bytes = migration.sent_bytes
+
+    def moves_s(self) -> float:
+        """Returns how long the layers that move last are on the links of the described cluster [s]."""
+        return parcels_s(self.planned.cluster, self._sent_bytes)
+
+    def sums_s(self) -> float:
+        """Returns how long this rank's gradients are on the links of the described cluster [s]."""
+        return sums_s(self.planned.cluster, self.held.sync.sizes_bytes(), self.fixed.channel.rank)
 
     def follow(self, planned: PlanResult) -> None:
         """What follows from a plan besides; by itself for one of the same structure, between two batches."""
@@ -251,7 +261,6 @@ class Place:
             timeout_s=settings.timeout_s,
             device=settings.device,
             ways=self._wires.direct.by_peer,
-            node=self._wires.node,
             time_layers=self.fixed.watched and self.fixed.scenario is None,
         )
 

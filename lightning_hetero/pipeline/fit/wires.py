@@ -11,14 +11,13 @@ import torch.distributed as dist
 
 from lightning_hetero.base.run import gloo_group
 from lightning_hetero.emulate.scenario import Scenario
-from lightning_hetero.pipeline.decide.direct_links import direct_pairs
+from lightning_hetero.pipeline.decide.links import direct_pairs
 from lightning_hetero.pipeline.fit.plan.planning import PipelineSettings
+from lightning_hetero.pipeline.runtime.execute.direct_ways import DirectWays, rank_device
 from lightning_hetero.pipeline.runtime.execute.failures import FailureBoard
-from lightning_hetero.pipeline.runtime.execute.links.direct_ways import DirectWays, rank_device
 from lightning_hetero.pipeline.runtime.ownership.owner_groups import OwnerGroups
 from lightning_hetero.pipeline.runtime.ownership.ownership import Ownership
 from lightning_hetero.pipeline.runtime.step.backbone import Backbone
-from lightning_hetero.transport.one_node.neighbours import Neighbours
 from lightning_hetero.transport.side_channel import SideChannel
 from lightning_hetero.types import PipelinePlan
 
@@ -70,19 +69,15 @@ class Wires:
         plan: that the run begins with.
 
     Attributes:
-        node: ways between ranks of one node.
-        gloo: process group for all other messages; None: there are none.
+        gloo: process group for messages between hosts' memories; None: there is one rank.
         direct: to neighbours, from device to device.
         owners: the process groups of those that hold the same.
     """
 
     def __init__(self, fixed: Fixed, plan: PipelinePlan) -> None:
         settings, channel = fixed.settings, fixed.channel
-        self.node, others = Neighbours(channel, settings.device), range(1, channel.world_size)
         self._devices = channel.all_gather_object(rank_device(settings.device, settings.process_group_backend))
-        near = all(self.node.are_near(0, rank) for rank in others) and not any(d.backend for d in self._devices)
-        # Each of gloo's groups has a thread that looks around 100 times a second: none is made that is not needed.
-        self.gloo = None if near else gloo_group(settings.timeout)
+        self.gloo = gloo_group(settings.timeout) if channel.world_size > 1 else None
         self.direct = DirectWays(
             self._pairs(plan),
             rank=channel.rank,
@@ -101,7 +96,6 @@ class Wires:
         return direct_pairs(self._devices, [group.ranks for group in plan.groups])
 
     def close(self, *, failed: bool) -> None:
-        self.node.close()
         self.owners.close(failed=failed)
         if not failed:
             self.direct.close()

@@ -89,7 +89,7 @@ def _schedule(found: PipelineFacts, number: int) -> str:
                 tip=f"micro-batch {op.micro_batch} on rank {stage.rank}: {milliseconds(end_s - start_s)}",
                 label=str(op.micro_batch),
             )
-            for op, start_s, end_s in schedule.computations(device)
+            for op, start_s, end_s in schedule.devices[device]
         ]
         rows.append((f"rank {stage.rank}", spans))
     told = f"{percent(bubble(schedule))} of its devices' time is bubble, as planned"

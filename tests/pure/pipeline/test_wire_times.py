@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from lightning_hetero.controller.migration import MigrationModel
+from lightning_hetero.emulate.links import parcels_s, sums_s
 from lightning_hetero.pipeline.decide.plans import unit_costs
-from lightning_hetero.pipeline.decide.wire_times import parcels_s, sums_s
 from lightning_hetero.solvers.placement.pipes import Pipe, Problem
 from lightning_hetero.solvers.placement.sync import sync_loads_s
 from lightning_hetero.types import Cluster, Device, Link

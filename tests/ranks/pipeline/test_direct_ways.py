@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_hetero.pipeline.decide.direct_links import RankDevice
+from lightning_hetero.pipeline.decide.links import RankDevice
 from lightning_hetero.pipeline.decide.schedule import What
 from lightning_hetero.pipeline.fit import wires
 from lightning_hetero.pipeline.runtime.execute.failures import FailureBoard

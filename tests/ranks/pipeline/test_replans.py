@@ -20,9 +20,9 @@ from torch.utils.data import DataLoader, DistributedSampler
 
 from lightning_hetero import Scenario, ThrottleCallback
 from lightning_hetero import lightning_compat as compat
+from lightning_hetero.emulate import links
 from lightning_hetero.emulate.throttle import scenario_steps
 from lightning_hetero.pipeline import strategy as engine
-from lightning_hetero.pipeline.fit import emulated_links
 from lightning_hetero.pipeline.runtime.execute.emulated_pace import ScenarioPace
 from lightning_hetero.pipeline.runtime.ownership import migration as migrating
 from lightning_hetero.solvers.plans import plan_from_plain, plan_to_plain
@@ -389,7 +389,7 @@ def emulating(rank: int, world: int) -> dict[str, Any]:
     by_ticks = partial(scenario_steps, clock=lambda: 10.0 * next(ticks))
     module, at_once = Deep(), SimpleNamespace(sleep=slept.append, monotonic=lambda: 0.0)
     timed = patch.object(engine, "scenario_steps", by_ticks)
-    with timed, patch.object(ScenarioPace, "begin", noted), patch.object(emulated_links, "time", at_once):
+    with timed, patch.object(ScenarioPace, "begin", noted), patch.object(links, "time", at_once):
         trained, _ = fit(rank, world, module, strategy, data=DATA, max_steps=6, callbacks=[throttle])
     (replan,) = strategy.replans
     gradients = sum(p.nbytes for p in module.parameters())

@@ -13,7 +13,7 @@ from typing import Any
 
 from lightning_hetero.pipeline.decide.schedule import Kind, What
 from lightning_hetero.pipeline.runtime.execute.execution import LocalStage, pass_of
-from lightning_hetero.pipeline.runtime.execute.links.messages import Message
+from lightning_hetero.pipeline.runtime.execute.messages import Message
 from lightning_hetero.pipeline.runtime.execute.stages import Pass
 from lightning_hetero.pipeline.runtime.execute.work import began, paced
 from lightning_hetero.pipeline.runtime.step.cut import BackboneCall

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from lightning_hetero.pipeline.decide.schedule import Kind, Operation, Schedule, What
-from lightning_hetero.pipeline.runtime.execute.links.links import Links
-from lightning_hetero.pipeline.runtime.execute.links.messages import Message
+from lightning_hetero.pipeline.runtime.execute.messages import Message
+from lightning_hetero.pipeline.runtime.execute.stage_links import StageLinks
 from lightning_hetero.pipeline.runtime.execute.stages import Flight, Pass, Stage
 from lightning_hetero.pipeline.runtime.execute.work import LeaderWork, Pace, began, paced, wrong_count
 from lightning_hetero.pipeline.runtime.step.cut import BackboneCall, graphs_to_retain
@@ -42,7 +42,7 @@ class LocalStage:
     ranks: tuple[int, ...]
     position: int
     stage: Stage
-    links: Links | None
+    links: StageLinks | None
     pace: Pace | None
 
     def send(self, position: int, message: Message) -> None:
@@ -54,7 +54,7 @@ class LocalStage:
         """Waits for a message with the place of ``due``.
 
         Raises:
-            RuntimeError: another one came; or as `Links.receive`.
+            RuntimeError: another one came; or as `StageLinks.receive`.
         """
         assert self.links is not None
         message = self.links.receive(self.ranks[position])

@@ -20,20 +20,21 @@ from torch import distributed as dist
 from torch import nn
 
 from lightning_hetero.controller.messages import LinkTime
+from lightning_hetero.emulate.links import SlowClock
 from lightning_hetero.pipeline.decide.generate import SchedulePolicy, generate
+from lightning_hetero.pipeline.decide.links import LinkClock
 from lightning_hetero.pipeline.decide.schedule import PipelineTimes, Schedule
+from lightning_hetero.pipeline.runtime.execute.direct_ways import DirectWay
 from lightning_hetero.pipeline.runtime.execute.evaluation import Evaluation
 from lightning_hetero.pipeline.runtime.execute.execution import Execution, LeaderExecution, LocalStage
 from lightning_hetero.pipeline.runtime.execute.failures import FailureBoard
-from lightning_hetero.pipeline.runtime.execute.links.direct_ways import DirectWay
-from lightning_hetero.pipeline.runtime.execute.links.links import Links
+from lightning_hetero.pipeline.runtime.execute.stage_links import StageLinks
 from lightning_hetero.pipeline.runtime.execute.stages import Stage, streams_kept
 from lightning_hetero.pipeline.runtime.execute.straight import InPlaceExecution
 from lightning_hetero.pipeline.runtime.execute.work import LeaderRunner, LeaderWork, MicroBatch, Pace
 from lightning_hetero.pipeline.runtime.measure.layer_clock import LayerClock
 from lightning_hetero.pipeline.runtime.step.cut import BackboneCut
 from lightning_hetero.pipeline.runtime.step.resumable import Carrier
-from lightning_hetero.transport.one_node.neighbours import Neighbours
 from lightning_hetero.types import GroupPlan, Link
 
 __all__ = ["MicroBatch", "Pace", "StageRunner", "TimesOf"]
@@ -52,8 +53,8 @@ class StageRunner(LeaderRunner):
         group: the plan of its group; ranks and cuts count.
         rank: this process, global.
         cut: of the backbone; the leader's, None on the other ranks.
-        wire: gloo process group with the group's ranks in it, see `Links`; all groups of a run may share one. None:
-            there are no other ranks, or all are on the node and reached by no direct way.
+        wire: gloo process group with the group's ranks in it, see `StageLink`; all groups of a run may share one. None:
+            there are no other ranks.
         failures: of the run.
         times: see `TimesOf`; with c calls, of c passes through the S stages, one after another: tables of c * S stages,
             ``devices = (0, ..., S - 1) * c``. The same on all ranks of the group; asked once per batch shape.
@@ -65,7 +66,7 @@ class StageRunner(LeaderRunner):
         emulated_links: by (source, target), global ranks.
         timeout_s: how long a rank waits for another at most.
         device: of this rank's layers.
-        ways, node: see `Links`.
+        ways: see `StageLinks`.
         time_layers: for `measured`.
 
     Raises:
@@ -92,7 +93,6 @@ class StageRunner(LeaderRunner):
         timeout_s: float = 1800.0,
         device: torch.device,
         ways: Mapping[int, DirectWay] | None = None,
-        node: Neighbours | None = None,
         time_layers: bool = False,
     ) -> None:
         _check(group, rank, len(layers), cut)
@@ -100,7 +100,7 @@ class StageRunner(LeaderRunner):
             raise ValueError(f"calls={calls!r} must be >= 1 (calls of the backbone per training step)")
         if not timeout_s > 0.0:
             raise ValueError(f"timeout_s={timeout_s!r} must be > 0 (seconds)")
-        if wire is None and any(node is None or peer not in node for peer in group.ranks if peer != rank):
+        if wire is None and len(group.ranks) > 1:
             raise ValueError(f"wire=None, but the group {group.ranks} has several ranks: give it a process group")
         self._group = group
         self._position = group.ranks.index(rank)
@@ -124,17 +124,22 @@ class StageRunner(LeaderRunner):
         )
         self._carrier = Carrier() if self._position == 0 else None
         links = None
-        if len(group.ranks) > 1:
-            links = Links(
+        if wire is not None and len(group.ranks) > 1:
+            emulated = emulated_links or {}
+
+            def clock(peer: int) -> Any:
+                link = emulated.get((peer, rank))
+                return LinkClock() if link is None else SlowClock(LinkClock(), link, failures.check)
+
+            links = StageLinks(
                 wire,
                 rank,
                 {group.ranks[self._before], group.ranks[self._behind]},
                 device=device,
                 failures=failures,
                 timeout_s=timeout_s,
-                emulated=emulated_links,
+                clock=clock,
                 ways=ways,
-                node=node,
             )
         self._local = LocalStage(ranks=group.ranks, position=self._position, stage=stage, links=links, pace=pace)
 
@@ -305,7 +310,7 @@ class StageRunner(LeaderRunner):
                 " and evaluates, the others serve"
             )
         try:
-            with streams_kept(), self._carrier.streams_left() if self._carrier is not None else nullcontext():
+            with streams_kept():
                 yield
             if self._local.links is not None:
                 self._local.links.settle()

@@ -1,0 +1,420 @@
+"""The links of one rank to its neighbours in a pipeline, over gloo: first in, first out, beside computation (layer T).
+
+    training thread   send ──► gloo ─────────────► gloo, into a block that was posted ahead ──► receive   training thread
+
+A message goes as one block: a head of fixed size, with the header in it as a rule, and behind it the payload. For the
+next messages the receiver has posted blocks: gloo takes them in beside what is computed, and the thread that needs one
+waits for it by itself, so that no message is handed from thread to thread. What is larger than its block goes in
+pieces; both sides know how large a block is, because they know what went before. Gloo lets less come than there is room
+for.
+
+Gloo can wait for a neighbour without end or not at all: a wait that times out closes its connections. So a thread
+looks at the failure board while the training thread waits, and closes the connections when there is a reason to.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import struct
+import threading
+import time
+from collections import deque
+from collections.abc import Iterable
+from datetime import timedelta
+from queue import SimpleQueue
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch import distributed as dist
+
+from lightning_hetero.measure.device import Device, Stamp
+from lightning_hetero.pipeline.decide.links import LinkClock
+from lightning_hetero.pipeline.runtime.execute.failures import FailureBoard
+from lightning_hetero.pipeline.runtime.execute.messages import Message, pack, unpack
+from lightning_hetero.transport.patience import Patience
+from lightning_hetero.transport.sockets import FOREVER, first_line
+
+__all__ = ["CLOSED", "HEAD_BYTES", "LOOK_S", "Block", "Job", "StageLink", "Watch", "close_connections"]
+
+LOOK_S = 1.0  # at the failure board, while waiting
+HEAD_BYTES = 1024
+_AHEAD = 2  # blocks that are posted: one fills while the message before is used
+_SIZES = struct.Struct("<QQQ")  # bytes of header and payload, whether that comes over the direct way
+_STAMP = struct.Struct("<dd")  # when it was sent [s, time.monotonic], what came back seems to have taken [s, LinkClock]
+_BEFORE_HEADER = _SIZES.size + _STAMP.size
+_INLINE_BYTES = HEAD_BYTES - _BEFORE_HEADER
+_ROOM_BYTES = 64 * 2**20  # of a block, at most
+_REMEMBERED = 8  # messages, whose largest determines the size of a block
+_HELD, _HELD_BYTES = 8, 2**20  # messages, and their bytes, that may wait together to be freed
+_ARRIVED_S = 5e-5  # a wait that took less found the message there
+_TAG, _TAG_REST, _TAG_OF_THE_END = 0x9A55, 0x9A58, 0x9A56
+CLOSED = "it has closed its links"
+
+
+class _Rooms:
+    """How large the blocks of later messages are; the same on both sides."""
+
+    def __init__(self) -> None:
+        self._sizes: deque[int] = deque(maxlen=_REMEMBERED)
+
+    def went(self, payload_bytes: int) -> int:
+        """Takes note of a message; returns the size of the block for the one that is `_AHEAD` behind it [bytes]."""
+        self._sizes.append(HEAD_BYTES + payload_bytes)
+        return max([size for size in self._sizes if size <= _ROOM_BYTES], default=HEAD_BYTES)
+
+
+class Watch:
+    """Looks at the failure board while the training thread waits for a neighbour.
+
+    Args:
+        wire: whose connections are closed when there is a reason to.
+        failures: looked at.
+        timeout_s: how long the thread waits for one message at most.
+        rank: this process, global.
+
+    Attributes:
+        patience: for waits with a timeout of their own.
+    """
+
+    def __init__(self, wire: Any, failures: FailureBoard, timeout_s: float, rank: int) -> None:
+        self._wire, self._failures, self.patience = wire, failures, Patience(failures, timeout_s)
+        self._waiting: tuple[int, str, float] | None = None
+        self._found: RuntimeError | None = None
+        self._ended = threading.Event()
+        self._name = f"pipeline-watch-{rank}"
+        self._thread: threading.Thread | None = None
+
+    def wait(self, work: Any, peer: int, what: str) -> None:
+        """Waits for a work of gloo.
+
+        Args:
+            work: a send, or a receive.
+            peer: global rank.
+            what: it has not done if it does not come, e.g. "sent nothing".
+
+        Raises:
+            RuntimeError: a rank has failed, the peer is gone, or the timeout has passed; names rank and cause.
+        """
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._look, name=self._name, daemon=True)
+            self._thread.start()
+        self._waiting = (peer, what, self.patience.deadline_s())
+        try:
+            work.wait(FOREVER)
+        except RuntimeError as error:
+            raise self.lost(peer, f"its connection is closed: {first_line(error)}") from None
+        finally:
+            self._waiting = None
+
+    def lost(self, peer: int, why: str | Exception) -> Exception:
+        """Returns the error to raise: what the watch has found, what went wrong on this side, or that a peer is gone."""
+        if self._found is not None:
+            return self._found
+        return why if isinstance(why, Exception) else self._failures.lost(peer, why)
+
+    def _look(self) -> None:
+        before = None
+        while not self._ended.wait(0.5 * LOOK_S):
+            waiting = self._waiting
+            if waiting is None or waiting is not before:  # what has just begun to be waited for
+                before = waiting
+                continue
+            try:
+                peer, what, deadline_s = waiting
+                self.patience.look(peer, deadline_s, what)
+            except RuntimeError as error:
+                self._found = error
+                close_connections(self._wire)
+                return
+
+    def end(self) -> None:
+        """Ends the thread."""
+        self._ended.set()
+        if self._thread is not None:
+            self._thread.join(LOOK_S)  # longer only if it asks a store that does not answer
+
+
+def close_connections(wire: Any) -> None:
+    """Ends whatever is sent or received over a group of gloo, which has no other way: a wait that times out."""
+    with contextlib.suppress(RuntimeError):  # always; and some are closed already
+        someone = next(rank for rank in range(dist.get_world_size(wire)) if rank != dist.get_rank(wire))
+        wire.recv([torch.empty(1, dtype=torch.uint8)], someone, _TAG_OF_THE_END).wait(timedelta(milliseconds=1))
+
+
+class Block(NamedTuple):
+    """What has come of a message.
+
+    Attributes:
+        header: see `messages.pack`.
+        payload: in host memory; empty if it comes over the direct way.
+        size_bytes: of the payload.
+        direct: whether it comes over the direct way.
+        times: when it was sent, and what the sender's `LinkClock` says of the way back.
+    """
+
+    header: bytes
+    payload: Tensor
+    size_bytes: int
+    direct: bool
+    times: tuple[float, ...]
+
+
+class Job(NamedTuple):
+    """A message on its way out.
+
+    Attributes:
+        parts: its head, with the payload or without, and what goes behind it.
+        works: gloo's, one for each part; empty: the sending thread begins them.
+        ready: after what on the device it can be sent.
+        direct: payload for the direct way.
+    """
+
+    parts: list[Tensor]
+    works: list[Any]
+    ready: Stamp | None = None
+    direct: Tensor | None = None
+
+
+class StageLink:
+    """This rank's end of the link to one neighbour, for layers in host memory. Used by one thread.
+
+    Args:
+        wire: gloo process group with both in it; carries nothing else between them. Several links may share it, of
+            different neighbours or one after the other.
+        peer: the neighbour, global rank.
+        rank: this process, global.
+        device: of this rank's layers.
+        clock: times what comes.
+        watch: of this rank's links.
+    """
+
+    def __init__(self, wire: Any, peer: int, *, rank: int, device: Device, clock: LinkClock, watch: Watch) -> None:
+        self.peer, self.clock, self._device, self._watch = peer, clock, device, watch
+        self._wire, self._there = wire, dist.get_group_rank(wire, peer)
+        self._broken: str | Exception | None = None  # why nothing can be sent any more
+        self._went, self._came = _Rooms(), _Rooms()
+        self._rooms = deque([HEAD_BYTES] * _AHEAD)  # the blocks that the peer has posted [bytes]
+        self._blocks: deque[tuple[Tensor, Any]] = deque()  # posted, and the works that fill them
+        self._ended = False  # nothing comes any more
+        self._posted: SimpleQueue[list[Job] | None] = SimpleQueue()
+        self._held: list[Job] = []  # on their way, not yet given to the thread
+        self._held_bytes = 0
+        self._sent = 0  # posted; counted by the thread that posts
+        self._gone = 0  # of these, out; counted by the other
+        self._out = threading.Condition()
+        for _ in range(_AHEAD):
+            self._post_block(HEAD_BYTES)
+        self._sender = threading.Thread(target=self._free, name=f"pipeline-send-{rank}-{peer}", daemon=True)
+        self._sender.start()
+
+    _at_once = True  # gloo is given a message by the thread that posts it
+
+    # ---- out ---------------------------------------------------------------------------------------------------------
+
+    def send(self, message: Message) -> None:
+        """Posts a message, does not wait for it to be out.
+
+        Raises:
+            RuntimeError: the peer is gone; names the cause.
+            TypeError: a value that cannot travel.
+        """
+        self._post(message)
+        if self._broken is not None:
+            raise self._watch.lost(self.peer, self._broken)
+
+    def _post(self, message: Message) -> None:
+        header, block = pack(message, front_bytes=HEAD_BYTES)
+        self._put(Job(self._parts(header, block), []))
+
+    def _parts(self, header: bytes, block: Tensor, direct_bytes: int = 0) -> list[Tensor]:
+        """Fills the head of a block; returns it in pieces for which there is room."""
+        payload_bytes = block.numel() - HEAD_BYTES
+        head = block[:HEAD_BYTES].numpy().data
+        _SIZES.pack_into(head, 0, len(header), payload_bytes or direct_bytes, direct_bytes > 0)
+        self._stamp(block)
+        parts = [block]
+        if block.numel() > self._rooms.popleft():
+            parts = [block[:HEAD_BYTES], block[HEAD_BYTES:]]
+        self._rooms.append(self._went.went(payload_bytes))
+        if len(header) <= _INLINE_BYTES:
+            head[_BEFORE_HEADER : _BEFORE_HEADER + len(header)] = header
+        else:
+            parts.append(torch.frombuffer(bytearray(header), dtype=torch.uint8))
+        return parts
+
+    def _stamp(self, head: Tensor) -> None:
+        """Notes that a message is ready to go."""
+        _STAMP.pack_into(head[:_BEFORE_HEADER].numpy().data, _SIZES.size, time.monotonic(), self.clock.least_s)
+
+    def _put(self, job: Job) -> None:
+        """Sends a message, or lets the thread do so; that frees it, too.
+
+        Each time the thread wakes costs as much as a small message, so it is given several.
+        """
+        self._sent += 1
+        if self._at_once:
+            try:
+                job.works.extend(self._begun(job.parts))
+            except RuntimeError as error:
+                self._broken = first_line(error)
+        self._held.append(job)
+        self._held_bytes += sum(part.numel() for part in job.parts)
+        if not self._at_once or len(self._held) >= _HELD or self._held_bytes >= _HELD_BYTES:
+            self._hand_over()
+
+    def _begun(self, parts: Iterable[Tensor]) -> list[Any]:
+        tags = iter((_TAG,))
+        return [self._wire.send([part], self._there, next(tags, _TAG_REST)) for part in parts]
+
+    def _hand_over(self) -> None:
+        if self._held:
+            self._posted.put(self._held)
+            self._held, self._held_bytes = [], 0
+
+    def flush(self) -> None:
+        """Waits until everything posted is out.
+
+        Raises:
+            RuntimeError: a rank has failed, or the peer is gone.
+        """
+        self._hand_over()
+        deadline_s = self._watch.patience.deadline_s()
+        while True:
+            with self._out:
+                if self._out.wait_for(lambda: self._gone == self._sent, LOOK_S):
+                    return
+            if self._broken is not None:
+                raise self._watch.lost(self.peer, self._broken)
+            self._watch.patience.look(self.peer, deadline_s, "took nothing")
+
+    def settle(self) -> None:
+        """Ends a step."""
+
+    def _free(self) -> None:
+        """The thread: lets go of each message when it is out."""
+        try:
+            while (jobs := self._posted.get()) is not None:
+                while jobs:
+                    self._let_out(jobs.pop(0))
+                    self._gone += 1
+                with self._out:
+                    self._out.notify_all()
+        except RuntimeError as error:
+            self._broken = self._said(error)
+
+    def _said(self, error: RuntimeError) -> str | Exception:
+        return first_line(error)
+
+    def _let_out(self, job: Job) -> None:
+        while job.works:
+            job.works.pop(0).wait(FOREVER)
+
+    # ---- in ----------------------------------------------------------------------------------------------------------
+
+    def receive(self) -> Message:
+        """Waits for the next message.
+
+        Raises:
+            RuntimeError: a rank has failed, the peer is gone, or nothing came in time; names rank and cause.
+        """
+        came = None if self._ended else self._next("sent nothing")
+        if came is None:
+            raise self._watch.lost(self.peer, CLOSED)
+        return unpack(came.header, came.payload)
+
+    def _wait(self, work: Any, what: str) -> None:
+        self._watch.wait(work, self.peer, what)
+
+    def _next(self, what: str) -> Block | None:
+        """Waits for the next message; None: there is none any more."""
+        block, work = self._blocks.popleft()
+        began_s = time.monotonic()
+        self._wait(work, what)
+        arrived_s = time.monotonic()
+        head = block[:HEAD_BYTES].numpy().tobytes()
+        header_bytes, size_bytes, direct = _SIZES.unpack_from(head)
+        if not header_bytes:
+            self._ended = True
+            return None
+        stored_bytes = 0 if direct else size_bytes
+        self._post_block(self._came.went(stored_bytes))
+        if HEAD_BYTES + stored_bytes > block.numel():
+            payload = self._rest(stored_bytes, what)
+            arrived_s = time.monotonic()
+        else:
+            payload = block[HEAD_BYTES : HEAD_BYTES + stored_bytes]
+            if 2 * (HEAD_BYTES + stored_bytes) <= block.numel() and not self._device.asynchronous:
+                payload = payload.clone()  # it would keep more memory than it has
+        if header_bytes <= _INLINE_BYTES:
+            header = head[_BEFORE_HEADER : _BEFORE_HEADER + header_bytes]
+        else:
+            header = self._rest(header_bytes, what).numpy().tobytes()
+        times = _STAMP.unpack_from(head, _SIZES.size)
+        if not direct:
+            self._time(times, size_bytes, arrived_s, waited=arrived_s - began_s >= _ARRIVED_S)
+        return Block(header, payload, size_bytes, bool(direct), times)
+
+    def _time(self, times: tuple[float, ...], size_bytes: int, arrived_s: float, *, waited: bool) -> None:
+        sent_s, back_s = times
+        self.clock.came(sent_s=sent_s, back_s=back_s, arrived_s=arrived_s, size_bytes=size_bytes, waited=waited)
+
+    def _rest(self, size_bytes: int, what: str) -> Tensor:
+        """Receives what goes behind a block."""
+        room = self._device.host_bytes(size_bytes)
+        if size_bytes:
+            self._wait(self._received(room, _TAG_REST), what)
+        return room
+
+    def _received(self, room: Tensor, tag: int) -> Any:
+        """Begins to receive."""
+        return self._wire.recv([room], self._there, tag)
+
+    def _post_block(self, size_bytes: int) -> None:
+        """Posts a block for a message that is still to be sent."""
+        block = self._device.host_bytes(size_bytes)
+        self._blocks.append((block, self._received(block, _TAG)))
+
+    # ---- the end -----------------------------------------------------------------------------------------------------
+
+    def say_last(self) -> None:
+        """Says that nothing more will be sent: by one empty message for each block that the peer has posted."""
+        for _ in range(_AHEAD):
+            self._put(Job([torch.zeros(HEAD_BYTES, dtype=torch.uint8)], []))
+        self.give_up()
+
+    def give_up(self) -> None:
+        """Lets the sending thread end after what it is at."""
+        self._hand_over()
+        self._posted.put(None)
+
+    def wait_closed(self) -> None:
+        """Waits until both sides have said their last, and it is out.
+
+        Raises:
+            RuntimeError: the peer is gone, or does not close its links in time.
+        """
+        what = "did not close its links"
+        while not self._ended:
+            self._next(what)
+        while self._blocks:
+            self._wait(self._blocks.popleft()[1], what)
+        self._join(self._sender, what)
+
+    def _join(self, thread: threading.Thread, what: str) -> None:
+        deadline_s = self._watch.patience.deadline_s()
+        while thread.is_alive():
+            thread.join(LOOK_S)
+            if thread.is_alive():
+                self._watch.patience.look(self.peer, deadline_s, what)
+
+    def abort(self) -> None:
+        """Ends the link at once; the wire's connections are closed behind it."""
+        self.give_up()
+
+    def forget(self, deadline_s: float) -> None:
+        """Waits at most so long [s, time.monotonic] until all has ended, when the connections have been closed."""
+        while self._blocks:
+            with contextlib.suppress(RuntimeError):
+                self._blocks.popleft()[1].wait(timedelta(milliseconds=1))
+        self._sender.join(max(0.0, deadline_s - time.monotonic()))

@@ -1,0 +1,133 @@
+"""All links of one rank to its neighbours in a pipeline (layer T)."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Mapping
+
+import torch
+from torch import distributed as dist
+
+from lightning_hetero.controller.messages import LinkTime
+from lightning_hetero.measure.device import device_of
+from lightning_hetero.pipeline.decide.links import LinkClock
+from lightning_hetero.pipeline.runtime.execute.device_link import DeviceLink
+from lightning_hetero.pipeline.runtime.execute.direct_ways import DirectWay
+from lightning_hetero.pipeline.runtime.execute.failures import FailureBoard
+from lightning_hetero.pipeline.runtime.execute.messages import Message
+from lightning_hetero.pipeline.runtime.execute.stage_link import StageLink, Watch, close_connections
+
+__all__ = ["ClockOf", "StageLinks"]
+
+_ABORT_S = 1.0  # how long threads may take to notice that a connection is closed
+
+ClockOf = Callable[[int], LinkClock]
+"""From a neighbour, global rank, to what times that which comes from there."""
+
+
+class StageLinks:
+    """All links of one rank, made and ended together.
+
+    Args:
+        wire: see `StageLink`.
+        rank: this process, global.
+        peers: its neighbours, global ranks.
+        device: of this rank's layers: where received tensors are put.
+        failures: looked at while waiting.
+        timeout_s: how long `receive` waits at most.
+        ways: by peer, for those to which payloads go directly, from the second step of a kind on, see `DeviceLink`.
+        clock: see `ClockOf`.
+    """
+
+    def __init__(
+        self,
+        wire: dist.ProcessGroup,
+        rank: int,
+        peers: Iterable[int],
+        *,
+        device: torch.device,
+        failures: FailureBoard,
+        timeout_s: float,
+        ways: Mapping[int, DirectWay] | None = None,
+        clock: ClockOf = lambda peer: LinkClock(),
+    ) -> None:
+        self._wire, self._rank = wire, rank
+        self._watch = Watch(wire, failures, timeout_s, rank)
+        self._links: dict[int, StageLink] = {}
+        self._closed = False
+        for peer in sorted(set(peers)):
+            way = (ways or {}).get(peer)
+            given = {"rank": rank, "device": device_of(device), "clock": clock(peer), "watch": self._watch}
+            if way is None and not device_of(device).asynchronous:
+                self._links[peer] = StageLink(wire, peer, **given)
+            else:
+                self._links[peer] = DeviceLink(wire, peer, way=way, **given)
+
+    def send(self, peer: int, message: Message) -> None:
+        """Posts a message, see `StageLink.send`."""
+        self._links[peer].send(message)
+
+    def flush(self, peer: int) -> None:
+        """Waits until everything posted is out, see `StageLink.flush`."""
+        self._links[peer].flush()
+
+    def receive(self, peer: int) -> Message:
+        """Waits for the next message, see `StageLink.receive`."""
+        return self._links[peer].receive()
+
+    def settle(self) -> None:
+        """Ends a step, see `DeviceLink.settle`."""
+        for link in self._links.values():
+            link.settle()
+
+    def times(self) -> list[LinkTime]:
+        """Returns what was timed of messages to this rank since it was last asked; nothing of direct ways."""
+        found: list[LinkTime] = []
+        for peer, link in self._links.items():
+            messages, size_bytes, seconds = link.clock.take()
+            if messages:
+                found.append(
+                    LinkTime(
+                        source=peer, target=self._rank, messages=messages, size_bytes=size_bytes, seconds=seconds
+                    )
+                )
+        return found
+
+    def close(self) -> None:
+        """Ends the links when all has been sent and the neighbours do the same; they can be waited for. Idempotent.
+
+        Raises:
+            RuntimeError: a neighbour is gone, or does not close its links in time.
+        """
+        if self._closed:
+            return
+        for link in self._links.values():
+            link.say_last()
+        try:
+            for link in self._links.values():
+                link.wait_closed()
+        except BaseException:
+            self.abort()
+            raise
+        self._let_go()
+
+    def abort(self) -> None:
+        """Ends the links at once, and with them all others that share the wire: neighbours that wait are told."""
+        if self._closed:
+            return
+        for link in self._links.values():
+            link.abort()
+        if self._links:
+            close_connections(self._wire)
+        # A send that was posted while the connection broke, gloo may never end: that thread (a daemon) is left alone.
+        deadline_s = time.monotonic() + _ABORT_S
+        for link in self._links.values():
+            link.forget(deadline_s)
+        self._let_go()
+
+    def _let_go(self) -> None:
+        """The wire ends when nobody holds it any more; this object may live until garbage is collected."""
+        self._closed = True
+        self._watch.end()
+        self._links.clear()
+        del self._wire
