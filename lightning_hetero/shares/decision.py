@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-__all__ = ["Decision", "Thresholds"]
+__all__ = ["ShareDecision", "Thresholds"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -38,7 +38,7 @@ class Thresholds:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Decision:
+class ShareDecision:
     """What was decided on the last records, and why.
 
     Attributes:

@@ -17,14 +17,14 @@ from typing import Any
 
 from lightning_hetero.predictors import Kalman, Predictor, PredictorName, by_name
 from lightning_hetero.shares.bounds import ShareBounds
-from lightning_hetero.shares.caps import Limits
-from lightning_hetero.shares.decision import Decision, Thresholds
+from lightning_hetero.shares.caps import ShareLimits
+from lightning_hetero.shares.decision import ShareDecision, Thresholds
 from lightning_hetero.shares.guard import RegretGuard
 from lightning_hetero.shares.items import WorkPerSample
 from lightning_hetero.solvers import minimax, minimax_none_or_least
 from lightning_hetero.types import Allocation, LearnedCost, SpeedSample
 
-__all__ = ["BalancePolicy", "Decision"]
+__all__ = ["BalancePolicy", "ShareDecision"]
 
 _TIGHT = 0.8  # of what the guard allows, when shares must come back, so that they need not at the next record
 
@@ -89,7 +89,7 @@ class BalancePolicy:
         self._restored: tuple[list[Predictor], int, Mapping[str, float]] | None = None  # for the next start
         self._shares: tuple[int, ...] = ()
         self._equal: tuple[int, ...] = ()
-        self.limits = Limits()
+        self.limits = ShareLimits()
         self.work = WorkPerSample()
         self._seen = 0
         self._since_change = 0
@@ -177,7 +177,7 @@ class BalancePolicy:
 
     def limit(
         self, most_samples: Sequence[int | None], samples: Sequence[float], compute_s: Sequence[float]
-    ) -> Decision | None:
+    ) -> ShareDecision | None:
         """Takes in what each rank says that it can hold, also if its time says nothing; before `take`.
 
         Args:
@@ -202,7 +202,7 @@ class BalancePolicy:
         self._guard.decided(held.shares)
         self._since_change = 0
         reason = "memory" if self.limits.fit else "memory: together the ranks hold less than the global batch"
-        return Decision(shares=self._shares, changed=True, reason=reason)
+        return ShareDecision(shares=self._shares, changed=True, reason=reason)
 
     def _within_limits(self) -> Allocation:
         """Returns the split to go on with when limits have changed."""
@@ -241,7 +241,7 @@ class BalancePolicy:
         limit = self.thresholds.surprise
         return any(abs(now - then) > limit for new, old in pairs for now, then in zip(new, old, strict=True))
 
-    def take(self, records: Sequence[SpeedSample], *, batches: int) -> Decision:
+    def take(self, records: Sequence[SpeedSample], *, batches: int) -> ShareDecision:
         """Takes in one record per rank, in rank order, and decides the shares from now on.
 
         Args:
@@ -251,10 +251,10 @@ class BalancePolicy:
         self._guard.batches = batches
         return self.observe(records)
 
-    def observe(self, records: Sequence[SpeedSample]) -> Decision:
+    def observe(self, records: Sequence[SpeedSample]) -> ShareDecision:
         """`take`, for a policy that decides by the times alone."""
         if (reason := self._learn(records)) is not None:
-            return Decision(shares=self._shares, changed=False, reason=reason)
+            return ShareDecision(shares=self._shares, changed=False, reason=reason)
         costs = [p.cost() for p in self._predictors]
         if self.cut_by_cost:  # parts then have the work of their shares, whatever the number of their samples
             work = self.work_in_samples(records)
@@ -293,7 +293,7 @@ class BalancePolicy:
         ready = all(p.ready for p in (*self._predictors, *self._meters))
         return None if ready else "not every rank was measured yet"
 
-    def _decide(self, costs: Sequence[LearnedCost]) -> Decision:
+    def _decide(self, costs: Sequence[LearnedCost]) -> ShareDecision:
         now_s = [cost.seconds(n) for cost, n in zip(costs, self._shares, strict=True)]
         slowest = max(range(len(now_s)), key=now_s.__getitem__)
         current_s = now_s[slowest]
@@ -305,16 +305,18 @@ class BalancePolicy:
             caution * self._predictors[slowest].std_s(self._shares[slowest]),
         )
 
-        def keep(reason: str, gain_s: float = 0.0) -> Decision:
+        def keep(reason: str, gain_s: float = 0.0) -> ShareDecision:
             self._guard.decided(self._shares)
-            return Decision(shares=self._shares, changed=False, reason=reason, predicted_s=current_s, gain_s=gain_s)
+            return ShareDecision(
+                shares=self._shares, changed=False, reason=reason, predicted_s=current_s, gain_s=gain_s
+            )
 
-        def change(shares: tuple[int, ...], reason: str, *, on_trial: bool = False) -> Decision:
+        def change(shares: tuple[int, ...], reason: str, *, on_trial: bool = False) -> ShareDecision:
             self._guard.decided(shares, on_trial=on_trial)
             self._shares = shares
             self._since_change = 0
             predicted_s = _batch_s(costs, shares)
-            return Decision(
+            return ShareDecision(
                 shares=shares, changed=True, reason=reason, predicted_s=predicted_s, gain_s=current_s - predicted_s
             )
 
