@@ -289,12 +289,3 @@ def test_the_monitor_reports_what_the_server_counted() -> None:
         assert logged["hetero/contribution/rank0"] + logged["hetero/contribution/rank1"] == pytest.approx(1.0)
         assert figures.summary is not None and figures.summary.startswith(f"hetero_stale: {EPOCHS * TICKS} updates")
         assert figures.metrics["hold_s"] >= 0 and figures.metrics["apply_s"] > 0
-        if late:  # an update may be of one part, which waits for nothing
-            continue
-        assert max(step["hetero/hold_s"] for step in first.steps) > 0
-        assert figures.metrics["contribution/rank0"] == figures.metrics["contribution/rank1"] == 0.5
-        assert figures.metrics["staleness_max"] == figures.metrics["stale_fraction"] == 0.0
-        assert figures.metrics["discarded_samples"] == 0.0
-        # Two equal parts per update, and perhaps one that waits for the next.
-        ends = [s["hetero/share/rank0"] + s["hetero/share/rank1"] for s in first.steps]
-        assert ends and all(BATCH <= end <= 3 * BATCH for end in ends)
