@@ -130,7 +130,7 @@ class _Session(Session):
 
     @property
     def address(self) -> Address:
-        return Address(directory="", host="memory", port=0, token="", near=())
+        return Address(near_server="", far_server="", host="memory", port=0, near=())
 
 
 class Rank:

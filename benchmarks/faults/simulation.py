@@ -29,8 +29,9 @@ from benchmarks.faults.world import EndlessError, Process, World
 from lightning_hetero.stale.decide.coordinator import Coordinator
 from lightning_hetero.stale.runtime.memory.layout import FlatLayout
 from lightning_hetero.stale.runtime.processes import start
+from lightning_hetero.stale.runtime.processes.start import serve
 from lightning_hetero.stale.runtime.serve.agreement import Limits
-from lightning_hetero.stale.runtime.serve.server import ParameterServer, serve
+from lightning_hetero.stale.runtime.serve.server import ParameterServer
 
 __all__ = ["Outcome", "Simulation", "simulate"]
 

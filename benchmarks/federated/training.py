@@ -101,9 +101,9 @@ def weighted_mean(copies: Sequence[Sequence[Tensor]], weights: Sequence[float]) 
         copies: by rank, tensors of the same shapes.
         weights: by rank, >= 0, not all 0.
     """
-    parts = [weight / sum(weights) for weight in weights]
+    parts = torch.tensor(weights, dtype=torch.float64) / sum(weights)
     return [
-        sum(tensor.double() * part for tensor, part in zip(tensors, parts, strict=True) if part).to(tensors[0].dtype)
+        torch.tensordot(parts, torch.stack([t.double() for t in tensors]), 1).to(tensors[0].dtype)
         for tensors in zip(*copies, strict=True)
     ]
 

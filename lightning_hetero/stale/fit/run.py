@@ -227,7 +227,7 @@ class StaleRun(ElasticRun[GrantedBinder]):
         lowest = everyone[0]
         if not (lowest.trained or lowest.buffers or lowest.new):
             if own.buffers:  # which are not the server's
-                worker.discard()
+                worker.weights.discard()
                 worker.pull()
         elif at_end:
             for buffer in self.module.buffers():

@@ -30,7 +30,7 @@ from lightning_hetero.stale.runtime.processes.fork import ServerProcess
 from lightning_hetero.stale.runtime.processes.start import Address, ServerSettings, connect, start_server
 from lightning_hetero.stale.runtime.work.watch import Numbers, Place, places
 from lightning_hetero.stale.runtime.work.worker import Worker
-from lightning_hetero.transport.pulse import Pulse
+from lightning_hetero.transport.link import Pulse
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
@@ -222,7 +222,7 @@ class Session:
         """Returns what the user's code has changed where the ranks met, and of parameters no optimizer has at all."""
         worker, shared = self.worker, self._shared
         assert worker is not None and shared is not None
-        names, buffers = worker.changes()
+        names, buffers = worker.weights.changes()
         trained = [place for place in shared.trained if place.name in set(names)]
         known = {id(place.tensor) for place in shared.trained}
         known |= {id(place.now()) for place in (*shared.others, *shared.buffers)}  # compared by what they are

@@ -113,7 +113,7 @@ class StepLoop:
         """The loop has left the batch before its end: an exception, or a hook that skips the rest of the epoch."""
         self.at.work = None
         if failed:
-            self._worker.stop()
+            self._worker.weights.stop()
 
     def end_epoch(self) -> None:
         """The epoch is over.

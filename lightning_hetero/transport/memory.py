@@ -1,11 +1,12 @@
-"""The folder of a server's files: made with room for them, found by workers, removed when its server is gone (layer T).
+"""What a server and its workers share: a folder of mapped files, removed when its server is gone (layer T).
 
     lightning-hetero-1000-ab12cd34/   0700
         lock          locked (flock) as long as a process of the server lives
         control       unix socket
-        parameters    words and two buffers, see `areas.ParameterArea`
-        slot-<rank>   sequence word and gradients, see `areas.Slot`
-        state         what the server shared last, see `StateFile`
+        parameters    words and two buffers, see `ParameterArea`
+        slot-<rank>   sequence word and gradients, see `Slot`
+
+Workers elsewhere have no file: the server keeps a copy of their slot in memory of its own.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import os
 import shutil
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 import torch
@@ -25,24 +26,14 @@ from torch import Tensor
 
 from lightning_hetero.transport.seqlock import ParameterArea, Slot
 
-__all__ = [
-    "STATE",
-    "make_directory",
-    "map_parameters",
-    "map_slot",
-    "places",
-    "remove_abandoned",
-    "remove_directory",
-    "replace_file",
-]
+__all__ = ["ServerMemory", "map_parameters", "map_slot", "remove_abandoned"]
 
-STATE = "state"
 _PREFIX = f"lightning-hetero-{os.getuid()}-"
 _MEMORY = Path("/dev/shm")
 _UNLOCKED_S = 60.0  # a folder without a lock file may be one being made right now
 
 
-def places() -> Iterator[Path]:
+def _places() -> Iterator[Path]:
     """Where such folders may lie, best first: memory, the user's run folder, the temporary one."""
     named = [_MEMORY, *(Path(v) for v in [os.environ.get("XDG_RUNTIME_DIR")] if v), Path(tempfile.gettempdir())]
     for place in dict.fromkeys(named):
@@ -50,7 +41,7 @@ def places() -> Iterator[Path]:
             yield place
 
 
-def make_directory(place: str | os.PathLike[str] | None, files: Mapping[str, int]) -> tuple[Path, int]:
+def _make_directory(place: str | os.PathLike[str] | None, files: Mapping[str, int]) -> tuple[Path, int]:
     """Makes a folder with ``files`` (name -> bytes), zeroed and with their room reserved.
 
     Folders of dead servers of the same user are removed on the way.
@@ -66,7 +57,7 @@ def make_directory(place: str | os.PathLike[str] | None, files: Mapping[str, int
         OSError: it cannot be made, or there is no room.
     """
     refusals: list[str] = []
-    for candidate in places() if place is None else [Path(place)]:
+    for candidate in _places() if place is None else [Path(place)]:
         _remove_stale_in(candidate)
         try:
             return _make_in(candidate, files)
@@ -119,22 +110,6 @@ def _map_file(path: Path, size_bytes: int) -> Tensor:
     return torch.from_file(str(path), shared=True, size=size_bytes, dtype=torch.uint8)
 
 
-def replace_file(path: Path, data: bytes) -> None:
-    """Writes a file as a whole: who reads it sees the old or the new content.
-
-    Raises:
-        OSError: it cannot be written, or there is no room; the old one is as it was.
-    """
-    fresh = path.with_name(path.name + ".new")
-    try:
-        with open(os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
-            file.write(data)
-        os.replace(fresh, path)
-    except BaseException:
-        fresh.unlink(missing_ok=True)
-        raise
-
-
 def map_slot(folder: Path, rank: int, slot_bytes: int) -> Slot:
     """Returns a rank's slot; raises as `_map_file`."""
     return Slot(_map_file(folder / f"slot-{rank}", Slot.size(slot_bytes)), slot_bytes)
@@ -150,7 +125,7 @@ def _remove_stale_in(place: Path) -> None:
         for folder in place.glob(_PREFIX + "*"):
             with contextlib.suppress(OSError):
                 if folder.lstat().st_uid == os.getuid() and folder.is_dir() and _abandoned(folder):
-                    remove_directory(folder)
+                    shutil.rmtree(folder, ignore_errors=True)
 
 
 def remove_abandoned(folder: Path, within_s: float = 0.2) -> None:
@@ -165,16 +140,7 @@ def remove_abandoned(folder: Path, within_s: float = 0.2) -> None:
         while not (gone := _abandoned(folder, young_s=-math.inf)) and time.monotonic() < deadline_s:
             time.sleep(0.01)
         if gone:
-            remove_directory(folder)
-
-
-def remove_directory(folder: Path) -> None:
-    """Removes a folder with its files, and the one elsewhere that its state links to."""
-    with contextlib.suppress(OSError):
-        other = Path(os.readlink(folder / STATE)).parent
-        if other.name.startswith(_PREFIX):
-            shutil.rmtree(other, ignore_errors=True)
-    shutil.rmtree(folder, ignore_errors=True)
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 def _abandoned(folder: Path, young_s: float = 1.0) -> bool:
@@ -190,3 +156,73 @@ def _abandoned(folder: Path, young_s: float = 1.0) -> bool:
         return False
     finally:
         os.close(lock)
+
+
+class ServerMemory:
+    """The server's end: slots and parameters, mapped at first use, so that a fork in between is safe.
+
+    Args:
+        directory: the folder to make the server's in; None: see the error of `_make_directory`.
+        near: ranks that share this memory; none: there are no files.
+        slot_bytes, parameter_bytes: sizes.
+
+    Attributes:
+        folder: of the files; None if there are none.
+        state: what is told to workers that ask for the state.
+
+    Raises:
+        OSError: no room for the files.
+    """
+
+    def __init__(
+        self, directory: str | os.PathLike[str] | None, *, near: Iterable[int], slot_bytes: int, parameter_bytes: int
+    ) -> None:
+        self._near = frozenset(near)
+        self.slot_bytes, self.parameter_bytes = slot_bytes, parameter_bytes
+        self.folder: Path | None = None
+        self.lock: int | None = None
+        self.state = b""
+        self._slots: dict[int, Slot] = {}
+        self._parameters: ParameterArea | None = None
+        if self._near:
+            files = {f"slot-{rank}": Slot.size(slot_bytes) for rank in sorted(self._near)}
+            files["parameters"] = ParameterArea.size(parameter_bytes)
+            self.folder, self.lock = _make_directory(directory, files)
+
+    def slot(self, rank: int) -> Slot:
+        """Returns a worker's slot, or the copy of one that is elsewhere."""
+        if (slot := self._slots.get(rank)) is None:
+            if rank in self._near and self.folder is not None:
+                slot = map_slot(self.folder, rank, self.slot_bytes)
+            else:
+                slot = Slot.empty(self.slot_bytes)
+            self._slots[rank] = slot
+        return slot
+
+    def forget(self, rank: int) -> None:
+        """A worker is gone: lets go of the copy of its slot."""
+        if rank not in self._near:
+            self._slots.pop(rank, None)
+
+    @property
+    def parameters(self) -> ParameterArea:
+        """What is published."""
+        if self._parameters is None:
+            if self.folder is not None:
+                self._parameters = map_parameters(self.folder, self.parameter_bytes)
+            else:
+                memory = torch.zeros(ParameterArea.size(self.parameter_bytes), dtype=torch.uint8)
+                self._parameters = ParameterArea(memory, self.parameter_bytes)
+        return self._parameters
+
+    def remove(self) -> None:
+        """Removes the files; what has been mapped stays usable. From any thread."""
+        if self.folder is not None:
+            shutil.rmtree(self.folder, ignore_errors=True)
+
+    def close(self) -> None:
+        """Lets go of all, without removing it; idempotent."""
+        lock, self.lock = self.lock, None
+        if lock is not None:
+            os.close(lock)
+        self._slots, self._parameters = {}, None
