@@ -12,10 +12,11 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import torch
 from lightning.fabric.utilities.rank_zero import rank_zero_info
+from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor
 
 from lightning_hetero import lightning_compat as compat
@@ -56,9 +57,6 @@ from lightning_hetero.pipeline.runtime.step.backbone import Backbone
 from lightning_hetero.pipeline.runtime.step.undivided import Undivided, find_layers, undivided
 from lightning_hetero.solvers.plans import plan_from_plain
 from lightning_hetero.types import Cluster, ModelCost, PipelinePlan
-
-if TYPE_CHECKING:
-    from lightning.pytorch import LightningModule, Trainer
 
 __all__ = ["HeteroPipelineStrategy"]
 

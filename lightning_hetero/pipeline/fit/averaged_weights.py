@@ -12,9 +12,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch.distributed as dist
+from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor
 
 from lightning_hetero.lightning_compat import averaging_callbacks
@@ -23,9 +24,6 @@ from lightning_hetero.pipeline.runtime.ownership.owner_groups import raise_toget
 from lightning_hetero.pipeline.runtime.ownership.ownership import Ownership
 from lightning_hetero.pipeline.runtime.ownership.pruning import movable, prune, restore
 from lightning_hetero.pipeline.runtime.ownership.stand_ins import Here
-
-if TYPE_CHECKING:
-    from lightning.pytorch import LightningModule, Trainer
 
 __all__ = ["Averages", "complete"]
 

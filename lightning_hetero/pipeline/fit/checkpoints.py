@@ -10,10 +10,11 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from lightning.fabric.utilities.rank_zero import rank_zero_warn
+from lightning.pytorch import Trainer
 from lightning.pytorch.plugins.io import TorchCheckpointIO
 from lightning.pytorch.trainer.states import TrainerStatus
 
@@ -31,9 +32,6 @@ from lightning_hetero.pipeline.runtime.ownership.full_state import (
     save_streamed,
 )
 from lightning_hetero.pipeline.runtime.step.backbone import Backbone
-
-if TYPE_CHECKING:
-    from lightning.pytorch import Trainer
 
 __all__ = ["SaveAfterFailure", "WholeCheckpointsDDP"]
 

@@ -9,20 +9,17 @@ import json
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from lightning.pytorch import Trainer
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor, nn
 
 from lightning_hetero import lightning_compat as compat
 from lightning_hetero.lightning_compat.patches import patched
+from lightning_hetero.pipeline.fit.place import Place
 from lightning_hetero.pipeline.runtime.ownership.stand_ins import StandIn
-
-if TYPE_CHECKING:
-    from lightning.pytorch import Trainer
-
-    from lightning_hetero.pipeline.fit.place import Place
 
 __all__ = ["GradientsAside", "WholeNorms"]
 

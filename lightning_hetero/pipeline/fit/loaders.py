@@ -10,8 +10,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
+from lightning.pytorch import Trainer
 from lightning.pytorch.utilities import CombinedLoader
 from torch.utils.data import DataLoader
 
@@ -23,9 +24,6 @@ from lightning_hetero.pipeline.decide.plans import micro_sizes, resized
 from lightning_hetero.pipeline.decide.replanning import Position
 from lightning_hetero.solvers.scale import scale_shares
 from lightning_hetero.types import GroupPlan, PipelinePlan
-
-if TYPE_CHECKING:
-    from lightning.pytorch import Trainer
 
 __all__ = ["PipelineBinder"]
 

@@ -14,7 +14,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -47,8 +46,8 @@ from lightning_hetero.pipeline.runtime.ownership.stand_ins import Here
 from lightning_hetero.pipeline.runtime.step.undivided import Undivided
 from lightning_hetero.types import GroupPlan, PipelinePlan
 
-if TYPE_CHECKING:
-    pass
+pass
+
 
 __all__ = ["Place"]
 

@@ -16,14 +16,16 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from lightning.fabric.utilities.rank_zero import rank_zero_warn
+from lightning.pytorch import Trainer
 
 from lightning_hetero import lightning_compat as compat
 from lightning_hetero.base.run import EventLog, planned_batches
+from lightning_hetero.controller.controller import Controller
 from lightning_hetero.controller.lyapunov import LyapunovController
 from lightning_hetero.controller.messages import Decision, Observation
 from lightning_hetero.controller.replans import Replan, ReplanLog
@@ -43,11 +45,6 @@ from lightning_hetero.pipeline.runtime.ownership.migration import CancelledError
 from lightning_hetero.solvers.plans import plan_to_plain
 from lightning_hetero.transport.objects import packed, unpacked
 from lightning_hetero.types import PipelinePlan
-
-if TYPE_CHECKING:
-    from lightning.pytorch import Trainer
-
-    from lightning_hetero.controller.controller import Controller
 
 __all__ = ["RankZero", "Replans"]
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from lightning.pytorch import Trainer
 
 from lightning_hetero import lightning_compat as compat
 from lightning_hetero.base.run import EngineRun
@@ -34,9 +35,6 @@ from lightning_hetero.transport.alone import guard_groups
 from lightning_hetero.transport.one_round import start_sum
 from lightning_hetero.transport.store import run_store
 from lightning_hetero.types import PipelinePlan, StepReport
-
-if TYPE_CHECKING:
-    from lightning.pytorch import Trainer
 
 __all__ = ["PipelineRun"]
 

@@ -15,9 +15,10 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from lightning.pytorch import Trainer
 from torch import Tensor, nn
 
 from lightning_hetero import lightning_compat as compat
@@ -37,9 +38,6 @@ from lightning_hetero.pipeline.fit.replans import Replans
 from lightning_hetero.pipeline.runtime.execute.stage_runner import MicroBatch
 from lightning_hetero.pipeline.runtime.step.tensor_trees import loss_of
 from lightning_hetero.types import SpeedSample, StepReport
-
-if TYPE_CHECKING:
-    from lightning.pytorch import Trainer
 
 __all__ = ["TrainBatches"]
 

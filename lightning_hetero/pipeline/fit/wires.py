@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
+from lightning.pytorch import LightningModule, Trainer
 
 from lightning_hetero.base.run import gloo_group
 from lightning_hetero.emulate.scenario import Scenario
@@ -20,9 +20,6 @@ from lightning_hetero.pipeline.runtime.ownership.ownership import Ownership
 from lightning_hetero.pipeline.runtime.step.backbone import Backbone
 from lightning_hetero.transport.side_channel import SideChannel
 from lightning_hetero.types import PipelinePlan
-
-if TYPE_CHECKING:
-    from lightning.pytorch import LightningModule, Trainer
 
 __all__ = ["Fixed", "Wires"]
 
