@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
-from benchmarks.pictures.charts import Bar, Group, Span, groups, spans
+from benchmarks.pictures.charts import Bar, Group, groups
 from benchmarks.pictures.engines import COLOURS
 from benchmarks.pictures.sheet import Picture
 from benchmarks.results import Results
-from lightning_hetero.report.page.charts import Bar as Stacked
-from lightning_hetero.report.page.charts import bars
 
-__all__ = ["compiled", "drop_in", "goodput", "items", "joint", "monitor", "narx", "peers", "planner", "planning_real",
-           "replanning", "transport"]  # fmt: skip
+__all__ = ["joint", "peers", "planner"]
 
 
 def _bar(results: Results, figure: str, kind: str, form: str = "{:.2f}") -> Bar:
@@ -51,56 +47,6 @@ def joint(results: Results) -> Picture:
     )
 
 
-def replanning(results: Results) -> Picture:
-    """Steps after devices have changed, to the ideal."""
-    kinds = {"ours": "r2", "balanced": "r0", "ours, first plan kept": "r5", "stock DDP": "idle"}
-    rows = [
-        Group(name=name, bars=[_bar(results, f"healing, {engine}{state}: step / ideal", kind)
-                               for engine, kind in kinds.items()])
-        for name, state in (("from a wrong first plan", ""), ("after speeds are reversed", ", reversed"))
-    ]  # fmt: skip
-    pauses = [
-        Group(name=f"{case.removeprefix('pause, ')} of layers and their state",
-              bars=[_bar(results, f"{case}: the move / allowed", "r2")])
-        for case in results.cases(": the move / allowed")
-    ]  # fmt: skip
-    return Picture(
-        title="A pipeline that is planned again while it trains: step over the ideal step",
-        legend=[("r2", "hetero_pipeline"), ("r0", "hetero_balanced"), ("r5", "first plan kept"), ("idle", "stock DDP")],
-        panels=[
-            ("Step over the ideal", groups(rows, label="healing", marks=[(1.0, "ideal")])),
-            ("Moving layers, over the time allowed", groups(pauses, label="pause", marks=[(1.0, "allowed")])),
-        ],
-        source="Medians. Four processes share two cores. Allowed: 1.5 times the bytes' time by gloo plus 50 ms. Missed"
-        " goals in red. benchmarks/replanning/results.json",
-    )
-
-
-def planning_real(results: Results) -> Picture:
-    """Predicted over measured, by engine."""
-    kinds = {
-        "own work, processor time": "own work, by processor time",
-        "own work": "own work, by the wall clock",
-        "step": "whole step, by the wall clock",
-    }
-    panels: list[tuple[str, str]] = []
-    for kind, heading in kinds.items():
-        rows: list[Span] = []
-        for engine in ("balanced", "stale", "pipeline", "pipeline, one chain"):
-            name = f"all models, {engine}: {kind}, predicted / measured, "
-            if name + "median" in results:
-                values = (results[name + which] for which in ("least", "median", "greatest"))
-                rows.append(Span(engine, COLOURS[engine.split(",")[0]], *values))
-        panels.append((f"Predicted over measured: {heading}", spans(rows, label=kind, marks=[(1.0, "exact")])))
-    return Picture(
-        title="How well own work and steps are predicted",
-        panels=panels,
-        source="Real work, nothing emulated: MLPs, CNNs and GPTs of two sizes, two ranks with a core each. Dot: median"
-        " of the six models; line: least to greatest. What the framework and other programs take is in no"
-        " prediction. benchmarks/planning_real/results.json",
-    )
-
-
 def planner(results: Results) -> Picture:
     """Planned over measured steps on emulated devices."""
     rows: dict[str, list[Bar]] = {}
@@ -118,96 +64,6 @@ def planner(results: Results) -> Picture:
     )  # fmt: skip
 
 
-def transport(results: Results) -> Picture:
-    """A round of gradients and parameters through the server to an all_reduce."""
-    rows = [
-        Group(name=f"{size} parameters", bars=[
-            _bar(results, f"{size}, {way} : all_reduce, median of paired ratios", kind)
-            for way, kind in (("shared memory", "r1"), ("pairs", "r4"))
-        ])
-        for size in (case.removesuffix(", all_reduce") for case in results.figures if case.endswith(", all_reduce"))
-    ]  # fmt: skip
-    return Picture(
-        title="Gradients to the server and parameters back, over the time of an all_reduce",
-        legend=[("r1", "shared memory, one node"), ("r4", "pairs, meant for other nodes")],
-        panels=[("", groups(rows, label="rounds", marks=[(1.0, "all_reduce (gloo)")]))],
-        source="Four workers on one node, pairs over the loopback; medians. Goal with 25 million parameters: at most"
-        " 0.5. benchmarks/transport/results.json",
-    )
-
-
-def narx(results: Results) -> Picture:
-    """Errors and times of the predictor that is told the host's load, to the Kalman filter's."""
-    rows = [
-        Group(name=case, bars=[
-            _bar(results, f"{case}: error, narx over kalman", "work"),
-            _bar(results, f"{case}: time, narx over kalman", "exchange"),
-        ])
-        for case in results.cases(": error, narx over kalman")
-    ]  # fmt: skip
-    return Picture(
-        title="NARX, a predictor that is told the host's load, over the Kalman filter",
-        legend=[("work", "error one step ahead"), ("exchange", "time of training")],
-        panels=[("", groups(rows, label="series", marks=[(1.0, "kalman")]))],
-        source="Generated series, four ranks in a closed loop, simulated; missed goals in red."
-        " benchmarks/narx/results.json",
-    )
-
-
-def drop_in(results: Results) -> Picture:
-    """Lightning's own tests under our classes."""
-    rows: list[Stacked] = []
-    for case in results.cases(": refused"):
-        (passed,) = [name for name in results.figures if name.startswith(f"{case}: passed of ")]
-        counts = [results[passed], results[f"{case}: refused"], results[f"{case}: failed"]]
-        whole = math.fsum(counts)
-        parts = [(kind, count / whole) for kind, count in zip(("r2", "exchange", "hot"), counts, strict=True)]
-        name = case.replace("1 rank(s)", "1 rank").replace("rank(s)", "ranks")
-        rows.append(Stacked(name=name, parts=parts, text=" / ".join(f"{count:.0f}" for count in counts)))
-    return Picture(
-        title="Lightning's own tests with our classes in the place of DDPStrategy",
-        legend=[("r2", "passed"), ("exchange", "refused"), ("hot", "failed")],
-        panels=[("passed / refused / failed", bars(rows, label="tests"))],
-        source="Lightning's tests of trainer, loops, callbacks and checkpoints; each that did not pass is listed with"
-        " its reason in benchmarks/drop_in/results.md",
-    )
-
-
-def compiled(results: Results) -> Picture:
-    """What compilations take of a run."""
-    rows: list[Group] = []
-    for case in results.cases(": whole run"):
-        whole_s, compiling_s = results[f"{case}: whole run"], results[f"{case}: time in steps with a compilation"]
-        graphs = results[f"{case}: graphs"]
-        rows.append(Group(name=case, bars=[
-            Bar("r0", whole_s, f"{whole_s:.1f} s"),
-            Bar("exchange", compiling_s, f"{compiling_s:.1f} s, {graphs:.0f} graphs"),
-        ]))  # fmt: skip
-    return Picture(
-        title="torch.compile under hetero_balanced: whole run, and steps that compile",
-        legend=[("r0", "whole run"), ("exchange", "in steps with a compilation")],
-        panels=[("", groups(rows, label="runs"))],
-        source="120 steps on two ranks, shares change while they train; quantum: shares are multiples of it."
-        " benchmarks/compiled/results.json",
-    )
-
-
-def monitor(results: Results) -> Picture:
-    """The monitor's own hooks."""
-    ends = ": in the monitor's own hooks, rank 0, per step"
-    rows = [
-        Group(name=case, bars=[Bar(COLOURS[case], results[case + ends], f"{results[case + ends]:.0f} us, median cost of"
-                                   f" the step {results[f'{case}: cost of the monitor, median']:.1f} %")])
-        for case in results.cases(ends)
-    ]  # fmt: skip
-    return Picture(
-        title="StragglerMonitor: time per step in its own hooks",
-        panels=[("", groups(rows, label="hooks"))],
-        source="log_every_n_steps=1, 20 ms of emulated work per step; runs with and without it in turns. The goal is a"
-        " cost of at most 2 %. benchmarks/monitor/results.json",
-    )
-
-
 def peers(results: Results) -> Picture:
     """Time to a validation loss, by peer."""
     ends = ": that time to stock DDP's"
@@ -221,40 +77,6 @@ def peers(results: Results) -> Picture:
         panels=[(f"Devices: {cluster}", _at_one(rows, "stock DDP")) for cluster, rows in found.items()],
         source="Real processes on four emulated devices, medians over seeds of those that came there with every seed;"
         " what each changes in the recipe: benchmarks/peers/results.md",
-    )
-
-
-def items(results: Results) -> Picture:
-    """Batches whose samples cost unlike, on equal devices."""
-    found: dict[str, list[Group]] = {}
-    for case in results.cases(" / DDP"):
-        kind, _, engine = case.partition(": ")
-        bar = _bar(results, f"{case} / DDP", "r0" if engine == "ours" else "r5")
-        found.setdefault(kind, []).append(Group(name=engine, bars=[bar]))
-    return Picture(
-        title="Batches of skewed lengths on equal devices: step over stock DDP's",
-        panels=[(kind, _at_one(rows, "stock DDP")) for kind, rows in found.items()],
-        source="Two emulated devices whose time is in proportion to a batch's characters."
-        " benchmarks/items/results.json",
-    )
-
-
-def goodput(results: Results) -> Picture:
-    """Useful samples per second, by how often a machine goes."""
-    what, found = "useful samples per second", dict[str, list[Bar]]()
-    for case in results.cases(f": {what}"):
-        when, _, system = case.partition(": ")
-        value = results[f"{case}: {what}"]
-        goal = f"{when}: {system}: goodput"
-        missed = goal in results and results.missed(goal)
-        bar = Bar("r0" if system == "stale" else "r5", value, f"{system}: {value:.0f}", missed)
-        found.setdefault(when, []).append(bar)
-    rows = [Group(name=f"outages: {when}", bars=bars) for when, bars in found.items()]
-    return Picture(
-        title="Useful samples per second while machines go and come again",
-        panels=[("", groups(rows, label=what))],
-        source="Four emulated devices; a useful sample counts once in the final model. Missed goals in red."
-        " benchmarks/goodput/results.json",
     )
 
 

@@ -26,12 +26,12 @@ from lightning_hetero.balanced.decide.rows import RankState, Row, Rows
 from lightning_hetero.shares.policy import BalancePolicy, Decision
 from lightning_hetero.types import StepReport
 
-__all__ = ["Controller", "ExchangeClock", "Tag", "shares_digest"]
+__all__ = ["ExchangeClock", "ShareController", "Tag", "shares_digest"]
 
 Tag = tuple[int, int]
 """(epoch, step) an exchange belongs to; ordered."""
 
-_MOST_NEWS = 64  # kept for a trace that nobody may write
+_MOST_NEWS = 64  # kept for a trace that may not be written
 _NOTHING = RankState()
 
 
@@ -84,7 +84,7 @@ class ExchangeClock:
         return self._history[0][1] if self._history and self._history[0][0] <= limit else 1
 
 
-class Controller:
+class ShareController:
     """Owns the policy of one run on one rank.
 
     Args:
@@ -97,8 +97,8 @@ class Controller:
     Attributes:
         report: the latest exchanged step that was evaluated, the same on every rank.
         decision: what that step led to.
-        news: decisions that changed something, or have something to tell; for whoever takes them.
-        reports: as `report`, the latest of them; for whoever takes them.
+        news: decisions that changed something, or have something to tell; until they are taken.
+        reports: as `report`, the latest of them; until they are taken.
     """
 
     def __init__(

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_hetero.balanced.decide.controller import Controller, ExchangeClock
+from lightning_hetero.balanced.decide.controller import ExchangeClock, ShareController
 from lightning_hetero.balanced.decide.rows import RankState, Row
 from lightning_hetero.shares.bounds import ShareBounds
 from lightning_hetero.shares.caps import MemoryCap, MemoryUse, held_bounds
@@ -61,15 +61,6 @@ def test_a_cap_is_found_in_few_failures_and_never_lost(first: int, holds: int) -
         assert cap.most is not None and 0.7 * holds - 1 <= cap.most <= holds
 
 
-def test_a_size_that_has_fitted_and_fails_leaves_headroom() -> None:
-    cap = MemoryCap()
-    cap.fits(40)
-    cap.fails(40)  # longer samples
-    assert cap.exceeded_by(40) and cap.most == 36
-    cap.fits(40)  # shorter ones; too late
-    assert cap.most == 36
-
-
 def test_a_resumed_run_does_not_try_again() -> None:
     cap = MemoryCap()
     cap.goes_on(5)
@@ -109,15 +100,6 @@ def test_memory_is_a_line_over_samples() -> None:
 
 def test_of_one_size_all_that_a_step_makes_is_taken_to_grow_with_samples() -> None:
     assert use_of((10, 300, 500)).most(1000 * MIB) == 30  # 300 + 20 per sample: fewer than the 50 that fit
-
-
-def test_the_last_measurement_of_a_size_counts() -> None:
-    assert use_of((10, 300, 400), (20, 300, 600), (10, 300, 500)).most(1000 * MIB) == 50
-
-
-@pytest.mark.parametrize("steps", [(), ((10, 300, 300),), ((10, 300, 500), (20, 300, 500)), ((0, 300, 500),)])
-def test_of_what_does_not_grow_nothing_follows(steps: Sequence[tuple[int, float, float]]) -> None:
-    assert use_of(*steps).most(1000 * MIB) is None
 
 
 # ---- bounds of the split --------------------------------------------------------------------------------------
@@ -229,7 +211,7 @@ def test_a_run_under_way_keeps_its_own_caps() -> None:
 
 def row(step: int, samples: int, most: float, compute_s: float = 0.1) -> Row:
     state = RankState(most_samples=most)
-    controller = Controller(policy_of(), rank=0, world_size=2)
+    controller = ShareController(policy_of(), rank=0, world_size=2)
     controller.full_shares(0, step)
     if compute_s:
         controller.measured(samples, compute_s, 0.0)
@@ -237,7 +219,7 @@ def row(step: int, samples: int, most: float, compute_s: float = 0.1) -> Row:
 
 
 def test_the_record_of_a_step_decides_the_next_batch_even_if_its_time_says_nothing() -> None:
-    controller = Controller(policy_of(), rank=0, world_size=2, exchange=ExchangeClock(every=1))
+    controller = ShareController(policy_of(), rank=0, world_size=2, exchange=ExchangeClock(every=1))
     assert controller.full_shares(0, 0) == (8, 8)
     controller.sent(0, 0, lambda: [row(0, 8, math.nan), row(0, 8, 5.0, compute_s=0.0)])
     assert controller.full_shares(0, 1) == (11, 5)

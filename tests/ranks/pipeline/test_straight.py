@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
+from benchmarks.pipeline.schedules import per_link
 from lightning_hetero.pipeline.decide.schedule import Kind
 from lightning_hetero.pipeline.runtime.execute.failures import FailureBoard
 from lightning_hetero.pipeline.runtime.execute.stage_runner import MicroBatch, StageRunner
@@ -94,6 +95,7 @@ def runner_of(net: Net, failures: Failures, **options: Any) -> StageRunner:
         wire=None,
         failures=failures,
         times=times_of(1),
+        policy=per_link,
         seed=7,
         device=torch.device("cpu"),
         **options,

@@ -21,13 +21,15 @@ from lightning_hetero import lightning_compat as compat
 from lightning_hetero.data.layouts import first_samples
 from lightning_hetero.measure.device import device_of, is_out_of_memory
 from lightning_hetero.pipeline.fit.leader_step import leader_runs
-from lightning_hetero.pipeline.runtime.measure.around_backbone import count_calls, measure_outside
+from lightning_hetero.pipeline.runtime.measure.around_backbone import (
+    count_calls,
+    measure_outside,
+    measure_whole,
+)
+from lightning_hetero.pipeline.runtime.measure.around_backbone import measure_series as series_of
 from lightning_hetero.pipeline.runtime.measure.layers import Example, profile_on_device
-from lightning_hetero.pipeline.runtime.measure.memory import OptimizerSpec, optimizer_bytes
-from lightning_hetero.pipeline.runtime.measure.residence import move_but
+from lightning_hetero.pipeline.runtime.measure.memory import OptimizerSpec, move_but, optimizer_bytes
 from lightning_hetero.pipeline.runtime.measure.snapshot import Snapshot
-from lightning_hetero.pipeline.runtime.measure.whole_step import measure_series as series_of
-from lightning_hetero.pipeline.runtime.measure.whole_step import measure_whole
 from lightning_hetero.pipeline.runtime.step.backbone import Backbone
 from lightning_hetero.pipeline.runtime.step.layer_calls.route import RoutedCall
 from lightning_hetero.pipeline.runtime.step.random_streams import nothing_drawn
@@ -189,7 +191,7 @@ def _measured(
         model = profile_on_device(
             layers,
             {
-                n: Example(value, RoutedCall(route, layers, again), f"{route.text}{checkpoint_layers}")
+                n: Example(value, RoutedCall(route, layers, again))
                 for n, (route, value) in outside.first.items()
             },
             names=step.backbone.names,
@@ -218,7 +220,7 @@ def _refuse_size(step: Rehearsal, samples: int, error: Exception) -> NoReturn:
     raise torch.OutOfMemoryError(
         f"what is outside of the layers, with one layer at a time and {samples} samples, does not fit {step.device}:"
         " name more of the model in backbone=, take a smaller micro_batch_size=, or pass profile= with costs measured"
-        f" elsewhere, e.g. estimated with lightning_hetero.pipeline.runtime.measure.layers.estimate_on_meta ({error})"
+        f" elsewhere ({error})"
     ) from error
 
 

@@ -182,13 +182,14 @@ def _restores(x: Any, y: Any, originals: dict[int, Any]) -> Iterator[Callable[[]
 
 def _refill(target: Any, entries: Any) -> None:
     """Puts the entries of a container back; methods of a subclass, which may do something else, are not asked."""
-    kind: Any = next(k for k in (OrderedDict, dict, list, deque, set) if isinstance(target, k))
+    kinds: tuple[Any, ...] = OrderedDict, dict, list, deque, set
+    kind = next(k for k in kinds if isinstance(target, k))
     kind.clear(target)
     if kind in (OrderedDict, dict):
         for key, value in dict(entries).items():
             kind.__setitem__(target, key, value)
     else:
-        (set.update if kind is set else kind.extend)(target, entries)
+        getattr(kind, "update" if kind is set else "extend")(target, entries)
 
 
 def _slots(kind: type) -> Iterator[Any]:
