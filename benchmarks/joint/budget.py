@@ -10,12 +10,12 @@ import numpy as np
 
 from benchmarks.joint.plans import lengths
 from benchmarks.joint.scenarios import SAMPLES, cluster_of, model_of
+from benchmarks.joint.simulated.machine import Machine
+from benchmarks.joint.simulated.simulator import Rates, simulate
+from benchmarks.joint.simulated.traces import Phase, Trace, markov_speeds, merged, price_spikes
 from lightning_hetero import LyapunovController
 from lightning_hetero.controller.spending import Spending
 from lightning_hetero.pipeline.decide.plans import best_plan
-from lightning_hetero.pipeline.decide.simulate.machine import Machine
-from lightning_hetero.pipeline.decide.simulate.simulator import Rates, simulate
-from lightning_hetero.pipeline.decide.simulate.traces import Phase, Trace, markov_speeds, merged, price_spikes
 from lightning_hetero.solvers.placement import evaluate_plan
 from lightning_hetero.solvers.placement.pipes import Pipe, Problem
 from lightning_hetero.solvers.placement.shares import share

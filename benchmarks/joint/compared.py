@@ -10,11 +10,11 @@ import numpy as np
 
 from benchmarks.joint.plans import blended_plans, even_plans, fastest, lengths, mean_s, oracle_plans
 from benchmarks.joint.scenarios import SAMPLES, SCENARIOS, Scenario, Traced, cluster_of, model_of
+from benchmarks.joint.simulated.machine import Machine
+from benchmarks.joint.simulated.simulator import simulate
 from benchmarks.joint.waves import waves_s
 from lightning_hetero import LyapunovController
 from lightning_hetero.pipeline.decide.plans import best_plan
-from lightning_hetero.pipeline.decide.simulate.machine import Machine
-from lightning_hetero.pipeline.decide.simulate.simulator import simulate
 
 __all__ = ["NOTES", "figures", "measure", "table"]
 

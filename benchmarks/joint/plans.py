@@ -8,9 +8,9 @@ from collections.abc import Callable, Iterator, Sequence
 import numpy as np
 
 from benchmarks.joint.scenarios import SAMPLES
-from lightning_hetero.pipeline.decide.plan_times import work_s
-from lightning_hetero.pipeline.decide.simulate.machine import Machine
-from lightning_hetero.pipeline.decide.simulate.traces import Phase, Trace
+from benchmarks.joint.simulated.machine import Machine
+from benchmarks.joint.simulated.traces import Phase, Trace
+from lightning_hetero.pipeline.decide.costs import work_s
 from lightning_hetero.solvers.chain.layers import Floats
 from lightning_hetero.solvers.placement import evaluate_plan, micro_batches_of, place
 from lightning_hetero.types import GroupPlan, PipelinePlan

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from lightning_hetero.pipeline.decide.simulate.traces import (
+from benchmarks.joint.simulated.traces import (
     Trace,
     degraded_links,
     diurnal_load,

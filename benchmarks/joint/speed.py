@@ -9,12 +9,12 @@ from typing import Any
 import numpy as np
 
 from benchmarks.joint.scenarios import OUTPUT, SAMPLES, STATE, UNEVEN, cluster_of, model_of
+from benchmarks.joint.simulated.machine import Machine
+from benchmarks.joint.simulated.simulator import simulate
+from benchmarks.joint.simulated.traces import markov_speeds
 from lightning_hetero import LyapunovController
 from lightning_hetero.controller.controller import Controller
 from lightning_hetero.controller.messages import Decision, Observation
-from lightning_hetero.pipeline.decide.simulate.machine import Machine
-from lightning_hetero.pipeline.decide.simulate.simulator import simulate
-from lightning_hetero.pipeline.decide.simulate.traces import markov_speeds
 from lightning_hetero.solvers.placement import place
 
 __all__ = ["NOTES", "figures", "measure"]

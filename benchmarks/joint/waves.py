@@ -13,8 +13,8 @@ import math
 from collections.abc import Sequence
 
 from benchmarks.joint.scenarios import SAMPLES
-from lightning_hetero.pipeline.decide.simulate.machine import Machine
-from lightning_hetero.pipeline.decide.simulate.traces import Phase
+from benchmarks.joint.simulated.machine import Machine
+from benchmarks.joint.simulated.traces import Phase
 from lightning_hetero.solvers.chain.model import evaluate
 from lightning_hetero.solvers.placement.pipes import Pipe, Problem
 from lightning_hetero.solvers.placement.seeds import dealt

@@ -16,9 +16,10 @@ from typing import Any
 import numpy as np
 
 from benchmarks.pipeline.scenarios import Case
+from benchmarks.pipeline.schedules import one_f_one_b
 from benchmarks.planning.brute_force import BruteForce
-from lightning_hetero.pipeline.decide.plan_times import times_of
-from lightning_hetero.pipeline.decide.schedule import SchedulePolicy, makespan_s, one_f_one_b
+from lightning_hetero.pipeline.decide.costs import times_of
+from lightning_hetero.pipeline.decide.generate import SchedulePolicy, makespan_s
 from lightning_hetero.solvers.chain.chain import chain_of
 from lightning_hetero.solvers.chain.model import stage_bytes
 from lightning_hetero.solvers.placement import evaluate_plan, micro_batches_of, place

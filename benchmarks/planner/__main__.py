@@ -24,8 +24,8 @@ from benchmarks.torchrun import launch
 from lightning_hetero.cli.loading import profile_module
 from lightning_hetero.cli.probe import probe_machine
 from lightning_hetero.cluster.spec import cluster_from_plain, override_cluster
+from lightning_hetero.pipeline.decide.costs import model_to_plain
 from lightning_hetero.pipeline.decide.plans import emulated
-from lightning_hetero.pipeline.decide.recorded_costs import model_to_plain
 from lightning_hetero.plan.formula import model_from_formula
 from lightning_hetero.plan.planner import ENGINES, Plan, plan
 from lightning_hetero.plan.setup import Setup

@@ -17,7 +17,7 @@ from benchmarks.emulated import Emulated
 from benchmarks.planner.cases import CASES, WARM_UP, Case, Net, loader
 from benchmarks.torchrun import as_rank
 from lightning_hetero import BoundedStalenessStrategy, HeteroPipelineStrategy, LoadBalancedStrategy
-from lightning_hetero.pipeline.decide.recorded_costs import model_from_plain
+from lightning_hetero.pipeline.decide.costs import model_from_plain
 from lightning_hetero.solvers.plans import plan_from_plain
 
 __all__ = ["train"]

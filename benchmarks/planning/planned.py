@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 
 from benchmarks.planning.cases import Case, large_case, small_case
-from lightning_hetero.pipeline.decide.plan_times import times_of
-from lightning_hetero.pipeline.decide.schedule import SchedulePolicy, makespan_s
+from lightning_hetero.pipeline.decide.costs import times_of
+from lightning_hetero.pipeline.decide.generate import SchedulePolicy, makespan_s
 from lightning_hetero.solvers.placement import place
 
 __all__ = ["NOTES", "figures", "measure", "run"]
@@ -24,7 +24,6 @@ KINDS: dict[str, dict[str, Any]] = {
     "": {},
     ", caps": {"capped": True},
     ", caps, low memory": {"capped": True, "depth": "low_memory"},
-    ", blocking transfers": {"overlap": False},
 }
 
 Raw = dict[str, list[float]]
@@ -58,7 +57,7 @@ def ratios(case: Case, **options: Any) -> list[float]:
         if len(group.ranks) > 1:
             times = times_of(case.model, case.cluster, group)
             policy = SchedulePolicy(depths=group.depths)
-            found.append(makespan_s(times, policy, overlap=options.get("overlap", True)) / group.total_s)
+            found.append(makespan_s(times, policy) / group.total_s)
     return found
 
 

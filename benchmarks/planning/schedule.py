@@ -1,6 +1,6 @@
 """How good generated schedules are: makespan over the planner's model, by depth, order and speed of the links.
 
-The model is what plans are searched by, fill + (m - 1) * bottleneck (`PipelineTimes.model_s`). A schedule whose
+The model is what plans are searched by, fill + (m - 1) * bottleneck (`model_s`). A schedule whose
 makespan is above it breaks the planner's promise; below it, parts of the fill overlapped.
 """
 
@@ -9,32 +9,20 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
-from lightning_hetero.pipeline.decide.schedule import (
-    PipelineTimes,
-    SchedulePolicy,
-    blocking,
-    check,
-    generate,
-    makespan_s,
-    one_f_one_b,
-    per_link,
-    replay,
-    thrifty,
-)
+from benchmarks.pipeline.schedules import model_s, one_f_one_b, per_link, proportional
+from lightning_hetero.pipeline.decide.generate import SchedulePolicy, generate, makespan_s
+from lightning_hetero.pipeline.decide.schedule import PipelineTimes
 
 __all__ = ["NOTES", "figures", "measure", "run", "table"]
 
 NOTES = (
     "Makespan of the generated schedule / (fill + (m - 1) * bottleneck); new random pipelines per row: 2-8 stages of "
     "0.5-1 of the bottleneck, forward : backward = 1 : 2, head 2-30 % of the bottleneck, 2-6 micro-batches per stage. "
-    "*link x*: round trips are drawn from 0 to x bottlenecks. The output loops back to the leader unless *chain*. "
-    "*off by 20 %*: every stage's true time differs by up to 20 % from what the order was computed with; the figure "
-    "is the fixed order's time over that of an order computed with the true times."
+    "*link x*: round trips are drawn from 0 to x bottlenecks. The output loops back to the leader."
 )
 LINKS = (0.0, 0.1, 0.3, 0.5, 1.0)
 OURS = "per-link depth, H > F > B"
@@ -53,52 +41,25 @@ POLICIES: dict[str, Draw] = {
     "per-link depth, B > H > F": lambda t: SchedulePolicy(depths=per_link(t).depths, priority="BHF"),
     OURS: per_link,
     "depth S+1-i, H > F > B": lambda t: SchedulePolicy(depths=_more(t, one_f_one_b(t).depths, 1)),
-    "thrifty: cumulative depth + 1, H > F > B": thrifty,
     "unlimited depth, H > B > F": lambda t: SchedulePolicy(depths=(t.micro_batches,) * t.stages, priority="HBF"),
 }
 
 
-def pipeline(rng: np.random.Generator, link: float, *, loop_back: bool = True) -> PipelineTimes:
+def pipeline(rng: np.random.Generator, link: float) -> PipelineTimes:
     """Draws a pipeline whose links' round trips take up to ``link`` bottlenecks."""
     stages = int(rng.integers(2, 9))
     micro_batches = int(rng.integers(2 * stages, 6 * stages + 1))
     stage_s = rng.uniform(0.5, 1.0, stages)
     head_s = float(rng.uniform(0.02, 0.3) * stage_s.max())
     one_way_s = rng.uniform(0.0, link, stages) * stage_s.max() / 2.0
-    return PipelineTimes.proportional(
+    return proportional(
         [1.0] * micro_batches,
         forward_s=(stage_s / 3.0).tolist(),
         backward_s=(2.0 * stage_s / 3.0).tolist(),
         link_s=one_way_s[:-1].tolist(),
         loop_s=float(one_way_s[-1]),
         head_s=(head_s / 3.0, 2.0 * head_s / 3.0),
-        loop_back=loop_back,
     )
-
-
-def disturbed(rng: np.random.Generator, times: PipelineTimes, off: float) -> PipelineTimes:
-    """Returns the pipeline with each stage's and the head's time multiplied by 1 - off to 1 + off."""
-    factors = rng.uniform(1.0 - off, 1.0 + off, times.stages + 1).tolist()
-
-    def scaled(factor: float, row: Sequence[float]) -> tuple[float, ...]:
-        return tuple(factor * x for x in row)
-
-    return replace(
-        times,
-        forward_s=tuple(map(scaled, factors, times.forward_s)),
-        backward_s=tuple(map(scaled, factors, times.backward_s)),
-        head_forward_s=scaled(factors[-1], times.head_forward_s),
-        head_backward_s=scaled(factors[-1], times.head_backward_s),
-    )
-
-
-def blocking_model_s(times: PipelineTimes) -> float:
-    """Returns fill + (m - 1) * bottleneck where a transfer keeps both its devices busy [s]."""
-    busy_s = [0.0] * times.stages
-    for step, row in zip(times.route(), times.seconds, strict=True):
-        for device in {step.device, step.to_device}:
-            busy_s[device] += sum(row) / times.micro_batches
-    return times.fill_s + (times.micro_batches - 1) * max(busy_s)
 
 
 def measure(quick: bool = False) -> Raw:
@@ -109,40 +70,14 @@ def measure(quick: bool = False) -> Raw:
         rng = np.random.default_rng([1, row])
         drawn = [pipeline(rng, link) for _ in range(count)]
         for name, policy in POLICIES.items():
-            raw[f"link {link:g}: {name}"] = [makespan_s(t, policy(t)) / t.model_s for t in drawn]
-        for name, policy in (("per-link", per_link), ("thrifty", thrifty)):
-            raw[f"link {link:g}: activations held, {name} / S-i"] = [
-                sum(policy(t).depths) / sum(one_f_one_b(t).depths) for t in drawn
-            ]
-        raw[f"link {link:g}: blocking transfers / their model"] = [
-            makespan_s(t, blocking(t), overlap=False) / blocking_model_s(t) for t in drawn
+            raw[f"link {link:g}: {name}"] = [makespan_s(t, policy(t)) / model_s(t) for t in drawn]
+        raw[f"link {link:g}: activations held, per-link / S-i"] = [
+            sum(per_link(t).depths) / sum(one_f_one_b(t).depths) for t in drawn
         ]
-        raw[f"link {link:g}: off by 20 %, fixed order / new order"] = _off(rng, drawn, 0.2)
-        chains = [pipeline(rng, link, loop_back=False) for _ in range(count)]
-        for name in (TEXTBOOK, OURS):
-            raw[f"link {link:g}: chain, {name}"] = [makespan_s(t, POLICIES[name](t)) / t.model_s for t in chains]
-        raw[f"link {link:g}: schedules refused"] = [float(_refused(t)) for t in (*drawn, *chains)]
-    raw["8 stages x 64 micro-batches, operation lists [ms]"] = _times_ms(generate, 5 if quick else 20)
-    raw["8 stages x 64 micro-batches, makespan only [ms]"] = _times_ms(makespan_s, 5 if quick else 20)
+    repeats = 5 if quick else 20
+    raw["8 stages x 64 micro-batches, operation lists [ms]"] = _times_ms(lambda t: generate(t, per_link(t)), repeats)
+    raw["8 stages x 64 micro-batches, makespan only [ms]"] = _times_ms(lambda t: makespan_s(t, per_link(t)), repeats)
     return raw
-
-
-def _off(rng: np.random.Generator, drawn: list[PipelineTimes], off: float) -> list[float]:
-    ratios: list[float] = []
-    for times in drawn:
-        schedule, policy = generate(times), per_link(times)
-        truth = disturbed(rng, times, off)
-        ratios.append(replay(schedule, truth).makespan_s / makespan_s(truth, policy))
-    return ratios
-
-
-def _refused(times: PipelineTimes) -> bool:
-    try:
-        check(generate(times))
-        check(generate(times, overlap=False))
-    except ValueError:
-        return True
-    return False
 
 
 def _times_ms(act: Callable[[PipelineTimes], object], repeats: int) -> list[float]:
@@ -150,7 +85,7 @@ def _times_ms(act: Callable[[PipelineTimes], object], repeats: int) -> list[floa
     elapsed: list[float] = []
     for _ in range(repeats):
         stage_s = rng.uniform(0.5, 1.0, 8)
-        times = PipelineTimes.proportional(
+        times = proportional(
             [1.0] * 64, forward_s=stage_s.tolist(), backward_s=(2.0 * stage_s).tolist(),
             link_s=rng.uniform(0.0, 0.5, 7).tolist(), loop_s=0.2, head_s=(0.1, 0.2),
         )  # fmt: skip
@@ -171,13 +106,8 @@ def figures(raw: Raw) -> list[dict[str, Any]]:
 
     for case, values in raw.items():
         _, _, what = case.partition(": ")
-        if what == "schedules refused":
-            add(case, sum(values), f"of {len(values)}", 0.0)
-        elif what.startswith("activations"):
+        if what.startswith("activations"):
             add(f"{case}, median", statistics.median(values), "x")
-        elif what.startswith("off by"):
-            add(f"{case}, 90 %", float(np.quantile(values, 0.9)), "x", 1.05)
-            add(f"{case}, max", max(values), "x")
         elif case.endswith("[ms]"):
             add(case.removesuffix(" [ms]"), statistics.median(values), "ms", 50.0)
         else:
@@ -190,7 +120,7 @@ def figures(raw: Raw) -> list[dict[str, Any]]:
 
 def table(raw: Raw) -> str:
     """Returns the ratios of all depths and orders, link by link, as a Markdown table."""
-    columns = ["link", *POLICIES, "activations held, per-link / S-i", "blocking transfers / their model"]
+    columns = ["link", *POLICIES, "activations held, per-link / S-i"]
     rows: list[list[str]] = [columns, ["---"] * len(columns)]
     for link in LINKS:
         cells = [f"{link:g}"]
@@ -198,9 +128,7 @@ def table(raw: Raw) -> str:
             values = raw[f"link {link:g}: {name}"]
             shown = (statistics.median(values), float(np.quantile(values, 0.9)), max(values))
             cells.append(" / ".join(f"{value:.2f}" for value in shown))
-        cells.append(f"x{statistics.median(raw[f'link {link:g}: {columns[-2]}']):.2f}")
-        blocked = raw[f"link {link:g}: {columns[-1]}"]
-        cells.append(" / ".join(f"{value:.2f}" for value in (statistics.median(blocked), max(blocked))))
+        cells.append(f"x{statistics.median(raw[f'link {link:g}: {columns[-1]}']):.2f}")
         rows.append(cells)
     lines = ["| " + " | ".join(row) + " |" for row in rows]
     return "Makespan / model, median / 90 % / max:\n\n" + "\n".join(lines)

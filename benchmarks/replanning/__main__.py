@@ -82,7 +82,7 @@ def main() -> None:
         f" {healing.IDEAL_S * 1e3:.1f} ms; medians over runs of medians over the batches from the eleventh on, of the"
         " slowest rank's batch. Four processes share two cores, all but the sleeps is real. Pause: two processes on two"
         f" cores; allowed is {ALLOWED:g} times the time of the bytes plus {ALLOWED_S * 1e3:g} ms, of the same turn;"
-        " medians but for the first turn. A move sends the same bytes with names, shapes and two checksums, and puts"
+        " medians but for the first turn. A move sends the same bytes with names and shapes, and puts"
         " them where parameters and optimizer keep them."
     )
     figures = [*healing_figures(raw["healing"]), *pause_figures(raw["pause"])]

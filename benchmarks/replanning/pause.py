@@ -81,7 +81,10 @@ def moves(layers: int, repeats: int) -> list[dict[str, float]]:
         data = torch.ones(size, dtype=torch.uint8)  # touched: new memory takes longer than what has been used
         sent_s = timed(send, data, source, target)
         new = Ownership(model, list(model.layers), held_by(target), rank=rank)
-        migration = Migration(model, [optimizer], held, new, device=CPU, group=group, wait=dist.Work.wait)
+        migration = Migration(
+            model, [optimizer], held, new, device=CPU, group=group, wait=dist.Work.wait,
+            wait_for_peer=lambda work: work.wait(),
+        )  # fmt: skip
         rows.append({"pause_s": timed(move, migration, i), "sent_s": sent_s, "size_bytes": migration.size_bytes})
         held = new
     return rows

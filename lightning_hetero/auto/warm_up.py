@@ -136,11 +136,10 @@ class WarmUp:
             optimizers=(),
             to_device=self.to_device,
             context=self.context,
-            carrier="auto",
         )
 
     def _measured(self, rehearsal: Rehearsal) -> ModelCost:
-        return measure_model(rehearsal, micro_batch_size=None, checkpoint_layers=False, cache_folder=None)[0]
+        return measure_model(rehearsal, micro_batch_size=None, checkpoint_layers=False)[0]
 
     def _slowness(self, whole: ModelCost) -> tuple[float, ...]:
         """Returns the times of steps over their median; the same number of steps on all ranks."""

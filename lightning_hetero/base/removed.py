@@ -11,7 +11,12 @@ REMOVED_OPTIONS: dict[str, dict[str, str]] = {
     "LoadBalancedStrategy": {},
     "FederatedStrategy": {},
     "BoundedStalenessStrategy": {},
-    "HeteroPipelineStrategy": {},
+    "HeteroPipelineStrategy": {
+        "overlap": "transfers always run beside computation, which was the default and never slower. Leave it out",
+        "seed": "dropout and whatever else is drawn follow seed_everything, or 0. Call seed_everything(seed)",
+        "cache_folder": "a trace keeps what was measured. Pass its path as cluster=, or a ModelCost as profile=",
+        "carrier": "training steps are suspended as greenlets, which are installed with the package: leave it out",
+    },
     "AutoStrategy": {},
 }
 

@@ -46,7 +46,6 @@ _ENVIRON = (
     "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE", "TORCHELASTIC_RUN_ID", "SLURM_JOB_ID", "SLURM_TASKS_PER_NODE",
     "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME",
 )  # fmt: skip
-_OPTIONAL = {"greenlet": "training steps of hetero_pipeline are suspended by threads, which takes longer"}
 _MEMORY = Path("/dev/shm")
 
 
@@ -117,8 +116,8 @@ def _packages() -> list[Package]:
     except metadata.PackageNotFoundError:  # run from a checkout that is not installed
         requirements = []
     for requirement in requirements:
-        name, extra = requirement.name, requirement.marker is not None
-        if extra and name not in _OPTIONAL:
+        name = requirement.name
+        if requirement.marker is not None:  # of an extra
             continue
         installed = _version_of(name)
         fits = installed is not None and requirement.specifier.contains(installed, prereleases=True)
@@ -127,7 +126,6 @@ def _packages() -> list[Package]:
             installed=installed,
             wanted=str(requirement.specifier),
             fits=fits,
-            optional=_OPTIONAL.get(name, "") if extra else "",
         )
         if one.name not in {known.name for known in wanted}:
             wanted.append(one)

@@ -142,9 +142,8 @@ class _Profiler(Callback):
                 optimizers=trainer.optimizers,
                 to_device=partial(compat.batch_to_device, trainer),
                 context=trainer.precision_plugin.train_step_context,
-                carrier="auto",
             )
-            model, _ = measure_model(step, micro_batch_size=None, checkpoint_layers=False, cache_folder=None)
+            model, _ = measure_model(step, micro_batch_size=None, checkpoint_layers=False)
             return model
 
         try:

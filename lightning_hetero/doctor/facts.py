@@ -19,14 +19,12 @@ class Package:
         installed: its version; None: it is not there.
         wanted: the versions that will do, e.g. ``">=2.6,<3"``.
         fits: whether the installed one is among them.
-        optional: what is missing without it; empty: it is required.
     """
 
     name: str
     installed: str | None
     wanted: str
     fits: bool
-    optional: str = ""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -25,12 +25,8 @@ def versions(facts: Facts) -> list[Finding]:
         if package.fits:
             continue
         pip = f"pip install '{package.name}{package.wanted}'"
-        if package.optional:
-            text = f"{package.name} {have}: {package.optional}"
-            found.append(Finding(check="versions", level="warn", text=text, advice=pip))
-        else:
-            text = f"{package.name} {have}, needed is {package.wanted or 'any version'}"
-            found.append(Finding(check="versions", level="fail", text=text, advice=pip))
+        text = f"{package.name} {have}, needed is {package.wanted or 'any version'}"
+        found.append(Finding(check="versions", level="fail", text=text, advice=pip))
     if not any(finding.level == "fail" for finding in found):
         known = ", ".join(f"{p.name} {p.installed}" for p in facts.packages if p.installed)
         found.insert(0, Finding(check="versions", level="ok", text=known))

@@ -12,11 +12,10 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
-from lightning.fabric.utilities.rank_zero import rank_zero_info, rank_zero_warn
+from lightning.fabric.utilities.rank_zero import rank_zero_info
 from torch import Tensor
 
 from lightning_hetero import lightning_compat as compat
@@ -28,11 +27,10 @@ from lightning_hetero.controller.replans import Replan
 from lightning_hetero.emulate.scenario import Scenario
 from lightning_hetero.emulate.throttle import scenario_steps
 from lightning_hetero.lightning_compat.patches import patched
-from lightning_hetero.pipeline.decide.plans import describe_plan, unit_costs
-from lightning_hetero.pipeline.decide.recorded_costs import model_from_plain
-from lightning_hetero.pipeline.fit.acting import acting_rank
+from lightning_hetero.pipeline.decide.costs import model_from_plain
+from lightning_hetero.pipeline.decide.plans import describe_plan
 from lightning_hetero.pipeline.fit.checkpoints import WholeCheckpointsDDP
-from lightning_hetero.pipeline.fit.layer_hooks import hooks_return
+from lightning_hetero.pipeline.fit.leader_step import acting_rank
 from lightning_hetero.pipeline.fit.plan.planning import (
     CannotDivideError,
     PipelineSettings,
@@ -42,21 +40,19 @@ from lightning_hetero.pipeline.fit.plan.planning import (
     evaluation_plan,
     make_plan,
     read_cluster,
-    tied_spans,
 )
 from lightning_hetero.pipeline.fit.plan.rehearsal import Rehearsal
 from lightning_hetero.pipeline.fit.refusals import (
     REFUSALS,
+    hooks_return,
     refuse_module,
     refuse_no_optimizer,
     refuse_optimizers,
     warn_undivided,
 )
-from lightning_hetero.pipeline.fit.replans import Decides
 from lightning_hetero.pipeline.fit.run import PipelineRun
 from lightning_hetero.pipeline.fit.training import TrainBatches
 from lightning_hetero.pipeline.runtime.step.backbone import Backbone
-from lightning_hetero.pipeline.runtime.step.coroutines import CarrierName
 from lightning_hetero.pipeline.runtime.step.undivided import Undivided, find_layers, undivided
 from lightning_hetero.solvers.plans import plan_from_plain
 from lightning_hetero.types import Cluster, ModelCost, PipelinePlan
@@ -91,14 +87,10 @@ class HeteroPipelineStrategy(WholeCheckpointsDDP):
         max_groups: most pipelines side by side; ``None``: as many as devices.
         depth: how many micro-batches are in flight: ``"per_link"`` for speed, ``"low_memory"``; ``"auto"``: whichever
             makes the faster plan under the devices' memory.
-        overlap: transfers run beside computation.
         checkpoint_layers: keep only each layer's input for the backward pass and compute the layer again there.
         emulate_links: let activations, sums of gradients and layers that move take the time they would on the links of
             ``cluster``.
-        seed: of dropout and whatever else is drawn; ``None``: ``seed_everything``'s, or 0.
         stream: what an `IterableDataset` is: ``"shared"``, if all ranks read the same one.
-        carrier: what suspends a training step: ``"greenlet"``, ``"thread"``, or ``"auto"``.
-        cache_folder: where measurements are kept between runs; ``None``: nowhere.
         **ddp: arguments shared by all engines, and `DDPStrategy`'s own; see `HeteroStrategy`. Those of
             `DistributedDataParallel`, which is not used here, are refused or named in a warning.
 
@@ -125,23 +117,16 @@ class HeteroPipelineStrategy(WholeCheckpointsDDP):
         controller: LyapunovController | Literal["lyapunov"] | None = "lyapunov",
         max_groups: int | None = None,
         depth: Literal["auto", "per_link", "low_memory"] = "auto",
-        overlap: bool = True,
         checkpoint_layers: bool = False,
         emulate_links: bool = False,
-        seed: int | None = None,
         stream: Literal["shared"] | None = None,
-        carrier: Literal["auto", "greenlet", "thread"] = "auto",
-        cache_folder: str | Path | None = None,
         **ddp: Any,
     ) -> None:
         super().__init__(accelerator=accelerator, **ddp)
         check_counts(micro_batch_size=micro_batch_size, max_groups=max_groups)
         check_choice("depth", depth, ("auto", "per_link", "low_memory"))
         check_choice("stream", stream, (None, "shared"))
-        check_choice("carrier", carrier, ("auto", "greenlet", "thread"))
-        check_flags(overlap=overlap, checkpoint_layers=checkpoint_layers, emulate_links=emulate_links)
-        if not (seed is None or type(seed) is int):
-            raise TypeError(f"seed={seed!r} must be a whole number, or None")
+        check_flags(checkpoint_layers=checkpoint_layers, emulate_links=emulate_links)
         names = [backbone] if isinstance(backbone, str | None) else backbone
         if not (isinstance(names, Sequence) and all(isinstance(name, str | None) for name in names)):
             raise TypeError(f"backbone={backbone!r} must be the name of an attribute, a list of names, or None")
@@ -154,15 +139,11 @@ class HeteroPipelineStrategy(WholeCheckpointsDDP):
             micro_batch_size=micro_batch_size,
             max_groups=max_groups,
             depth=depth,
-            overlap=overlap,
             checkpoint_layers=checkpoint_layers,
-            cache_folder=None if cache_folder is None else str(cache_folder),
             watched=isinstance(controller, LyapunovController),
         )
         self.emulate_links = emulate_links
         self.stream: Literal["shared"] | None = stream
-        self.carrier: CarrierName = carrier
-        self._seed = seed
         self._planned: tuple[object, int | None, PlanResult] | None = None  # model and batch it holds for, and the plan
         self._accumulates = False
         self._replans: list[Replan] = []
@@ -171,18 +152,21 @@ class HeteroPipelineStrategy(WholeCheckpointsDDP):
 
     def begin(self, trainer: Trainer) -> PipelineRun:
         assert self.cluster_environment is not None
+        controller = self.controller
+        if controller == "lyapunov":  # not asked for: a plan that was given stays
+            controller = None if self.plan_settings.plan is not None else LyapunovController()
         settings = PipelineSettings(
             shared=self.shared,
             planning=self.plan_settings,
             backbone=self.backbone,
             emulate_links=self.emulate_links,
-            seed=int(os.environ.get("PL_GLOBAL_SEED", 0)) if self._seed is None else self._seed,
+            seed=int(os.environ.get("PL_GLOBAL_SEED", 0)),
             stream=self.stream,
-            carrier=self.carrier,
             device=self.root_device,
             process_group_backend=self.process_group_backend,
             timeout=self.timeout,
             main_address=self.cluster_environment.main_address,
+            controller=controller,
         )
         run = PipelineRun(trainer, settings)
         run.undo.enter_context(patched(self.precision_plugin, "backward", self._backward_done))
@@ -216,12 +200,12 @@ class HeteroPipelineStrategy(WholeCheckpointsDDP):
             warn_undivided(backbone)
         self._replans = run.replans
         moves = partial(compat.batch_to_device, trainer, move=super().batch_to_device)
-        start = self._starts(backbone)
-        if run.fitting and (start is not None or any(len(group.ranks) > 1 for group in planned.plan.groups)):
+        divided = any(len(group.ranks) > 1 for group in planned.plan.groups)
+        if run.fitting and (divided or run.settings.controller is not None):
             refuse_optimizers(self.optimizers, backbone)
             run.undo.enter_context(hooks_return(backbone))
-        self._install(run, planned, backbone, start=start, in_force=self._in_force, to_device=moves)
-        if any(len(group.ranks) > 1 for group in planned.plan.groups) or len(planned.plan.groups) < self.world_size:
+        self._install(run, planned, backbone, in_force=self._in_force, to_device=moves)
+        if divided or len(planned.plan.groups) < self.world_size:
             rank_zero_info(f"hetero_pipeline:\n{describe_plan(planned.plan, planned.cluster, backbone.names)}")
         self.setup_precision_plugin()
 
@@ -260,7 +244,6 @@ class HeteroPipelineStrategy(WholeCheckpointsDDP):
                 optimizers=self.optimizers,
                 to_device=partial(compat.batch_to_device, run.trainer, move=super().batch_to_device),
                 context=self.precision_plugin.train_step_context,
-                carrier=self.carrier,
             )
             planned = make_plan(
                 step,
@@ -277,36 +260,6 @@ class HeteroPipelineStrategy(WholeCheckpointsDDP):
         """Another plan has come into force: a later fit of the same model begins with it."""
         assert self._planned is not None
         self._planned = (*self._planned[:2], planned)
-
-    def _starts(self, backbone: Backbone) -> Callable[[PlanResult, int | None], Decides | None] | None:
-        """Returns what makes the controller, on rank 0 when the first batch has been trained; None: there is none."""
-        settings, controller = self.plan_settings, self.controller
-        unasked = controller == "lyapunov"
-        if controller is None or (unasked and settings.plan is not None):
-            return None
-        starts: Any = LyapunovController() if unasked else controller
-
-        def start(planned: PlanResult, batches: int | None) -> Decides | None:
-            assert self._run is not None
-            try:
-                return starts.start(
-                    planned.model or unit_costs(backbone.names),
-                    planned.cluster,
-                    planned.plan,
-                    spans=tied_spans(self._run.module, backbone),
-                    micro_batch_size=settings.micro_batch_size,
-                    max_groups=settings.max_groups,
-                    overlap=settings.overlap,
-                    depth=settings.depth,
-                    planned_batches=batches,
-                )
-            except ValueError as error:
-                if not unasked:
-                    raise
-                rank_zero_warn(f"the first plan stays, because no controller can go on from it: {error}")
-                return None
-
-        return start
 
     @contextmanager
     def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
@@ -373,13 +326,13 @@ class HeteroPipelineStrategy(WholeCheckpointsDDP):
 
     def _backward_done(self, *_: Any, **__: Any) -> None:
         """In the place of the precision plugin's ``backward`` during a run: the gradients are there, `TrainBatches`."""
-        self._batches.place_gradients()
+        self._batches.backward_done()
 
     def optimizer_step(self, optimizer: Any, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
         if self._run is None:
             return super().optimizer_step(optimizer, closure, model, **kwargs)
-        batches = self._batches
-        with batches.clipping(), batches.scaling(optimizer, closure) as closure:
+        gradients = self._batches.gradients
+        with gradients.clipping(), gradients.scaling(optimizer, closure) as closure:
             return super().optimizer_step(optimizer, closure, model, **kwargs)
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:

@@ -7,10 +7,8 @@ from collections import Counter
 from dataclasses import replace
 from typing import Any
 
-from lightning_hetero.pipeline.decide.plan_memory import held_bytes
-from lightning_hetero.pipeline.decide.plans import best_plan, describe_plan, in_one_piece, resting
-from lightning_hetero.pipeline.decide.simulate.machine import Machine
-from lightning_hetero.pipeline.decide.simulate.traces import Phase
+from lightning_hetero.pipeline.decide.costs import batch_s, work_s
+from lightning_hetero.pipeline.decide.plans import best_plan, describe_plan, held_bytes, in_one_piece, resting
 from lightning_hetero.plan.estimate import Estimate, impossible
 from lightning_hetero.plan.setup import Setup
 from lightning_hetero.plan.unsteady import slowest_s
@@ -42,24 +40,23 @@ def pipeline(setup: Setup) -> Estimate:
         return impossible("pipeline", plan.reason)
     if len(model.layers) == 1:
         plan = in_one_piece(plan, model, cluster)
-    calm = Phase(start=0.0, slowness=(1.0,) * setup.ranks)
-    batch = Machine(model, cluster).batch(plan, calm)
+    seconds, own_s = batch_s(plan, model, cluster), work_s(plan, model, cluster, ranks=setup.ranks)
     samples = [0.0] * setup.ranks
     for group in plan.groups:
         # A pipeline's samples pass all of its devices: each counts for its part of the group's work.
-        total_s = math.fsum(batch.work_s[rank] for rank in group.ranks)
+        total_s = math.fsum(own_s[rank] for rank in group.ranks)
         for rank in group.ranks:
-            part = batch.work_s[rank] / total_s if total_s > 0.0 else 1.0 / len(group.ranks)
+            part = own_s[rank] / total_s if total_s > 0.0 else 1.0 / len(group.ranks)
             samples[rank] = group.samples * part
     return Estimate(
         engine="pipeline",
-        step_s=batch.seconds * slowest_s(setup, (1.0,) * setup.ranks),
-        bound_s=min(plan.lower_bound_s, batch.seconds),
-        work_s=batch.work_s,
+        step_s=seconds * slowest_s(setup, (1.0,) * setup.ranks),
+        bound_s=min(plan.lower_bound_s, seconds),
+        work_s=own_s,
         shares=tuple(samples),
         memory_bytes=tuple(held_bytes(plan, model, setup.ranks)),
         exchange_s=plan.sync_s,
-        reasons=tuple(_reasons(setup, plan, batch.seconds)),
+        reasons=tuple(_reasons(setup, plan, seconds)),
         overrides=(
             "strategy=hetero_pipeline",
             f"trainer.devices={setup.ranks}",

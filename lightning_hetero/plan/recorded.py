@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from statistics import fmean, median
 
 from lightning_hetero.cluster.what_if import exchange_alone
-from lightning_hetero.pipeline.decide.recorded_costs import recorded
+from lightning_hetero.pipeline.decide.costs import recorded
 from lightning_hetero.plan.setup import Setup
 from lightning_hetero.record import replay
 from lightning_hetero.solvers.fit import fit_affine

@@ -10,9 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from lightning_hetero.cluster.spec import cluster_from_plain
-from lightning_hetero.pipeline.decide.plan_times import times_of, work_s
-from lightning_hetero.pipeline.decide.recorded_costs import model_from_plain
-from lightning_hetero.pipeline.decide.schedule import SchedulePolicy, Timeline, generate, replay
+from lightning_hetero.pipeline.decide.costs import model_from_plain, times_of, work_s
+from lightning_hetero.pipeline.decide.generate import SchedulePolicy, Timeline, modelled
 from lightning_hetero.report.run import Run
 from lightning_hetero.report.what_if import Mended, WhatIf
 from lightning_hetero.solvers import minimax
@@ -59,7 +58,7 @@ class Group:
         """Part of the devices' time in which the planned schedule has nothing for them; NaN: not known."""
         if self.schedule is None:
             return math.nan
-        busy_s, devices = math.fsum(self.schedule.busy_s()), len(self.schedule.spans)
+        busy_s, devices = math.fsum(self.schedule.busy_s()), len(self.schedule.devices)
         return 1.0 - busy_s / (devices * self.schedule.makespan_s)
 
 
@@ -134,8 +133,7 @@ def stages_of(run: Run) -> Stages | None:
 
 
 def _schedule(model: ModelCost, cluster: Cluster, group: GroupPlan) -> Timeline:
-    times = times_of(model, cluster, group)
-    return replay(generate(times, SchedulePolicy(depths=group.depths)), times)
+    return modelled(times_of(model, cluster, group), SchedulePolicy(depths=group.depths))
 
 
 def pipeline_what_if(run: Run) -> WhatIf | None:

@@ -82,7 +82,7 @@ PROTOCOL = {
     "pipeline/runtime": (
         "execute/stage_runner", "execute/whole_step", "measure/around_backbone", "measure/layers", "measure/memory",
         "measure/whole_step", "ownership/gradients", "ownership/migration", "ownership/owner_groups",
-        "ownership/parcels", "step/coroutines", "step/cut", "step/graph_input", "step/resumable",
+        "step/cut", "step/graph_input", "step/resumable",
     ),
 }  # fmt: skip
 INTERNAL = tuple(f"lightning_hetero/{part}/{name}" for part, names in PROTOCOL.items() for name in names)

@@ -7,7 +7,7 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from lightning_hetero.pipeline.decide.plan_memory import beside_bytes, held_bytes
+from lightning_hetero.pipeline.decide.plans import beside_bytes, held_bytes
 from lightning_hetero.pipeline.fit.plan import fitting
 from tests.simgpu import kit
 from tests.simgpu.harness import run_sim_ranks

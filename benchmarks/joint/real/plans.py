@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from typing import Any
 
 from benchmarks.joint.real.courses import CHAIN, EVEN, ORACLE, STATIC, Course, played
+from benchmarks.joint.simulated.machine import Machine
+from benchmarks.joint.simulated.traces import Phase
 from benchmarks.pipeline.models import costs_of
 from benchmarks.pipeline.plans import described, even_entries
 from lightning_hetero.pipeline.decide.plans import best_plan
-from lightning_hetero.pipeline.decide.simulate.machine import Machine
-from lightning_hetero.pipeline.decide.simulate.traces import Phase
 from lightning_hetero.solvers.plans import plan_to_plain
 from lightning_hetero.types import PipelinePlan
 

@@ -3,30 +3,36 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from itertools import chain, pairwise, repeat
 from typing import Literal
 
+from lightning_hetero.cluster.spec import override_cluster
 from lightning_hetero.emulate.scenario import Scenario
+from lightning_hetero.pipeline.decide.schedule import Kind
 from lightning_hetero.solvers.chain.chain import DepthRule
 from lightning_hetero.solvers.placement import evaluate_plan, place
 from lightning_hetero.solvers.plans import evened
 from lightning_hetero.solvers.scale import scale_shares
 from lightning_hetero.solvers.tied_layers import Span, join_layers, split_again
-from lightning_hetero.types import AffineCost, Cluster, LayerCost, ModelCost, PipelinePlan
+from lightning_hetero.types import AffineCost, Cluster, GroupPlan, LayerCost, ModelCost, PipelinePlan
 
 __all__ = [
+    "beside_bytes",
     "best_plan",
     "check_plan",
     "describe_plan",
     "emulated",
+    "held_bytes",
     "in_one_piece",
     "micro_sizes",
+    "parts_of",
     "resized",
     "resting",
     "unit_costs",
+    "with_room",
 ]
 
 
@@ -38,7 +44,6 @@ def best_plan(
     spans: Sequence[Span] = (),
     micro_batch_size: int | None = None,
     max_groups: int | None = None,
-    overlap: bool = True,
     depth: Literal["auto"] | DepthRule = "auto",
     budget: int | None = None,
     micro_samples: Sequence[int] | None = None,
@@ -53,7 +58,6 @@ def best_plan(
         spans: layers that must stay on one device, see `Span`.
         micro_batch_size: samples; None: whichever is fastest.
         max_groups: most pipelines side by side; None: as many as devices.
-        overlap: transfers run beside computation.
         depth: rule for the micro-batches in flight; ``"auto"``: where memory is short, fewer of them may make the
             faster plan, so both rules are tried.
         budget, sampled: of the search, see `place`.
@@ -72,7 +76,6 @@ def best_plan(
                 global_batch,
                 micro_samples=sizes,
                 max_groups=max_groups,
-                overlap=overlap,
                 depth=rule,
                 budget=budget,
                 sampled=sampled,
@@ -242,3 +245,100 @@ def emulated(model: ModelCost, scenario: Scenario) -> ModelCost:
         for cost, (forward_s, backward_s) in zip(costs, weights, strict=True)
     ]
     return ModelCost(before=new[0], layers=tuple(new[1:-1]), head=new[-1])
+
+
+def parts_of(
+    model: ModelCost, group: GroupPlan, rank: int, samples: int, calls: int = 1
+) -> dict[tuple[Kind, int], float]:
+    """Returns which part of the whole model's time each computation of a rank is, by kind and stage of the schedule.
+
+    Args:
+        model: costs by layer.
+        group: the rank's.
+        rank: global rank.
+        samples: at which the costs are compared.
+        calls: of the backbone per step: with S stages, stage s of call k is number k * S + s, and the head the last.
+    """
+
+    def forward_s(costs: Sequence[LayerCost]) -> float:
+        return sum(cost.forward.seconds(samples) for cost in costs)
+
+    def backward_s(costs: Sequence[LayerCost]) -> float:
+        return sum(cost.backward.seconds(samples) for cost in costs)
+
+    everything, stages = (model.before, *model.layers, model.head), len(group.ranks)
+    whole_s = forward_s(everything) + backward_s(everything) or 1.0
+    stage = group.ranks.index(rank)
+    own = (*((model.before,) if stage == 0 else ()), *model.layers[group.cuts[stage] : group.cuts[stage + 1]])
+    parts: dict[tuple[Kind, int], float] = {}
+    for call in range(calls):
+        parts[Kind.FORWARD, call * stages + stage] = forward_s(own) / whole_s / calls
+        parts[Kind.BACKWARD, call * stages + stage] = backward_s(own) / whole_s / calls
+    if stage == 0:
+        parts[Kind.HEAD, calls * stages] = (forward_s([model.head]) + backward_s([model.head])) / whole_s
+    return parts
+
+
+_ROUNDS = 8
+
+
+def held_bytes(plan: PipelinePlan, model: ModelCost, ranks: int) -> list[float]:
+    """Returns what the solvers count, by rank: state, and micro-batches in flight of the largest size; 0 at rest."""
+    held = [0.0] * ranks
+    for group in plan.groups:
+        most = max(group.micro_batches)
+        for stage, rank in enumerate(group.ranks):
+            first, end = group.cuts[stage : stage + 2]
+            own = model.layers[first:end]
+            state, kept = sum(layer.state_bytes for layer in own), sum(layer.activation_bytes for layer in own)
+            if stage > 0:
+                kept += model.layers[first - 1].output_bytes
+            else:  # the head keeps what it does of one micro-batch at a time
+                state += model.before.state_bytes + model.head.state_bytes + most * model.head.activation_bytes
+                kept += model.before.activation_bytes
+            held[rank] = state + group.depths[stage] * most * kept
+    return held
+
+
+def beside_bytes(plan: PipelinePlan, model: ModelCost, ranks: int) -> list[float]:
+    """Returns what an accelerator's memory must have room for besides, by rank.
+
+    That is a copy of the gradients while they are summed over the groups, and one message of the largest micro-batch
+    to and from each neighbour, of activations and of gradients.
+    """
+    beside = [0.0] * ranks
+    for group in plan.groups:
+        most = max(group.micro_batches)
+        for stage, rank in enumerate(group.ranks):
+            first, end = group.cuts[stage : stage + 2]
+            if len(plan.groups) > 1:
+                parts = [*model.layers[first:end], *((model.before, model.head) if stage == 0 else ())]
+                beside[rank] += sum(part.param_bytes for part in parts)
+            if len(group.ranks) > 1:
+                came = model.layers[first - 1].output_bytes  # to the leader from the last stage
+                beside[rank] += 2.0 * most * (came + model.layers[end - 1].output_bytes)
+    return beside
+
+
+def with_room(
+    plan_for: Callable[[Cluster], PipelinePlan], model: ModelCost, cluster: Cluster
+) -> tuple[PipelinePlan, Cluster]:
+    """Returns a plan that leaves room for what it needs besides, and the cluster that it was made for.
+
+    Args:
+        plan_for: makes a plan, or raises.
+        model: costs by layer.
+        cluster: the devices with all the memory that a rank may use.
+    """
+    budget = [device.mem_bytes for device in cluster.devices]
+    plan = plan_for(cluster)
+    for _ in range(_ROUNDS):
+        beside = beside_bytes(plan, model, len(budget))
+        left = [max(1.0, have - need) for have, need in zip(budget, beside, strict=True)]
+        held = held_bytes(plan, model, len(budget))
+        least = [min(device.mem_bytes, now) for device, now in zip(cluster.devices, left, strict=True)]
+        cluster = override_cluster(cluster, mem_bytes=least)
+        if all(now <= have for now, have in zip(held, left, strict=True)):
+            break
+        plan = plan_for(cluster)
+    return plan, cluster

@@ -24,8 +24,12 @@ from lightning_hetero.pipeline.fit.averaged_weights import complete
 from lightning_hetero.pipeline.fit.place import Place
 from lightning_hetero.pipeline.fit.plan.planning import PlanResult
 from lightning_hetero.pipeline.fit.run import PipelineRun
-from lightning_hetero.pipeline.runtime.ownership.file_tensors import is_local, load_mapped, save_streamed
-from lightning_hetero.pipeline.runtime.ownership.full_state import WholeState
+from lightning_hetero.pipeline.runtime.ownership.full_state import (
+    WholeState,
+    is_local,
+    load_mapped,
+    save_streamed,
+)
 from lightning_hetero.pipeline.runtime.step.backbone import Backbone
 
 if TYPE_CHECKING:
@@ -70,7 +74,7 @@ class SaveAfterFailure:
             rank_zero_warn(f"no checkpoint is written after the exception: {why}, and each holds a part of the model")
             return None
         group = gloo_group(timeout)
-        return WholeState(trainer.lightning_module, place.ownership, group=group, folder=place.whole.folder)
+        return WholeState(trainer.lightning_module, place.ownership, group=group)
 
 
 class WholeCheckpointsDDP(HeteroStrategy[PipelineRun]):

@@ -15,8 +15,6 @@ it with attributes of its own, and sends what has changed in them with the outpu
 
 from __future__ import annotations
 
-import io
-import pickle
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -29,7 +27,7 @@ from torch import Tensor
 
 from lightning_hetero import lightning_compat as compat
 from lightning_hetero.pipeline.decide.plans import resting
-from lightning_hetero.pipeline.fit.acting import acting_as, leader_runs
+from lightning_hetero.pipeline.fit.leader_step import acting_as, leader_runs
 from lightning_hetero.pipeline.fit.logs import StepLogs
 from lightning_hetero.pipeline.runtime.execute.failures import FailureBoard
 from lightning_hetero.pipeline.runtime.execute.stage_runner import StageRunner
@@ -45,6 +43,7 @@ from lightning_hetero.pipeline.runtime.step.attributes import (
     value_at,
     values_of,
 )
+from lightning_hetero.transport.objects import packed, receive, send
 from lightning_hetero.types import PipelinePlan
 
 if TYPE_CHECKING:
@@ -269,24 +268,17 @@ class EvaluationBatches:
 
     def _send(self, rank: int, value: Any, what: str) -> None:
         try:
-            buffer = io.BytesIO()
-            pickle.dump(move_data_to_device(value, torch.device("cpu")), buffer, protocol=5)
+            data = packed(move_data_to_device(value, torch.device("cpu")))
         except Exception as error:
             raise TypeError(
                 f"{what} cannot be sent to rank {rank}, because it cannot be pickled ({error}): in a pipeline of"
                 " several ranks the leader runs the steps for all of them. Return tensors, numbers or nests of them,"
                 " and use batches of such"
             ) from error
-        data = torch.frombuffer(buffer.getbuffer(), dtype=torch.uint8)
-        for tensor in (torch.tensor([data.numel()]), data):
-            self._wait(dist.isend(tensor, rank, group=self._channel.group))
+        send(data, rank, self._channel.group, self._wait)
 
     def _receive(self, rank: int) -> Any:
-        size = torch.zeros(1, dtype=torch.int64)
-        self._wait(dist.irecv(size, rank, group=self._channel.group))
-        data = torch.empty(int(size), dtype=torch.uint8)
-        self._wait(dist.irecv(data, rank, group=self._channel.group))
-        return move_data_to_device(pickle.loads(data.numpy().tobytes()), self._device)
+        return move_data_to_device(receive(rank, self._channel.group, self._wait), self._device)
 
     def _wait(self, work: dist.Work | None) -> None:
         assert work is not None

@@ -15,7 +15,7 @@ import pickle
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import groupby, pairwise
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
@@ -62,7 +62,11 @@ class KeptBySteps:
     Args:
         module: that is trained.
         rank: this process.
-        layers: of the backbone, which run once per micro-batch on whoever holds them.
+        layers: of the backbone, which run once per micro-batch on whichever rank holds them.
+
+    Attributes:
+        epoch_begins: with the next batch.
+        counts_batches: a number counts the steps, and is right only as long as they run once per batch on every rank.
     """
 
     def __init__(self, module: LightningModule, rank: int, layers: Sequence[nn.Module]) -> None:
@@ -70,6 +74,8 @@ class KeptBySteps:
         self._attributes = Attributes(module, compat.module_attributes(), without=layers)
         self._counted: set[Path] = set()
         self._seen: list[dict[Path, float]] | None = None  # numbers as the micro-batches' steps find and leave them
+        self._batches, self._generation = 0, -1
+        self.epoch_begins, self.counts_batches = True, False
 
     def note(self) -> None:
         """What the module has now, no step of the epoch has left there."""
@@ -97,6 +103,7 @@ class KeptBySteps:
         Args:
             group: of this rank, and those at rest that it serves.
         """
+        self.epoch_begins = True
         changes = self._attributes.changes()
         others = group.others
         if not others:
@@ -128,9 +135,16 @@ class KeptBySteps:
 
     # ---- numbers ---------------------------------------------------------------------------------------------------
 
-    def watch(self) -> None:
-        """The numbers are looked at from here on, until `counters` is asked."""
-        if self._seen is None:
+    def watch(self, generation: int, *, leads: bool) -> None:
+        """A batch begins; the numbers are looked at on a leader where an epoch or a plan does, and in the first two.
+
+        Args:
+            generation: of the plan in force.
+            leads: whether this rank runs steps.
+        """
+        due = self.epoch_begins or generation != self._generation or self._batches < 2
+        self._generation = generation
+        if leads and due and self._seen is None:
             self._seen = []
 
     @contextmanager
@@ -148,29 +162,35 @@ class KeptBySteps:
         numbers = numbers_of(self._module, compat.module_attributes(), without=self._layers)
         self._seen.append({path: float(value) for path, value in numbers.items()})
 
-    def counters(self, samples: int) -> list[Path]:
-        """Returns the numbers that count steps, of those that have run since `watch`.
+    def check(self, samples: int, micro_batches: int) -> None:
+        """The steps of a batch have run: looks at what they have counted, where that is due.
 
         Args:
-            samples: in all that they were given; numbers that grow by these count samples.
-        """
-        seen, self._seen = self._seen or [], None
-        found = [
-            path
-            for path in (seen[-1] if seen else ())
-            if counts_calls([numbers[path] for numbers in seen if path in numbers], samples)
-        ]
-        self._counted.update(found)
-        return found
+            samples: of this rank's batch; numbers that grow by these count samples.
+            micro_batches: steps that it took.
 
-    def refuse(self, path: Path, micro_batches: int) -> NoReturn:
-        """Says why a number must not count steps."""
-        raise RuntimeError(
-            f"training_step on rank {self._rank} counts its calls in {name_of(path)}: in a pipeline it runs once per"
-            f" micro-batch, {micro_batches} times per batch here, and on the first rank of each group only. Count in"
-            " on_train_batch_start or on_train_batch_end, which run once per batch on all ranks, or use"
-            " strategy='hetero_balanced'"
-        )
+        Raises:
+            RuntimeError: they count their calls, and there are several per batch.
+        """
+        if self._batches or micro_batches > 1:  # of a single step it takes two batches to see
+            total = samples * (1 if micro_batches > 1 else 2)
+            seen, self._seen = self._seen or [], None
+            counters = [
+                path
+                for path in (seen[-1] if seen else ())
+                if counts_calls([numbers[path] for numbers in seen if path in numbers], total)
+            ]
+            self._counted.update(counters)
+            if counters and micro_batches > 1:
+                raise RuntimeError(
+                    f"training_step on rank {self._rank} counts its calls in {name_of(counters[0])}: in a pipeline it"
+                    f" runs once per micro-batch, {micro_batches} times per batch here, and on the first rank of each"
+                    " group only. Count in on_train_batch_start or on_train_batch_end, which run once per batch on all"
+                    " ranks, or use strategy='hetero_balanced'"
+                )
+            self.counts_batches = bool(counters)
+        self.epoch_begins = False
+        self._batches += 1
 
 
 def _can_be_sent(entries: list[Any]) -> bool:

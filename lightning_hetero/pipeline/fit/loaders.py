@@ -19,8 +19,8 @@ from lightning_hetero.base.loaders import BoundLoader, PartBinder, SharedSetting
 from lightning_hetero.data import Channel, LoaderSpec, Part
 from lightning_hetero.data.copies import users_own
 from lightning_hetero.data.layouts import Layout
-from lightning_hetero.pipeline.decide.changeover import Position
 from lightning_hetero.pipeline.decide.plans import micro_sizes, resized
+from lightning_hetero.pipeline.decide.replanning import Position
 from lightning_hetero.solvers.scale import scale_shares
 from lightning_hetero.types import GroupPlan, PipelinePlan
 

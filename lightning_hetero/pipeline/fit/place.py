@@ -11,8 +11,6 @@
 
 from __future__ import annotations
 
-import os
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -28,20 +26,21 @@ from lightning_hetero.controller.messages import LinkTime
 from lightning_hetero.emulate.scenario import Scenario
 from lightning_hetero.measure.device import device_of
 from lightning_hetero.measure.rest_probe import RestProbe
+from lightning_hetero.pipeline.decide.costs import called, times_of, work_s
 from lightning_hetero.pipeline.decide.direct_links import direct_pairs
-from lightning_hetero.pipeline.decide.plan_times import called, times_of, work_s
+from lightning_hetero.pipeline.decide.generate import SchedulePolicy
 from lightning_hetero.pipeline.decide.plans import unit_costs
-from lightning_hetero.pipeline.decide.schedule import PipelineTimes, SchedulePolicy
-from lightning_hetero.pipeline.decide.wire_times import parcels_s, sums_s
+from lightning_hetero.pipeline.decide.schedule import PipelineTimes
 from lightning_hetero.pipeline.fit.averaged_weights import Averages
+from lightning_hetero.pipeline.fit.emulation import Emulation
 from lightning_hetero.pipeline.fit.evaluation import EvaluationBatches
-from lightning_hetero.pipeline.fit.layer_hooks import refuse_kept
 from lightning_hetero.pipeline.fit.logs import StepLogs
 from lightning_hetero.pipeline.fit.plan.planning import PipelineSettings, PlanResult
+from lightning_hetero.pipeline.fit.refusals import refuse_kept
+from lightning_hetero.pipeline.runtime.execute.busy_time import BusyTime
 from lightning_hetero.pipeline.runtime.execute.direct_ways import DirectWays, rank_device
-from lightning_hetero.pipeline.runtime.execute.emulated_pace import BusyTime, ScenarioPace, parts_of
 from lightning_hetero.pipeline.runtime.execute.failures import FailureBoard
-from lightning_hetero.pipeline.runtime.execute.stage_runner import StageRunner, TimesOf
+from lightning_hetero.pipeline.runtime.execute.stage_runner import RunnerSettings, StageRunner, TimesOf
 from lightning_hetero.pipeline.runtime.execute.whole_step import WholeStep
 from lightning_hetero.pipeline.runtime.ownership.full_state import WholeState
 from lightning_hetero.pipeline.runtime.ownership.gradients import GradientSync
@@ -80,6 +79,7 @@ class Place:
 
     Attributes:
         module: of which this rank has a part.
+        backbone: its layers, as given.
         planned: the plan in force, and what it was made from.
         settings, channel, failures, watched: as given.
         group_index: of this rank's group in the plan; None for a rank at rest.
@@ -91,6 +91,8 @@ class Place:
         owner_groups: the process groups of those that hold the same.
         ways: to neighbours, from device to device.
         sync: sums gradients over them.
+        finish_sums: see `GradientSync.finish`.
+        emulation: what is put around all this where devices or links are emulated.
         logs: what steps log.
         busy: this rank's own work.
         runner: this rank's stage, or the whole step; None for a rank at rest.
@@ -101,6 +103,7 @@ class Place:
 
     whole: WholeState
     sync: GradientSync
+    finish_sums: Callable[[], None]
     evaluation: EvaluationBatches
     predicted_s: tuple[float, ...]
     own: list[nn.Parameter]
@@ -120,10 +123,10 @@ class Place:
         scenario_step: Callable[[int], int] = int,
     ) -> None:
         module, world = trainer.lightning_module, channel.group
-        folder = trainer.default_root_dir
-        self._folder = folder if os.access(folder, os.W_OK) else None
-        self.module, self._optimizers, self._backbone = module, optimizers, backbone
-        self._scenario, self._scenario_step = scenario, scenario_step
+        self.module, self._optimizers, self.backbone = module, optimizers, backbone
+        self.emulation = Emulation(
+            scenario, scenario_step, links=settings.emulate_links, rank=channel.rank, failures=failures
+        )
         self.planned, self.settings, self.channel, self.failures = planned, settings, channel, failures
         self.watched = watched
         self.ownership = self._ownership_under(planned.plan)
@@ -134,7 +137,7 @@ class Place:
         self.averages.divide()
         to_device(module, optimizers, settings.device)
         self._devices = channel.all_gather_object(rank_device(settings.device, settings.process_group_backend))
-        self._wire = gloo_group(settings.timeout) if channel.world_size > 1 else None
+        self._wire: dist.ProcessGroup | None = None
         self.ways = DirectWays(
             self._pairs(planned.plan),
             rank=channel.rank,
@@ -144,13 +147,14 @@ class Place:
         )
         self.owner_groups = OwnerGroups(world, backend=settings.process_group_backend, timeout=settings.timeout)
         self.logs = StepLogs(module, channel, wait=failures.wait)
-        self.busy = BusyTime(device=settings.device)
+        self.busy = self.emulation.paced(BusyTime(settings.device))
         self._rest_probe: RestProbe | None = None
         self.group: GroupPlan | None = None
         self.runner: StageRunner | WholeStep | None = None
         self.evaluation = EvaluationBatches(
             module, channel=channel, failures=failures, logs=self.logs, device=settings.device
         )
+        self._connect(planned.plan)
         self._hold()
         self.follow(planned)
         if trainer.predicting:
@@ -159,7 +163,7 @@ class Place:
     def elsewhere(self) -> list[tuple[str, nn.Module]]:
         """Returns the layers that other ranks of the group run which this one leads, by their names."""
         assert self.group is not None
-        layers = list(zip(self._backbone.names, self._backbone.layers, strict=True))
+        layers = list(zip(self.backbone.names, self.backbone.layers, strict=True))
         return layers[self.group.cuts[1] :] if len(self.group.ranks) > 1 else []
 
     # ---- what a plan gives this rank -------------------------------------------------------------------------------
@@ -187,6 +191,7 @@ class Place:
         new = self._ownership_under(planned.plan)
         self.owner_groups.prepare(new.holders(name) for name in (*new.parameters, *new.buffers))
         self.ways.prepare(self._pairs(planned.plan))
+        self._connect(planned.plan)
         migration = Migration(
             self.module,
             self._optimizers,
@@ -197,13 +202,10 @@ class Place:
             device=self.settings.device,
             group=self.channel.group,
             wait=self.failures.wait,
-            ways=self.ways.by_peer,
+            wait_for_peer=self.failures.wait_for_peer,
             here=self.here,
         )
-        began_s = time.monotonic()
-        migration.stage(ticket)
-        if self.settings.emulate_links:
-            time.sleep(max(0.0, began_s + parcels_s(planned.cluster, migration.sent_bytes) - time.monotonic()))
+        self.emulation.moves(migration, planned.cluster)(ticket)
         migration.commit()
         self.ownership = self.averages.ownership = new
         self._hold()
@@ -211,15 +213,20 @@ class Place:
         return migration.size_bytes
 
     def _ownership_under(self, plan: PipelinePlan) -> Ownership:
-        return Ownership(self.module, self._backbone.layers, plan, rank=self.channel.rank)
+        return Ownership(self.module, self.backbone.layers, plan, rank=self.channel.rank)
 
     def _pairs(self, plan: PipelinePlan) -> list[tuple[int, int]]:
         """Between which ranks of a plan there are direct ways."""
         return direct_pairs(self._devices, [group.ranks for group in plan.groups])
 
+    def _connect(self, plan: PipelinePlan) -> None:
+        """Makes the group of processes for a plan's links, if it is the first one that has any; collective."""
+        if self._wire is None and any(len(group.ranks) > 1 for group in plan.groups):
+            self._wire = gloo_group(self.settings.timeout)
+
     def _hold(self) -> None:
         """What follows from who holds what."""
-        self.whole = WholeState(self.module, self.ownership, group=self.channel.group, folder=self._folder)
+        self.whole = WholeState(self.module, self.ownership, group=self.channel.group)
         wait = partial(self.failures.wait, polled=device_of(self.settings.device).asynchronous)
         self.sync = GradientSync(
             self.module,
@@ -228,28 +235,18 @@ class Place:
             least_bytes=_LEAST_BYTES,
             wait=wait,
         )
+        self.finish_sums = self.emulation.sums(self.sync)
         self.own = [p for p in self.module.parameters() if not p.is_meta]
 
     def follow(self, planned: PlanResult) -> None:
         """What follows from a plan besides; by itself for one of the same structure, between two batches."""
         plan, rank, before = planned.plan, self.channel.rank, self.group
-        called_before, self.planned = self.planned.calls, planned
+        called_before, self.planned, self.emulation.cluster = self.planned.calls, planned, planned.cluster
         self.group_index = next((i for i, group in enumerate(plan.groups) if rank in group.ranks), None)
         self.group = group = None if self.group_index is None else plan.groups[self.group_index]
         self.leads = group is not None and group.ranks[0] == rank
-        model = planned.model or unit_costs(self._backbone.names)
-        if group is not None and self._scenario is not None:
-            parts = parts_of(model, group, rank, max(group.micro_batches))
-            stages, calls = len(group.ranks), planned.calls
-            self.busy.pace = ScenarioPace(
-                self._scenario,
-                rank,
-                parts=parts,
-                stages=stages,
-                calls=calls,
-                step_of=self._scenario_step,
-                pacer=None if self.busy.pace is None else self.busy.pace.pacer,
-            )
+        model = planned.model or unit_costs(self.backbone.names)
+        self.emulation.follow(self.busy, model, group, planned.calls)
         same = group is not None and before is not None and (group.ranks, group.cuts) == (before.ranks, before.cuts)
         same &= planned.calls == called_before
         if same and isinstance(self.runner, StageRunner):
@@ -263,7 +260,7 @@ class Place:
         self.evaluation.settle(plan, self.runner)
 
     def _times_of(self, group: GroupPlan) -> TimesOf:
-        model, cluster = self.planned.model or unit_costs(self._backbone.names), self.planned.cluster
+        model, cluster = self.planned.model or unit_costs(self.backbone.names), self.planned.cluster
 
         def times(samples: tuple[int, ...], calls: int) -> PipelineTimes:
             part = replace(group, samples=sum(samples), micro_batches=samples)
@@ -280,30 +277,30 @@ class Place:
         return policy
 
     def _runner_of(self, group: GroupPlan) -> StageRunner | WholeStep:
-        settings, cluster = self.settings, self.planned.cluster
-        if isinstance(self._backbone, Undivided):
+        settings = self.settings
+        if isinstance(self.backbone, Undivided):
             return WholeStep(failures=self.failures, seed=settings.seed, pace=self.busy)
-        emulated = {(a, b): cluster.links[a][b] for a in group.ranks for b in group.ranks if a != b}
-        return StageRunner(
-            self._backbone.layers,
-            group=group,
+        fixed = RunnerSettings(
             rank=self.channel.rank,
-            cut=self._backbone.cut() if self.leads else None,
-            wire=self._wire,
-            failures=self.failures,
-            times=self._times_of(group),
-            seed=settings.seed,
-            calls=self.planned.calls,
-            carrier=settings.carrier,
-            checkpoint_layers=settings.planning.checkpoint_layers,
-            policy=self._policy_of(group),
-            overlap=settings.planning.overlap,
-            pace=self.busy,
-            emulated_links=emulated if settings.emulate_links else None,
-            timeout_s=settings.timeout_s,
             device=settings.device,
+            seed=settings.seed,
+            failures=self.failures,
+            wire=self._wire,
             ways=self.ways.by_peer,
-            time_layers=self.watched and self._scenario is None,
+            clock=self.emulation.clock,
+            timeout_s=settings.timeout_s,
+            pace=self.busy,
+            checkpoint_layers=settings.planning.checkpoint_layers,
+            time_layers=self.watched and self.emulation.scenario is None,
+        )
+        return StageRunner(
+            fixed,
+            self.backbone.layers,
+            group=group,
+            cut=self.backbone.cut() if self.leads else None,
+            times=self._times_of(group),
+            policy=self._policy_of(group),
+            calls=self.planned.calls,
         )
 
     def measured(self) -> tuple[list[LinkTime], list[float]]:
@@ -314,7 +311,7 @@ class Place:
         if not isinstance(self.runner, StageRunner):
             return [], []
         links, layer_s = self.runner.measured()
-        return links if self._scenario is None or self.settings.emulate_links else [], layer_s
+        return links if self.emulation.scenario is None or self.settings.emulate_links else [], layer_s
 
     def rest_s(self, step: int) -> float:
         """Returns what a computation that is always the same takes, if this rank rests and is watched; else 0 [s].
@@ -324,8 +321,7 @@ class Place:
         """
         if self.group is not None or not self.watched:
             return 0.0
-        rank, scenario = self.channel.rank, self._scenario
-        stretch = 1.0 if scenario is None else scenario.stretch(rank, self._scenario_step(step))
+        scenario, stretch = self.emulation.scenario, self.emulation.stretch(step)
         if scenario is not None and scenario.emulated:
             return stretch
         if self._rest_probe is None:
@@ -337,16 +333,10 @@ class Place:
         if isinstance(self.runner, StageRunner):
             self.runner.time_layers(now)
 
-    def finish_sums(self) -> None:
-        """Ends the sums of gradients; over emulated links they take their time, behind the real ones."""
-        self.sync.finish()
-        if self.settings.emulate_links:
-            time.sleep(sums_s(self.planned.cluster, self.sync.sizes_bytes(), self.channel.rank))
-
     def refuse_kept(self) -> None:
         """Checks what layers keep of the first batch, where they are divided or may be; see there."""
         if self.watched or any(len(group.ranks) > 1 for group in self.planned.plan.groups):
-            refuse_kept(self._backbone)
+            refuse_kept(self.backbone)
 
     def share_buffers(self) -> None:
         """Before an evaluation: statistics such as BatchNorm's are those of the first group, as rank 0's under DDP."""

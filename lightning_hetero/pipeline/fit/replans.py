@@ -1,9 +1,9 @@
 """Other plans while a run trains: measured, decided on rank 0, told to all, carried out between two batches (layer L).
 
     end of batch t    what all ranks took, in the message that is sent anyway [training]
-                      a rank's time has jumped [decide.jumps]: rank 0's controller decides, and says so to all
+                      a rank's time has jumped [decide.replanning]: rank 0's controller decides, and says so to all
                       else it decides when it waits in batch t+1, and the next message tells that there is something
-    next batch drawn  all: from when on can it hold [decide.changeover]
+    next batch drawn  all: from when on can it hold [decide.replanning]
                       it holds from here on: layers move [place, runtime.ownership.migration], schedules are others
 """
 
@@ -11,13 +11,12 @@ from __future__ import annotations
 
 import hashlib
 import json
-import pickle
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -25,36 +24,130 @@ from lightning.fabric.utilities.rank_zero import rank_zero_warn
 
 from lightning_hetero import lightning_compat as compat
 from lightning_hetero.base.run import EventLog, planned_batches
+from lightning_hetero.controller.lyapunov import LyapunovController
 from lightning_hetero.controller.messages import Decision, Observation
 from lightning_hetero.controller.replans import Replan, ReplanLog
 from lightning_hetero.data import Part
-from lightning_hetero.pipeline.decide.changeover import Changeover, changeover
-from lightning_hetero.pipeline.decide.jumps import Jumps
-from lightning_hetero.pipeline.decide.plans import check_plan, in_one_piece
-from lightning_hetero.pipeline.decide.told import Told, telling_layers
+from lightning_hetero.pipeline.decide.plans import check_plan, in_one_piece, unit_costs
+from lightning_hetero.pipeline.decide.replanning import (
+    BatchReport,
+    Changeover,
+    Jumps,
+    changeover,
+    reporting_group,
+)
 from lightning_hetero.pipeline.fit.loaders import PipelineBinder
 from lightning_hetero.pipeline.fit.place import Place
-from lightning_hetero.pipeline.fit.plan.planning import PlanResult
+from lightning_hetero.pipeline.fit.plan.planning import tied_spans
 from lightning_hetero.pipeline.runtime.ownership.migration import CancelledError
 from lightning_hetero.solvers.plans import plan_to_plain
+from lightning_hetero.transport.objects import packed, unpacked
 from lightning_hetero.types import PipelinePlan
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
 
-__all__ = ["Decides", "Replans"]
+    from lightning_hetero.controller.controller import Controller
+
+__all__ = ["RankZero", "Replans"]
 
 
-class Decides(Protocol):
-    """What decides, on rank 0 only: a started controller, see `lightning_hetero.controller`."""
+class RankZero:
+    """Asks the controller, on rank 0; elsewhere, and where there is none, there is never anything to say.
 
-    def step(self, seen: Observation) -> Decision: ...
+    Args:
+        trainer: the running trainer.
+        place: of this rank.
+        events: of this rank.
+        controller: is started from the plan in force when the first batch has been trained; None: the first plan stays.
+        state: of the controller of the run that this one resumes; empty: there was none, or this rank does not know.
+        whole: the layers are one, and batches need not be cut where that is spared.
 
-    def withdraw(self, generation: int) -> object: ...
+    Attributes:
+        controller: as given, until the first plan has to stay.
+        unsaid: decisions that the other ranks do not know yet.
+    """
 
-    def state_dict(self) -> dict[str, Any]: ...
+    def __init__(
+        self,
+        trainer: Trainer,
+        place: Place,
+        events: EventLog,
+        *,
+        controller: LyapunovController | None,
+        state: Mapping[str, Any],
+        whole: bool,
+    ) -> None:
+        self._trainer, self._place, self._events = trainer, place, events
+        self.controller, self._whole = controller, whole
+        self.begin_again(state)
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
+    def begin_again(self, state: Mapping[str, Any] | None = None) -> None:
+        """What decides is made afresh with the next batch."""
+        self._state = state or {}
+        self._decider: Controller | None = None
+        self._asked = False  # for one
+        self._put_off: Callable[[], None] | None = None  # a decision on the last batch
+        self.unsaid: list[Decision] = []
+
+    def decide(self, part: Part, observe: Callable[[], Observation]) -> None:
+        """A batch has been trained: its decision is put off until `catch_up`; the one before is due."""
+        if self._place.channel.rank != 0 or self.controller is None:
+            return
+        self.catch_up()
+        if not self._asked:
+            self._decider, self._asked = self._started(self.controller), True
+        if self._decider is not None:
+            self._put_off = partial(self._decide, self._decider, observe(), part)
+
+    def _started(self, controller: LyapunovController) -> Controller | None:
+        place, planned, settings = self._place, self._place.planned, self._place.settings.planning
+        try:
+            started = controller.start(
+                planned.model or unit_costs(place.backbone.names),
+                planned.cluster,
+                planned.plan,
+                spans=tied_spans(place.module, place.backbone),
+                micro_batch_size=settings.micro_batch_size,
+                max_groups=settings.max_groups,
+                depth=settings.depth,
+                planned_batches=planned_batches(self._trainer),
+            )
+        except ValueError as error:
+            if settings.watched:
+                raise
+            rank_zero_warn(f"the first plan stays, because no controller can go on from it: {error}")
+            return None
+        if self._state:
+            with suppress(ValueError):  # of another number of ranks, or another global batch
+                started.load_state_dict({**self._state, "plan": plan_to_plain(planned.plan)})
+        return started
+
+    def catch_up(self) -> None:
+        """Decides on the last batch, if that has been put off: for when this rank would wait for others anyway."""
+        put_off, self._put_off = self._put_off, None
+        if put_off is not None:
+            put_off()
+
+    def _decide(self, decider: Controller, observation: Observation, part: Part) -> None:
+        decision = decider.step(observation)
+        if decision.queues:
+            self._events.note("queue", part.epoch, part.step, {"queues": dict(decision.queues)})
+        if decision.kind != "keep" or decision.outcome is not None:
+            plan, planned = decision.plan, self._place.planned
+            if self._whole and planned.model is not None:
+                plan = in_one_piece(plan, planned.model, planned.cluster)
+            self.unsaid.append(replace(decision, plan=plan))
+
+    def withdraw(self, generation: int) -> None:
+        """The change of plan to this generation was given up."""
+        if self._decider is not None:
+            self._decider.withdraw(generation)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns what has been learned, on rank 0 only; empty before the first batch."""
+        self.catch_up()
+        return {} if self._decider is None else self._decider.state_dict()
 
 
 class Replans:
@@ -65,15 +158,14 @@ class Replans:
         place: of this rank.
         binder: of the train loader.
         events: of this rank.
-        start: makes what decides, from the plan in force and the batches of the run if their number is known; on rank
-            0, when the first batch has been trained; None instead of it: nobody decides. None: the first plan stays.
-        state: of what decided in the run that this one resumes; empty: there was none, or this rank does not know.
-        whole: the layers are one, and batches need not be cut where that is spared.
+        rank_zero: asks the controller.
         records: of this run; appended to.
         in_force: called when another plan has come into force.
 
     Attributes:
+        rank_zero: as given.
         generation: of the plan in force.
+        paused_s: how long this rank stood still before the batch that runs [s].
     """
 
     def __init__(
@@ -83,50 +175,38 @@ class Replans:
         binder: PipelineBinder,
         events: EventLog,
         *,
-        start: Callable[[PlanResult, int | None], Decides | None] | None,
-        state: Mapping[str, Any],
-        whole: bool,
+        rank_zero: RankZero,
         records: list[Replan],
         in_force: Callable[[], None],
     ) -> None:
         self._trainer, self._place, self._binder, self._events = trainer, place, binder, events
-        self._start, self._in_force = start, in_force
+        self.rank_zero, self._in_force = rank_zero, in_force
         self._log = ReplanLog(records)
-        self._state, self._whole = state, whole
-        self._decider: Decides | None = None
-        self._asked = False  # for one
         self._jumps = Jumps()
-        self._put_off: Callable[[], None] | None = None  # on rank 0: a decision on the last batch
-        self._held: list[Decision] = []  # on rank 0: what it has not said yet
-        self._told: tuple[torch.Tensor, dist.Work, bytes] | None = None  # on its way: size of what rank 0 has to say
+        self._told: tuple[torch.Tensor, dist.Work, torch.Tensor] | None = None  # on its way: size of what rank 0 says
         self._due: list[tuple[Changeover, Decision]] = []
-        self._paused_s, self._moved_bytes = 0.0, 0
+        self.paused_s, self._moved_bytes = 0.0, 0
         self._at = (-1, -1)  # the batch that began last
         self.generation = 0
 
     # ---- what is measured, and what is decided by it -----------------------------------------------------------
 
     @property
-    def paused_s(self) -> float:
-        """How long this rank stood still before the batch that runs [s]."""
-        return self._paused_s
-
-    @property
     def news(self) -> bool:
         """Whether this rank has decided something that it has not said yet; to be told with the next batch."""
-        return bool(self._held)
+        return bool(self.rank_zero.unsaid)
 
     def hold(self) -> None:
         """The first plan stays; called by all ranks with the same batch."""
-        if self._start is not None:
-            self._start = None
+        if self.rank_zero.controller is not None:
+            self.rank_zero.controller = None
             rank_zero_warn(
                 "training_step changes a number that it keeps on the module, which is right as long as it runs once per"
                 " batch on every rank: so the first plan stays. Change it in on_train_batch_start or on_train_batch_end"
                 " to let hetero_pipeline replan"
             )
 
-    def observe(self, batch: int, part: Part, told: Told, pause_s: float, *, news: bool) -> None:
+    def observe(self, batch: int, part: Part, told: BatchReport, pause_s: float, *, news: bool) -> None:
         """A batch has been trained: rank 0 decides, now or by `catch_up`; the others are told of it while they go on.
 
         Args:
@@ -136,78 +216,41 @@ class Replans:
             pause_s: for a change of plan before it, the mean of the ranks.
             news: rank 0 has told with the batch that it has decided something before.
         """
-        if self._start is None:
+        rank_zero = self.rank_zero
+        if rank_zero.controller is None:
             return
-        if self._paused_s:
+        if self.paused_s:
             self._log.amend(self.generation, pause_s=pause_s)
-        moved_bytes, self._moved_bytes, self._paused_s = self._moved_bytes, 0, 0.0
+        moved_bytes, self._moved_bytes, self.paused_s = self._moved_bytes, 0, 0.0
         batch_s = max(compute_s + wait_s for _, compute_s, wait_s in told.work)
         self._note_outcome(part, self._log.batch(self.generation, batch_s))
-        if self._place.channel.rank == 0:
-            self.catch_up()
-            if not self._asked:
-                self._decider, self._asked = self._started(self._start), True
-            if self._decider is not None:
-                observation = self._observation(batch, part, told, batch_s, pause_s, moved_bytes)
-                self._put_off = partial(self._decide, self._decider, observation, part)
+        groups = self._place.planned.plan.groups
+
+        def observation() -> Observation:
+            return Observation(
+                batch=batch,
+                generation=self.generation,
+                batch_s=batch_s,
+                work_s={rank: compute_s for rank, (samples, compute_s, _) in enumerate(told.work) if samples},
+                layer_s=told.layer_s(groups[reporting_group(batch, groups)]),
+                links=told.links,
+                rest_s=told.rest_s,
+                micro_batches=self._binder.all_micro_batches(part),
+                pause_s=pause_s,
+                moved_bytes=moved_bytes,
+            )
+
+        rank_zero.decide(part, observation)
         jumped = self._jumps.add(self.generation, [(samples, work_s) for samples, work_s, _ in told.work], told.rest_s)
         if not (jumped or news):  # the same on all ranks
             return
-        self.catch_up()
-        text = pickle.dumps(self._held) if self._held else b""
-        self._held = []
-        size = torch.tensor([len(text)])
+        rank_zero.catch_up()
+        text = packed(rank_zero.unsaid) if rank_zero.unsaid else torch.empty(0, dtype=torch.uint8)
+        rank_zero.unsaid = []
+        size = torch.tensor([text.numel()])
         work = dist.broadcast(size, src=0, group=self._place.channel.group, async_op=True)
         assert work is not None
         self._told = size, work, text
-
-    def catch_up(self) -> None:
-        """Decides on the last batch, if that has been put off: for when this rank would wait for others anyway."""
-        put_off, self._put_off = self._put_off, None
-        if put_off is not None:
-            put_off()
-
-    def _decide(self, decider: Decides, observation: Observation, part: Part) -> None:
-        decision = decider.step(observation)
-        if decision.queues:
-            self._events.note("queue", part.epoch, part.step, {"queues": dict(decision.queues)})
-        if decision.kind != "keep" or decision.outcome is not None:
-            self._held.append(replace(decision, plan=self._in_one_piece(decision.plan)))
-
-    def _started(self, start: Callable[[PlanResult, int | None], Decides | None]) -> Decides | None:
-        decider = start(self._place.planned, planned_batches(self._trainer))
-        if self._state and decider is not None:
-            with suppress(ValueError):  # of another number of ranks, or another global batch
-                decider.load_state_dict({**self._state, "plan": plan_to_plain(self._place.planned.plan)})
-        return decider
-
-    def _in_one_piece(self, plan: PipelinePlan) -> PipelinePlan:
-        planned = self._place.planned
-        if not self._whole or planned.model is None:
-            return plan
-        return in_one_piece(plan, planned.model, planned.cluster)
-
-    def state_dict(self) -> dict[str, Any]:
-        """Returns what has been learned, on rank 0 only; empty before the first batch."""
-        self.catch_up()
-        return {} if self._decider is None else self._decider.state_dict()
-
-    def _observation(
-        self, batch: int, part: Part, told: Told, batch_s: float, pause_s: float, moved_bytes: int
-    ) -> Observation:
-        groups = self._place.planned.plan.groups
-        return Observation(
-            batch=batch,
-            generation=self.generation,
-            batch_s=batch_s,
-            work_s={rank: compute_s for rank, (samples, compute_s, _) in enumerate(told.work) if samples},
-            layer_s=told.layer_s(groups[telling_layers(batch, groups)]),
-            links=told.links,
-            rest_s=told.rest_s,
-            micro_batches=self._binder.all_micro_batches(part),
-            pause_s=pause_s,
-            moved_bytes=moved_bytes,
-        )
 
     # ---- what has been decided, and from when on it holds --------------------------------------------------------
 
@@ -239,8 +282,8 @@ class Replans:
     def _begin_again(self) -> None:
         """What decides is made afresh with the next batch, and goes on from the plan in force; on all ranks."""
         self._place.follow(replace(self._place.planned, plan=self._binder.plan))
-        self._decider, self._asked, self._put_off, self._held, self._due = None, False, None, [], []
-        self._log, self.generation, self._state = ReplanLog(self._log.records), 0, {}
+        self.rank_zero.begin_again()
+        self._due, self._log, self.generation = [], ReplanLog(self._log.records), 0
         self._in_force()
 
     def _heard(self) -> list[Decision]:
@@ -251,12 +294,11 @@ class Replans:
         wait(work)
         if not int(size):
             return []
-        data = torch.frombuffer(bytearray(text or int(size)), dtype=torch.uint8)
+        data = text if text.numel() else torch.empty(int(size), dtype=torch.uint8)
         work = dist.broadcast(data, src=0, group=channel.group, async_op=True)
         assert work is not None
         wait(work)
-        decisions: list[Decision] = pickle.loads(data.numpy().tobytes())
-        return decisions
+        return unpacked(data)
 
     def _schedule(self, part: Part, decision: Decision) -> None:
         """Finds out from when on a plan can hold; what is drawn from then on is drawn for it."""
@@ -295,8 +337,7 @@ class Replans:
         except CancelledError as error:
             self._stay(part, before.plan, error)
             note = replace(note, cancelled=str(error))
-            if self._decider is not None:
-                self._decider.withdraw(decision.generation)
+            self.rank_zero.withdraw(decision.generation)
         else:
             self._binder.follow(decision.plan)
             self.generation = decision.generation
@@ -304,8 +345,8 @@ class Replans:
             self._moved_bytes += sent_bytes
             self._in_force()
             note = replace(note, bytes=sent_bytes)
-        self._paused_s += time.perf_counter() - started_s
-        self._log.records.append(replace(note, pause_s=self._paused_s))
+        self.paused_s += time.perf_counter() - started_s
+        self._log.records.append(replace(note, pause_s=self.paused_s))
         if place.channel.rank == 0:
             self._events.note("decision", part.epoch, part.step, self._data(note, plain, decision))
 
@@ -328,7 +369,7 @@ class Replans:
         return {
             **{name: getattr(note, name) for name in names},
             "predicted_s": decision.predicted_s,
-            "pause_s": self._paused_s,
+            "pause_s": self.paused_s,
             "plan": plan,
             "cost_gain": dict(decision.cost_gain),
             "queues": dict(decision.queues),
@@ -340,7 +381,7 @@ class Replans:
 
     def metrics(self) -> dict[str, float]:
         """Returns what has become of changes so far, the same on all ranks; nothing if nobody decides."""
-        return {} if self._start is None else self._log.metrics()
+        return {} if self.rank_zero.controller is None else self._log.metrics()
 
     def close(self) -> None:
         """Takes in what was still on its way."""

@@ -15,14 +15,14 @@ from lightning_hetero.cluster.score import not_working
 from lightning_hetero.cluster.spec import cluster_to_plain
 from lightning_hetero.controller.replans import Replan
 from lightning_hetero.emulate.scenario import Scenario
-from lightning_hetero.pipeline.decide.recorded_costs import model_to_plain
-from lightning_hetero.pipeline.fit.acting import rank_zero_acts
+from lightning_hetero.pipeline.decide.costs import model_to_plain
+from lightning_hetero.pipeline.fit.gradients import WholeNorms
+from lightning_hetero.pipeline.fit.leader_step import rank_zero_acts
 from lightning_hetero.pipeline.fit.loaders import PipelineBinder
-from lightning_hetero.pipeline.fit.norms import WholeNorms
 from lightning_hetero.pipeline.fit.place import Place
 from lightning_hetero.pipeline.fit.plan.cutting import agree_layout
 from lightning_hetero.pipeline.fit.plan.planning import PipelineSettings, PlanResult
-from lightning_hetero.pipeline.fit.replans import Decides, Replans
+from lightning_hetero.pipeline.fit.replans import RankZero, Replans
 from lightning_hetero.pipeline.fit.training import TrainBatches
 from lightning_hetero.pipeline.runtime.execute.failures import FailureBoard
 from lightning_hetero.pipeline.runtime.step.backbone import Backbone
@@ -90,7 +90,6 @@ class PipelineRun(EngineRun[PipelineBinder]):
         backbone: Backbone,
         optimizers: Sequence[torch.optim.Optimizer],
         *,
-        start: Callable[[PlanResult, int | None], Decides | None] | None = None,
         in_force: Callable[[PlanResult], None] = lambda _: None,
         to_device: Callable[[Any], Any],
     ) -> Place:
@@ -100,12 +99,12 @@ class PipelineRun(EngineRun[PipelineBinder]):
             planned: the same on all ranks.
             backbone: the layers; the module is whole.
             optimizers: of this fit; unused, if this is none.
-            start: what decides on other plans while this fit trains; None: nobody.
             in_force: told of each plan that comes into force.
             to_device: moves a batch to this rank's device, with all hooks of the user.
         """
         whole = isinstance(backbone, Undivided) and self.settings.planning.micro_batch_size is None
-        cuts = start is not None or any(len(group.micro_batches) > 1 for group in planned.plan.groups)
+        controller = self.settings.controller if self.fitting else None
+        cuts = controller is not None or any(len(group.micro_batches) > 1 for group in planned.plan.groups)
         learn = partial(
             agree_layout,
             module=self.module,
@@ -126,7 +125,7 @@ class PipelineRun(EngineRun[PipelineBinder]):
             channel=self.channel,
             failures=self.failures,
             scenario=self.scenario if self.fitting else None,
-            watched=start is not None and self.fitting,
+            watched=controller is not None,
             scenario_step=self.scenario_step,
         )
         self._hide_example(planned.plan)
@@ -140,14 +139,15 @@ class PipelineRun(EngineRun[PipelineBinder]):
             self._hide_example(place.planned.plan)
             in_force(place.planned)
 
+        rank_zero = RankZero(
+            self.trainer, place, self.events, controller=controller, state=self._decided, whole=whole
+        )
         replans = Replans(
             self.trainer,
             place,
             self.binder,
             self.events,
-            start=start if self.fitting else None,
-            state=self._decided,
-            whole=whole,
+            rank_zero=rank_zero,
             records=self.replans,
             in_force=took_place,
         )
@@ -170,7 +170,7 @@ class PipelineRun(EngineRun[PipelineBinder]):
     def state_dict(self) -> dict[str, Any]:
         """Returns what a resumed run needs, as plain types; the plan as a hint."""
         plan = plan_to_plain(self.place.planned.plan) if self.place is not None else {}
-        learned = self.batches.replans.state_dict() if self.batches is not None else {}
+        learned = self.batches.replans.rank_zero.state_dict() if self.batches is not None else {}
         return {**self.binder.state_dict(), "plan": plan, "controller": learned}
 
     def resume(self, state: Mapping[str, Any]) -> None:
@@ -234,7 +234,7 @@ class PipelineRun(EngineRun[PipelineBinder]):
         """Training is over: what was put off is done, and a signal is heard that asks for a requeue and came behind the
         last batch's exchange."""
         if self.batches is not None:
-            self.batches.replans.catch_up()
+            self.batches.replans.rank_zero.catch_up()
         if self._requeue is None:
             return
         asked = start_sum(torch.tensor([self._requeue.take()], dtype=torch.float64), self.channel.group)

@@ -12,15 +12,12 @@
 
 from __future__ import annotations
 
-import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
-from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor, nn
 
 from lightning_hetero import lightning_compat as compat
@@ -28,16 +25,15 @@ from lightning_hetero.base.run import EventLog
 from lightning_hetero.callbacks.requeue import RequeueTogether
 from lightning_hetero.data import Part
 from lightning_hetero.data.micro_batches import join_outputs, split_batch
-from lightning_hetero.lightning_compat.patches import patched
-from lightning_hetero.pipeline.decide.told import Told, telling_layers
-from lightning_hetero.pipeline.fit.acting import acting_as, leader_runs
+from lightning_hetero.pipeline.decide.replanning import BatchReport, reporting_group
+from lightning_hetero.pipeline.fit.gradients import GradientsAside
 from lightning_hetero.pipeline.fit.kept_by_steps import KeptBySteps, MemberOutputs
+from lightning_hetero.pipeline.fit.leader_step import LayersElsewhere, acting_as, leader_runs, within_limits
 from lightning_hetero.pipeline.fit.loaders import PipelineBinder
 from lightning_hetero.pipeline.fit.place import Place
 from lightning_hetero.pipeline.fit.plan.planning import declared_calls
 from lightning_hetero.pipeline.fit.refusals import refuse_second_pass
 from lightning_hetero.pipeline.fit.replans import Replans
-from lightning_hetero.pipeline.fit.step_limits import Elsewhere, within_limits
 from lightning_hetero.pipeline.runtime.execute.stage_runner import MicroBatch
 from lightning_hetero.pipeline.runtime.step.tensor_trees import loss_of
 from lightning_hetero.types import SpeedSample, StepReport
@@ -61,6 +57,7 @@ class TrainBatches:
         layers: of the backbone.
 
     Attributes:
+        gradients: of this rank, between the hooks.
         part: this rank's part of the batch that runs, or ran last.
         sigterm: whether rank 0 has said with a batch that it has received SIGTERM.
         in_step: a batch is on its way through the pipelines.
@@ -76,30 +73,24 @@ class TrainBatches:
         requeue: RequeueTogether | None,
         layers: Sequence[nn.Module],
     ) -> None:
-        self._trainer, self._module, self._precision = trainer, trainer.lightning_module, trainer.precision_plugin
+        self._trainer, self._module = trainer, trainer.lightning_module
         self._place, self._binder, self._events, self.replans = place, binder, events, replans
-        self._elsewhere = Elsewhere(place)
         self._requeue = requeue
-        self._keeps_gradients = is_overridden("optimizer_zero_grad", self._module)
         self._kept = KeptBySteps(self._module, place.channel.rank, layers)
-        self._begins = True  # an epoch, with the next batch
-        self._batches, self._generation = 0, -1
-        self._holds = False  # this rank has found that the plan must stay
+        self._elsewhere: tuple[object, LayersElsewhere] | None = None  # and the plan that it holds for
+        self.gradients = GradientsAside(trainer, place)
         self.part: Part | None = None
-        self.sigterm = False
-        self.in_step = False
-        self._last: tuple[Part, Told] | None = None  # of all ranks' last step
-        self._kept_known = False  # whether layers have been looked at for what they keep
-        self._pending: dict[nn.Parameter, Tensor] = {}
-        self._skips = False  # whether some rank's gradients overflowed, for a gradient scaler
+        self.sigterm = self.in_step = False
+        self._last: tuple[Part, BatchReport] | None = None  # of all ranks' last step
+        self._is_checked = False  # layers have been looked at for what they keep
         self._exchange_s = 0.0  # of the last batch: from the message to all ranks on
 
     @property
     def report(self) -> StepReport | None:
         """On the last batch, the same on all ranks; None before the first one."""
-        return None if self._last is None else self._report_of(*self._last)
-
-    def _report_of(self, part: Part, told: Told) -> StepReport:
+        if self._last is None:
+            return None
+        part, told = self._last
         records = tuple(
             SpeedSample(rank=r, step=part.step, samples=n, compute_s=compute_s, wait_s=wait_s)
             for r, (n, compute_s, wait_s) in enumerate(told.work)
@@ -109,17 +100,12 @@ class TrainBatches:
     def open(self) -> None:
         """The next train batch is on the device: which part of the global batch is it, and does another plan begin."""
         self.part = self._binder.open(compat.upcoming_batch(self._trainer))
-        if self._begins:
+        if self._kept.epoch_begins:
             self._kept.note()  # hooks before the epoch, which all ranks run, may have changed something
-            self._follow_calls()
-        self.replans.begin(self.part, gradients=self._keeps_gradients)
-
-    def _follow_calls(self) -> None:
-        """Goes by what the module says now of how often its step calls the backbone."""
-        planned = self._place.planned
-        calls = declared_calls(self._module)
-        if calls is not None and calls != planned.calls:
-            self._place.follow(replace(planned, calls=calls))
+            planned, calls = self._place.planned, declared_calls(self._module)
+            if calls is not None and calls != planned.calls:
+                self._place.follow(replace(planned, calls=calls))
+        self.replans.begin(self.part, gradients=self.gradients.may_be_kept)
 
     def train(self, batch: Any, args: Sequence[Any], kwargs: Mapping[str, Any], *, accumulates: bool) -> Any:
         """Runs one training batch through all pipelines; returns what ``training_step`` returned, joined.
@@ -147,29 +133,28 @@ class TrainBatches:
         sizes, first = self._binder.micro_batches(part, place.group_index)
         batches = self._cut(batch, sizes, part.samples) if place.leads and sizes else []
         weights = self._weights(batches, sizes, part)
-        place.time_layers(place.group_index == telling_layers(step, place.planned.plan.groups))
+        place.time_layers(place.group_index == reporting_group(step, place.planned.plan.groups))
         place.busy.begin(step)
-        old = self._take_gradients()
+        self.gradients.begin()
         # An emulated device's sleep comes after the real backward pass: sums begun in that would be over before the
         # gradients exist on the device, and wait for nobody.
-        arm = None if accumulates or place.busy.pace is not None else place.sync.arm
-        if place.leads and (self._begins or self.replans.generation != self._generation or self._batches < 2):
-            self._kept.watch()
+        arm = None if accumulates or place.emulation.scenario is not None else place.sync.arm
+        self._kept.watch(self.replans.generation, leads=place.leads)
         outputs: list[Any] = []
         if place.runner is not None and sizes:
+            numbers = range(first, first + len(sizes))
             if place.leads:
                 micro_batches = [
-                    MicroBatch(
-                        body=self._body(batch, size, args, kwargs), samples=size, weight=weight, number=first + i
-                    )
-                    for i, (batch, size, weight) in enumerate(zip(batches, sizes, weights, strict=True))
+                    MicroBatch(body=self._body(batch, size, args, kwargs), samples=size, weight=weight, number=number)
+                    for batch, size, weight, number in zip(batches, sizes, weights, numbers, strict=True)
                 ]
-                with self._elsewhere.kept():
-                    outputs = place.runner.train(step, micro_batches, scale=self._scale, before_last_backward=arm)
+                with self._layers_elsewhere().unchanged():
+                    outputs = place.runner.train(
+                        step, micro_batches, scale=self.gradients.scale, before_last_backward=arm
+                    )
             else:
-                numbers = range(first, first + len(sizes))
                 place.runner.serve(step, sizes, numbers, before_last_backward=arm)
-        self._look(part, len(sizes))
+        self._kept.check(part.samples, len(sizes))
         place.busy.end()
         if not accumulates:
             place.sync.launch()
@@ -177,12 +162,10 @@ class TrainBatches:
         busy_s, sent_s = place.busy.busy_s, time.perf_counter()
         told = self._told(step, sum(sizes), busy_s, sent_s - started_s - busy_s, rest_s)
         receive = self._send(losses, weights, told)
-        self.replans.catch_up()
+        self.replans.rank_zero.catch_up()
         if not accumulates:
-            place.finish_sums()
-            if self._scale is not None:
-                self._skips = place.sync.agree_nonfinite()
-        self._put_aside(old)
+            self.gradients.sum()
+        self.gradients.put_aside()
         told, loss, paused_s, news = self._received(receive, told)
         ended_s = time.perf_counter()
         self._exchange_s, self._last = ended_s - sent_s, (part, told)
@@ -194,21 +177,16 @@ class TrainBatches:
         joined = join_outputs(outputs, sizes)
         return {**joined, "loss": loss} if isinstance(joined, dict) else loss
 
-    def _look(self, part: Part, micro_batches: int) -> None:
-        """Looks at what the batch's steps have counted, where that is due."""
-        if self._batches or micro_batches > 1:  # of a single step it takes two batches to see
-            counters = self._kept.counters(part.samples * (1 if micro_batches > 1 else 2))
-            if counters and micro_batches > 1:
-                self._kept.refuse(counters[0], micro_batches)
-            # Right where a step runs once per batch on every rank, and with the plans that keep it so.
-            self._holds = bool(counters)
-        self._begins, self._generation = False, self.replans.generation
-        self._batches += 1
+    def backward_done(self) -> None:
+        """Lightning's ``backward`` hook is due: the gradients are there."""
+        self.gradients.put_back()
+        if not self._is_checked:
+            self._is_checked = True
+            self._place.refuse_kept()
 
     def epoch_ended(self) -> None:
         """All batches of an epoch have been trained, and its hooks come; collective in each group."""
         self._kept.share_out(self._place.evaluation)
-        self._begins = True
 
     def outputs(self, outputs: Any) -> Any:
         """Returns what hooks are given of a batch."""
@@ -216,6 +194,8 @@ class TrainBatches:
         if place.leads or place.group is None or not isinstance(outputs, dict):
             return outputs
         return MemberOutputs(outputs, rank=place.channel.rank, leader=place.group.ranks[0])
+
+    # ---- a leader's micro-batches ------------------------------------------------------------------------------
 
     def _cut(self, batch: Any, sizes: Sequence[int], samples: int) -> list[Any]:
         try:
@@ -234,27 +214,48 @@ class TrainBatches:
 
         return body
 
+    def _layers_elsewhere(self) -> LayersElsewhere:
+        planned = self._place.planned
+        if self._elsewhere is None or self._elsewhere[0] is not planned:
+            self._elsewhere = planned, LayersElsewhere(self._place.channel.rank, self._place.elsewhere())
+        return self._elsewhere[1]
+
     def _weights(self, batches: Sequence[Any], sizes: Sequence[int], part: Part) -> list[float]:
         """Returns each micro-batch's weight in the gradient; with token weights collective."""
-        each = 1.0 / self._trainer.accumulate_grad_batches
-        if self._place.settings.shared.loss_reduction == "sum":
-            return [each / self._place.channel.world_size] * len(sizes)
-        weigh = self._place.settings.shared.weight_in(self._module)
+        place, each = self._place, 1.0 / self._trainer.accumulate_grad_batches
+        if place.settings.shared.loss_reduction == "sum":
+            return [each / place.channel.world_size] * len(sizes)
+        weigh = place.settings.shared.weight_in(self._module)
         if weigh is None:
             return [each * size / sum(part.shares) for size in sizes]
-        own = self._place.logs.read([w if isinstance(w, Tensor) else float(w) for w in map(weigh, batches)])
-        total = self._place.channel.sum_async(sum(own))()
+        own = place.logs.read([w if isinstance(w, Tensor) else float(w) for w in map(weigh, batches)])
+        total = place.channel.sum_async(sum(own))()
         return [each * weight / total if total > 0 else 0.0 for weight in own] or [0.0] * len(sizes)
 
-    @property
-    def _scale(self) -> Callable[[Tensor], Tensor] | None:
-        scaler = getattr(self._precision, "scaler", None)
-        return None if scaler is None else scaler.scale
+    # ---- what all ranks tell one another of a batch ------------------------------------------------------------
 
-    def _send(self, losses: Sequence[float], weights: Sequence[float], told: Told) -> Callable[[], list[float]]:
+    def _told(self, batch: int, samples: int, busy_s: float, wait_s: float, rest_s: float) -> BatchReport:
+        """Returns what this rank tells the others of a batch, in which it has waited for ``wait_s`` by now."""
+        place = self._place
+        rank, world = place.channel.rank, place.channel.world_size
+        work = (float(samples), busy_s, wait_s, self._exchange_s)
+        if not place.watched:
+            return BatchReport.of_rank(rank, world, 0, work)
+        links, layer_s = place.measured()
+        return BatchReport.of_rank(
+            rank,
+            world,
+            place.planned.plan.groups[0].cuts[-1],
+            work,
+            rest_s=rest_s,
+            links=links,
+            first_layer=0 if place.group is None else place.group.cuts[place.group.ranks.index(rank)],
+            layer_s=layer_s,
+        )
+
+    def _send(self, losses: Sequence[float], weights: Sequence[float], told: BatchReport) -> Callable[[], list[float]]:
         """Starts to sum over all ranks what each has to tell of the batch, with what has been logged."""
-        pairs = zip(losses, weights, strict=True) if losses else ()
-        own = sum(loss * weight for loss, weight in pairs)
+        own = sum(loss * weight for loss, weight in zip(losses, weights, strict=True)) if losses else 0.0
         numbers = (
             own * self._trainer.accumulate_grad_batches,
             self.replans.generation,
@@ -263,11 +264,13 @@ class TrainBatches:
             0 if self._requeue is None else self._requeue.take(),
             self._place.channel.rank == 0 and getattr(self._trainer, "received_sigterm", False),
             self.replans.news,
-            self._holds,
+            self._kept.counts_batches,
         )
         return self._place.logs.send([*map(float, numbers), *told.numbers])
 
-    def _received(self, receive: Callable[[], list[float]], told: Told) -> tuple[Told, Tensor, float, bool]:
+    def _received(
+        self, receive: Callable[[], list[float]], told: BatchReport
+    ) -> tuple[BatchReport, Tensor, float, bool]:
         """Waits for the sums; returns what all have told, the loss of the global batch, the same on all ranks, how long
         the ranks stood still before it, in the mean [s], and whether rank 0 has decided something."""
         rank, world, number = self._place.channel.rank, self._place.channel.world_size, self.replans.generation
@@ -286,101 +289,3 @@ class TrainBatches:
             )
         loss = torch.full((), loss, device=self._place.settings.device, dtype=torch.float32)
         return replace(told, numbers=sums), loss, paused_s / world, bool(news)
-
-    def _told(self, batch: int, samples: int, busy_s: float, wait_s: float, rest_s: float) -> Told:
-        """Returns what this rank tells the others of a batch, in which it has waited for ``wait_s`` by now."""
-        place = self._place
-        groups, work = place.planned.plan.groups, (float(samples), busy_s, wait_s, self._exchange_s)
-        rank, world = place.channel.rank, place.channel.world_size
-        if not place.watched:
-            return Told.by(rank, world, 0, work)
-        links, layer_s = place.measured()
-        first = 0
-        if place.group is not None:
-            first = place.group.cuts[place.group.ranks.index(rank)]
-        return Told.by(
-            rank,
-            world,
-            groups[0].cuts[-1],
-            work,
-            rest_s=rest_s,
-            links=links,
-            first_layer=first,
-            layer_s=layer_s,
-        )
-
-    # ---- gradients: computed within Lightning's training_step hook, wanted in its backward hook -----------------
-
-    def _take_gradients(self) -> dict[nn.Parameter, Tensor]:
-        """Clears the gradients that the loop is going to zero anyway, before new ones need their memory.
-
-        It zeroes them between the hooks, on the first batch of a window. If a user's own ``optimizer_zero_grad``
-        might do something else, they are kept aside meanwhile.
-        """
-        kept: dict[nn.Parameter, Tensor] = {}
-        if compat.zeroes_now(self._trainer):
-            self._place.here.gradients = False
-            for p in self._place.own:
-                if p.grad is not None and self._keeps_gradients:
-                    kept[p] = p.grad
-                p.grad = None
-        return kept
-
-    def _put_aside(self, old: dict[nn.Parameter, Tensor]) -> None:
-        self._pending = {p: p.grad for p in self._place.own if p.grad is not None}
-        for p in self._place.own:
-            p.grad = old.get(p)
-
-    def place_gradients(self) -> None:
-        """Puts the last batch's gradients where the optimizer looks for them."""
-        pending, self._pending = self._pending, {}
-        for p, grad in pending.items():
-            p.grad = grad if p.grad is None else p.grad.add_(grad)
-        if not self._kept_known:
-            self._kept_known = True
-            self._place.refuse_kept()
-        self._place.here.gradients = True
-
-    @contextmanager
-    def clipping(self) -> Iterator[None]:
-        """Inside, clipping takes what this rank holds, and by norm means by that of the whole model's gradients."""
-        stock = self._precision.main_params
-
-        def own(optimizer: Any) -> list[Any]:
-            known = set(map(id, self._place.own))
-            return [p for p in stock(optimizer) if id(p) in known]
-
-        def clip(optimizer: Any, clip_val: float) -> None:
-            self._place.sync.clip_by_norm(own(optimizer), clip_val)
-
-        with patched(self._precision, "main_params", own), patched(self._precision, "clip_grad_by_norm", clip):
-            yield
-
-    @contextmanager
-    def scaling(self, optimizer: torch.optim.Optimizer, closure: Callable[[], Any]) -> Iterator[Callable[[], Any]]:
-        """Inside, a gradient scaler finds a gradient on every rank, or it would fail where there is none.
-
-        A rank that holds no parameters of the optimizer gets a stand-in, whose gradient is NaN where the ranks have
-        agreed to skip the step.
-
-        Yields:
-            The closure to step with.
-        """
-        if self._scale is None:
-            yield closure
-            return
-        params = optimizer.param_groups[0]["params"]
-        stand_in = nn.Parameter(torch.zeros(1, device=self._place.settings.device))
-
-        def close() -> Any:
-            result = closure()
-            if all(p.grad is None for group in optimizer.param_groups for p in group["params"]):
-                stand_in.grad = torch.full_like(stand_in, math.nan if self._skips else 0.0)
-                params.append(stand_in)
-            return result
-
-        try:
-            yield close
-        finally:
-            params[:] = [p for p in params if p is not stand_in]
-            optimizer.state.pop(stand_in, None)

@@ -198,7 +198,7 @@ def _schedule(group: Group) -> str:
                 tip=f"{op.token(with_stage=False)} on rank {stage.rank}: {milliseconds(end_s - start_s)}",
                 label=str(op.micro_batch),
             )
-            for op, start_s, end_s in timeline.computations(device)
+            for op, start_s, end_s in timeline.devices[device]
         ]
         rows.append((f"rank {stage.rank}", spans))
     keys = legend([("work", "forward"), ("r2", "head"), ("r1", "backward")])

@@ -9,9 +9,9 @@ import pytest
 from benchmarks.joint import budget, compared
 from benchmarks.joint.plans import blended_plans, fastest, mean_s
 from benchmarks.joint.scenarios import SAMPLES, SCENARIOS, cluster_of, model_of
+from benchmarks.joint.simulated.machine import Machine
+from benchmarks.joint.simulated.traces import Phase
 from benchmarks.joint.waves import waves_s
-from lightning_hetero.pipeline.decide.simulate.machine import Machine
-from lightning_hetero.pipeline.decide.simulate.traces import Phase
 from lightning_hetero.solvers.placement import evaluate_plan
 from lightning_hetero.solvers.plans import replicas
 

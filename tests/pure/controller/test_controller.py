@@ -11,13 +11,13 @@ from typing import Any
 import numpy as np
 import pytest
 
+from benchmarks.joint.simulated.machine import Machine
+from benchmarks.joint.simulated.simulator import Rates, Run, Unchanged, simulate
+from benchmarks.joint.simulated.traces import Phase, Trace
 from lightning_hetero import LyapunovController
 from lightning_hetero.controller.controller import Controller
 from lightning_hetero.controller.messages import Decision, Observation, Outcome
 from lightning_hetero.pipeline.decide.plans import best_plan, check_plan
-from lightning_hetero.pipeline.decide.simulate.machine import Machine
-from lightning_hetero.pipeline.decide.simulate.simulator import Rates, Run, Unchanged, simulate
-from lightning_hetero.pipeline.decide.simulate.traces import Phase, Trace
 from lightning_hetero.types import Cluster, ModelCost, PipelinePlan
 from tests.pure.controller.kit import cluster_of, model_of
 

@@ -8,14 +8,8 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from lightning_hetero.pipeline.decide.schedule import (
-    Kind,
-    Operation,
-    PipelineTimes,
-    Schedule,
-    SchedulePolicy,
-    What,
-)
+from lightning_hetero.pipeline.decide.generate import SchedulePolicy
+from lightning_hetero.pipeline.decide.schedule import Kind, Operation, PipelineTimes, Schedule, What, route
 
 PRIORITIES = ("HFB", "HBF", "FHB", "FBH", "BHF", "BFH")
 
@@ -27,7 +21,6 @@ def pipelines(
     whole: bool = True,
     least: float = 0.0,
     interleaved: bool = True,
-    backward: bool | None = None,
 ) -> PipelineTimes:
     """Up to 5 stages and 6 uneven micro-batches of ``least`` to 4 seconds; whole ones unless told otherwise, so that
     sums are exact. Links may take no time in any case.
@@ -51,15 +44,12 @@ def pipelines(
         before_forward_s=row(0.0), before_backward_s=row(0.0), head_forward_s=row(least), head_backward_s=row(0.0),
         link_forward_s=table(stages - 1, 0.0), link_backward_s=table(stages - 1, 0.0),
         loop_forward_s=row(0.0), loop_backward_s=row(0.0),
-        devices=devices, loop_back=draw(st.booleans()),
-        backward=draw(st.booleans()) if backward is None else backward,
+        devices=devices,
     )  # fmt: skip
 
 
 @st.composite
 def policies(draw: st.DrawFn, times: PipelineTimes) -> SchedulePolicy:
-    if draw(st.integers(0, 5)) == 0:
-        return SchedulePolicy(depths=(times.micro_batches,) * times.stages, forwards_first=True)
     depths = draw(st.lists(st.integers(1, 7), min_size=times.stages, max_size=times.stages))
     return SchedulePolicy(depths=tuple(depths), priority=draw(st.sampled_from(PRIORITIES)))
 
@@ -67,8 +57,8 @@ def policies(draw: st.DrawFn, times: PipelineTimes) -> SchedulePolicy:
 def execute(schedule: Schedule, seed: int) -> list[tuple[int, Operation]]:
     """Executes the lists on devices of random speed, with real queues and made-up values.
 
-    Overlapped, sends are buffered and receives wait; else sends and receives wait for one another. A value is the
-    history of how it was computed; every message is compared with what the receiver takes it for.
+    Sends are buffered and receives wait. A value is the history of how it was computed; every message is compared with
+    what the receiver takes it for.
 
     Returns:
         What was executed, in order.
@@ -107,26 +97,15 @@ def execute(schedule: Schedule, seed: int) -> list[tuple[int, Operation]]:
             if s > 0:
                 values[device][What.GRADIENT, s, m] = (What.GRADIENT, s, m)
         elif op.kind is Kind.HEAD:
-            if schedule.backward:
-                values[device][What.GRADIENT, last, m] = (What.GRADIENT, last, m)
+            values[device][What.GRADIENT, last, m] = (What.GRADIENT, last, m)
         else:
             values[device][What.ACTIVATION, s, m] = (What.ACTIVATION, s, m)
-            if schedule.backward:
-                values[device]["kept", s, m] = True
+            values[device]["kept", s, m] = True
 
     def step(device: int) -> bool:
         op = lists[device][at[device]]
         if op.peer is None:
             compute(device, op)
-        elif not schedule.overlapped:
-            other = lists[op.peer][at[op.peer]] if at[op.peer] < len(lists[op.peer]) else None
-            if other is None or other.peer != device or other.kind is op.kind:
-                return False
-            pair = [(device, op), (op.peer, other)]
-            (sender, sent), (receiver, received) = pair if op.kind is Kind.SEND else pair[::-1]
-            take(receiver, received, outgoing(sender, sent))
-            at[op.peer] += 1
-            done.append((op.peer, other))
         elif op.kind is Kind.SEND:
             channels.setdefault((device, op.peer), deque()).append(outgoing(device, op))
         elif not channels.get((op.peer, device)):
@@ -152,15 +131,15 @@ def tick_by_tick(times: PipelineTimes, policy: SchedulePolicy) -> int:
     For stages on devices of their own, overlapped transfers and computations of at least one second. It keeps sets
     of what is where instead of counts, and looks at everything each second.
     """
-    route, seconds, micro = times.route(), times.seconds, times.micro_batches
-    place = {(step.kind, step.stage): i for i, step in enumerate(route) if not step.is_message}
+    steps, seconds, micro = route(times.devices), times.seconds, times.micro_batches
+    place = {(step.kind, step.stage): i for i, step in enumerate(steps) if not step.is_message}
     here = {(0, m) for m in range(micro)}  # (step, micro-batch) that could start, depth aside
     running: dict[Any, tuple[int, int, int]] = {}  # device or link -> (end, step, micro-batch)
     queues: dict[Any, list[tuple[int, int]]] = {}
     started: set[tuple[int, int]] = set()
     finished: set[tuple[int, int]] = set()
     now = 0
-    while len(finished) < len(route) * micro:
+    while len(finished) < len(steps) * micro:
         changed = True
         while changed:  # messages of no length arrive at once
             changed = False
@@ -169,8 +148,8 @@ def tick_by_tick(times: PipelineTimes, policy: SchedulePolicy) -> int:
                     del running[resource]
                     finished.add((i, m))
                     changed = True
-                    if i + 1 < len(route):
-                        step = route[i + 1]
+                    if i + 1 < len(steps):
+                        step = steps[i + 1]
                         if step.is_message:
                             queues.setdefault(("link", step.device, step.to_device), []).append((i + 1, m))
                         else:
@@ -186,7 +165,7 @@ def tick_by_tick(times: PipelineTimes, policy: SchedulePolicy) -> int:
             for kind in policy.priority:
                 could = sorted(
                     (m, i) for i, m in here - started
-                    if route[i].device == device and route[i].kind.value == kind and may(policy, times, place, i,
+                    if steps[i].device == device and steps[i].kind.value == kind and may(policy, times, place, i,
                                                                                          started, finished)
                 )  # fmt: skip
                 if could:
@@ -199,16 +178,20 @@ def tick_by_tick(times: PipelineTimes, policy: SchedulePolicy) -> int:
 
 
 def may(policy: SchedulePolicy, times: PipelineTimes, place: Any, i: int, started: Any, finished: Any) -> bool:
-    """Whether the depth, or forwards first, allows step ``i`` to start."""
-    step = times.route()[i]
-    forward, backward = place.get((Kind.FORWARD, step.stage)), place.get((Kind.BACKWARD, step.stage))
-    if step.kind is Kind.BACKWARD and policy.forwards_first:
-        return sum(j == forward for j, _ in finished) == times.micro_batches
+    """Whether the depth allows step ``i`` to start."""
+    step = route(times.devices)[i]
     if step.kind is not Kind.FORWARD:
         return True
-    if not times.backward:
-        if step.stage > 0 or times.head != 0:
-            return True
-        backward = place[Kind.HEAD, times.stages]
+    forward, backward = place[Kind.FORWARD, step.stage], place[Kind.BACKWARD, step.stage]
     flying = sum(j == forward for j, _ in started) - sum(j == backward for j, _ in finished)
     return flying < policy.depths[step.stage]
+
+
+def in_flight(schedule: Schedule) -> list[int]:
+    """Returns the most micro-batches in flight at once, per stage."""
+    now, peak = [0] * len(schedule.devices), [0] * len(schedule.devices)
+    for op in (op for operations in schedule.operations for op in operations):
+        if op.kind in (Kind.FORWARD, Kind.BACKWARD):
+            now[op.stage] += 1 if op.kind is Kind.FORWARD else -1
+            peak[op.stage] = max(peak[op.stage], now[op.stage])
+    return peak

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_hetero.pipeline.decide.changeover import changeover
+from lightning_hetero.pipeline.decide.replanning import changeover
 
 LEADERS = st.sets(st.integers(0, 3), min_size=1)
 

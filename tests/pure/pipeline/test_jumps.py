@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from lightning_hetero.pipeline.decide.jumps import Jumps
+from lightning_hetero.pipeline.decide.replanning import Jumps
 
 pytestmark = pytest.mark.pure
 STEADY = [(8, 0.1), (4, 0.2)]

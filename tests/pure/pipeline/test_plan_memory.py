@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 
 from lightning_hetero.cluster import equal_cluster, override_cluster
-from lightning_hetero.pipeline.decide.plan_memory import beside_bytes, held_bytes, with_room
-from lightning_hetero.pipeline.decide.plans import best_plan
+from lightning_hetero.pipeline.decide.plans import beside_bytes, best_plan, held_bytes, with_room
 from lightning_hetero.solvers.chain.model import stage_bytes
 from lightning_hetero.solvers.placement.pipes import Problem
 from lightning_hetero.types import AffineCost, Cluster, GroupPlan, LayerCost, ModelCost, PipelinePlan

@@ -10,15 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_hetero.pipeline.decide.plan_times import times_of
-from lightning_hetero.pipeline.decide.schedule import (
-    SchedulePolicy,
-    generate,
-    makespan_s,
-    per_link,
-    replay,
-    thrifty,
-)
+from benchmarks.pipeline.schedules import bottleneck_s, fill_s, lower_bound_s, model_s, per_link
+from lightning_hetero.pipeline.decide.costs import times_of
+from lightning_hetero.pipeline.decide.generate import SchedulePolicy, makespan_s
 from lightning_hetero.solvers.chain.chain import chain_of
 from lightning_hetero.solvers.chain.model import evaluate
 from lightning_hetero.solvers.placement import evaluate_plan
@@ -70,16 +64,13 @@ def test_bottleneck_fill_and_depths_are_those_of_the_solvers(drawn: Drawn) -> No
     model, cluster, group = drawn
     size, count = group.micro_batches[0], len(group.micro_batches)
     times = times_of(model, cluster, group)
-    for rule, policy in (("per_link", per_link), ("low_memory", thrifty)):
-        chain = chain_of(model, cluster, group.ranks, micro_samples=size, micro_batches=count, depth=rule)  # type: ignore[arg-type]
-        plan = evaluate(chain, group.cuts)
-        assert plan.bottleneck_s == pytest.approx(times.bottleneck_s)
-        assert plan.fill_s == pytest.approx(times.fill_s)
-        assert plan.total_s == pytest.approx(times.model_s)
-        assert plan.depths == policy(times).depths
+    plan = evaluate(chain_of(model, cluster, group.ranks, micro_samples=size, micro_batches=count), group.cuts)
+    assert plan.bottleneck_s == pytest.approx(bottleneck_s(times))
+    assert plan.fill_s == pytest.approx(fill_s(times))
+    assert plan.total_s == pytest.approx(model_s(times))
+    assert plan.depths == per_link(times).depths
     alone = times_of(model, cluster, replace(group, samples=size, micro_batches=(size,)))
-    assert makespan_s(alone) == pytest.approx(plan.fill_s)
-    assert replay(generate(alone, overlap=False), alone).makespan_s == pytest.approx(plan.fill_s)
+    assert makespan_s(alone, per_link(alone)) == pytest.approx(plan.fill_s)
 
 
 @settings(max_examples=100)
@@ -95,12 +86,12 @@ def test_uneven_micro_batches_are_charged_by_their_own_size(drawn: Drawn) -> Non
     largest = times_of(model, cluster, replace(group, samples=max(sizes), micro_batches=(max(sizes),)))
     others = sorted(sizes)[:-1]
     periods = [
-        times_of(model, cluster, replace(group, samples=n, micro_batches=(n,))).bottleneck_s for n in others
+        bottleneck_s(times_of(model, cluster, replace(group, samples=n, micro_batches=(n,)))) for n in others
     ]
-    assert plan.total_s == pytest.approx(largest.fill_s + sum(periods))
+    assert plan.total_s == pytest.approx(fill_s(largest) + sum(periods))
     # What is planned can be run: with the plan's depths, in about the time that was planned, or what must be at least.
     found_s = makespan_s(times, SchedulePolicy(depths=plan.depths))
-    assert times.lower_bound_s() * (1.0 - 1e-9) <= found_s <= 1.5 * plan.total_s
+    assert lower_bound_s(times) * (1.0 - 1e-9) <= found_s <= 1.5 * plan.total_s
 
 
 def test_times_by_hand() -> None:

@@ -11,7 +11,8 @@ import pytest
 
 from lightning_hetero.cluster import equal_cluster, override_cluster
 from lightning_hetero.emulate.scenario import Scenario
-from lightning_hetero.pipeline.decide.plan_times import called, times_of, work_s
+from lightning_hetero.pipeline.decide.costs import called, times_of, work_s
+from lightning_hetero.pipeline.decide.generate import SchedulePolicy, generate
 from lightning_hetero.pipeline.decide.plans import (
     best_plan,
     check_plan,
@@ -20,10 +21,10 @@ from lightning_hetero.pipeline.decide.plans import (
     resting,
     unit_costs,
 )
-from lightning_hetero.pipeline.decide.schedule import check, generate
 from lightning_hetero.solvers.chain.chain import DepthRule
 from lightning_hetero.solvers.plans import plan_from_plain, plan_to_plain, replicas
 from lightning_hetero.types import Cluster, GroupPlan, PipelinePlan, Status
+from tests.pure.pipeline.schedule_kit import execute
 
 DEPTH_RULES: tuple[DepthRule, ...] = ("per_link", "low_memory")
 
@@ -115,8 +116,8 @@ def test_several_calls_of_the_backbone_are_further_stages_on_the_same_devices(ra
     assert called(once, 1) is once
     twice = called(once, 2)
     assert twice.stages == 2 * once.stages and twice.devices == once.devices * 2
-    schedule = generate(twice)
-    check(schedule)
+    schedule = generate(twice, SchedulePolicy(depths=(3,) * twice.stages))
+    execute(schedule, seed=0)
     assert sum(op.kind.value == "F" for ops in schedule.operations for op in ops) == 3 * twice.stages
 
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from lightning_hetero.controller.messages import LinkTime
-from lightning_hetero.pipeline.decide.told import Told, telling_layers
+from lightning_hetero.pipeline.decide.replanning import BatchReport, reporting_group
 from lightning_hetero.types import GroupPlan
 
 GROUPS = [
@@ -28,23 +28,27 @@ def test_everything_comes_out_as_it_was_put_in() -> None:
     waits_s, dummy_s = (0.2, 0.45, 0.3, 0.7), (0.0, 0.0, 0.0, 0.002)  # rank 3 rests
     links = [[link(2, 0), link(3, 0)], [], [link(0, 2)], []]
     layers = {0: (1, [0.1, 0.2, 0.3]), 2: (0, [0.4])}
-    told: list[Told] = []
+    told: list[BatchReport] = []
     for r in range(4):
         first, layer_s = layers.get(r, (0, []))
-        told.append(Told.by(r, 4, 4, work[r], rest_s=dummy_s[r], links=links[r], first_layer=first, layer_s=layer_s))
-    assert {len(each.numbers) for each in told} == {Told.size(4, 4)}
+        told.append(
+            BatchReport.of_rank(
+                r, 4, 4, work[r], rest_s=dummy_s[r], links=links[r], first_layer=first, layer_s=layer_s
+            )
+        )
+    assert {len(each.numbers) for each in told} == {BatchReport.size(4, 4)}
     whole = replace(told[0], numbers=[sum(column) for column in zip(*(t.numbers for t in told), strict=True)])
     assert [(n, compute_s) for n, compute_s, _ in whole.work] == [(round(n), compute_s) for n, compute_s, *_ in work]
     assert [wait_s for *_, wait_s in whole.work] == pytest.approx(waits_s)
     assert whole.rest_s == {3: 0.002}
     assert whole.links == [link(2, 0), link(3, 0), link(0, 2)]
     assert whole.layer_s(GROUPS[0]) == {2: [0.4], 0: [0.1, 0.2, 0.3]}
-    silent = Told.by(1, 4, 4, work[1])
+    silent = BatchReport.of_rank(1, 4, 4, work[1])
     assert silent.links == [] and silent.layer_s(GROUPS[1]) == {}
 
 
 def test_only_work_travels_where_nobody_decides() -> None:
-    told = Told.by(1, 2, 0, (4.0, 1.0, 2.0, 3.0), links=[link(0, 1)], layer_s=[1.0])
+    told = BatchReport.of_rank(1, 2, 0, (4.0, 1.0, 2.0, 3.0), links=[link(0, 1)], layer_s=[1.0])
     assert list(told.numbers) == [0.0, 0.0, 0.0, 0.0, 0.0, 4.0, 1.0, 2.0, 3.0, 0.0]
     assert told.rest_s == {}
     assert told.links == [] and told.layer_s(GROUPS[1]) == {}
@@ -52,4 +56,4 @@ def test_only_work_travels_where_nobody_decides() -> None:
 
 @pytest.mark.parametrize("batch", range(4))
 def test_groups_tell_of_layers_in_turn(batch: int) -> None:
-    assert telling_layers(batch, GROUPS) == batch % 2
+    assert reporting_group(batch, GROUPS) == batch % 2

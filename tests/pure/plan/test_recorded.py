@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from lightning_hetero.cluster.spec import cluster_to_plain, equal_cluster
-from lightning_hetero.pipeline.decide.recorded_costs import model_to_plain
+from lightning_hetero.pipeline.decide.costs import model_to_plain
 from lightning_hetero.plan.planner import plan
 from lightning_hetero.plan.recorded import setup_from_events
 from lightning_hetero.types import AffineCost, Event

@@ -93,7 +93,7 @@ class Disturb(Callback):
                 value += 1e-9 if value.dtype == torch.float64 else 0.02  # bfloat16 has two digits
 
 
-class Told(Callback):
+class BatchReport(Callback):
     """Notes the checksums that this rank told."""
 
     def __init__(self) -> None:
@@ -146,7 +146,7 @@ def normal(rank: int, world: int, folder: str) -> dict[str, tuple[str, list[floa
     }
     results = {}
     for name, (module, how) in cases.items():
-        told = Told()
+        told = BatchReport()
         results[name] = fitted(rank, world, module, told, **how), told.sums
     return results
 

@@ -29,7 +29,7 @@ class Costly(Toy):
         return cost(batch)
 
 
-class Told(Callback):
+class BatchReport(Callback):
     """What every rank's batches cost, and what this rank's policy is told of all of them."""
 
     def __init__(self) -> None:
@@ -48,8 +48,8 @@ class Told(Callback):
 
 def fit(
     rank: int, world: int, module: Toy, args: dict[str, Any], data: Any = None
-) -> tuple[Any, Told]:
-    told = Told()
+) -> tuple[Any, BatchReport]:
+    told = BatchReport()
     trainer = rank_trainer(rank, world, balanced(**args), callbacks=[told], max_epochs=1)
     trainer.fit(module, DataLoader(data or regression(SAMPLES), batch_size=BATCH // world, shuffle=True))
     return weights(module), told
@@ -63,7 +63,7 @@ def one_process(module: Toy, data: Any = None) -> Any:
 # ---- batch_cost --------------------------------------------------------------------------------------------------
 
 
-def counted_job(rank: int, world: int) -> list[tuple[Any, Told]]:
+def counted_job(rank: int, world: int) -> list[tuple[Any, BatchReport]]:
     return [
         fit(rank, world, Toy(), {"batch_cost": cost}),
         fit(rank, world, Costly(), {}),
@@ -73,12 +73,12 @@ def counted_job(rank: int, world: int) -> list[tuple[Any, Told]]:
 
 
 @pytest.fixture(scope="module")
-def counted() -> list[list[tuple[Any, Told]]]:
+def counted() -> list[list[tuple[Any, BatchReport]]]:
     return run_ranks(2, counted_job)
 
 
 @pytest.mark.parametrize("run", [0, 1], ids=["argument", "method of the module"])
-def test_records_carry_every_ranks_work_to_every_rank(counted: list[list[tuple[Any, Told]]], run: int) -> None:
+def test_records_carry_every_ranks_work_to_every_rank(counted: list[list[tuple[Any, BatchReport]]], run: int) -> None:
     first, second = (rank[run][1] for rank in counted)
     assert len(first.records) >= STEPS - 2 and first.records.keys() == second.records.keys()
     for step, records in first.records.items():
@@ -92,7 +92,7 @@ def test_records_carry_every_ranks_work_to_every_rank(counted: list[list[tuple[A
         assert noted == [work for _, work in told.own][: len(noted)] and len(noted) >= STEPS - 1
 
 
-def test_counting_changes_no_weights(counted: list[list[tuple[Any, Told]]]) -> None:
+def test_counting_changes_no_weights(counted: list[list[tuple[Any, BatchReport]]]) -> None:
     expected = one_process(Toy())
     for rank in counted:
         for trained, _ in rank[:3]:
@@ -100,13 +100,13 @@ def test_counting_changes_no_weights(counted: list[list[tuple[Any, Told]]]) -> N
     assert len({tuple(n for n, _ in rank[0][1].own) for rank in counted}) == 2
 
 
-def test_without_a_cost_samples_count(counted: list[list[tuple[Any, Told]]]) -> None:
+def test_without_a_cost_samples_count(counted: list[list[tuple[Any, BatchReport]]]) -> None:
     for _, told in (rank[2] for rank in counted):
         assert all(record.work == record.samples for records in told.records.values() for record in records)
         assert all("work" not in event.data for event in told.events)
 
 
-def test_a_given_weight_is_the_work(counted: list[list[tuple[Any, Told]]]) -> None:
+def test_a_given_weight_is_the_work(counted: list[list[tuple[Any, BatchReport]]]) -> None:
     records = [record for step in counted[0][3][1].records.values() for record in step]
     assert records and all(record.work == int(record.work) for record in records)
     assert any(record.work > record.samples for record in records)
@@ -136,7 +136,7 @@ class Texts(TensorDataset):
         return lengths()[index]
 
 
-def cut_job(rank: int, world: int) -> list[tuple[Any, Told]]:
+def cut_job(rank: int, world: int) -> list[tuple[Any, BatchReport]]:
     texts = Texts(*regression(SAMPLES).tensors)
     return [
         fit(rank, world, Toy(), {"sample_costs": lengths(), "policy": BalancePolicy(dead_band=100.0)}),  # equal shares

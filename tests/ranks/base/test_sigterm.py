@@ -30,7 +30,7 @@ ENGINES: dict[str, tuple[type[Any], dict[str, Any]]] = {
 BATCHES = 8
 
 
-class Told(Callback):
+class BatchReport(Callback):
     """This rank is told to go, in the middle of a batch."""
 
     def __init__(self, rank: int, epoch: int, batch: int) -> None:
@@ -51,7 +51,7 @@ def told_to_go(
     rank: int, world: int, engine: str, target: int, at: tuple[int, int] = (0, 2), **more: Any
 ) -> tuple[str, int, int]:
     kind, options = ENGINES[engine]
-    strategy, told = kind(process_group_backend="gloo", monitor=False, **options), Told(target, *at)
+    strategy, told = kind(process_group_backend="gloo", monitor=False, **options), BatchReport(target, *at)
     trainer = rank_trainer(rank, world, strategy, max_epochs=2, callbacks=[told], **more)
     ended = "finished"
     try:

@@ -54,7 +54,7 @@ def test_module_attributes() -> None:
 def test_wrap_training() -> None:
     told: list[Any] = []
 
-    class Told(Toy):
+    class BatchReport(Toy):
         def on_train_batch_end(self, outputs: Any, *_: Any) -> None:
             told.append(outputs)
 
@@ -67,7 +67,7 @@ def test_wrap_training() -> None:
         if not wrapped:
             undo()
         told.clear()
-        trainer.fit(Told(), DataLoader(regression(SAMPLES), batch_size=BATCH))
+        trainer.fit(BatchReport(), DataLoader(regression(SAMPLES), batch_size=BATCH))
         *outputs, last = told
         if wrapped:
             assert outputs == [["loss"]] * STEPS + ["ended"] and last == "hook", VERSIONS

@@ -10,10 +10,15 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from lightning_hetero.pipeline.runtime.step.coroutines import Carrier
 from lightning_hetero.pipeline.runtime.step.cut import BackboneCall, BackboneCut, graphs_to_retain
 from lightning_hetero.pipeline.runtime.step.random_streams import seed_torch_streams
-from lightning_hetero.pipeline.runtime.step.resumable import Done, ResumableStep, Suspended, stream_seed
+from lightning_hetero.pipeline.runtime.step.resumable import (
+    Carrier,
+    Done,
+    ResumableStep,
+    Suspended,
+    stream_seed,
+)
 
 D = 5
 

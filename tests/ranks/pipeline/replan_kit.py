@@ -8,7 +8,7 @@ from typing import Any
 from unittest.mock import patch
 
 from lightning_hetero.controller.messages import Decision, Observation
-from lightning_hetero.pipeline.decide.jumps import Jumps
+from lightning_hetero.pipeline.decide.replanning import Jumps
 from lightning_hetero.solvers.plans import plan_from_plain
 from lightning_hetero.types import PipelinePlan
 

@@ -1,18 +1,11 @@
-"""Steps that suspend themselves, over either carrier."""
+"""Steps that suspend themselves."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
 
-import pytest
-
-from lightning_hetero.pipeline.runtime.step import coroutines as carriers
-from lightning_hetero.pipeline.runtime.step.coroutines import Carrier
-from lightning_hetero.pipeline.runtime.step.resumable import ResumableStep, Suspended, current_step
-
-no_greenlet = pytest.mark.skipif(carriers.greenlet is None, reason="needs greenlet")
-BOTH = [pytest.param("greenlet", marks=no_greenlet), "thread"]
+from lightning_hetero.pipeline.runtime.step.resumable import Carrier, ResumableStep, Suspended, current_step
 
 
 def suspend(value: Any = None) -> Any:

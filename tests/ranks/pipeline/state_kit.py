@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from typing import Any
 
@@ -10,8 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.optim import Optimizer
 
-from lightning_hetero.pipeline.runtime.ownership.file_tensors import load_mapped
-from lightning_hetero.pipeline.runtime.ownership.full_state import WholeState
+from lightning_hetero.pipeline.runtime.ownership.full_state import WholeState, load_mapped
 from lightning_hetero.pipeline.runtime.ownership.owner_groups import share_initial
 from lightning_hetero.pipeline.runtime.ownership.ownership import Ownership
 from lightning_hetero.pipeline.runtime.ownership.pruning import prune
@@ -43,7 +41,7 @@ class Divided:
         assert all(same(mine[name], theirs[name]) for name in mine if self.held.holds(name))
         self.optimizers, self.references = OPTIMIZERS[kind](self.model), OPTIMIZERS[kind](self.whole)
         prune(self.model, self.optimizers, self.held)
-        self.state = WholeState(self.model, self.held, group=world, folder=os.getcwd())
+        self.state = WholeState(self.model, self.held, group=world)
 
     def train(self, steps: int, seed: int) -> None:
         """Updates both with the same gradients; what else a step changes is copied."""

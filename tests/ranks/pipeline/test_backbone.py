@@ -10,8 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_hetero.pipeline.runtime.step.backbone import Backbone, find_backbone
-from lightning_hetero.pipeline.runtime.step.coroutines import make_carrier
-from lightning_hetero.pipeline.runtime.step.resumable import Done, ResumableStep, Suspended
+from lightning_hetero.pipeline.runtime.step.resumable import Carrier, Done, ResumableStep, Suspended
 
 
 def linear() -> nn.Linear:
@@ -95,7 +94,7 @@ def test_layers_computed_elsewhere_are_the_module(case: str) -> None:
     assert list(found.names) == names and [module.get_submodule(n) for n in names] == list(found.layers)
     assert [module.get_submodule(n) for n in cut] == list(found.cut_modules)
     x = torch.randn(2, 3, dtype=torch.float64)
-    expected, carrier = module(x), make_carrier()
+    expected, carrier = module(x), Carrier()
     with found.cut():
         step = ResumableStep(lambda: module(x), carrier=carrier, seed=0)
         match step.start():

@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_hetero.pipeline.runtime.step.coroutines import Carrier
 from lightning_hetero.pipeline.runtime.step.graph_input import GraphInput
 from lightning_hetero.pipeline.runtime.step.layer_calls.chain import NotAChainError
+from lightning_hetero.pipeline.runtime.step.resumable import Carrier
 from tests.ranks.pipeline.cut_kit import assert_same, suspended
 
 

@@ -1,4 +1,4 @@
-"""The cut at the backbone, over both carriers: an unchanged ``training_step`` gets the gradients of a direct run."""
+"""The cut at the backbone: an unchanged ``training_step`` gets the gradients of a direct run."""
 
 from __future__ import annotations
 
@@ -9,10 +9,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_hetero.pipeline.runtime.step.coroutines import Carrier, make_carrier
 from lightning_hetero.pipeline.runtime.step.cut import BackboneCall, BackboneCut, graphs_to_retain
 from lightning_hetero.pipeline.runtime.step.layer_calls.chain import NotAChainError
-from lightning_hetero.pipeline.runtime.step.resumable import ResumableStep, Suspended
+from lightning_hetero.pipeline.runtime.step.resumable import Carrier, ResumableStep, Suspended
 from tests.ranks.pipeline.cut_kit import (
     Autocast,
     Checkpoints,
@@ -89,7 +88,7 @@ def test_a_graph_is_retained_only_where_it_is_walked_again(make: type[Net], expe
     """A compiled graph that gives its buffers away refuses ``retain_graph``."""
     net = make()
     calls: list[BackboneCall] = []
-    with make_carrier("thread") as carrier, net.cut():
+    with Carrier() as carrier, net.cut():
         step = ResumableStep(lambda: net.training_step(batches(net)[0]), carrier=carrier, seed=0)
         outcome = step.start()
         stage = Stage(net)

@@ -19,8 +19,7 @@ from torch import Tensor
 from lightning_hetero.base.run import gloo_group
 from lightning_hetero.cluster import equal_cluster, override_cluster
 from lightning_hetero.measure.device import Device
-from lightning_hetero.pipeline.decide.plan_memory import beside_bytes, held_bytes
-from lightning_hetero.pipeline.decide.plans import best_plan
+from lightning_hetero.pipeline.decide.plans import beside_bytes, best_plan, held_bytes
 from lightning_hetero.pipeline.fit.plan import fitting
 from lightning_hetero.transport.side_channel import SideChannel
 from lightning_hetero.types import AffineCost, Cluster, LayerCost, ModelCost, PipelinePlan

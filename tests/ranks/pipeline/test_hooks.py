@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 import torch
@@ -200,7 +199,6 @@ CASES: dict[str, tuple[Callable[[], Deep], Any, dict[str, Any], dict[str, Any]]]
     "accumulation scheduled": (Deep, None, {}, {"callbacks": "accumulate", "max_epochs": 3}),
     "few batches, few steps": (Deep, None, {}, {"limit_train_batches": 2, "max_epochs": -1, "max_steps": 5}),
     "overfit": (Deep, None, {}, {"overfit_batches": 2, "max_epochs": 2}),
-    "no greenlet": (Deep, None, {"carrier": "auto"}, {}),
 }
 
 
@@ -228,10 +226,8 @@ def fit_case(rank: int, world: int, name: str, plan: Any) -> dict[str, Any]:
 
 
 def job(rank: int, world: int) -> dict[str, Any]:
-    found = {name: fit_case(rank, world, name, LED) for name in CASES if name != "no greenlet"}
+    found = {name: fit_case(rank, world, name, LED) for name in CASES}
     found["hooks, two groups"] = fit_case(rank, world, "hooks", TWO)
-    with patch("lightning_hetero.pipeline.runtime.step.coroutines.greenlet", None):
-        found["no greenlet"] = fit_case(rank, world, "no greenlet", LED)
     return found
 
 

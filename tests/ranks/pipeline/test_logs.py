@@ -29,8 +29,7 @@ from torchmetrics.regression import PearsonCorrCoef
 
 from lightning_hetero import lightning_compat as compat
 from lightning_hetero.pipeline.fit.logs import StepLogs
-from lightning_hetero.pipeline.runtime.step.coroutines import make_carrier
-from lightning_hetero.pipeline.runtime.step.resumable import Done, ResumableStep, current_step
+from lightning_hetero.pipeline.runtime.step.resumable import Carrier, Done, ResumableStep, current_step
 from lightning_hetero.transport.side_channel import SideChannel
 from tests.ranks.harness import RankEnvironment, run_ranks
 from tests.ranks.kit import Toy, quiet_trainer, regression
@@ -129,7 +128,7 @@ class Piped(DDPStrategy):
         group = torch.distributed.new_group(backend="gloo")
         assert isinstance(group, torch.distributed.ProcessGroup)
         assert self.lightning_module is not None
-        self.carrier = make_carrier()
+        self.carrier = Carrier()
         self.channel = SideChannel(group)
         self.logs = StepLogs(self.lightning_module, self.channel)
 

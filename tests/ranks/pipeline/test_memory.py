@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import gc
 import pickle
-import resource
 import weakref
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +16,9 @@ from lightning.pytorch.callbacks import Callback
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from lightning_hetero.pipeline.runtime.ownership.file_tensors import is_local, load_mapped, save_streamed
+from lightning_hetero.pipeline.runtime.ownership.full_state import is_local, load_mapped, save_streamed
 from tests.ranks.harness import run_ranks
-from tests.ranks.kit import Weights, rank_trainer, regression, single, weights
+from tests.ranks.kit import Weights, regression, single, weights
 from tests.ranks.pipeline.kit import LAYERS, PLANS, WORLD, Block, Deep, fit, pipeline
 
 MIB = 1 << 20
@@ -214,84 +212,6 @@ def test_a_model_larger_than_a_device_trains_on_three_and_is_refused_on_two_that
 
 
 # ---- checkpoints ---------------------------------------------------------------------------------------------------
-
-
-class Large(Deep):
-    """60 MiB of float32 parameters and state in the last five layers."""
-
-    def __init__(self) -> None:
-        super().__init__(torch.float32)
-
-    def backbone(self) -> nn.Module:
-        return nn.Sequential(nn.Linear(8, 1024), *(Block(1024) for _ in range(LAYERS - 2)), nn.Linear(1024, 8))
-
-    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        self.anonymous = status("RssAnon")
-
-
-PARTS: dict[str, Any] = {
-    "groups": [{"ranks": [0, 1], "cuts": [0, 1, 6], "samples": 16, "micro_samples": 8}],
-}
-
-
-def status(name: str) -> int:
-    """Of this process [bytes]."""
-    (line,) = (line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(f"{name}:"))
-    return int(line.split()[1]) << 10
-
-
-@contextmanager
-def little_memory(size: int) -> Iterator[None]:
-    """Inside, this process can have ``size`` more bytes of memory of its own; files may be mapped besides."""
-    limits = resource.getrlimit(resource.RLIMIT_DATA)
-    gc.collect()
-    resource.setrlimit(resource.RLIMIT_DATA, (status("VmData") + size, limits[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_DATA, limits)
-
-
-class SaveInLittle(Callback):
-    def __init__(self, path: str, size: int) -> None:
-        self.path, self.size, self.refused = path, size, False
-
-    def on_train_batch_end(self, trainer: Trainer, *args: Any) -> None:
-        if trainer.global_step != 2:
-            return
-        if trainer.global_rank:
-            trainer.save_checkpoint(self.path)
-            return
-        with little_memory(self.size):
-            try:
-                torch.ones(8 * self.size, dtype=torch.uint8)
-            except RuntimeError:
-                self.refused = True  # so the limit holds
-            trainer.save_checkpoint(self.path)
-
-
-def small_job(rank: int, world: int, path: str) -> tuple[bool, int, int, float]:
-    data = regression(48, dtype=torch.float32)
-    callback, module = SaveInLittle(path, 16 * MIB), Large()
-    end, _ = fit(rank, world, module, pipeline(PARTS), data=data, max_epochs=1, callbacks=[callback])
-    again = Large()
-    gc.collect()
-    before = status("RssAnon")
-    trainer = rank_trainer(rank, world, pipeline(PARTS), max_epochs=1)
-    trainer.fit(again, torch.utils.data.DataLoader(data, batch_size=8, shuffle=True), ckpt_path=path)
-    return callback.refused, again.anonymous - before, Path(path).stat().st_size, weights(again).distance(end)
-
-
-def test_a_checkpoint_costs_no_memory_to_write_or_to_read(tmp_path: Path) -> None:
-    path = tmp_path / "large.ckpt"
-    ranks = run_ranks(2, small_job, str(path), timeout_s=100.0)
-    assert ranks[0][0]
-    for _, grown, size, distance in ranks:
-        assert size > 48 * MIB and grown < 8 * MIB
-        assert distance == 0.0
-    state = torch.load(path, weights_only=True)
-    assert state["global_step"] == 2 and len(state["optimizer_states"][0]["state"]) == len(state["state_dict"])
-    assert list(path.parent.iterdir()) == [path]
 
 
 def test_a_file_is_replaced_when_the_new_one_is_complete(tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset,
 from torchmetrics import MeanMetric
 
 from lightning_hetero import Scenario, ThrottleCallback
-from lightning_hetero.pipeline.decide.recorded_costs import model_to_plain
+from lightning_hetero.pipeline.decide.costs import model_to_plain
 from lightning_hetero.pipeline.runtime.ownership.gradients import GradientSync
 from lightning_hetero.solvers.plans import plan_to_plain
 from tests.ranks.harness import run_ranks

@@ -36,7 +36,7 @@ from tests.ranks.pipeline.variants import Branched, TwoCalls
         ({"max_groups": 1.5}, ValueError, "max_groups=1.5 must be"),
         ({"global_batch_size": -3}, ValueError, "global_batch_size=-3 must be"),
         ({"depth": "deep"}, ValueError, "depth='deep' must be one of"),
-        ({"carrier": "fibre"}, ValueError, "carrier='fibre' must be one of"),
+        ({"carrier": "auto"}, TypeError, "no longer has carrier=: training steps are suspended as greenlets"),
         ({"stream": "own"}, ValueError, "stream='own' must be one of"),
         ({"loss_reduction": "none"}, ValueError, "loss_reduction='none' must be one of"),
         ({"batch_sampler": "any"}, ValueError, "batch_sampler='any' must be one of"),

@@ -114,12 +114,11 @@ def rehearsal(module: Deep, *, named: bool = True) -> Rehearsal:
         optimizers=[torch.optim.Adam(module.parameters())],
         to_device=lambda batch: batch,
         context=nullcontext,
-        carrier="auto",
     )
 
 
 def measured(module: Deep, *, named: bool = True, **options: Any) -> Any:
-    defaults = {"micro_batch_size": None, "checkpoint_layers": False, "cache_folder": None}
+    defaults = {"micro_batch_size": None, "checkpoint_layers": False}
     return measure_model(rehearsal(module, named=named), **{**defaults, **options})
 
 
@@ -203,7 +202,7 @@ def test_more_samples_are_tried_where_they_seem_to_cost_nothing(
         monkeypatch.setattr(module, "device_of", lambda _: ahead)
     monkeypatch.setattr(timer, "_WARM_S", 0.0)
     step = replace(rehearsal(found := Launched()), backbone=undivided(found, "as a whole"))
-    model, _ = measure_model(step, micro_batch_size=None, checkpoint_layers=False, cache_folder=None)
+    model, _ = measure_model(step, micro_batch_size=None, checkpoint_layers=False)
     # 16 samples, then 64, 256 and 1024; of these 4 and 1024 count, which take 1 s and 5 s.
     (layer,) = model.layers
     assert layer.forward.seconds(4) == pytest.approx(1.0) and layer.forward.seconds(1024) == pytest.approx(5.12)

@@ -1,18 +1,19 @@
-"""Suspended training steps over both carriers: what neither step nor caller may notice of the other."""
+"""Suspended training steps: what neither step nor caller may notice of the other."""
 
 from __future__ import annotations
 
 import contextvars
 import gc
 import itertools
+import threading
 import traceback
 from typing import Any
 
 import pytest
 import torch
 
-from lightning_hetero.pipeline.runtime.step.coroutines import Carrier, make_carrier
 from lightning_hetero.pipeline.runtime.step.resumable import (
+    Carrier,
     Done,
     ResumableStep,
     StepClosed,
@@ -109,12 +110,25 @@ def test_a_call_out_of_turn_is_refused_and_does_no_harm(carrier: Carrier, wrong:
 def test_bad_arguments_are_named(carrier: Carrier) -> None:
     with pytest.raises(TypeError, match="body=3 must be callable"):
         ResumableStep(3, carrier=carrier, seed=0)  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match="carrier='thread' must be a Carrier"):
-        ResumableStep(print, carrier="thread", seed=0)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="seed=-1 must be in"):
         ResumableStep(print, carrier=carrier, seed=-1)
-    with pytest.raises(ValueError, match="'fibre' must be 'auto', 'greenlet' or 'thread'"):
-        make_carrier("fibre")  # type: ignore[arg-type]
+
+
+def test_a_step_stays_in_its_thread(carrier: Carrier) -> None:
+    errors: list[BaseException] = []
+
+    def resume_elsewhere() -> None:
+        try:
+            step.resume()
+        except RuntimeError as error:
+            errors.append(error)
+
+    step = begun(carrier, lambda: suspend())
+    thread = threading.Thread(target=resume_elsewhere)
+    thread.start()
+    thread.join()
+    assert "in the thread that started it" in str(errors[0])
+    assert step.resume(1) == Done(1)
 
 
 # ---- exceptions and ends ---------------------------------------------------------------------------------------
@@ -278,3 +292,28 @@ def test_stream_seeds_differ_where_sums_would_not() -> None:
     assert len(seeds) == 125
     assert all(0 <= seed < 2**63 for seed in seeds)
     assert stream_seed(0, 12, 3) == 0x4963A7ED4FEB0652  # fixed: a resumed run must draw the same
+
+
+def test_dropped_steps_are_closed_with_their_carrier(carrier: Carrier) -> None:
+    closed: list[int] = []
+
+    def body(k: int) -> None:
+        try:
+            suspend()
+        finally:
+            closed.append(k)
+            if k == 1:
+                raise OSError("of step 1")
+
+    for k in range(3):
+        begun(carrier, lambda k=k: body(k))
+    with pytest.raises(OSError, match="of step 1"):
+        carrier.close_steps()
+    assert closed == [2, 1, 0]
+    assert begun(carrier, lambda: suspend()).resume(1) == Done(1)  # further ones may run
+    begun(carrier, lambda: body(7))
+    carrier.close()
+    assert closed == [2, 1, 0, 7]
+    with pytest.raises(RuntimeError, match="carrier is closed"):
+        ResumableStep(print, carrier=carrier, seed=0).start()
+    carrier.close()

@@ -11,7 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from lightning_hetero.pipeline.decide.schedule import Kind, gpipe, one_f_one_b
+from benchmarks.pipeline.schedules import one_f_one_b
+from lightning_hetero.pipeline.decide.schedule import Kind
 from lightning_hetero.pipeline.runtime.execute.stage_runner import MicroBatch
 from lightning_hetero.types import GroupPlan
 from tests.ranks.harness import run_ranks
@@ -21,9 +22,7 @@ from tests.ranks.pipeline.models import LAYERS, Case, Net, assert_same, make_run
 CASES = {
     "plain": Case(models.plain, steps=20),
     "two batches per step": Case(models.twice, calls=2, steps=4, accumulate=2),
-    "thread": Case(models.plain, options={"carrier": "thread"}),
-    "gpipe": Case(models.plain, options={"policy": gpipe}),
-    "textbook, blocking": Case(models.plain, options={"policy": one_f_one_b, "overlap": False}),
+    "textbook": Case(models.plain, options={"policy": one_f_one_b}),
     "skip": Case(models.skip),
     "twice": Case(models.twice, calls=2, steps=5),
     "teacher": Case(models.teacher, calls=2),

@@ -14,9 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_hetero.pipeline.runtime.ownership import file_tensors as mapped
-from lightning_hetero.pipeline.runtime.ownership import full_state as whole
-from lightning_hetero.pipeline.runtime.ownership.file_tensors import empty_in_file, load_mapped
+from lightning_hetero.pipeline.runtime.ownership.full_state import load_mapped
 from lightning_hetero.pipeline.runtime.ownership.ownership import Ownership, tied
 from lightning_hetero.pipeline.runtime.ownership.pruning import prune, restore, to_device
 from lightning_hetero.types import PipelinePlan, Status
@@ -164,10 +162,7 @@ def test_what_is_held_moves_to_the_device_and_back_to_what_it_was() -> None:
 
 def _checkpoints(rank: int, world: int) -> None:
     names = list(PLANS)
-    packed_bytes, small_bytes = whole.PACKED_BYTES, mapped.SMALL_BYTES
     for turn, (name, kind) in enumerate(zip(names, [*OPTIMIZERS, *OPTIMIZERS], strict=True)):
-        if turn == 1:  # these weights are small, let them travel alone and lie in files as large ones do
-            whole.PACKED_BYTES = mapped.SMALL_BYTES = 100
         part = Divided(rank, PLANS[name], kind)
         part.train(3, seed=0)
         saved, expected = part.saved(), part.expected()
@@ -196,7 +191,6 @@ def _checkpoints(rank: int, world: int) -> None:
         ]
         there.model.loss(torch.randn(3, 6, dtype=torch.float64)).backward()
         assert there.model.head.weight is there.model.embed.weight
-        whole.PACKED_BYTES, mapped.SMALL_BYTES = packed_bytes, small_bytes
 
 
 def _size(state: Any) -> int:
@@ -252,27 +246,6 @@ def test_checkpoints_are_those_of_one_process_under_every_plan() -> None:
 
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads the memory in use from /proc")
-def test_a_tensor_in_a_file_costs_no_memory_and_leaves_no_file(tmp_path: Path) -> None:
-    before = _anonymous_bytes()
-    tensor = empty_in_file(torch.Size([4, 2**20]), torch.float32, tmp_path).fill_(3.0)
-    assert _anonymous_bytes() - before < tensor.numel() * 4 / 4
-    assert list(tmp_path.iterdir()) == []
-    torch.save({"t": tensor, "half": tensor[:2].half()}, tmp_path / "a.ckpt")
-    before = _anonymous_bytes()
-    loaded = load_mapped(tmp_path / "a.ckpt", weights_only=True)
-    assert loaded is not None and torch.equal(loaded["t"], tensor)
-    assert _anonymous_bytes() - before < tensor.numel() * 4 / 4
-    loaded["t"].zero_()
-    again = load_mapped(tmp_path / "a.ckpt")
-    assert again is not None and torch.equal(again["t"], tensor), "the file is as it was"
-
-
-def _anonymous_bytes() -> int:
-    gc.collect()
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("RssAnon"))
-
-
 def test_what_cannot_be_mapped_is_left_to_others(tmp_path: Path) -> None:
     old = tmp_path / "old.ckpt"
     torch.save({"a": torch.zeros(2)}, old, _use_new_zipfile_serialization=False)
@@ -283,5 +256,3 @@ def test_what_cannot_be_mapped_is_left_to_others(tmp_path: Path) -> None:
     torch.save({"a": Counted}, code)
     with pytest.raises(pickle.UnpicklingError, match="eights"):
         load_mapped(code, weights_only=True)
-    with pytest.raises(OSError):
-        empty_in_file(torch.Size([2**20]), torch.float32, tmp_path / "missing")

@@ -1,4 +1,4 @@
-"""Torch's state in and around a suspended step, over both carriers: switches, refused blocks, random streams."""
+"""Torch's state in and around a suspended step: switches, refused blocks, random streams."""
 
 from __future__ import annotations
 
@@ -17,8 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from lightning_hetero.pipeline.runtime.step import torch_state as ambient
-from lightning_hetero.pipeline.runtime.step.coroutines import Carrier, Threads
-from lightning_hetero.pipeline.runtime.step.resumable import Done, ResumableStep, stream_seed
+from lightning_hetero.pipeline.runtime.step.resumable import Carrier, Done, ResumableStep, stream_seed
 from tests.ranks.pipeline.resumable_kit import begun, suspend, whole
 
 # ---- switches: a block held open while others run --------------------------------------------------------------
@@ -85,7 +84,7 @@ def test_number_of_threads_is_the_steps_alone(carrier: Carrier) -> None:
     assert torch.get_num_threads() == 1
     assert step.resume() == Done([1, 2])
     assert torch.get_num_threads() == 1
-    assert whole(carrier, torch.get_num_threads) == 1  # a pooled thread remembers nothing
+    assert whole(carrier, torch.get_num_threads) == 1
 
 
 @pytest.mark.parametrize("name", SWITCHES)
@@ -236,17 +235,6 @@ def test_a_step_is_not_resumed_under_other_circumstances(carrier: Carrier, name:
     with block(), pytest.raises(RuntimeError, match=rf"other circumstances.*{name}"):
         step.resume()
     assert step.resume(1) == Done(1)
-
-
-def test_what_a_thread_cannot_take_along_is_named() -> None:
-    with Threads() as carrier:
-
-        def run(x: Tensor) -> Tensor:
-            with pytest.raises(RuntimeError, match=r"cannot take along.*torch.func transform.*install greenlet"):
-                ResumableStep(lambda: None, carrier=carrier, seed=0).start()
-            return x.sum()
-
-        torch.func.grad(run)(torch.ones(1))
 
 
 # ---- random numbers --------------------------------------------------------------------------------------------

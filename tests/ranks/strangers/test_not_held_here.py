@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_, parameters_to_vector
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_hetero.pipeline.fit import norms
+from lightning_hetero.pipeline.fit import gradients
 from tests.ranks.pipeline.replan_kit import Scripted, heard
 from tests.ranks.strangers.kit import difference, ends, everyone, refusal, trainer, two_stages
 
@@ -534,7 +534,7 @@ REFUSED: dict[str, tuple[Callable[[], Toy], str, Callable[[], list[Callback]]]] 
 
 def refused(rank: int, world: int, engine: str, kind: str) -> None:
     make, _, callbacks = REFUSED[kind]
-    with patch.object(norms, "PATIENCE_S", 0.3):
+    with patch.object(gradients, "PATIENCE_S", 0.3):
         fitted(make, (rank, world, engine), callbacks=callbacks, max_epochs=1)
 
 

@@ -12,8 +12,8 @@ from torch import Tensor
 from lightning_hetero.cluster.spec import override_cluster
 from lightning_hetero.cluster.units import bytes_text
 from lightning_hetero.measure.device import device_of, is_out_of_memory
-from lightning_hetero.pipeline.decide.plan_memory import beside_bytes, held_bytes, with_room
-from lightning_hetero.pipeline.fit.hints import add_hint
+from lightning_hetero.pipeline.decide.plans import beside_bytes, held_bytes, with_room
+from lightning_hetero.pipeline.fit.leader_step import add_hint
 from lightning_hetero.types import Cluster, ModelCost, PipelinePlan
 
 if TYPE_CHECKING:

@@ -21,11 +21,12 @@ from torch import nn
 from lightning_hetero.base.loaders import SharedSettings
 from lightning_hetero.base.precision import trained_dtype
 from lightning_hetero.cluster.spec import cluster_from_plain, equal_cluster, override_cluster
+from lightning_hetero.controller.lyapunov import LyapunovController
 from lightning_hetero.emulate.scenario import Scenario
 from lightning_hetero.measure.probe import probe_cluster
+from lightning_hetero.pipeline.decide.costs import recorded
 from lightning_hetero.pipeline.decide.direct_links import MOST_COMMUNICATORS
 from lightning_hetero.pipeline.decide.plans import best_plan, check_plan, emulated, in_one_piece, unit_costs
-from lightning_hetero.pipeline.decide.recorded_costs import recorded
 from lightning_hetero.pipeline.fit.plan.fitting import first_finds, plan_with_room
 from lightning_hetero.pipeline.fit.plan.rehearsal import Rehearsal, calls_in, measure_model
 from lightning_hetero.pipeline.runtime.execute.direct_ways import rank_device
@@ -33,7 +34,6 @@ from lightning_hetero.pipeline.runtime.measure.around_backbone import NeverCalle
 from lightning_hetero.pipeline.runtime.measure.memory import tensor_bytes
 from lightning_hetero.pipeline.runtime.ownership.ownership import tied
 from lightning_hetero.pipeline.runtime.step.backbone import Backbone
-from lightning_hetero.pipeline.runtime.step.coroutines import CarrierName
 from lightning_hetero.pipeline.runtime.step.layer_calls.chain import NotAChainError
 from lightning_hetero.pipeline.runtime.step.undivided import Undivided
 from lightning_hetero.record import read_events
@@ -76,9 +76,7 @@ class PlanSettings:
     micro_batch_size: int | None = None
     max_groups: int | None = None
     depth: Literal["auto"] | DepthRule = "auto"
-    overlap: bool = True
     checkpoint_layers: bool = False
-    cache_folder: str | None = None
     watched: bool = False
 
 
@@ -90,6 +88,7 @@ class PipelineSettings:
         device: of this rank's layers.
         process_group_backend: of the groups that sum gradients.
         main_address: of the host that rank 0 is on.
+        controller: decides on other plans while a fit trains; None: nothing does.
     """
 
     shared: SharedSettings
@@ -98,11 +97,11 @@ class PipelineSettings:
     emulate_links: bool
     seed: int
     stream: Literal["shared"] | None
-    carrier: CarrierName
     device: torch.device
     process_group_backend: str | None
     timeout: timedelta | None
     main_address: str
+    controller: LyapunovController | None
 
     @property
     def timeout_s(self) -> float:
@@ -234,7 +233,6 @@ def _cluster(
         direct=carried.direct,
         communicators=MOST_COMMUNICATORS,
         dtype=carried.dtype,
-        cache_folder=settings.cache_folder,
         now_s=time.time(),
     )
 
@@ -283,7 +281,6 @@ def _costs(
             step,
             micro_batch_size=settings.micro_batch_size,
             checkpoint_layers=settings.checkpoint_layers,
-            cache_folder=settings.cache_folder,
         )
     else:
         calls = declared_calls(module) or calls_in(step)
@@ -312,7 +309,6 @@ def _planned(
             spans=tied_spans(step.module, backbone),
             micro_batch_size=settings.micro_batch_size,
             max_groups=settings.max_groups,
-            overlap=settings.overlap,
             depth=settings.depth,
         )
         if not plan.ok:

@@ -22,7 +22,7 @@ from torchmetrics import Metric
 from lightning_hetero import lightning_compat as compat
 from lightning_hetero.data.layouts import first_samples
 from lightning_hetero.measure.device import device_of, is_out_of_memory
-from lightning_hetero.pipeline.fit.acting import leader_runs
+from lightning_hetero.pipeline.fit.leader_step import leader_runs
 from lightning_hetero.pipeline.runtime.measure.around_backbone import count_calls, measure_outside
 from lightning_hetero.pipeline.runtime.measure.layers import Example, profile_on_device
 from lightning_hetero.pipeline.runtime.measure.memory import OptimizerSpec, optimizer_bytes
@@ -31,7 +31,6 @@ from lightning_hetero.pipeline.runtime.measure.snapshot import Snapshot
 from lightning_hetero.pipeline.runtime.measure.whole_step import measure_series as series_of
 from lightning_hetero.pipeline.runtime.measure.whole_step import measure_whole
 from lightning_hetero.pipeline.runtime.step.backbone import Backbone
-from lightning_hetero.pipeline.runtime.step.coroutines import CarrierName
 from lightning_hetero.pipeline.runtime.step.layer_calls.route import RoutedCall
 from lightning_hetero.pipeline.runtime.step.random_streams import nothing_drawn
 from lightning_hetero.pipeline.runtime.step.undivided import Undivided
@@ -61,7 +60,6 @@ class Rehearsal:
         optimizers: for the size of their state.
         to_device: moves a batch, with all hooks of the user.
         context: of a training step, e.g. autocast.
-        carrier: see `make_carrier`.
     """
 
     module: LightningModule
@@ -72,11 +70,10 @@ class Rehearsal:
     optimizers: Sequence[torch.optim.Optimizer]
     to_device: Callable[[Any], Any]
     context: Callable[[], AbstractContextManager[Any]]
-    carrier: CarrierName
 
 
 def measure_model(
-    step: Rehearsal, *, micro_batch_size: int | None, checkpoint_layers: bool, cache_folder: str | None
+    step: Rehearsal, *, micro_batch_size: int | None, checkpoint_layers: bool
 ) -> tuple[ModelCost, int]:
     """Returns the costs of a module, and how often a step calls the backbone. Nothing of the module changes.
 
@@ -88,7 +85,6 @@ def measure_model(
         step: the user's.
         micro_batch_size: largest number of samples to measure with; None: the loader's batch, at most 64.
         checkpoint_layers: whether layers are computed again in the backward pass.
-        cache_folder: see `profile_on_device`.
 
     Raises:
         TypeError, ValueError: the loader yields no example.
@@ -102,9 +98,7 @@ def measure_model(
         while found is None:
             sizes = (max(1, len(samples) // 4), len(samples))
             try:
-                found = _measured(
-                    step, samples, sizes, checkpoint_layers=checkpoint_layers, cache_folder=cache_folder
-                )
+                found = _measured(step, samples, sizes, checkpoint_layers=checkpoint_layers)
             except Exception as error:
                 if not is_out_of_memory(error):
                     raise
@@ -117,9 +111,7 @@ def measure_model(
             samples = samples * _MORE
             sizes = (sizes[0], len(samples))
             try:
-                found = _measured(
-                    step, samples, sizes, checkpoint_layers=checkpoint_layers, cache_folder=cache_folder
-                )
+                found = _measured(step, samples, sizes, checkpoint_layers=checkpoint_layers)
             except Exception:  # so many do not fit, or are more than the step can do with: what is known will do
                 break
         return found
@@ -138,7 +130,6 @@ def calls_in(step: Rehearsal) -> int:
                 cut=step.backbone.cut(),
                 layers=step.backbone.layers,
                 device=step.device,
-                carrier=step.carrier,
             )
         return max(1, calls)
     return 1  # the first batch shows what is wrong with it
@@ -175,7 +166,6 @@ def _measured(
     sizes: tuple[int, int],
     *,
     checkpoint_layers: bool,
-    cache_folder: str | None,
 ) -> tuple[ModelCost, int]:
     """Measures with so many of these samples."""
     module, layers, device = step.module, step.backbone.layers, step.device
@@ -199,7 +189,6 @@ def _measured(
             buffers=[b for b in module.buffers() if id(b) not in inside],
             optimizer=optimizer,
             device=device,
-            carrier=step.carrier,
         )
         again = _computed_again if checkpoint_layers else None
         model = profile_on_device(
@@ -212,7 +201,6 @@ def _measured(
             optimizer=optimizer,
             before=outside.before,
             head=outside.head,
-            cache_folder=cache_folder,
         )
     return model, outside.calls
 

@@ -16,10 +16,9 @@ from lightning_hetero.pipeline.runtime.execute.execution import LocalStage, pass
 from lightning_hetero.pipeline.runtime.execute.messages import Message
 from lightning_hetero.pipeline.runtime.execute.stages import Pass
 from lightning_hetero.pipeline.runtime.execute.work import began, paced
-from lightning_hetero.pipeline.runtime.step.coroutines import Carrier
 from lightning_hetero.pipeline.runtime.step.cut import BackboneCall
 from lightning_hetero.pipeline.runtime.step.random_streams import stream_seed
-from lightning_hetero.pipeline.runtime.step.resumable import Done, ResumableStep, Suspended
+from lightning_hetero.pipeline.runtime.step.resumable import Carrier, Done, ResumableStep, Suspended
 
 __all__ = ["Evaluation"]
 

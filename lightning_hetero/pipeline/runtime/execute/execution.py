@@ -19,10 +19,9 @@ from lightning_hetero.pipeline.runtime.execute.messages import Message
 from lightning_hetero.pipeline.runtime.execute.stage_links import StageLinks
 from lightning_hetero.pipeline.runtime.execute.stages import Flight, Pass, Stage
 from lightning_hetero.pipeline.runtime.execute.work import LeaderWork, Pace, began, paced, wrong_count
-from lightning_hetero.pipeline.runtime.step.coroutines import Carrier
 from lightning_hetero.pipeline.runtime.step.cut import BackboneCall, graphs_to_retain
 from lightning_hetero.pipeline.runtime.step.layer_calls.route import route_of
-from lightning_hetero.pipeline.runtime.step.resumable import Done, ResumableStep, Suspended
+from lightning_hetero.pipeline.runtime.step.resumable import Carrier, Done, ResumableStep, Suspended
 from lightning_hetero.pipeline.runtime.step.tensor_trees import detached, weighted_loss
 
 __all__ = ["Execution", "LeaderExecution", "LocalStage", "pass_of"]
@@ -46,12 +45,10 @@ class LocalStage:
     links: StageLinks | None
     pace: Pace | None
 
-    def send(self, position: int, message: Message, *, wait: bool = False) -> None:
+    def send(self, position: int, message: Message) -> None:
         """Posts a message to another stage's rank."""
         assert self.links is not None
         self.links.send(self.ranks[position], message)
-        if wait:
-            self.links.flush(self.ranks[position])
 
     def receive(self, position: int, due: Message) -> Message:
         """Waits for a message with the place of ``due``.
@@ -111,7 +108,7 @@ class Execution:
         self._samples = samples
         self._numbers = numbers
         self._before_last_backward = before_last_backward
-        self._devices = (*schedule.devices, schedule.head)
+        self._devices = (*schedule.devices, schedule.devices[0])
         self._flights: dict[tuple[int, int], Flight] = {}  # by stage and micro-batch, as all below
         self._inbox: dict[tuple[What, int, int], Message | None] = {}  # by the stage that uses it
         self._outbox: dict[tuple[What, int, int], Message | None] = {}  # by the stage whose result it is
@@ -139,7 +136,7 @@ class Execution:
         assert op.what is not None and op.peer is not None
         message = self._outbox.pop((op.what, op.stage, op.micro_batch))
         if message is not None:
-            self._local.send(op.peer, message, wait=not self._schedule.overlapped)
+            self._local.send(op.peer, message)
 
     def _receive(self, op: Operation) -> None:
         assert op.what is not None and op.peer is not None

@@ -25,15 +25,14 @@ from lightning_hetero.pipeline.runtime.measure.memory import (
 )
 from lightning_hetero.pipeline.runtime.measure.one_layer import detached, tensors_of
 from lightning_hetero.pipeline.runtime.measure.residence import resident
-from lightning_hetero.pipeline.runtime.step.coroutines import Carrier, CarrierName
 from lightning_hetero.pipeline.runtime.step.cut import BackboneCall, BackboneCut, graphs_to_retain
 from lightning_hetero.pipeline.runtime.step.layer_calls.route import Route, RoutedCall
 from lightning_hetero.pipeline.runtime.step.random_streams import nothing_drawn
 from lightning_hetero.pipeline.runtime.step.resumable import (
+    Carrier,
     Done,
     ResumableStep,
     Suspended,
-    make_carrier,
     stream_seed,
 )
 from lightning_hetero.pipeline.runtime.step.tensor_trees import loss_of
@@ -91,7 +90,6 @@ def measure_outside(
     buffers: Sequence[Tensor],
     optimizer: OptimizerSpec,
     device: torch.device,
-    carrier: CarrierName,
 ) -> Outside:
     """Measures the step outside of the backbone.
 
@@ -105,7 +103,6 @@ def measure_outside(
         buffers: outside of the layers, e.g. statistics of a BatchNorm that stands there.
         optimizer: for the size of its state, see `footprint.optimizer_bytes`.
         device: where the step runs; layers that are elsewhere go there one at a time, in copies.
-        carrier: see `make_carrier`.
 
     Raises:
         RuntimeError: the step never calls the backbone, or not as often with every size.
@@ -115,7 +112,7 @@ def measure_outside(
         raise ValueError("bodies must be of two or more sizes: one cannot tell a fixed time from a time per sample")
     inside = [p for layer in layers for p in layer.parameters()]
     with _unchanged([*parameters, *inside], [*buffers, *(b for layer in layers for b in layer.buffers())], device):
-        owner = make_carrier(carrier)
+        owner = Carrier()
         try:
             bench = _Bench(cut, layers, [*parameters, *inside], owner, Timer(device))
             seen = [bench.measure(samples, body) for samples, body in bodies]
@@ -154,10 +151,9 @@ def count_calls(
     cut: BackboneCut,
     layers: Sequence[nn.Module],
     device: torch.device,
-    carrier: CarrierName,
 ) -> int:
     """Runs a training step forward; returns how often it calls the backbone."""
-    owner, calls = make_carrier(carrier), 0
+    owner, calls = Carrier(), 0
     try:
         step = ResumableStep(body, carrier=owner, seed=stream_seed(0, 0))
         try:

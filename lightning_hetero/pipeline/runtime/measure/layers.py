@@ -31,7 +31,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from lightning_hetero.measure import cache
 from lightning_hetero.measure.device import device_of
 from lightning_hetero.measure.timer import Timer
-from lightning_hetero.pipeline.decide.recorded_costs import layer_from_plain, layer_to_plain
+from lightning_hetero.pipeline.decide.costs import layer_from_plain, layer_to_plain
 from lightning_hetero.pipeline.runtime.measure.layer_identity import structure_of
 from lightning_hetero.pipeline.runtime.measure.memory import (
     OptimizerSpec,

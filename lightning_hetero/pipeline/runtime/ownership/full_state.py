@@ -1,8 +1,8 @@
-"""Checkpoints of the whole model, though no rank has it: the keys stock training writes, tensor by tensor (layer T).
+"""Checkpoints of the whole model, though no rank trains it: the keys that stock training writes (layer T).
 
     state_dict()    every rank: its own ``module.state_dict()``, stand-ins for others' tensors
-                    group 0's owners ──one tensor after the other──► rank 0: files without a name, mapped into memory
-    load            every rank reads its part of the whole state dict, which may be mapped, too
+                    group 0's owners ──one rank after the other──► rank 0, in its memory
+    load            every rank reads its part of the whole state dict, which may be mapped
 
 Each rank asks the module, so hooks of the user and states that are no tensors (``get_extra_state``) take part: a key
 comes from the rank that owns the module it belongs to.
@@ -11,10 +11,10 @@ comes from the rank that owns the module it belongs to.
 from __future__ import annotations
 
 import os
-import pickle
 import warnings
-from collections.abc import Callable, Container, Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+import zipfile
+from collections.abc import Callable, Container, Hashable, Mapping
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -23,16 +23,13 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
-from lightning_hetero.pipeline.runtime.ownership.file_tensors import empty_in_file
-from lightning_hetero.pipeline.runtime.ownership.owner_groups import as_bytes, raise_together
+from lightning_hetero.pipeline.runtime.ownership.owner_groups import raise_together
 from lightning_hetero.pipeline.runtime.ownership.ownership import Ownership
+from lightning_hetero.transport.objects import packed, receive, send
 
-__all__ = ["OnRankZero", "WholeState"]
+__all__ = ["OnRankZero", "WholeState", "is_local", "load_mapped", "save_streamed"]
 
 K = TypeVar("K", bound=Hashable)
-
-PACKED_BYTES = 1 << 14
-"""Smaller tensors of a rank travel in one message."""
 
 
 class OnRankZero(dict[Any, Any]):
@@ -54,19 +51,9 @@ class WholeState:
         module: the whole model, pruned.
         ownership: who holds what.
         group: over all ranks, one that takes CPU tensors (gloo).
-        folder: where rank 0 keeps other ranks' tensors until they are written; on a disk, with room for the model.
-            None: the system's folder for temporary files.
     """
 
-    def __init__(
-        self,
-        module: nn.Module,
-        ownership: Ownership,
-        *,
-        group: dist.ProcessGroup,
-        folder: str | os.PathLike[str] | None = None,
-    ) -> None:
-        self.folder = folder
+    def __init__(self, module: nn.Module, ownership: Ownership, *, group: dist.ProcessGroup) -> None:
         self.group = group
         self._module = module
         self._ownership = ownership
@@ -76,7 +63,7 @@ class WholeState:
     def state_dict(self) -> dict[str, Any]:
         """Returns what ``module.state_dict()`` of the whole model would be, on rank 0; elsewhere an `OnRankZero`.
 
-        Tensors are on the CPU. Rank 0's own are not copied, as with stock torch; the others cost no memory.
+        Tensors are on the CPU. Rank 0 needs memory for the whole of it; its own are not copied, as with stock torch.
 
         Raises:
             RuntimeError: on all ranks, if one could not make its part: which, and why.
@@ -146,7 +133,7 @@ class WholeState:
         """Takes this rank's part of a whole model's state dict; not collective.
 
         Args:
-            state: as from `state_dict`, or from stock torch; it may be mapped (`mapped.load_mapped`): only this rank's
+            state: as from `state_dict`, or from stock torch; it may be mapped (`load_mapped`): only this rank's
                 part is read.
             strict: as in torch.
 
@@ -203,127 +190,59 @@ class WholeState:
             source: the rank that a key is to come from.
             certain: keys that come from there only; others from any rank of group 0 that has values for them.
         """
-        ownership, mine, offers = self._ownership, {}, b""
-        problem: Exception | None = None
+        ownership, problem = self._ownership, None
+        rank, senders = ownership.rank, [r for r in ownership.groups[0] if r != 0]
         whole: dict[K, Any] = {}
+        mine: dict[K, Any] = {}
+        data: Tensor | None = None
         try:
             made = make()
             whole = made if isinstance(made, dict) else dict(made)
-            candidates = {
-                key: value
-                for key, value in whole.items()
-                if (
-                    source(key) == ownership.rank if key in certain else ownership.rank in ownership.groups[0]
-                )
-            }
-            mine = {
-                key: value for key, value in candidates.items() if not any(t.is_meta for t in _tensors(value))
-            }
-            offers = pickle.dumps({key: _described(value) for key, value in mine.items()})
+            for key, value in whole.items():
+                offered = source(key) == rank if key in certain else rank in ownership.groups[0]
+                if offered and not any(t.is_meta for t in _tensors(value)):
+                    mine[key] = value
+            if rank in senders:
+                data = packed({key: pytree.tree_map(_alone, value) for key, value in mine.items()}, tensors=True)
         except Exception as error:
             problem = error
         raise_together(problem, self.group)
-        gathered: list[bytes] = [b""] * dist.get_world_size(self.group)
-        dist.all_gather_object(gathered, offers, group=self.group)
-        offered: list[dict[K, Any]] = [pickle.loads(each) for each in gathered]
-        chosen = {key: rank for rank in reversed(ownership.groups[0]) for key in offered[rank]}
-        for key in chosen:
-            if key in offered[source(key)]:
-                chosen[key] = source(key)
-        if ownership.rank == 0:
-            return self._receive(whole, offered, chosen)
-        raise_together(None, self.group)  # rank 0 has room for all
-        keys = [key for key, rank in chosen.items() if rank == ownership.rank]
-        specs = [spec for key in keys for spec in _specs(offered[ownership.rank][key])]
-        tensors = dict(zip(specs, (t for key in keys for t in _tensors(mine[key])), strict=True))
-        for bundle in _bundles(tensors):
-            data = torch.cat([as_bytes(tensors[spec]) for spec in bundle])
-            dist.send(data, 0, group=self.group)
-        return OnRankZero()
-
-    def _receive(
-        self, whole: dict[K, Any], offered: Sequence[Mapping[K, Any]], chosen: Mapping[K, int]
-    ) -> dict[K, Any]:
-        problem: Exception | None = None
-        places: dict[tuple[int, _TensorSpec], Tensor] = {}
-        try:
-            for key, rank in chosen.items():
-                own = iter(_tensors(whole[key]) if rank == 0 else ())
-                for spec in _specs(offered[rank][key]):
-                    tensor = next(own, None)
-                    if tensor is not None and tensor.device.type == "cpu":
-                        places[rank, spec] = tensor
-                    elif (rank, spec) not in places:
-                        places[rank, spec] = empty_in_file(spec.shape, spec.dtype, self.folder)
-                        if tensor is not None:
-                            places[rank, spec].copy_(tensor)
+        if data is not None:
+            send(data, 0, self.group)
+        if rank == 0:
+            offers = {0: _on_host(mine)} | {sender: receive(sender, self.group) for sender in senders}
+            chosen = {key: r for r in reversed(ownership.groups[0]) for key in offers[r]}
+            chosen.update((key, source(key)) for key in chosen if key in offers.get(source(key), ()))
+            whole.update((key, offers[r][key]) for key, r in chosen.items())
             if lost := [key for key in whole if key not in chosen]:
-                raise KeyError(
+                problem = KeyError(
                     f"no rank of the pipeline has values for {lost[:5]}: all ranks must keep the same in their"
                     " checkpoints; or use strategy='hetero_balanced'"
                 )
-        except Exception as error:
-            problem = error
         raise_together(problem, self.group)
-        for sender in sorted({rank for rank, _ in places} - {0}):
-            for bundle in _bundles([spec for rank, spec in places if rank == sender]):
-                tensors = [places[sender, spec] for spec in bundle]
-                if len(tensors) == 1:
-                    dist.recv(as_bytes(tensors[0]), sender, group=self.group)  # straight into its memory
-                    continue
-                data = torch.empty(sum(t.nbytes for t in tensors), dtype=torch.uint8)
-                dist.recv(data, sender, group=self.group)
-                for tensor, piece in zip(tensors, data.split([t.nbytes for t in tensors]), strict=True):
-                    as_bytes(tensor).copy_(piece)
-        for key, rank in chosen.items():
-            whole[key] = pytree.tree_map(
-                lambda leaf, rank=rank: places[rank, leaf] if isinstance(leaf, _TensorSpec) else leaf,
-                offered[rank][key],
-            )
-        return whole
+        return whole if rank == 0 else OnRankZero()
 
 
 # ---- values with tensors in them ---------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class _TensorSpec:
-    """Stands for a tensor in what a rank offers; views of the same memory have the same spec."""
-
-    memory: tuple[int, ...]
-    shape: torch.Size
-    dtype: torch.dtype
-
-    @property
-    def size_bytes(self) -> int:
-        return self.shape.numel() * self.dtype.itemsize
+def _alone(leaf: Any) -> Any:
+    """Returns a tensor without what else is in its memory, which would be sent with it."""
+    if not isinstance(leaf, Tensor) or leaf.layout is not torch.strided:
+        return leaf
+    return leaf if leaf.untyped_storage().nbytes() == leaf.nbytes else leaf.clone()
 
 
-def _bundles(specs: Iterable[_TensorSpec]) -> list[list[_TensorSpec]]:
-    """Returns what travels together: the small ones, such as an optimizer's counters; each other one alone."""
-    specs = list(specs)
-    small = [spec for spec in specs if 0 < spec.size_bytes < PACKED_BYTES]
-    return [*([small] if small else []), *([spec] for spec in specs if spec.size_bytes >= PACKED_BYTES)]
+def _on_host(values: dict[K, Any]) -> dict[K, Any]:
+    """Returns values with their tensors on the CPU; what was one tensor under two keys is one there."""
+    copies: dict[tuple[Any, ...], Tensor] = {}
 
-
-def _described(value: Any) -> Any:
-    """Returns the value with specs instead of tensors."""
-
-    def spec(leaf: Any) -> Any:
-        if not isinstance(leaf, Tensor):
+    def copied(leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor) or leaf.device.type == "cpu":
             return leaf
-        if leaf.layout is not torch.strided or leaf.is_quantized:
-            raise TypeError(
-                f"a {leaf.layout} tensor of shape {tuple(leaf.shape)} cannot be collected, only dense ones"
-            )
-        memory = (leaf.data_ptr(), *leaf.stride()) if leaf.numel() else (id(leaf),)
-        return _TensorSpec(memory, leaf.shape, leaf.dtype)
+        return copies.setdefault((leaf.data_ptr(), leaf.shape, leaf.stride(), leaf.dtype), leaf.cpu())
 
-    return pytree.tree_map(spec, value)
-
-
-def _specs(described: Any) -> list[_TensorSpec]:
-    return [leaf for leaf in pytree.tree_leaves(described) if isinstance(leaf, _TensorSpec)]
+    return {key: pytree.tree_map(copied, value) for key, value in values.items()}
 
 
 def _tensors(value: Any) -> list[Tensor]:
@@ -332,3 +251,58 @@ def _tensors(value: Any) -> list[Tensor]:
 
 def _parameters(optimizer: Optimizer) -> list[Tensor]:
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+# ---- files -----------------------------------------------------------------------------------------------------------
+
+
+def is_local(path: str | os.PathLike[str]) -> bool:
+    """Whether a path is one of this machine's file system, not a URL such as ``s3://...``."""
+    return "://" not in str(path) and "::" not in str(path)
+
+
+def save_streamed(checkpoint: Any, path: str | os.PathLike[str]) -> None:
+    """Writes a local checkpoint tensor by tensor; the file appears when it is complete.
+
+    The same as Lightning's own `TorchCheckpointIO` writes, which collects the whole file in memory first, twice: of a
+    pipeline that is the whole model and its optimizer, for which no rank need have room.
+
+    Args:
+        checkpoint: anything that `torch.save` takes.
+        path: of the file; folders are made. An old file is replaced; whoever has mapped it keeps the old contents.
+
+    Raises:
+        OSError: no space, or the folder cannot be written to; an old file is still there then.
+    """
+    target = Path(path)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    part = target.with_name(f".{target.name}.{os.getpid()}.part")
+    try:
+        with part.open("wb") as file:
+            torch.save(checkpoint, file)
+        part.replace(target)
+    finally:
+        part.unlink(missing_ok=True)
+
+
+def load_mapped(path: str | os.PathLike[str], weights_only: bool | None = None) -> dict[str, Any] | None:
+    """Loads a checkpoint whose tensors stay in its file until they are read.
+
+    So each rank can take its part of a whole model's checkpoint. Writing to the tensors changes nothing on disk. Copy
+    what is kept: the file may be overwritten.
+
+    Args:
+        path: of the checkpoint.
+        weights_only: as in `torch.load`; None: torch's default.
+
+    Returns:
+        The checkpoint, on the CPU; None if that is not possible: no local file, or not as `torch.save` writes it.
+
+    Raises:
+        pickle.UnpicklingError: as `torch.load`, e.g. it holds more than weights.
+    """
+    local = Path(path)
+    if not local.is_file() or not zipfile.is_zipfile(local):
+        return None
+    options: dict[str, Any] = {} if weights_only is None else {"weights_only": weights_only}
+    return torch.load(local, map_location="cpu", mmap=True, **options)

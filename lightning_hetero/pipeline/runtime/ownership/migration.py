@@ -1,7 +1,7 @@
 """Layers change hands between two training batches, with all that belongs to them; in two phases (layer T).
 
     stage     every rank says what it is about to send, and where it stands: one ticket for all
-              bytes travel into new tensors; checksums of what was sent and what has come; every rank confirms
+              tensors travel into new ones, past gloo from host to host; every rank confirms
               until here nothing has changed, and a rank that cannot do its part cancels it for all
     commit    new tensors take their place, what is elsewhere now loses its memory: without a message
 
@@ -13,8 +13,7 @@ and settings of optimizers are the same on all ranks: these need not travel.
 
 from __future__ import annotations
 
-import pickle
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,13 +21,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils import _pytree as pytree
 
-from lightning_hetero.pipeline.runtime.ownership import parcels
-from lightning_hetero.pipeline.runtime.ownership.exchange import Way, exchange
-from lightning_hetero.pipeline.runtime.ownership.owner_groups import Wait, gathered
+from lightning_hetero.pipeline.runtime.ownership.owner_groups import as_bytes
 from lightning_hetero.pipeline.runtime.ownership.ownership import Ownership
 from lightning_hetero.pipeline.runtime.ownership.pruning import like, prune, put_in_place
 from lightning_hetero.pipeline.runtime.ownership.stand_ins import Here
+from lightning_hetero.transport.objects import Wait, gathered, packed, unpacked
 
 __all__ = ["CancelledError", "Migration", "Move", "moves"]
 
@@ -109,8 +108,8 @@ class Migration:
         gradients: whether gradients that parameters have at present go with them.
         device: of this rank's layers.
         group: over all ranks, one that takes CPU tensors (gloo).
-        wait: see `Wait`.
-        ways: from device to device, by peer.
+        wait: for a collective.
+        wait_for_peer: for sends and receives.
         here: what runs on this rank.
 
     Attributes:
@@ -130,14 +129,14 @@ class Migration:
         device: torch.device,
         group: dist.ProcessGroup,
         wait: Wait,
-        ways: Mapping[int, Way] | None = None,
+        wait_for_peer: Wait,
         here: Here | None = None,
     ) -> None:
         self._modules, self._optimizers = (module, *copies), tuple(optimizers)
         self._old, self._new = old, new
         self._gradients = gradients
-        self._device, self._group, self._wait = device, group, wait
-        self._ways = ways or {}
+        self._device, self._group = device, group
+        self._wait, self._wait_for_peer = wait, wait_for_peer
         self._here = Here(old.rank) if here is None else here
         self._staged: dict[Any, Any] | None = None
         self.moves = moves(old, new, module)
@@ -162,15 +161,15 @@ class Migration:
             RuntimeError: the ranks have different tickets; or a peer is lost, or what ``wait`` raises.
         """
         rank, problem = self._old.rank, None
-        outgoing: dict[int, parcels.Parcel] = {}
-        incoming: dict[int, parcels.Parcel] = {}
-        staged: dict[Any, Any] = {}
+        outgoing: dict[int, list[Tensor]] = {}
+        incoming: dict[int, list[Tensor]] = {}
+        described: dict[int, Any] = {}
         text = b""
         try:
             self._refuse_copies()
             for target in sorted({move.target for move in self.moves if move.source == rank}):
-                outgoing[target] = parcels.packed(self._values(target), self._device, direct=target in self._ways)
-            text = pickle.dumps({target: parcel.manifest for target, parcel in outgoing.items()})
+                described[target], outgoing[target] = _described(self._values(target), self._device)
+            text = packed(described).numpy().tobytes()
         except Exception as error:
             problem = error
         offers = gathered((ticket, _said(problem), text), self._group, self._wait)
@@ -181,26 +180,43 @@ class Migration:
                 f" {offers[others[0]][0]} and {offers[0][0]}; this is a bug of lightning_hetero"
             )
         _cancel_if([said for _, said, _ in offers], problem)
-        manifests: list[dict[int, parcels.Manifest]] = [pickle.loads(text) for _, _, text in offers]
+        manifests = [unpacked(torch.frombuffer(bytearray(text), dtype=torch.uint8)) for _, _, text in offers]
         try:
-            incoming = {s: parcels.room_for(to[rank], self._device) for s, to in enumerate(manifests) if rank in to}
+            for source in (s for s, to in enumerate(manifests) if rank in to):
+                incoming[source] = _rooms(manifests[source][rank], self._device)
         except Exception as error:
             problem = error
         self._agree(problem)
-        exchange(outgoing, incoming, manifests, group=self._group, wait=self._wait, ways=self._ways)
-        sums = gathered({target: parcel.checksums for target, parcel in outgoing.items()}, self._group, self._wait)
-        try:
-            for source, parcel in incoming.items():
-                staged.update(parcels.rebuilt(parcel, sums[source][rank]))
-        except Exception as error:
-            problem = error
-        self._agree(problem)
+        self._transfer(outgoing, incoming)
+        self._agree(None)  # all have what they are to hold
         self.sent_bytes = {
-            (source, target): sum(note.size_bytes for note in parcels.notes_of(manifest))
+            (source, target): sum(note.shape.numel() * note.dtype.itemsize for note in _notes(manifest))
             for source, to in enumerate(manifests)
             for target, manifest in to.items()
         }
-        self._staged = staged
+        self._staged = {}
+        for source, rooms in incoming.items():
+            came = iter(rooms)
+            self._staged.update(
+                pytree.tree_map(lambda leaf, came=came: next(came) if isinstance(leaf, _Note) else leaf,
+                                manifests[source][rank])
+            )  # fmt: skip
+
+    def _transfer(self, outgoing: dict[int, list[Tensor]], incoming: dict[int, list[Tensor]]) -> None:
+        """Sends and receives all tensors at once, from host to host."""
+        works: list[dist.Work | None] = []
+        for target, tensors in outgoing.items():
+            works += [dist.isend(as_bytes(t), target, group=self._group) for t in tensors if t.numel()]
+        landed: list[tuple[Tensor, Tensor]] = []
+        for source, rooms in incoming.items():
+            for room in rooms:
+                if room.numel():
+                    landed.append((room, room if room.device.type == "cpu" else torch.empty_like(room, device="cpu")))
+                    works.append(dist.irecv(_memory(landed[-1][1]), source, group=self._group))
+        self._wait_for_peer(_Together(works))
+        for room, host in landed:
+            if room is not host:
+                room.copy_(host)
 
     def _refuse_copies(self) -> None:
         """What the user has made of tensors that others hold would be where they were, while they move."""
@@ -277,6 +293,76 @@ class Migration:
     @property
     def _numbers(self) -> range:
         return range(len(self._optimizers))
+
+
+# ---- what travels ---------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class _Note:
+    """Stands for a tensor in what a rank says it will send.
+
+    Attributes:
+        shape, dtype, stride: of the tensor, whose elements lie densely.
+        on_host: it is on the CPU though the rank's layers are not, such as an optimizer's counter.
+    """
+
+    shape: torch.Size
+    dtype: torch.dtype
+    stride: tuple[int, ...]
+    on_host: bool
+
+
+def _described(values: dict[Any, Any], device: torch.device) -> tuple[dict[Any, Any], list[Tensor]]:
+    """Returns values with notes in the place of their tensors, and these, in an order in which their memory is.
+
+    Raises:
+        TypeError: a tensor that is not dense.
+    """
+    tensors: list[Tensor] = []
+
+    def note(leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor):
+            return leaf
+        if leaf.layout is not torch.strided or leaf.is_quantized or leaf.is_meta:
+            raise TypeError(
+                f"a tensor of layout {leaf.layout} on {leaf.device} and of shape {tuple(leaf.shape)} cannot be"
+                " sent to another rank, only dense ones"
+            )
+        order = sorted(range(leaf.dim()), key=lambda i: -leaf.stride(i))  # e.g. of `channels_last`
+        dense = leaf.detach() if leaf.permute(order).is_contiguous() else leaf.detach().contiguous()
+        tensors.append(_in_memory_order(dense))
+        return _Note(leaf.shape, leaf.dtype, dense.stride(), leaf.device.type != device.type)
+
+    return pytree.tree_map(note, values), tensors
+
+
+def _in_memory_order(dense: Tensor) -> Tensor:
+    return dense.permute(sorted(range(dense.dim()), key=lambda i: -dense.stride(i)))
+
+
+def _notes(described: Any) -> list[_Note]:
+    return [leaf for leaf in pytree.tree_leaves(described) if isinstance(leaf, _Note)]
+
+
+def _rooms(described: Any, device: torch.device) -> list[Tensor]:
+    """Returns new tensors for those that will come."""
+    places = [(note, torch.device("cpu") if note.on_host else device) for note in _notes(described)]
+    return [torch.empty_strided(n.shape, n.stride, dtype=n.dtype, device=where) for n, where in places]
+
+
+def _memory(dense: Tensor) -> Tensor:
+    return as_bytes(_in_memory_order(dense))
+
+
+class _Together:
+    """Several operations that are waited for as one."""
+
+    def __init__(self, works: Sequence[dist.Work | None]) -> None:
+        self._works = works
+
+    def wait(self, *timeout: Any) -> bool:
+        return all([work.wait(*timeout) for work in self._works if work is not None])
 
 
 def _said(problem: Exception | None) -> str:

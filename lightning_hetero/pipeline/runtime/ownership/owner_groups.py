@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import pickle
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -15,10 +14,7 @@ from torch import Tensor, nn
 from lightning_hetero.pipeline.runtime.ownership.ownership import Ownership
 from lightning_hetero.transport.groups import make_group
 
-__all__ = ["OwnerGroups", "Wait", "as_bytes", "gathered", "raise_together", "share_buffers", "share_initial"]
-
-Wait = Callable[[dist.Work], object]
-"""Waits for a collective, e.g. with a look at what became of the others, `FailureBoard.wait`."""
+__all__ = ["OwnerGroups", "as_bytes", "raise_together", "share_buffers", "share_initial"]
 
 _MOST_GROUPS = 64  # kept; each costs sockets and threads, or memory on the device
 
@@ -94,32 +90,6 @@ class OwnerGroups:
 def _destroy(group: Any) -> None:
     if isinstance(group, dist.ProcessGroup):
         dist.destroy_process_group(group)
-
-
-def gathered(value: object, group: dist.ProcessGroup, wait: Wait) -> list[Any]:
-    """Returns a value of every rank, by rank, whatever can be pickled; collective.
-
-    Unlike `torch.distributed.all_gather_object` it waits as it is told to.
-
-    Args:
-        value: this rank's.
-        group: one that takes CPU tensors (gloo).
-        wait: see `Wait`.
-    """
-    own = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
-    world = dist.get_world_size(group)
-    sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(world)]
-    wait(_work(dist.all_gather(sizes, torch.tensor([own.numel()]), group=group, async_op=True)))
-    room = max(int(size) for size in sizes)
-    values = [torch.empty(room, dtype=torch.uint8) for _ in range(world)]
-    padded = torch.cat([own, own.new_zeros(room - own.numel())])
-    wait(_work(dist.all_gather(values, padded, group=group, async_op=True)))
-    return [pickle.loads(v[: int(n)].numpy().tobytes()) for v, n in zip(values, sizes, strict=True)]
-
-
-def _work(work: dist.Work | None) -> dist.Work:
-    assert work is not None
-    return work
 
 
 def raise_together(problem: Exception | None, group: dist.ProcessGroup) -> None:

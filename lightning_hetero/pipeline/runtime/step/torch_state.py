@@ -18,7 +18,7 @@ The private names of torch needed for this are the functions ``_private_*`` here
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -194,30 +194,6 @@ class Surroundings:
         """Saved-tensor hooks in force at that moment."""
         return self.values[2]
 
-    @contextmanager
-    def carried(self) -> Iterator[None]:
-        """Gives a thread the surroundings of the thread they were read in; does nothing where it has them.
-
-        Raises:
-            RuntimeError: one of them cannot be carried over.
-        """
-        if not self.change():
-            yield
-            return
-        inference, _, hooks, function_modes, dispatch_modes, *_ = self.values
-        with ExitStack() as stack:
-            if inference != torch.is_inference_mode_enabled():
-                stack.enter_context(torch.inference_mode(inference))
-            if isinstance(hooks, tuple):
-                stack.enter_context(torch.autograd.graph.saved_tensors_hooks(*hooks))
-            stack.enter_context(_private_pushed_modes(function_modes, dispatch_modes))
-            if what := self.change():
-                raise RuntimeError(
-                    "a training step cannot take along into its thread what is in force around it:"
-                    f" {what}; or install greenlet, which needs no threads"
-                )
-            yield
-
 
 # ---- taken off while a step is suspended ------------------------------------------------------------------------
 
@@ -269,19 +245,6 @@ def _private_function_modes() -> tuple[Any, ...]:
 def _private_dispatch_modes() -> tuple[Any, ...]:
     number = torch._C._len_torch_dispatch_stack()
     return tuple([torch._C._get_dispatch_stack_at(i) for i in range(number)]) if number else ()
-
-
-@contextmanager
-def _private_pushed_modes(function_modes: tuple[Any, ...], dispatch_modes: tuple[Any, ...]) -> Iterator[None]:
-    # Not by entering the modes again: DeviceContext, for one, keeps books about being entered.
-    with ExitStack() as stack:
-        for mode in function_modes[len(_private_function_modes()) :]:
-            torch._C._push_on_torch_function_stack(mode)
-            stack.callback(torch._C._pop_torch_function_stack)
-        for mode in dispatch_modes[len(_private_dispatch_modes()) :]:
-            torch._C._push_on_torch_dispatch_stack(mode)
-            stack.callback(torch._C._pop_torch_dispatch_stack, None)
-        yield
 
 
 def _private_transform_level() -> int | None:

@@ -1,0 +1,1 @@
+"""The online controller at work without hardware: changing clusters, batches operation by operation."""

@@ -1,0 +1,121 @@
+"""What a plan really takes on a simulated cluster: the operations of its schedule, not a formula."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from benchmarks.joint.simulated.traces import Phase
+from lightning_hetero.controller.messages import LinkTime, Move
+from lightning_hetero.pipeline.decide.costs import batch_s, work_s
+from lightning_hetero.solvers.placement.pipes import Pipe, Problem
+from lightning_hetero.solvers.placement.sync import sync_s
+from lightning_hetero.types import Cluster, GroupPlan, Link, ModelCost, PipelinePlan
+
+__all__ = ["Batch", "Machine"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Batch:
+    """What one batch takes.
+
+    Attributes:
+        seconds: from its start to its end.
+        work_s: own work by rank [s]; 0 at rest.
+        links: what links carried between stages.
+        traffic_bytes: of stages and of the gradients' synchronisation.
+    """
+
+    seconds: float
+    work_s: tuple[float, ...]
+    links: tuple[LinkTime, ...]
+    traffic_bytes: float
+
+
+class Machine:
+    """A cluster that changes; remembers what it has computed.
+
+    Args:
+        model: what layers really cost.
+        cluster: devices and links as described; a `Phase` says how much slower they are.
+        pause_s: fixed part of a migration.
+        layer_s: of each layer that moves, beside its bytes.
+    """
+
+    def __init__(self, model: ModelCost, cluster: Cluster, *, pause_s: float = 0.05, layer_s: float = 0.0) -> None:
+        self.model, self.cluster = model, cluster
+        self._pause_s, self._layer_s = pause_s, layer_s
+        self._clusters: dict[int, Cluster] = {}
+        self._batches: dict[tuple[tuple[GroupPlan, ...], int], Batch] = {}
+        self._phases: dict[int, Phase] = {}  # kept, so that an id stays theirs
+
+    def cluster_in(self, phase: Phase) -> Cluster:
+        """Returns the cluster as it is in ``phase``."""
+        known = self._clusters.get(id(phase))
+        if known is None:
+            devices = tuple(
+                replace(device, speed=device.speed / slowness)
+                for device, slowness in zip(self.cluster.devices, phase.slowness, strict=True)
+            )
+            rows = [list(row) for row in self.cluster.links]
+            for (a, b), factor in phase.links.items():
+                link = rows[a][b]
+                rows[a][b] = Link(
+                    bandwidth_bytes_per_s=link.bandwidth_bytes_per_s / factor, latency_s=link.latency_s * factor
+                )
+            known = self._clusters[id(phase)] = Cluster(devices=devices, links=tuple(tuple(row) for row in rows))
+            self._phases[id(phase)] = phase
+        return known
+
+    def batch(self, plan: PipelinePlan, phase: Phase) -> Batch:
+        """Returns what a whole batch takes under ``plan`` in ``phase``."""
+        cluster = self.cluster_in(phase)
+        key = (tuple(replace(group, total_s=0.0) for group in plan.groups), id(phase))
+        found = self._batches.get(key)
+        if found is None:
+            found = self._batches[key] = self._run(plan, cluster)
+        return found
+
+    def _run(self, plan: PipelinePlan, cluster: Cluster) -> Batch:
+        links: list[LinkTime] = []
+        traffic = 0.0
+        for group in plan.groups:
+            for a, b, size_bytes, count in self._wires(group):
+                wire_s = (
+                    cluster.links[a][b].latency_s * count + size_bytes / cluster.links[a][b].bandwidth_bytes_per_s
+                )
+                links.append(LinkTime(source=a, target=b, messages=count, size_bytes=size_bytes, seconds=wire_s))
+                traffic += size_bytes
+        samples = sum(group.samples for group in plan.groups)
+        problem = Problem(self.model, cluster, samples, (samples,))
+        params = float(problem.param_bytes[-1]) + problem.leader_param_bytes
+        traffic += 2.0 * (len(plan.groups) - 1) * params
+        synchronised_s = sync_s(problem, [Pipe(group.ranks, group.cuts) for group in plan.groups])
+        return Batch(
+            seconds=batch_s(replace(plan, sync_s=synchronised_s), self.model, cluster),
+            work_s=work_s(plan, self.model, cluster, ranks=len(cluster.devices)),
+            links=tuple(links),
+            traffic_bytes=traffic,
+        )
+
+    def _wires(self, group: GroupPlan) -> list[tuple[int, int, float, int]]:
+        ranks, count = group.ranks, len(group.micro_batches)
+        if len(ranks) == 1:
+            return []
+        found: dict[tuple[int, int], tuple[float, int]] = {}
+        for stage, rank in enumerate(ranks):
+            after = ranks[(stage + 1) % len(ranks)]
+            size_bytes = self.model.layers[group.cuts[stage + 1] - 1].output_bytes * group.samples
+            for pair in ((rank, after), (after, rank)):
+                bytes_so_far, messages = found.get(pair, (0.0, 0))
+                found[pair] = bytes_so_far + size_bytes, messages + count
+        return [(a, b, size_bytes, messages) for (a, b), (size_bytes, messages) in found.items()]
+
+    def pause_s(self, moves: Sequence[Move], phase: Phase) -> float:
+        """Returns how long a migration stops training [s]: each rank sends and receives one message at a time."""
+        cluster, busy = self.cluster_in(phase), dict[tuple[int, int], float]()
+        for move in moves:
+            seconds = cluster.links[move.source][move.target].seconds(move.size_bytes) + self._layer_s
+            for end in ((0, move.source), (1, move.target)):
+                busy[end] = busy.get(end, 0.0) + seconds
+        return self._pause_s + max(busy.values()) if busy else 0.0

@@ -1,0 +1,201 @@
+"""A step that a leader runs, for which rank and without the others: what it may do and ask of them (layer L)."""
+
+from __future__ import annotations
+
+import sysconfig
+import traceback
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from contextvars import ContextVar
+from operator import is_
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from lightning.fabric.utilities.rank_zero import rank_zero_only
+from torch import nn
+
+from lightning_hetero.lightning_compat.patches import patched
+from lightning_hetero.transport.alone import run_alone
+
+if TYPE_CHECKING:
+    from lightning.pytorch import Trainer
+
+__all__ = [
+    "NO_GRAPH",
+    "LayersElsewhere",
+    "acting_as",
+    "acting_rank",
+    "add_hint",
+    "leader_runs",
+    "rank_zero_acts",
+    "within_limits",
+]
+
+_ACTS: ContextVar[int | None] = ContextVar("acts", default=None)  # each suspended step has a context of its own
+
+
+@contextmanager
+def acting_as(rank: int) -> Iterator[None]:
+    """Inside, this process runs a step as ``rank`` would under DDP; 0 is the only one that prints and draws."""
+    token = _ACTS.set(rank)
+    try:
+        yield
+    finally:
+        _ACTS.reset(token)
+
+
+def acting_rank() -> int | None:
+    """Returns the rank for which a step runs here; None: none does."""
+    return _ACTS.get()
+
+
+def leader_runs(step: str) -> AbstractContextManager[None]:
+    """Inside, which is the body of a user's step, communication with other ranks is refused: they do not run it.
+
+    Args:
+        step: name of the module's method.
+    """
+    return run_alone(
+        f"in {step}, but in a pipeline only the first rank of each group runs it: the others would never take part."
+        " self.log(..., sync_dist=True) and torchmetrics work in it, and on_train_batch_end and the hooks at the end of"
+        " an epoch run on all ranks; or use strategy='hetero_balanced'"
+    )
+
+
+def rank_zero_acts(rank: int) -> AbstractContextManager[None]:
+    """Inside, what is decorated with ``rank_zero_only`` is executed where a step runs for rank 0.
+
+    Args:
+        rank: this process.
+    """
+    return patched(rank_zero_only, "rank", _Rank(rank))
+
+
+class _Rank(int):
+    """The number in ``rank_zero_only.rank``, which is compared with 0."""
+
+    def __eq__(self, other: Any) -> bool:
+        acts = _ACTS.get()
+        return int(self if acts is None else acts) == other
+
+    __hash__ = int.__hash__
+
+    def __gt__(self, other: Any) -> bool:  # a logger asks so before it opens its files
+        acts = _ACTS.get()
+        if acts == 0 and int(self) != 0:
+            raise RuntimeError(
+                f"logger.experiment is open on rank 0 only, and in this pipeline rank {int(self)} runs this step: log"
+                " with self.log, or use the experiment in on_train_batch_end; or pass a plan= whose first group begins"
+                " with rank 0, or use strategy='hetero_balanced'"
+            )
+        return int(self if acts is None else acts) > other
+
+
+# ---- what a step must not do ------------------------------------------------------------------------------------
+
+
+@contextmanager
+def within_limits(trainer: Trainer) -> Iterator[None]:
+    """Refuses, in the body of a training step, what would happen on this rank only, or cannot happen.
+
+    Raises:
+        RuntimeError: the step has changed settings of an optimizer, which others have, too; or it differentiates
+            through the backbone.
+    """
+    groups = [group for optimizer in trainer.optimizers for group in optimizer.param_groups]
+    before = [group.copy() for group in groups]
+    try:
+        yield
+    except RuntimeError as error:
+        if NO_GRAPH in str(error):
+            add_hint(error)
+        raise
+    for index, (was, now) in enumerate(zip(before, groups, strict=True)):
+        if was != now:  # what is the same object is not compared
+            name = next(name for name, value in now.items() if name not in was or value != was[name])
+            raise RuntimeError(
+                f"training_step on rank {trainer.global_rank} has changed {name!r} of parameter group {index} from"
+                f" {was.get(name)} to {now[name]}: in a pipeline only the first rank of each group runs it, and the"
+                " optimizers of the others keep theirs. Change it in on_train_batch_start or by a scheduler that"
+                " Lightning steps, or use strategy='hetero_balanced'"
+            )
+
+
+class LayersElsewhere:
+    """The layers that a leader's group runs on other ranks; notices what a training step changes of them.
+
+    Args:
+        rank: this process.
+        layers: by name.
+    """
+
+    def __init__(self, rank: int, layers: list[tuple[str, nn.Module]]) -> None:
+        self._rank = rank
+        self._modules = [
+            (f"{name}.{inner}".rstrip("."), vars(module))
+            for name, layer in layers
+            for inner, module in layer.named_modules()
+        ]
+        self._parameters = [p for _, layer in layers for p in layer.parameters()]
+
+    @contextmanager
+    def unchanged(self) -> Iterator[None]:
+        """Inside are the training steps of a batch.
+
+        Raises:
+            RuntimeError: a step has changed attributes of such a layer, or what of it is trained.
+        """
+        before = [held.copy() for _, held in self._modules]
+        trained = [p.requires_grad for p in self._parameters]
+        yield
+        for (name, now), was in zip(self._modules, before, strict=True):
+            if len(now) != len(was) or not all(map(is_, now.values(), was.values())):
+                changed = next((key for key in {**was, **now} if not _same(was.get(key), now.get(key))), None)
+                if changed is not None:
+                    self._refuse(f"{name}.{changed}")
+        if trained != [p.requires_grad for p in self._parameters]:
+            self._refuse("requires_grad of a parameter")
+
+    def _refuse(self, what: str) -> None:
+        raise RuntimeError(
+            f"training_step on rank {self._rank} has changed {what}, of a layer that another rank runs: in a pipeline"
+            " only the first rank of each group runs training_step. Change it in on_train_batch_start, which all ranks"
+            " run, or use strategy='hetero_balanced'"
+        )
+
+
+def _same(was: Any, now: Any) -> bool:
+    try:
+        return was is now or bool(was == now)
+    except (RuntimeError, ValueError):  # arrays of several numbers
+        return False
+
+
+# ---- what may help with its errors ------------------------------------------------------------------------------
+
+NO_GRAPH = "to not have been used in the graph"
+"""Torch's words, of torch.autograd.grad."""
+
+_OURS = str(Path(__file__).parents[2])
+_LIBRARIES = sysconfig.get_path("purelib")
+
+
+def add_hint(error: Exception) -> None:
+    """Adds to an error of the user's step what may help; nothing, if it is no such error."""
+    if len(error.args) != 1 or not isinstance(error.args[0], str):
+        return
+    files = [frame.filename for frame in traceback.extract_tb(error.__traceback__)]
+    if NO_GRAPH in str(error):
+        hint = (
+            "In a pipeline the backbone's layers are on several ranks, so torch.autograd.grad cannot go through it,"
+            " neither to its input nor to its parameters; use strategy='hetero_balanced'"
+        )
+    elif not files[-1].startswith(_OURS) and any(not name.startswith((_OURS, _LIBRARIES)) for name in files):
+        hint = (
+            "In a pipeline training_step is tried before training, when on_fit_start, on_train_start and"
+            " on_train_epoch_start have not run: make what it needs in __init__, setup or configure_model; or say"
+            " plan=, or use strategy='hetero_balanced'"
+        )
+    else:
+        return
+    error.args = (f"{str(error).rstrip('.')}. {hint}",)
