@@ -15,7 +15,6 @@ from lightning_hetero.callbacks.requeue import RequeueTogether
 from lightning_hetero.cluster.score import not_working
 from lightning_hetero.cluster.spec import cluster_to_plain
 from lightning_hetero.controller.replans import Replan
-from lightning_hetero.emulate.links import slow
 from lightning_hetero.emulate.scenario import Scenario
 from lightning_hetero.pipeline.decide.costs import model_to_plain
 from lightning_hetero.pipeline.fit.gradients import WholeNorms
@@ -128,9 +127,6 @@ class PipelineRun(EngineRun[PipelineBinder]):
             watched=controller is not None,
         )
         self.place = place = Place(fixed, planned)
-        if self.settings.emulate_links:
-            place.finish_sums = slow(place.finish_sums, place.sums_s)
-            place.stage = slow(place.stage, place.moves_s, within=True)
         self._hide_example(planned.plan)
         self.undo.enter_context(rank_zero_acts(self.channel.rank))
         norms = WholeNorms(place)

@@ -136,7 +136,7 @@ class TrainBatches:
         self.gradients.begin()
         # An emulated device's sleep comes after the real backward pass: sums begun in that would be over before the
         # gradients exist on the device, and wait for nobody.
-        arm = None if accumulates or place.busy.pace is not None else place.held.sync.arm
+        arm = None if accumulates or place.fixed.scenario is not None else place.held.sync.arm
         self._kept.watch(self.replans.generation, leads=place.leads)
         outputs: list[Any] = []
         if place.runner is not None and sizes:
