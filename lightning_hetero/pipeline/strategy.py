@@ -78,7 +78,7 @@ class HeteroPipelineStrategy(WholeCheckpointsDDP):
             trace that `HeteroTrace` wrote in an earlier run; ``None``: an emulation's devices where one is in force,
             else probed.
         profile: costs of the layers, instead of measuring them when training starts: a `ModelCost`, or as plain values.
-        plan: who holds what, instead of planning: a `PipelinePlan`, or as plain values.
+        plan: which rank holds what, instead of planning: a `PipelinePlan`, or as plain values.
         controller: what watches the run and decides on other plans while it trains. ``"lyapunov"``: a
             `LyapunovController`, which minimises time as long as it has no ``budget``; a ``plan`` that was given stays,
             unless a controller is passed as an object. ``None``: the first plan stays.

@@ -33,7 +33,7 @@ class Averages:
 
     Args:
         trainer: with its callbacks, which have made their copies.
-        ownership: who holds what, in the module and so in its copies.
+        ownership: which rank holds what, in the module and so in its copies.
         group: over all ranks, one that takes CPU tensors (gloo).
         here: what runs on this rank.
 

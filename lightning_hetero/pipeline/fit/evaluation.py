@@ -56,7 +56,7 @@ class _Answer(NamedTuple):
     Attributes:
         output: of the rank's step.
         changes: what the step has left on the module.
-        over: nobody of the group had a batch in this turn.
+        over: no rank of the group had a batch in this turn.
     """
 
     output: Any

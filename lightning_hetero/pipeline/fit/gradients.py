@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from lightning_hetero import lightning_compat as compat
 from lightning_hetero.lightning_compat.patches import patched
-from lightning_hetero.pipeline.fit.place import Place
+from lightning_hetero.pipeline.fit.place import RankInPlan
 from lightning_hetero.pipeline.runtime.ownership.stand_ins import StandIn
 
 __all__ = ["GradientsAside", "WholeNorms"]
@@ -37,7 +37,7 @@ class GradientsAside:
         may_be_kept: the user's own ``optimizer_zero_grad`` might do something else than to clear them.
     """
 
-    def __init__(self, trainer: Trainer, place: Place) -> None:
+    def __init__(self, trainer: Trainer, place: RankInPlan) -> None:
         self._trainer, self._place, self._precision = trainer, place, trainer.precision_plugin
         self.may_be_kept = is_overridden("optimizer_zero_grad", trainer.lightning_module)
         self._before: dict[nn.Parameter, Tensor] = {}
@@ -136,7 +136,7 @@ class WholeNorms:
         place: of this rank.
     """
 
-    def __init__(self, place: Place) -> None:
+    def __init__(self, place: RankInPlan) -> None:
         self._place = place
         self._asked = 0
 

@@ -63,7 +63,7 @@ class _Key:
 
 @dataclass(slots=True)
 class _Sums:
-    """Of the values logged under one key.
+    """Sums of the values logged under one key.
 
     Attributes:
         weighted, weight: sums of weight times value, and of the weights.

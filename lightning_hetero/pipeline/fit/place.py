@@ -49,16 +49,16 @@ from lightning_hetero.types import GroupPlan, PipelinePlan
 pass
 
 
-__all__ = ["Place"]
+__all__ = ["RankInPlan"]
 
 _LEAST_BYTES = 128 * 2**10  # of gradients: take 1 ms at 1 Gbit/s, as does a message between ranks that are busy
 
 
 class Holdings:
-    """What follows from who holds which layers; the constructor is collective.
+    """What follows from which rank holds which layers; the constructor is collective.
 
     Attributes:
-        ownership: who holds what.
+        ownership: which rank holds what.
         whole: collects and divides state dicts.
         sync: sums gradients.
         own: the parameters that this rank holds.
@@ -73,7 +73,7 @@ class Holdings:
         self.own = [p for p in module.parameters() if not p.is_meta]
 
 
-class Place:
+class RankInPlan:
     """Takes this rank's place in a plan; the constructor is collective.
 
     Args:
@@ -83,7 +83,7 @@ class Place:
     Attributes:
         fixed: as given.
         planned: the plan in force, and what it was made from.
-        held: what follows from who holds what under it.
+        held: what follows from which rank holds what under it.
         group: of this rank; None for a rank at rest.
         runner: this rank's stage, or the whole step; None for a rank at rest.
         predicted_s: per rank, what its own work for a full batch should take by the plan's costs [s]; NaN if unknown.
@@ -149,7 +149,7 @@ class Place:
     def apply(self, planned: PlanResult, ticket: object, *, gradients: bool = False) -> int:
         """Goes over to another plan, between two training batches; collective.
 
-        If only shares differ, nothing is sent and nobody is waited for.
+        If only shares differ, nothing is sent and no rank is waited for.
 
         Args:
             planned: the same on all ranks, for the same model and devices.
@@ -255,7 +255,7 @@ class Place:
     def measured(self) -> tuple[list[LinkTime], list[float]]:
         """Returns what was timed since it was last asked: messages to this rank, and its layers [s]; or nothing.
 
-        Of emulated devices that is what is emulated, links or nothing.
+        Emulated devices are not timed; their links are, where those are emulated, too.
         """
         if not isinstance(self.runner, StageRunner):
             return [], []

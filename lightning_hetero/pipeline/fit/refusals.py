@@ -51,7 +51,7 @@ REFUSALS = Refusals(
 
 
 def refuse_module(module: LightningModule) -> None:
-    """Checks who runs the backward pass.
+    """Checks that Lightning runs the backward pass.
 
     Raises:
         TypeError: manual optimization, or a backward pass of the user's own.

@@ -39,7 +39,7 @@ from lightning_hetero.pipeline.decide.replanning import (
     reporting_group,
 )
 from lightning_hetero.pipeline.fit.loaders import PipelineBinder
-from lightning_hetero.pipeline.fit.place import Place
+from lightning_hetero.pipeline.fit.place import RankInPlan
 from lightning_hetero.pipeline.fit.plan.planning import tied_spans
 from lightning_hetero.pipeline.runtime.ownership.migration import CancelledError
 from lightning_hetero.solvers.plans import plan_to_plain
@@ -68,7 +68,7 @@ class RankZero:
     def __init__(
         self,
         trainer: Trainer,
-        place: Place,
+        place: RankInPlan,
         events: EventLog,
         *,
         controller: LyapunovController | None,
@@ -168,7 +168,7 @@ class Replans:
     def __init__(
         self,
         trainer: Trainer,
-        place: Place,
+        place: RankInPlan,
         binder: PipelineBinder,
         events: EventLog,
         *,
@@ -377,7 +377,7 @@ class Replans:
             self._events.note("outcome", part.epoch, part.step, found)
 
     def metrics(self) -> dict[str, float]:
-        """Returns what has become of changes so far, the same on all ranks; nothing if nobody decides."""
+        """Returns what has become of changes so far, the same on all ranks; nothing without a controller."""
         return {} if self.rank_zero.controller is None else self._log.metrics()
 
     def close(self) -> None:

@@ -31,7 +31,7 @@ from lightning_hetero.pipeline.fit.gradients import GradientsAside
 from lightning_hetero.pipeline.fit.kept_by_steps import KeptBySteps, MemberOutputs
 from lightning_hetero.pipeline.fit.leader_step import LayersElsewhere, acting_as, leader_runs, within_limits
 from lightning_hetero.pipeline.fit.loaders import PipelineBinder
-from lightning_hetero.pipeline.fit.place import Place
+from lightning_hetero.pipeline.fit.place import RankInPlan
 from lightning_hetero.pipeline.fit.plan.planning import declared_calls
 from lightning_hetero.pipeline.fit.refusals import refuse_second_pass
 from lightning_hetero.pipeline.fit.replans import Replans
@@ -64,7 +64,7 @@ class TrainBatches:
     def __init__(
         self,
         trainer: Trainer,
-        place: Place,
+        place: RankInPlan,
         binder: PipelineBinder,
         events: EventLog,
         replans: Replans,
@@ -135,7 +135,7 @@ class TrainBatches:
         place.busy.begin(step)
         self.gradients.begin()
         # An emulated device's sleep comes after the real backward pass: sums begun in that would be over before the
-        # gradients exist on the device, and wait for nobody.
+        # gradients exist on the device, and wait for no other rank.
         arm = None if accumulates or place.fixed.scenario is not None else place.held.sync.arm
         self._kept.watch(self.replans.generation, leads=place.leads)
         outputs: list[Any] = []

@@ -144,7 +144,7 @@ class PlanResult:
     """What was decided before training, the same on all ranks.
 
     Attributes:
-        plan: who computes what.
+        plan: which rank computes what.
         cluster: the devices it was made for.
         model: the costs it was made from; None if a plan was given and nothing had to be measured.
         calls: of the backbone in one training step.
