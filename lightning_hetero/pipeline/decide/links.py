@@ -66,7 +66,7 @@ def direct_pairs(devices: Sequence[RankDevice], groups: Sequence[Sequence[int]])
 #     the way back                       ◄────────                                           a - s  =  wire - offset
 #
 # A message is stamped when it is ready to go, so that waiting for the sender's computation counts nowhere. It counts if
-# it found the way empty; one that had to queue behind another is left out, because it is not known how long it lay where.
+# it found the way empty; one that had to queue behind another is left out: it is not known how long it lay where.
 #
 # No message comes before it was sent, so each one bounds the offset of the clocks, from above on one side, from below
 # on the other; each side tells its bound with every message that it sends. Where 0 lies between the bounds the clocks

@@ -127,7 +127,7 @@ class PipelineBinder(PartBinder[CutLoader]):
         self._drawn_from.append((begin, plan))
 
     def leaders_drawn_for(self, begin: Position, end: Position) -> set[int]:
-        """Returns which ranks lead a group under a plan that batches from ``begin`` to ``end``, excluded, are drawn for."""
+        """Returns the leaders under the plans that batches from ``begin`` to ``end``, excluded, are drawn for."""
         ends = [at for at, _ in self._drawn_from[1:]] + [end]
         plans = [p for (at, p), until in zip(self._drawn_from, ends, strict=True) if at < end and begin < until]
         return {group.ranks[0] for plan in plans for group in plan.groups}

@@ -260,7 +260,7 @@ def _known(parameters: Sequence[nn.Parameter], optimizers: Sequence[torch.optim.
 def nobody_notices(
     module: LightningModule, loader: object, device: torch.device, *, leave: tuple[type[Tensor], ...] = ()
 ) -> Iterator[None]:
-    """Inside, steps log nothing; what they leave behind is put back, and random streams are where they were afterwards.
+    """Inside, steps log nothing; what they leave behind, and what they draw, is put back afterwards.
 
     Args:
         module: whose steps they are.
