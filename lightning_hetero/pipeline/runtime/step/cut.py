@@ -30,12 +30,13 @@ import torch
 from torch import Tensor, nn
 
 from lightning_hetero.pipeline.runtime.step.graph_input import GraphInput
-from lightning_hetero.pipeline.runtime.step.layer_calls.caches import SeenCaches, without_cache
 from lightning_hetero.pipeline.runtime.step.layer_calls.chain import (
     CalledLayer,
     Chain,
     LayerOutput,
+    SeenCaches,
     stand_ins,
+    without_cache,
 )
 from lightning_hetero.pipeline.runtime.step.layer_calls.route import Route
 from lightning_hetero.pipeline.runtime.step.resumable import current_step
