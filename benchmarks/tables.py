@@ -284,22 +284,18 @@ def stale_parts(results: Results) -> str:
 MAIN = {
     "auto": ("1:1:1/2:1/4: auto / DDP", "time {:.2f} of stock DDP's on 1:1:1/2:1/4"),
     "balanced": (f"{FOUR}: speed-up over DDP", "steps {:.2f}x as fast as stock DDP's on 1:1:1/2:1/4"),
-    "checksum": ("check_parameters_every=100: step, p50", "{:.0f} us per step, every 100 steps"),
     "comparators": ("MLP, momentum, spells, flexible: time to target, to DDP's",
                     "time to a target loss {:.2f} of DDP's under spells"),
     "completion": ("default, at the edge: final loss to DDP's, all cases",
                    "final loss {:.2f} of DDP's at the edge of stability, with devices of unequal speed"),
-    "compiled": ("MLP, dynamic=None, quantum='auto': graphs", "{:.0f} graphs while shares change"),
     "demo": ("hetero_stale: accuracy to DDP's, mean", "accuracy {:+.2f} points from DDP's under `hetero_stale`"),
     "drop_in": ("balanced, 1 rank(s): passed of 663", "{:.0f} of 663 tests pass under `hetero_balanced`"),
     "fault_matrix": ("cells that hold", "{:.0f} runs end as they should"),
     "faults": ("schedules that failed", "{:.0f} schedules failed"),
     "federated": ("steady: lb-bsp, time to target", "`lb-bsp` needs {:.2f} of fedavg's time to 90 %"),
-    "goodput": ("every 20 s: stale / the better DDP", "{:.2f} times the useful samples of DDP from checkpoints"),
     "joint": ("real: base: less time than stock DDP", "{:.0f} % less time than stock DDP"),
     "late_weights": ("today: mean over all samples: final loss to DDP's at the edge, all cases",
                      "final loss {:.2f} of DDP's at the edge of stability, by the server's own rule"),
-    "monitor": ("stock DDP: in the monitor's own hooks, rank 0, per step", "{:.0f} us per step"),
     "narx": ("rhythm: error, narx over kalman", "{:.2f} of the Kalman filter's error where load has a rhythm"),
     "pipeline": ("islands, gpt, Lightning: less time than stock DDP", "{:.0f} % less time than stock DDP on islands"),
     "planner": ("2 fast, 1 half, 1 quarter, balanced: planned / measured", "planned over measured {:.2f}"),
@@ -307,7 +303,6 @@ MAIN = {
     "planning_real": ("all models, balanced: own work, processor time, predicted / measured, median",
                       "own work predicted over measured {:.2f}"),
     "replanning": ("healing, ours: step / ideal", "steps {:.2f} of the ideal after a wrong first plan"),
-    "solvers": ("minimax, affine, n=64", "{:.0f} us per decision for 64 ranks"),
     "stale": ("real, digits CNN, spells: time to DDP", "time {:.2f} of stock DDP's with slow spells"),
     "stale_time": ("8, spells: transfers", "transfers take {:.2f} of the bound, eight workers under spells"),
     "walker": ("emulated, 4 equal stages: ours / torch.distributed.pipelining",
@@ -369,12 +364,6 @@ def peers(results: Results) -> str:
     return _pictured(results, ["time to the same validation loss, over stock DDP's", *clusters], rows)
 
 
-def items(results: Results) -> str:
-    """Of docs/benchmarks.md: batches of skewed lengths."""
-    rows = [[case, f"{results[f'{case} / DDP']:.2f}"] for case in results.cases(" / DDP")]
-    return _pictured(results, ["batches: engine", "step over stock DDP's"], rows)
-
-
 def ablation(results: Results) -> str:
     """Of docs/benchmarks.md: what the default predictor and policy are held to."""
     rows = [[kind, goal, f"{sum(figure['holds'] for figure in figures)} of {len(figures)}", _values(figures)]
@@ -396,7 +385,6 @@ BLOCKS: dict[str, tuple[str, Callable[[Results], str]]] = {
     "predictions": ("planning_real", predictions),
     "federated": ("federated", federated),
     "peers": ("peers", peers),
-    "items": ("items", items),
     "ablation": ("ablation", ablation),
     "late weights": ("late_weights", late_weights),
     "faults": ("fault_matrix", fault_table),

@@ -16,11 +16,10 @@ from lightning_hetero.types import PipelinePlan
 
 __all__ = ["pipeline", "plan_override"]
 
-# More devices than these: the search judges its seeds alone, by one rule of depths, with micro-batches of powers of two
+# More devices than these: the search keeps to one rule of depths, and to micro-batches of powers of two
 # up to a few times a device's equal share.
 _MANY = 32
 _TIMES = 4
-_VERY_MANY = 64  # beyond, seeds are judged by a few of their groups
 
 
 def pipeline(setup: Setup) -> Estimate:
@@ -33,8 +32,7 @@ def pipeline(setup: Setup) -> Estimate:
     short: dict[str, Any] = {}
     if setup.ranks > _MANY:
         most = max(1, _TIMES * setup.global_batch // setup.ranks)
-        short = {"budget": 0, "depth": "per_link", "micro_samples": [1 << k for k in range(most.bit_length())]}
-        short["sampled"] = setup.ranks > _VERY_MANY
+        short = {"depth": "per_link", "micro_samples": [1 << k for k in range(most.bit_length())]}
     plan = best_plan(model, cluster, setup.global_batch, spans=setup.spans, **short)
     if not plan.ok:
         return impossible("pipeline", plan.reason)

@@ -1,8 +1,8 @@
-"""``python -m tests.docs.call_order [--all ENGINE]``: writes docs/reference/architecture.md's orders of calls from traced batches.
+"""``python -m tests.docs.call_order [--all ENGINE]``: the orders of calls on docs/reference/architecture.md, traced.
 
-Two ranks train a small model; what rank 0 calls in one steady batch, on its training thread, is taken down. A page cannot
-show hundreds of calls: `STOPS` names those that a reader should find, and says what happens there. Their order, and
-that they are called at all, is the trace's. ``--all`` prints every function in the order of its first call.
+Two ranks train a small model; what rank 0 calls in one steady batch, on its training thread, is taken down. `STOPS` names
+what a reader should find of hundreds of calls, and says what happens there; their order, and that they are called at
+all, is the trace's. ``--all`` prints every function in the order of its first call.
 """
 
 from __future__ import annotations

@@ -26,13 +26,14 @@ from lightning_hetero import (
 )
 from lightning_hetero.balanced import policy as balanced_policy
 from lightning_hetero.balanced.decide.controller import ExchangeClock
+from lightning_hetero.base.removed import REMOVED_OPTIONS
 from lightning_hetero.callbacks.reporting import Reporting
 from lightning_hetero.cli import train
 from lightning_hetero.cli.summary import RankSummary
 from lightning_hetero.controller.replans import Replan, ReplanLog
 from lightning_hetero.federated import policy as federated_policies
 from lightning_hetero.federated.decide import policy as federated_policy
-from lightning_hetero.federated.decide import report as federated_report
+from lightning_hetero.federated.decide import rounds as federated_rounds
 from lightning_hetero.federated.decide.rounds import ClientRow
 from lightning_hetero.predictors import Kalman
 from lightning_hetero.stale import policy as stale_policy
@@ -84,7 +85,9 @@ def test_the_group_file_keeps_the_defaults(engine: Engine) -> None:
     group = OmegaConf.to_container(alone, resolve=True)["strategy"]  # type: ignore[index,call-overload]
     ddp = inspect.signature(DistributedDataParallel).parameters
     for name, value in group.items():
-        if name not in ("_target_", "_convert_"):
+        if name in REMOVED_OPTIONS.get(engine.strategy.__name__, {}):
+            assert value is None, name  # only what is asked for is refused
+        elif name not in ("_target_", "_convert_"):
             assert value == {**ddp, **engine.parameters}[name].default, name
 
 
@@ -178,7 +181,7 @@ def replan_metrics() -> dict[str, float]:
 def federated_metrics() -> dict[str, float]:
     """What the federated engine logs of a round of two ranks."""
     row = ClientRow(**dict.fromkeys(ClientRow._fields, 1.0))
-    return federated_report.engine_metrics(1, [row, row], 2)
+    return federated_rounds.engine_metrics(1, [row, row], 2)
 
 
 @pytest.mark.parametrize("engine", [e for e in ENGINES if e.strategy is not AutoStrategy], ids=str)

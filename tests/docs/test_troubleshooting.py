@@ -44,7 +44,7 @@ def troubles() -> set[str]:
 
 
 REASONS = (
-    "balanced/strategy.py", "stale/fit/refusals.py", "pipeline/fit/refusals.py", "federated/fit/refusals.py",
+    "balanced/strategy.py", "stale/fit/refusals.py", "pipeline/fit/refusals.py", "federated/fit/settings.py",
 )  # each engine's `Refusals`
 
 

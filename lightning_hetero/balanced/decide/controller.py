@@ -26,7 +26,7 @@ from lightning_hetero.balanced.decide.rows import RankState, Row, Rows
 from lightning_hetero.shares.policy import BalancePolicy, Decision
 from lightning_hetero.types import StepReport
 
-__all__ = ["Controller", "ExchangeClock", "Tag", "shares_digest"]
+__all__ = ["ExchangeClock", "ShareController", "Tag", "shares_digest"]
 
 Tag = tuple[int, int]
 """(epoch, step) an exchange belongs to; ordered."""
@@ -84,7 +84,7 @@ class ExchangeClock:
         return self._history[0][1] if self._history and self._history[0][0] <= limit else 1
 
 
-class Controller:
+class ShareController:
     """Owns the policy of one run on one rank.
 
     Args:

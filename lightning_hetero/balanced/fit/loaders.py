@@ -17,7 +17,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from lightning_hetero import lightning_compat as compat
-from lightning_hetero.balanced.decide.controller import Controller, ExchangeClock
+from lightning_hetero.balanced.decide.controller import ExchangeClock, ShareController
 from lightning_hetero.balanced.decide.quantum import ShapeNeeds, auto_quantum
 from lightning_hetero.balanced.fit.shapes import shape_needs
 from lightning_hetero.balanced.runtime.batch_norm import least_samples
@@ -102,7 +102,7 @@ class BalancedBinder(PartBinder[_Balanced]):
         )
         self.settings = settings
         self.policy = policy
-        self.controller: Controller | None = None
+        self.controller: ShareController | None = None
         self.equal: str | None = None
         self.known_most: int | None = None
         self._asked_batch = shared.global_batch_size
@@ -312,7 +312,7 @@ class BalancedBinder(PartBinder[_Balanced]):
         bounds = self._bounds_of(primary.pieces, primary.quantum, least)
         self.policy.cut_by_cost = self.cuts_by_cost
         self.policy.start(world_size=world, total=primary.full, bounds=bounds, quantum=quantum)
-        self.controller = Controller(
+        self.controller = ShareController(
             self.policy,
             rank=self._channel.rank,
             world_size=world,

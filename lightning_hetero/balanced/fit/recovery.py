@@ -33,8 +33,8 @@ from lightning_hetero.balanced.fit.piece_logs import PieceLogs
 from lightning_hetero.balanced.runtime.batch_norm import least_samples
 from lightning_hetero.balanced.runtime.loss_weight import LossWeight
 from lightning_hetero.balanced.runtime.pieces import (
-    GradientSum,
     MemoryWatch,
+    PieceGradients,
     cut,
     free_memory,
     save_buffers,
@@ -171,7 +171,7 @@ class Recovery:
         total = self._count(step, args)
         least = least_samples(self._module)
         scaler = getattr(self._trainer.precision_plugin, "scaler", None)
-        gradients = GradientSum(self._trained(), scale=1.0 if scaler is None else float(scaler.get_scale()))
+        gradients = PieceGradients(self._trained(), scale=1.0 if scaler is None else float(scaler.get_scale()))
         logs = PieceLogs(self._trainer, self._constant)
 
         def run(piece: Any, size: int) -> tuple[Any, Tensor | None]:

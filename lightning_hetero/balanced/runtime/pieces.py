@@ -22,8 +22,8 @@ from lightning_hetero.measure.device import Device
 from lightning_hetero.shares.caps import MemoryCap, MemoryUse
 
 __all__ = [
-    "GradientSum",
     "MemoryWatch",
+    "PieceGradients",
     "cut",
     "free_memory",
     "leaves",
@@ -56,7 +56,7 @@ def cut(samples: int, most: int, least: int) -> list[int]:
 # ---- gradients -------------------------------------------------------------------------------------------------
 
 
-class GradientSum:
+class PieceGradients:
     """Gradients of a weighted sum of losses, one loss after the other; nobody's hooks run.
 
     Args:

@@ -29,10 +29,16 @@ class Division:
 
     Attributes:
         ranks: among which the policy divides, ascending; empty before it does.
+        mine: what this rank trains on.
+        why: other ranks are there than before.
+        joined: whether this rank has just come, with the round that begins.
     """
 
     def __init__(self, trainer: Trainer, settings: FederatedSettings, binder: OwnBinder, members: Members) -> None:
         self.ranks: tuple[int, ...] = ()
+        self.mine = Client(0, 0, 0)
+        self.why = ""
+        self.joined = False
         self._trainer, self._settings, self._binder, self._members = trainer, settings, binder, members
         self._policy = settings.policy
         self._known: dict[int, Client] = {}  # what each rank trains on, also one that is lost

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_hetero.balanced.decide.controller import Controller, ExchangeClock
+from lightning_hetero.balanced.decide.controller import ExchangeClock, ShareController
 from lightning_hetero.balanced.decide.rows import RankState, Row
 from lightning_hetero.shares.bounds import ShareBounds
 from lightning_hetero.shares.caps import MemoryCap, MemoryUse, held_bounds
@@ -229,7 +229,7 @@ def test_a_run_under_way_keeps_its_own_caps() -> None:
 
 def row(step: int, samples: int, most: float, compute_s: float = 0.1) -> Row:
     state = RankState(most_samples=most)
-    controller = Controller(policy_of(), rank=0, world_size=2)
+    controller = ShareController(policy_of(), rank=0, world_size=2)
     controller.full_shares(0, step)
     if compute_s:
         controller.measured(samples, compute_s, 0.0)
@@ -237,7 +237,7 @@ def row(step: int, samples: int, most: float, compute_s: float = 0.1) -> Row:
 
 
 def test_the_record_of_a_step_decides_the_next_batch_even_if_its_time_says_nothing() -> None:
-    controller = Controller(policy_of(), rank=0, world_size=2, exchange=ExchangeClock(every=1))
+    controller = ShareController(policy_of(), rank=0, world_size=2, exchange=ExchangeClock(every=1))
     assert controller.full_shares(0, 0) == (8, 8)
     controller.sent(0, 0, lambda: [row(0, 8, math.nan), row(0, 8, 5.0, compute_s=0.0)])
     assert controller.full_shares(0, 1) == (11, 5)

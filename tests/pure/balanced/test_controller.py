@@ -1,4 +1,4 @@
-"""`Controller`: all ranks hold the same shares for a batch, however far their own loaders read ahead."""
+"""`ShareController`: all ranks hold the same shares for a batch, however far their own loaders read ahead."""
 
 from __future__ import annotations
 
@@ -10,7 +10,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_hetero.balanced.decide.controller import Controller, ExchangeClock, Row, Tag, shares_digest
+from lightning_hetero.balanced.decide.controller import (
+    ExchangeClock,
+    Row,
+    ShareController,
+    Tag,
+    shares_digest,
+)
 from lightning_hetero.shares.policy import BalancePolicy
 from tests.pure.balanced.kit import FIXED_S, PER_SAMPLE_S, Mail, Noting, Rank
 
@@ -44,7 +50,7 @@ def test_all_ranks_hold_the_same_shares_and_use_exactly_the_records_allowed(
 ) -> None:
     """Each rank's own read-ahead is at most the agreed lag and changes at will (slow workers).
 
-    When a rank finds the time for a record that was put off (`Controller.catch_up`) is its own affair, too.
+    When a rank finds the time for a record that was put off (`ShareController.catch_up`) is its own affair, too.
     """
     mail = Mail(world)
     ranks = [
@@ -187,7 +193,7 @@ def test_short_steps_are_exchanged_less_often_and_averaged() -> None:
 
 
 def test_a_row_averages_only_steps_of_the_latest_share() -> None:
-    controller = Controller(BalancePolicy(), rank=0, world_size=2)
+    controller = ShareController(BalancePolicy(), rank=0, world_size=2)
     for samples, compute_s, wait_s in ((8, 9.0, 9.0), (4, 1.0, 0.5), (4, 3.0, 0.1)):
         controller.measured(samples, compute_s, wait_s)
     controller.full_shares(0, 2)
@@ -195,7 +201,7 @@ def test_a_row_averages_only_steps_of_the_latest_share() -> None:
 
 
 def test_an_epoch_begins_with_an_exchange() -> None:
-    controller = Controller(BalancePolicy(), rank=0, world_size=2, exchange=ExchangeClock(every=10))
+    controller = ShareController(BalancePolicy(), rank=0, world_size=2, exchange=ExchangeClock(every=10))
     asked = []
     for epoch in range(2):
         for step in range(12):
@@ -251,7 +257,7 @@ def test_after_an_error_nothing_is_waited_for() -> None:
     def never() -> list[Row]:
         raise AssertionError("waited")
 
-    controller = Controller(BalancePolicy(), rank=0, world_size=2)
+    controller = ShareController(BalancePolicy(), rank=0, world_size=2)
     controller.sent(0, 0, never)
     controller.abandon()
     controller.drain()

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from lightning_hetero.balanced.decide.controller import Controller, ExchangeClock
+from lightning_hetero.balanced.decide.controller import ExchangeClock, ShareController
 from lightning_hetero.shares.bounds import ShareBounds
 from lightning_hetero.shares.policy import BalancePolicy
 
@@ -18,11 +18,11 @@ class Ranks:
 
     def __init__(self, policies: Sequence[BalancePolicy]) -> None:
         self.step = 0
-        self.controllers: list[Controller] = []
+        self.controllers: list[ShareController] = []
         for rank, policy in enumerate(policies):
             policy.start(world_size=WORLD, total=TOTAL, bounds=ShareBounds())
             self.controllers.append(
-                Controller(policy, rank=rank, world_size=WORLD, exchange=ExchangeClock(every=1))
+                ShareController(policy, rank=rank, world_size=WORLD, exchange=ExchangeClock(every=1))
             )
 
     def train(self, *slow: float | None) -> tuple[int, ...]:

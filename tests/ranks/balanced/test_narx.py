@@ -12,7 +12,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from lightning_hetero import BalancePolicy, LoadBalancedStrategy
-from lightning_hetero.balanced.fit import run as run_module
+from lightning_hetero.balanced.fit import step_times as times_module
 from lightning_hetero.shares.policy import Decision
 from lightning_hetero.types import SpeedSample
 from tests.ranks.harness import run_ranks
@@ -83,7 +83,7 @@ def test_it_trains_as_one_process_and_both_ranks_tell_their_load() -> None:
 
 
 def resuming_job(rank: int, world: int, folder: str) -> dict[str, Any]:
-    run_module.HostLoad, kept = of_rank(rank), run_module.HostLoad  # type: ignore[assignment,misc]
+    times_module.HostLoad, kept = of_rank(rank), times_module.HostLoad  # type: ignore[assignment,misc]
     try:
         policies = [Timed(), Timed(), Timed("kalman")]
         trainer, _ = fit(rank, world, balanced(policy=policies[0]))
@@ -94,7 +94,7 @@ def resuming_job(rank: int, world: int, folder: str) -> dict[str, Any]:
             again = rank_trainer(rank, world, balanced(policy=policy), max_epochs=4)
             again.fit(Toy(), DataLoader(regression(SAMPLES), batch_size=BATCH // world), ckpt_path=f"{folder}/end.ckpt")
     finally:
-        run_module.HostLoad = kept  # type: ignore[misc]
+        times_module.HostLoad = kept  # type: ignore[misc]
     return {
         "shares": shares,
         "state": state,

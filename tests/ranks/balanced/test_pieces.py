@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_hetero.balanced.runtime.pieces import (
-    GradientSum,
+    PieceGradients,
     MemoryWatch,
     cut,
     leaves,
@@ -49,7 +49,7 @@ def test_gradients_of_pieces_are_those_of_the_whole_and_no_hook_runs() -> None:
     first = module[0].weight
     handles = [first.register_hook(lambda g: ran.append("hook") or 3 * g)]
     handles.append(first.register_post_accumulate_grad_hook(lambda p: ran.append("accumulated")))
-    total = GradientSum(module.parameters())
+    total = PieceGradients(module.parameters())
     for loss, weight in losses(module, x, [3, 2, 2]):
         total.add(loss, weight)
     assert ran == [] and all(p.grad is None for p in module.parameters())
@@ -81,7 +81,7 @@ def test_a_loss_that_stands_in_has_one_backward_pass() -> None:
 
 def test_parameters_that_autograd_gives_one_gradient_tensor() -> None:
     a, b = (torch.zeros(2, requires_grad=True) for _ in range(2))
-    total = GradientSum([a, b])
+    total = PieceGradients([a, b])
     for _ in range(3):
         total.add((a + b).sum(), 1.0)
     found = total.gradients()
@@ -90,7 +90,7 @@ def test_parameters_that_autograd_gives_one_gradient_tensor() -> None:
 
 def test_pieces_use_different_parameters() -> None:
     a, b, c = (torch.ones(1, requires_grad=True) for _ in range(3))
-    total = GradientSum([a, b, c])
+    total = PieceGradients([a, b, c])
     total.add((2 * a).sum(), 1.0)
     total.add((3 * b).sum(), 1.0)
     assert {id(p): g.tolist() for p, g in total.gradients().items()} == {id(a): [2.0], id(b): [3.0]}
@@ -98,7 +98,7 @@ def test_pieces_use_different_parameters() -> None:
 
 def test_half_precision_is_summed_in_single_and_a_scaled_loss_does_not_underflow() -> None:
     weight = torch.zeros(1, dtype=torch.float16, requires_grad=True)
-    plain, scaled = GradientSum([weight]), GradientSum([weight], scale=2.0**16)
+    plain, scaled = PieceGradients([weight]), PieceGradients([weight], scale=2.0**16)
     for total in (plain, scaled):
         for _ in range(64):
             total.add((weight * 2**-6).sum(), 2.0**-20)
@@ -108,7 +108,7 @@ def test_half_precision_is_summed_in_single_and_a_scaled_loss_does_not_underflow
 
 def test_a_piece_of_weight_0_adds_nothing_but_uses_its_parameters() -> None:
     weight = torch.zeros(1, requires_grad=True)
-    total = GradientSum([weight])
+    total = PieceGradients([weight])
     total.add((weight / 0.0).sum() * torch.tensor(float("nan")), 0.0)
     assert total.gradients()[weight].tolist() == [0.0]
 

@@ -1,7 +1,11 @@
-"""What the ranks have in common when they have met: parameters, buffers, optimizer states (layer L)."""
+"""What the ranks have in common when they have met: parameters, buffers, optimizer states (layer L).
+
+    rows of numbers -> weighted average of parameters, buffers, optimizer states -> the server's step from it
+"""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -10,16 +14,16 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_hetero import lightning_compat as compat
-from lightning_hetero.federated.decide.rounds import ClientRow, digest_of
+from lightning_hetero.base.elastic.members import Members
+from lightning_hetero.federated.decide.rounds import ClientRow, digest_of, disagreement
+from lightning_hetero.federated.fit.clients import Clients
 from lightning_hetero.federated.fit.settings import FederatedSettings
-from lightning_hetero.federated.runtime.averaging import average_
-from lightning_hetero.federated.runtime.proximal import add_proximal_
+from lightning_hetero.federated.runtime.averaging import add_proximal_, average_
 from lightning_hetero.federated.runtime.states import (
-    Kept,
+    OptimizerEntry,
     average_states_,
     complete,
     copied_states,
-    forget_states,
     kept_states,
     restore_states,
 )
@@ -28,10 +32,10 @@ from lightning_hetero.transport.side_channel import SideChannel
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
 
-__all__ = ["CommonState"]
+__all__ = ["Averaging"]
 
 
-class CommonState:
+class Averaging:
     """Averages what this rank has trained with what the others have.
 
     Args:
@@ -56,7 +60,7 @@ class CommonState:
         parameters = self._trainer.lightning_module.parameters()
         return [p for p in parameters if p.requires_grad or id(p) in self._trainable]
 
-    def tensors(self) -> list[Tensor]:
+    def _tensors(self) -> list[Tensor]:
         """Returns what is averaged: trained parameters, what the module saves besides, and averaged weights."""
         buffers = [
             buffer
@@ -67,17 +71,48 @@ class CommonState:
         unique = {id(t): t for t in (*self._parameters(), *buffers, *compat.averaged_weights(self._trainer))}
         return list(unique.values())
 
-    def states_digest(self) -> float:
-        """Returns a digest of what the optimizers keep; the same for all where it is not averaged.
+    def meet(
+        self, row: Callable[[float, object], ClientRow], members: Members, clients: Clients | None
+    ) -> tuple[list[ClientRow], float]:
+        """Averages over the ranks that are there; a collective. Without weights nothing is changed.
+
+        Args:
+            row: returns what this rank tells the others, given a digest of what its optimizers keep, and what its
+                tensors look like.
+            members: the ranks that are there; others afterwards, if one is lost in it.
+            clients: where ranks may be lost in it; else None.
+
+        Returns:
+            The rows of those who are there, and how long they came late [s].
 
         Raises:
+            RuntimeError: the ranks are at different places, or hold different things.
             TypeError: an optimizer keeps what has no average.
         """
-        averaged = self._settings.optimizer_state == "average"
-        return digest_of(kept_states(self._optimizers) if averaged else [])
+        began_s = time.perf_counter()
+        back: list[Callable[[], None]] = []
 
-    def average(self, tensors: Sequence[Tensor], rows: Sequence[ClientRow]) -> None:
-        """Replaces all by the ranks' average, weighted as their rows say; a collective. Without weights nothing."""
+        def made() -> tuple[list[ClientRow], float]:
+            if clients is not None:
+                back[:] = [self._copied()]
+            tensors = self._tensors()
+            mine = row(digest_of(kept_states(self._optimizers)), [(tuple(t.shape), str(t.dtype)) for t in tensors])
+            rows = [ClientRow(*one) for one in self._channel.all_gather_row(mine)()]
+            wait_s = time.perf_counter() - began_s
+            if disagreement(rows) is None:
+                self._average(tensors, rows)
+            return rows, wait_s
+
+        result = made() if clients is None else clients.together("average", made, lambda: back[0]() if back else None)
+        rows, _ = result
+        if said := disagreement(rows, members.alive):
+            raise RuntimeError(said)
+        server, trained = self._settings.server, self._parameters()
+        if server is not None and sum(one.weight for one in rows) > 0:  # its step from the average, alike on all
+            server.step([self._before.get(id(p), p.detach()) for p in trained], [p.detach() for p in trained])
+        return result
+
+    def _average(self, tensors: Sequence[Tensor], rows: Sequence[ClientRow]) -> None:
         total = sum(row.weight for row in rows)
         if not total > 0:
             return
@@ -86,37 +121,25 @@ class CommonState:
         part = rows[self._channel.rank].weight / total
         assert group is not None
         average_(tensors, part, group)
-        if self._settings.optimizer_state == "average":
-            if len({row.states for row in rows}) > 1:
-                everyone = self._channel.all_gather_object([tuple(kept) for kept in kept_states(self._optimizers)])
-                complete(self._optimizers, sorted({Kept(*kept) for states in everyone for kept in states}))
-            average_states_(
-                self._optimizers,
-                lambda states: average_(states, part, group),
-                lambda numbers: dist.all_reduce(numbers, op=dist.ReduceOp.MAX, group=self._channel.group),
-            )
+        if len({row.states for row in rows}) > 1:
+            everyone = self._channel.all_gather_object([tuple(entry) for entry in kept_states(self._optimizers)])
+            complete(self._optimizers, sorted({OptimizerEntry(*entry) for states in everyone for entry in states}))
+        average_states_(
+            self._optimizers,
+            lambda states: average_(states, part, group),
+            lambda numbers: dist.all_reduce(numbers, op=dist.ReduceOp.MAX, group=self._channel.group),
+        )
 
-    def take(self, rows: Sequence[ClientRow]) -> None:
-        """All ranks hold the average of these rows: the server's step from it, alike on all."""
-        if not sum(row.weight for row in rows) > 0:
-            return
-        server, trained = self._settings.server, self._parameters()
-        if server is not None:
-            server.step([self._before.get(id(p), p.detach()) for p in trained], [p.detach() for p in trained])
-        if self._settings.optimizer_state == "reset":
-            forget_states(self._optimizers)
-
-    def copied(self) -> Callable[[], None]:
+    def _copied(self) -> Callable[[], None]:
         """Copies what an average changes; returns what brings it back."""
-        tensors, optimizers = self.tensors(), self._optimizers
+        tensors, optimizers = self._tensors(), self._optimizers
         copies = [tensor.detach().clone() for tensor in tensors]
-        states = copied_states(optimizers) if self._settings.optimizer_state == "average" else None
+        states = copied_states(optimizers)
 
         def bring_back() -> None:
             for tensor, copy in zip(tensors, copies, strict=True):
                 tensor.detach().copy_(copy)
-            if states is not None:
-                restore_states(optimizers, states)
+            restore_states(optimizers, states)
 
         return bring_back
 
