@@ -300,11 +300,11 @@ class LayerOutput:
         raise NotAChainError(between._unknown())  # not TypeError: operators would take it for NotImplemented
 
 
-# ---- caches of keys and values --------------------------------------------------------------------------------------
-# Models of `transformers` hand one to each of their layers, for generating text token by token. In a training step, or a
-# validation step that calls the model once, each layer writes to its own part and nobody reads it: an empty cache and
-# none compute the same. So in a pipeline a layer gets none. A cache that comes a second time was meant to be read, and
-# the result would be wrong: refused.
+# ---- caches of keys and values ---------------------------------------------------------------------------------
+# Models of `transformers` hand one to each of their layers, for generating text token by token. In a training step, or
+# a validation step that calls the model once, each layer writes to its own part and nobody reads it: an empty cache
+# and none compute the same. So in a pipeline a layer gets none. A cache that comes a second time was meant to be read,
+# and the result would be wrong: refused.
 
 
 def without_cache(value: Any) -> Any:
