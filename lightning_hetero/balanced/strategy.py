@@ -140,14 +140,12 @@ class LoadBalancedStrategy(HeteroStrategy[BalancedRun]):
             self.settings.batches.bounds.check_ranks(self.world_size)
 
     def begin(self, trainer: Trainer) -> BalancedRun:
-        assert self.cluster_environment is not None
         run = BalancedRun(
             trainer,
             self.shared,
             self.settings,
             timeout=self.timeout,
             device=self.root_device,
-            main_address=self.cluster_environment.main_address,
         )
         run.undo.enter_context(patched(self.precision_plugin, "backward", self._weighted_backward))
         return run
@@ -240,20 +238,20 @@ class LoadBalancedStrategy(HeteroStrategy[BalancedRun]):
         if not tensor.is_floating_point():
             return integer_mean_(tensor, world)
         run = self._run
-        weighs = run is not None and run.weighs_means and group in (None, dist.group.WORLD)
-        if weighs and compat.batch_results_open(run.trainer):
+        everyone = group in (None, dist.group.WORLD)
+        if everyone and run is not None and run.weighs_means and compat.batch_results_open(run.trainer):
             return weighted_mean_(tensor, run.weight.local, world)
         return super().reduce(tensor, group, reduce_op)
 
     def on_validation_start(self) -> None:
         super().on_validation_start()
         if self._run is not None and self._run.fitting:
-            self._run.sigterm.training_pauses()
+            self._run.signals.training_pauses()
 
     def on_train_end(self) -> None:
         super().on_train_end()
         if self._run is not None:
-            self._run.sigterm.training_pauses()
+            self._run.signals.training_pauses()
 
     # ---- what others may ask ----------------------------------------------------------------------------------
 

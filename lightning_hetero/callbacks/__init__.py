@@ -1,6 +1,6 @@
 """Lightning callbacks for any strategy (layer L).
 
-``StragglerMonitor``  logs who is slow and who waits
+``StragglerMonitor``  logs which rank is slow and which waits
 ``ThrottleCallback``  emulates unequal devices
 ``HeteroTrace``       writes one JSONL trace per rank
 ``BatchRebalancer``   the handle on the balanced engine's policy

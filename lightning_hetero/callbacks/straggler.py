@@ -1,4 +1,4 @@
-"""`StragglerMonitor`: who is slow, who waits, and how good the prediction was (layer L)."""
+"""`StragglerMonitor`: which rank is slow, which waits, and how good the prediction was (layer L)."""
 
 from __future__ import annotations
 
@@ -16,8 +16,7 @@ from torch import Tensor, nn
 
 from lightning_hetero import lightning_compat as compat
 from lightning_hetero.callbacks.reporting import EventSource, Reporting, reporting_of
-from lightning_hetero.callbacks.samples import count_samples
-from lightning_hetero.callbacks.work import BatchCost, check_batch_cost, cost_in, count_work
+from lightning_hetero.callbacks.work import BatchCost, check_batch_cost, cost_in, count_samples, count_work
 from lightning_hetero.cluster.score import (
     exchange_alone,
     imbalance,
@@ -55,9 +54,9 @@ class StragglerMonitor(Callback, EventSource):
     into ``callback_metrics`` or ``logged_metrics``. Nothing is built or sent in steps that are not reported.
 
     With an engine of this package the values come from what its ranks exchange anyway, and the engine may add its own
-    (``engine_metrics() -> dict``; see docs/reference/metrics.md); at the end of the fit one line tells who did what.
+    (``engine_metrics() -> dict``; see docs/reference/metrics.md); at the end of the fit one line tells what each rank did.
     With stock DDP the monitor times its own rank, tells rank 0 of its steps every ``every_n_steps``, though not more
-    often than every fifth step, to look for stragglers, which nobody waits for, gathers means once per epoch, and tells
+    often than every fifth step, to look for stragglers, which no rank waits for, gathers means once per epoch, and tells
     at the end how long ranks waited and what each engine would give, see `lightning_hetero.cluster.score`.
 
     Args:
@@ -137,7 +136,7 @@ class StragglerMonitor(Callback, EventSource):
     def _compare_own(self, trainer: Trainer, own: _OwnTiming) -> None:
         """Tells of the steps that no rank has told of yet, and looks for stragglers in those told of before.
 
-        A collective that nobody waits for: what is sent now is read when the next is sent.
+        A collective that no rank waits for: what is sent now is read when the next is sent.
         """
         self._compare_told(trainer)
         if trainer.world_size > 1 and dist.is_initialized() and (steps := own.next_steps()):

@@ -31,7 +31,7 @@ __all__ = ["ExchangeClock", "ShareController", "Tag", "shares_digest"]
 Tag = tuple[int, int]
 """(epoch, step) an exchange belongs to; ordered."""
 
-_MOST_NEWS = 64  # kept for a trace that nobody may write
+_MOST_NEWS = 64  # kept for a trace that may not be written
 _NOTHING = RankState()
 
 
@@ -97,8 +97,8 @@ class ShareController:
     Attributes:
         report: the latest exchanged step that was evaluated, the same on every rank.
         decision: what that step led to.
-        news: decisions that changed something, or have something to tell; for whoever takes them.
-        reports: as `report`, the latest of them; for whoever takes them.
+        news: decisions that changed something, or have something to tell; until they are taken.
+        reports: as `report`, the latest of them; until they are taken.
     """
 
     def __init__(

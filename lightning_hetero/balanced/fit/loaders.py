@@ -19,7 +19,6 @@ from torch.utils.data import DataLoader
 from lightning_hetero import lightning_compat as compat
 from lightning_hetero.balanced.decide.controller import ExchangeClock, ShareController
 from lightning_hetero.balanced.decide.quantum import ShapeNeeds, auto_quantum
-from lightning_hetero.balanced.fit.shapes import shape_needs
 from lightning_hetero.balanced.runtime.batch_norm import least_samples
 from lightning_hetero.base.loaders import BoundLoader, PartBinder, SharedSettings
 from lightning_hetero.base.own_data import check_own_batches, indexed
@@ -27,6 +26,8 @@ from lightning_hetero.data import IndivisibleError, LoaderSpec, Part
 from lightning_hetero.data.copies import users_own
 from lightning_hetero.data.costs import SampleCosts, costs_in
 from lightning_hetero.data.stream import StreamMode
+from lightning_hetero.measure.compiles import compiled_parts
+from lightning_hetero.measure.device import device_of
 from lightning_hetero.shares.bounds import ShareBounds
 from lightning_hetero.shares.policy import BalancePolicy
 from lightning_hetero.solvers.scale import scale_shares
@@ -170,7 +171,10 @@ class BalancedBinder(PartBinder[_Balanced]):
 
     def _settle(self, loaders: Sequence[Any]) -> None:
         """Finds out, for all ranks alike, whether these loaders are divided by speed, and what BatchNorm needs."""
-        mine = self._objection(loaders), least_samples(self._trainer.lightning_module), shape_needs(self._trainer)
+        module, device = self._trainer.lightning_module, device_of(self._trainer.strategy.root_device)
+        compiled = compiled_parts(module, device)
+        needs = ShapeNeeds(compiled=compiled.any, per_size=compiled.per_size, tiles=device.tensor_cores())
+        mine = self._objection(loaders), least_samples(module), needs
         everyone: list[tuple[str | None, int, ShapeNeeds]] = self._channel.all_gather_object(mine)
         self._least = max(least for _, least, _ in everyone)
         self._shapes = ShapeNeeds.of_all(needs for _, _, needs in everyone)
@@ -187,13 +191,13 @@ class BalancedBinder(PartBinder[_Balanced]):
                 f"global_batch_size={self._asked_batch} needs a train loader whose batches can be divided. {self.equal}"
             )
         if self.equal != said:
-            bounds = self.settings.bounds
-            bound = bounds.lower is not None or bounds.upper is not None or self.settings.quantum not in (1, "auto")
-            without = " min_samples, max_samples and quantum have no effect." if bound else ""
-            without += " sample_costs has no effect." if self.settings.sample_costs is not None else ""
+            ours, lower, upper = self.settings, self.settings.bounds.lower, self.settings.bounds.upper
+            options = {"min_samples": lower, "max_samples": upper, "sample_costs": ours.sample_costs}
+            idle = [name for name, value in options.items() if value is not None]
+            idle += [] if ours.quantum in (1, "auto") else ["quantum"]
             rank_zero_warn(
                 f"{self._strategy_name} trains in equal parts, as stock DDP does, and cannot make up for slow ranks:"
-                f" {self.equal}.{without}"
+                f" {self.equal}" + (f". Without effect: {', '.join(idle)}" if idle else "")
             )
 
     def _objection(self, loaders: Sequence[object]) -> str | None:
@@ -256,26 +260,20 @@ class BalancedBinder(PartBinder[_Balanced]):
 
     def _pieces(self, total: int, quantum: int, least: int) -> int:
         """Returns in how many pieces ranks compute their parts, if ``max_samples`` do not hold the batch at once."""
-        world, upper = self._channel.world_size, self.settings.bounds.upper
+        world, module = self._channel.world_size, self._trainer.lightning_module
         bounds = replace(self._bounds, least=least)
         pieces = bounds.pieces(world, total, quantum)
         if pieces == 1:
             return 1
-        room = sum(bounds.caps(world, quantum))
-        if not self._trainer.lightning_module.automatic_optimization:
-            raise ValueError(
-                f"the global batch of {total} samples exceeds max_samples={upper!r} on {world} ranks ({room} together)"
-                " and manual optimization cannot accumulate it for you; lower the batch or accumulate in training_step"
-            )
-        if any(isinstance(layer, nn.SyncBatchNorm) for layer in self._trainer.lightning_module.modules()):
-            raise ValueError(
-                f"the global batch of {total} samples exceeds max_samples={upper!r} on {world} ranks ({room} together)"
-                " and SyncBatchNorm needs each rank's part at once; lower the batch, or raise max_samples"
-            )
-        rank_zero_info(
-            f"global batch of {total} samples does not fit max_samples={upper!r} on {world} ranks at once: each rank"
-            f" computes its part in up to {pieces} pieces, within one batch of the Trainer's"
+        said = (
+            f"the global batch of {total} samples exceeds max_samples={self.settings.bounds.upper!r} on {world} ranks"
+            f" ({sum(bounds.caps(world, quantum))} together)"
         )
+        if not module.automatic_optimization:
+            raise ValueError(f"{said} and manual optimization cannot accumulate it for you; lower the batch")
+        if any(isinstance(layer, nn.SyncBatchNorm) for layer in module.modules()):
+            raise ValueError(f"{said} and SyncBatchNorm needs each rank's part at once; lower the batch")
+        rank_zero_info(f"{said}: each rank computes its part in up to {pieces} pieces, within one batch")
         return pieces
 
     def _bounds_of(self, pieces: int, quantum: int, least: int) -> ShareBounds:
@@ -378,8 +376,7 @@ class BalancedBinder(PartBinder[_Balanced]):
         if len(self._bound) == 1:
             return super().open(step)
         taken = [(bound, bound.handed.take(step)) for bound in self._bound]
-        parts = {id(bound): part for bound, part in taken if part is not None}
-        if not parts:
+        if not (parts := {id(bound): part for bound, part in taken if part is not None}):
             return super().open(step)  # raises
         chosen = parts.get(id(self._largest()), next(iter(parts.values())))
         self.count(sum(chosen.shares))

@@ -10,14 +10,14 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 import torch
+from lightning.fabric.utilities.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_hetero import lightning_compat as compat
 from lightning_hetero.balanced.fit.loaders import BalancedBinder, BatchSettings
 from lightning_hetero.balanced.fit.recovery import Recovery
-from lightning_hetero.balanced.fit.shapes import warn_of_tuning
-from lightning_hetero.balanced.fit.sigterm import EndTogether
+from lightning_hetero.balanced.fit.signals import SignalsTogether
 from lightning_hetero.balanced.fit.step_times import StepTimes
 from lightning_hetero.balanced.fit.trained import Trained
 from lightning_hetero.balanced.runtime.batch_norm import statistics_kept
@@ -25,7 +25,7 @@ from lightning_hetero.balanced.runtime.loss_weight import LossWeight
 from lightning_hetero.base.loaders import SharedSettings
 from lightning_hetero.base.run import EngineRun
 from lightning_hetero.callbacks.rebalancer import BatchRebalancer
-from lightning_hetero.callbacks.requeue import RequeueInStep
+from lightning_hetero.callbacks.requeue import RequeueTogether
 from lightning_hetero.callbacks.work import BatchCost, CountedOnHost, cost_in, count_work
 from lightning_hetero.data import Part
 from lightning_hetero.data.costs import costs_digest
@@ -34,7 +34,6 @@ from lightning_hetero.measure.step_clock import StepProbe, when_backward_ends
 from lightning_hetero.shares.caps import MemoryCap
 from lightning_hetero.shares.policy import BalancePolicy
 from lightning_hetero.solvers.scale import scale_shares
-from lightning_hetero.transport.store import run_store
 from lightning_hetero.types import StepReport
 
 if TYPE_CHECKING:
@@ -62,7 +61,6 @@ class BalancedRun(EngineRun[BalancedBinder]):
         shared, settings: the strategy's arguments.
         timeout: of collectives.
         device: of this rank.
-        main_address: of the host that rank 0 is on.
 
     Attributes:
         part: this rank's part of the batch that runs, or ran last; None: a batch of stock DDP's.
@@ -72,7 +70,7 @@ class BalancedRun(EngineRun[BalancedBinder]):
         cap: what is known of this rank's memory.
         probe: the stopwatch around a step.
         times: what steps took, for the controller and for traces.
-        sigterm: ends all ranks together.
+        signals: end all ranks together.
     """
 
     def __init__(
@@ -83,7 +81,6 @@ class BalancedRun(EngineRun[BalancedBinder]):
         *,
         timeout: timedelta | None,
         device: torch.device,
-        main_address: str,
     ) -> None:
         given = [c for c in compat.trainer_callbacks(trainer) if isinstance(c, BatchRebalancer)]
         # Not added to the Trainer's callbacks: it has no hook to call, and calling none costs some 10 us each.
@@ -103,10 +100,6 @@ class BalancedRun(EngineRun[BalancedBinder]):
             **self.policy.settings(),
         }
         super().__init__(trainer, timeout=timeout, settings=agreed)
-        if self.fitting and self.channel.world_size > 1 and compat.requeues(trainer):
-            store = run_store(self.channel, main_address, timeout)
-            requeue = RequeueInStep(trainer, self.channel.rank, self.channel.world_size, store)
-            self.undo.callback(requeue.close)
         self.automatic = self.module.automatic_optimization
         self.part: Part | None = None
         self.binder = BalancedBinder(trainer, self.channel, self.policy, shared, settings.batches)
@@ -121,8 +114,12 @@ class BalancedRun(EngineRun[BalancedBinder]):
         self._cost = cost
         self._counts = CountedOnHost(trainer, self._count)
         own_device = device_of(device)
-        if self.rebalancer.enabled:
-            warn_of_tuning(own_device)
+        if self.rebalancer.enabled and own_device.tunes_each_shape():
+            rank_zero_warn(
+                "torch.backends.cudnn.benchmark is on: cuDNN tries its kernels anew for every number of samples, and"
+                " hetero_balanced changes them. Trainer(benchmark=False) switches it off; a larger quantum keeps the"
+                " numbers few"
+            )
         self.cap = MemoryCap(careful=own_device.asynchronous)
         self.probe = StepProbe(own_device, waiting=(nn.SyncBatchNorm,))
         self.undo.callback(self.probe.detach)
@@ -132,11 +129,15 @@ class BalancedRun(EngineRun[BalancedBinder]):
         self._trained = Trained(trainer)
         self._model: nn.Module | None = None
         self._voided: list[Any] = []  # hooks that keep a batch of weight 0 out of the gradients
-        self.sigterm = EndTogether(trainer, self.channel)
-        self.undo.callback(self.sigterm.undo)
+        requeue = None
+        if self.fitting and compat.requeues(trainer):
+            requeue = RequeueTogether(trainer, self.channel.rank)
+            self.undo.callback(requeue.close)
+        self.signals = SignalsTogether(trainer, self.channel, requeue)
+        self.undo.callback(self.signals.undo)
 
     def keeps_sigterm(self) -> bool:
-        return self.sigterm.keeps()
+        return self.signals.keeps_sigterm()
 
     def attach(self, model: nn.Module | None) -> None:
         """Takes the module as it is trained, wrapped or not, once set-up is over or it was wrapped again."""

@@ -51,7 +51,7 @@ class StepTimes:
         self.compiles = CompileWatch()
         self._sizes = NewSizes(device)
         self._load = HostLoad() if binder.policy.wants_load else None
-        self._closed: deque[tuple[Part, bool]] = deque()  # steps whose time is not yet known; is it to be believed?
+        self._closed: deque[tuple[Part, bool]] = deque()  # steps whose time is not yet known; is it believed?
         self._timed: deque[tuple[Part, float]] = deque()  # steps whose time is known, but not yet their wait
         self._wait_s = 0.0
         self._sent = self.synced = False
@@ -86,7 +86,7 @@ class StepTimes:
             ran = part.shares if self._binder.cuts_by_cost else ()
             wait = self._channel.all_gather_row(controller.row(part.epoch, part.step, self._state(), ran=ran))
             controller.sent(part.epoch, part.step, wait)
-        controller.catch_up()  # beside the gradient exchange, where it delays nobody
+        controller.catch_up()  # beside the gradient exchange, where it delays no rank
         while controller.news:
             self._note_decision(part, controller.news.popleft())
 

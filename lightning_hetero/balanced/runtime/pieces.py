@@ -34,7 +34,7 @@ __all__ = [
 
 
 def free_memory(device: Device) -> None:
-    """Gives back what nobody refers to any more: an error's frames may be part of a circle."""
+    """Gives back what nothing refers to any more: an error's frames may be part of a circle."""
     gc.collect()
     device.empty_cache()
     torch.clear_autocast_cache()
@@ -57,7 +57,7 @@ def cut(samples: int, most: int, least: int) -> list[int]:
 
 
 class PieceGradients:
-    """Gradients of a weighted sum of losses, one loss after the other; nobody's hooks run.
+    """Gradients of a weighted sum of losses, one loss after the other; no hooks run.
 
     Args:
         parameters: with respect to which.

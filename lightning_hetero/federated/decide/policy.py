@@ -87,7 +87,7 @@ class RoundPolicy(ABC):
 
     @property
     def plan(self) -> RoundPlan:
-        """Of the next round."""
+        """The plan of the next round."""
         world_size = len(self._own)
         steps, factors = (self._local_steps,) * world_size, (1.0,) * world_size
         return RoundPlan(sizes=self._own, steps=steps, lr_factors=factors)
@@ -97,7 +97,7 @@ class RoundPolicy(ABC):
         """Takes in what was measured of each rank and decides on the next round; None: there is nothing to decide."""
 
     def predict_s(self) -> tuple[float, ...]:
-        """Returns the predicted own work of a local step [s] per rank; empty where nobody predicts."""
+        """Returns the predicted own work of a local step [s] per rank; empty where nothing is predicted."""
         return ()
 
     def settings(self) -> dict[str, str]:
@@ -161,7 +161,7 @@ class _BySpeed(RoundPolicy):
             self._resumed = None
 
     def keep(self, ranks: Sequence[int | None]) -> None:
-        """Of those that are left the speeds are known. With somebody new all begin equal, as in the first round."""
+        """Keeps the speeds of the ranks that are left. With a new rank all begin equal, as in the first round."""
         self._resumed = None
         state, nobody = self.balance.state_dict(), self.balance.prototype.fresh().state_dict()
         known, whole = state["predictors"], None not in ranks

@@ -202,7 +202,7 @@ def step_report(rows: Sequence[ClientRow], sizes: Sequence[int], predicted_s: Se
     Args:
         rows: of all ranks; of zeros, for those that were not there.
         sizes: of their batches, as planned.
-        predicted_s: per rank, for a local step; empty where nobody predicts.
+        predicted_s: per rank, for a local step; empty where nothing is predicted.
     """
     records = tuple(
         SpeedSample(

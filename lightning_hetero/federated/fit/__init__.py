@@ -4,8 +4,8 @@
 ``loaders``      each rank's own train loader, batch by batch
 ``local_steps``  what this rank trains between two averages
 ``rounds``       where the ranks are in an epoch and in a round
-``division``     what those who are there train on, and what the policy divides among them
+``division``     what the ranks that are there train on, and what the policy divides among them
 ``averaging``    what the ranks average
-``clients``      where clients may be lost and come again: who is there, collectives for all of them or for none
+``clients``      where clients may be lost and come again: which are there, collectives for all of them or for none
 ``run``          what exists between set-up and teardown
 """

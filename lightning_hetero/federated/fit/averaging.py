@@ -83,7 +83,7 @@ class Averaging:
             clients: where ranks may be lost in it; else None.
 
         Returns:
-            The rows of those who are there, and how long they came late [s].
+            The rows of the ranks that are there, and how long they came late [s].
 
         Raises:
             RuntimeError: the ranks are at different places, or hold different things.

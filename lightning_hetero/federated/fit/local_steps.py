@@ -51,7 +51,7 @@ class LocalSteps:
         self.compiles = CompileWatch()
         self._trainer, self._weight_of, self._events = trainer, weight_of, events
         self._watch = Stopwatch(device)
-        self._timed: deque[tuple[int, int, int, bool]] = deque()  # epoch, batch, samples; is it to be believed?
+        self._timed: deque[tuple[int, int, int, bool]] = deque()  # epoch, batch, samples; is it believed?
         self._sizes = NewSizes(device)
         self._warm = False
 

@@ -55,7 +55,7 @@ class Rounds:
 
     Attributes:
         binder: this rank's train loader.
-        division: what the policy divides among those who are there.
+        division: what the policy divides among the ranks that are there.
         clients: where ranks may be lost; None where they may not.
         number: averages at the end of a round so far.
         course: of the epoch that runs; None before one has begun.
@@ -90,7 +90,7 @@ class Rounds:
 
     @property
     def plan(self) -> RoundPlan:
-        """Of the round that runs, by place among those who are there; known once the loaders are."""
+        """The plan of the round that runs, by place among the ranks that are there; known once the loaders are."""
         return self._settings.policy.plan
 
     def state_dict(self) -> dict[str, Any]:
@@ -118,7 +118,7 @@ class Rounds:
     # ---- the ranks that are there ------------------------------------------------------------------------------
 
     def gathered(self, what: str, value: object) -> list[Any]:
-        """Returns what each of those who are there says."""
+        """Returns what each rank that is there says."""
         if self.clients is None:
             return self._channel.all_gather_object(value)
         return self.clients.together(what, lambda: self._channel.all_gather_object(value))
@@ -165,7 +165,7 @@ class Rounds:
         self._note_plan(self.division.why)
 
     def _let_in(self) -> None:
-        """Where a round begins: takes in who has come again."""
+        """Where a round begins: takes in the ranks that have come again."""
         clients = self.clients
         if clients is None or not clients.open or not self._members.missing:
             return
@@ -277,7 +277,7 @@ class Rounds:
         """The ranks have met at the end of a round: decides on the next one and returns what this one took.
 
         Args:
-            rows: of those who are there.
+            rows: of the ranks that are there.
             everyone: of all ranks that there were at first.
         """
         assert self.course is not None

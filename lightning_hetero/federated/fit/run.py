@@ -206,7 +206,7 @@ class FederatedRun(ElasticRun[OwnBinder]):
     # ---- all ranks --------------------------------------------------------------------------------------------
 
     def gather(self, what: str) -> None:
-        """Meets all who live, where ranks may be lost: before something is reduced that cannot be made again."""
+        """Meets all ranks that live, where ranks may be lost: before something is reduced that cannot be made again."""
         if self.clients is not None and self.clients.open:
             self.clients.gather(what)
 

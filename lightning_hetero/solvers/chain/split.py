@@ -28,6 +28,7 @@ _MOST_PLACES = 200
 _STEPS = np.array([1.0, 1.005, 1.01, 1.02, 1.04, 1.08, 1.15, 1.3, 1.6, 2.0, 4.0])  # periods over the least bottleneck
 _BETWEEN = 8  # periods of the second round
 _AGAIN = 2  # rounds at single layers
+_FEW_STAGES = 16  # of more, fewer periods are tried
 _POLISHED = 10  # moves of a border
 _WIDEST = 4.0  # times the places that its speed is worth: no stage is longer, where there are many
 _ROUNDING = 1.0 + 1e-12
@@ -68,7 +69,7 @@ def _at_some_places(chain: Chain) -> tuple[int, ...] | None:
     even = np.interp(np.linspace(0.0, work[n], most), work, np.arange(n + 1.0))
     cuts = _best_at(chain, _places(even.round().astype(np.int64), n))
     reach = max(2, most // (2 * len(chain)))
-    for _ in range(_AGAIN if cuts else 0):
+    for _ in range((_AGAIN if len(chain) <= _FEW_STAGES else 1) if cuts else 0):
         near = (np.array(cuts)[:, None] + np.arange(-reach, reach + 1)).ravel()
         cuts = _best_at(chain, _places(near, n), near=cuts) or cuts
     return cuts
@@ -112,12 +113,13 @@ def _best_at(chain: Chain, places: Ints, near: tuple[int, ...] | None = None) ->
     if near is not None:
         cuts, totals, _ = table.best(np.linspace(least_s, max(least_s, evaluate(chain, near).period_s), _BETWEEN))
         return min(zip(totals, cuts, strict=True))[1] if cuts else None
-    asked = np.append(least_s * _STEPS, max(chain.slowest_s, least_s))
+    steps = _STEPS if len(chain) <= _FEW_STAGES else _STEPS[::2]
+    asked = np.append(least_s * steps, max(chain.slowest_s, least_s))
     cuts, totals, which = table.best(asked)
     if not cuts:
         return None
     i = which[int(np.argmin(totals))]
-    between = np.linspace(asked[max(i - 1, 0)], asked[min(i + 1, len(_STEPS) - 1)], _BETWEEN + 2)[1:-1]
+    between = np.linspace(asked[max(i - 1, 0)], asked[min(i + 1, len(steps) - 1)], _BETWEEN + 2)[1:-1]
     more, more_totals, _ = table.best(between)
     return min([*zip(totals, cuts, strict=True), *zip(more_totals, more, strict=True)])[1]
 

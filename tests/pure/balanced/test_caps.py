@@ -61,15 +61,6 @@ def test_a_cap_is_found_in_few_failures_and_never_lost(first: int, holds: int) -
         assert cap.most is not None and 0.7 * holds - 1 <= cap.most <= holds
 
 
-def test_a_size_that_has_fitted_and_fails_leaves_headroom() -> None:
-    cap = MemoryCap()
-    cap.fits(40)
-    cap.fails(40)  # longer samples
-    assert cap.exceeded_by(40) and cap.most == 36
-    cap.fits(40)  # shorter ones; too late
-    assert cap.most == 36
-
-
 def test_a_resumed_run_does_not_try_again() -> None:
     cap = MemoryCap()
     cap.goes_on(5)
@@ -109,15 +100,6 @@ def test_memory_is_a_line_over_samples() -> None:
 
 def test_of_one_size_all_that_a_step_makes_is_taken_to_grow_with_samples() -> None:
     assert use_of((10, 300, 500)).most(1000 * MIB) == 30  # 300 + 20 per sample: fewer than the 50 that fit
-
-
-def test_the_last_measurement_of_a_size_counts() -> None:
-    assert use_of((10, 300, 400), (20, 300, 600), (10, 300, 500)).most(1000 * MIB) == 50
-
-
-@pytest.mark.parametrize("steps", [(), ((10, 300, 300),), ((10, 300, 500), (20, 300, 500)), ((0, 300, 500),)])
-def test_of_what_does_not_grow_nothing_follows(steps: Sequence[tuple[int, float, float]]) -> None:
-    assert use_of(*steps).most(1000 * MIB) is None
 
 
 # ---- bounds of the split --------------------------------------------------------------------------------------

@@ -93,21 +93,6 @@ def check_records_used(ranks: Sequence[Rank], tags: Sequence[Tag], lag: int) -> 
             assert least <= taken <= allowed
 
 
-def test_several_loaders_get_the_same_shares_for_a_step() -> None:
-    """The second loader of a step asks later, when more records may have arrived: the answer must not change."""
-    mail = Mail(2)
-    ranks = [
-        Rank(r, mail, lag=0, ahead=0, exchange=ExchangeClock(every=1), policy=Noting()) for r in range(2)
-    ]
-    for step in range(4):
-        for rank in ranks:
-            rank.draw(0, step, 9, 0)
-        for rank in ranks:
-            rank.train(0, step, 1.0)
-            again = rank.controller.full_shares(0, step)
-            assert again == rank.shares[0, step]
-
-
 @pytest.mark.parametrize("lag", [0, 2])
 def test_a_run_that_is_set_back_takes_in_everything_and_goes_on(lag: int) -> None:
     """The learning-rate finder trains some steps, restores the start, and the same steps come again."""
@@ -126,14 +111,6 @@ def test_a_run_that_is_set_back_takes_in_everything_and_goes_on(lag: int) -> Non
     for rank in ranks:
         rank.controller.drain()
         assert rank.controller.policy.taken == [*range(20), *range(20)]  # type: ignore[attr-defined]
-
-
-def test_memory_of_decided_shares_stays_small() -> None:
-    mail = Mail(1)
-    rank = Rank(0, mail, lag=3, ahead=0, exchange=ExchangeClock(), policy=Noting())
-    for t in range(300):
-        rank.draw(t // 100, t % 100, 100, 3)
-        assert len(rank.controller._decided) <= 2 * 3 + 2 + 1
 
 
 def test_one_rank_exchanges_nothing() -> None:
@@ -155,13 +132,6 @@ def test_the_interval_aims_at_one_exchange_per_20_ms(step_s: float) -> None:
     assert clock.interval((0, 3)) == min(64, max(1, math.ceil(0.05 / step_s)))
     assert clock.interval((0, 2)) == 1  # not known yet up to there
     assert ExchangeClock(every=5).interval((0, 3)) == 5
-
-
-@pytest.mark.parametrize(("step_s", "k"), [(1.0, 1), (0.05, 1), (0.049, 2), (0.005, 10), (1e-5, 64), (0.0, 1)])
-def test_the_interval_by_hand(step_s: float, k: int) -> None:
-    clock = ExchangeClock()
-    clock.observe((0, 0), step_s)
-    assert clock.interval((0, 0)) == k
 
 
 @given(st.lists(st.floats(1e-4, 0.1), min_size=1, max_size=20), st.integers(0, 25))
@@ -231,13 +201,6 @@ def test_a_disagreement_names_step_and_both_sides() -> None:
         text = str(error.value)
         assert "epoch 2, step 0" in text and f"rank {rank} ran" in text and f"rank {other} ran" in text
         assert f"{shares_digest(2, 0, (32, 32)):#x}" in text and f"{shares_digest(2, 0, (30, 34)):#x}" in text
-
-
-def test_digests_differ_by_step_and_shares_and_survive_float64() -> None:
-    tags = [(e, s, shares) for e in range(3) for s in range(20) for shares in ((32, 32), (31, 33), (33, 31))]
-    digests = [shares_digest(*tag) for tag in tags]
-    assert len(set(digests)) == len(tags)
-    assert all(int(float(d)) == d for d in digests)
 
 
 def test_a_step_without_times_is_checked_but_not_learned_from() -> None:

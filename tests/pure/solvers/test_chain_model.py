@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_hetero.solvers.chain.chain import Chain, chain_of
-from lightning_hetero.solvers.chain.depth import cumulative_depth, per_link_depth
+from benchmarks.pipeline.depth import cumulative_depth, per_link_depth
 from lightning_hetero.solvers.chain.layers import Layers, layers_of
 from lightning_hetero.solvers.chain.model import evaluate
 from lightning_hetero.solvers.chain.reasons import why_infeasible

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import BatchSampler, DataLoader, SequentialSampler
 
-from lightning_hetero import LoadBalancedStrategy, Scenario, ThrottleCallback
+from lightning_hetero import LoadBalancedStrategy
 from tests.ranks.exact_models import Manual, SumLoss, Tokens, TwoHeads, sequences, tokens_of
 from tests.ranks.harness import run_ranks
 from tests.ranks.kit import Toy, Weights, balanced, rank_trainer, regression, single, weights
@@ -214,24 +214,6 @@ def test_by_default_a_rank_gets_what_it_holds_from_the_next_batches_on() -> None
     assert outcomes[0][3:] == (0, [])
 
 
-def emulated_job(rank: int, world: int) -> tuple[Weights, list[int], list[str]]:
-    module = Toy()
-    scenario = Scenario(speeds=[1.0, 1.0], mem_samples={1: 5})
-    strategy = balanced(policy=None)
-    _, samples, told = fitted(rank, world, module, strategy, callbacks=[ThrottleCallback(scenario)])
-    assert "training_step" not in vars(module)
-    return weights(module), samples, told
-
-
-def test_an_emulated_device_is_short_of_memory_as_a_real_one() -> None:
-    outcomes = run_ranks(2, emulated_job)
-    expected = Toy()
-    single(expected, regression(SAMPLES), BATCH, max_epochs=EPOCHS)
-    assert all(trained.distance(weights(expected)) <= EXACT for trained, _, _ in outcomes)
-    assert outcomes[1][1][0] == 8 and max(outcomes[1][1][4:]) < 8  # likewise
-    assert "emulated out of memory: rank 1 got 8 samples" in outcomes[1][2][0]
-
-
 class OwnBatches(BatchSampler):
     """Whose batches are not divided by speed."""
 
@@ -380,14 +362,6 @@ def test_what_a_failed_try_has_drawn_and_counted_is_put_back() -> None:
     assert drawn[1][1] == drawn[0][1], "the first piece draws what the failed try has drawn"
     assert len({value for _, value, _ in drawn}) == len(drawn) - 1, "pieces draw numbers of their own"
     assert counted == 8, "a piece is a batch to BatchNorm"
-
-
-def test_a_size_that_has_fitted_before_is_not_watched_and_a_failed_try_leaves_its_traces() -> None:
-    """Keeping what every step may change costs time in every step: docs/reference/balanced.md says what stays."""
-    drawn, counted = run_ranks(2, noisy_job, None, 2)[0]
-    assert [(batch, size) for batch, _, size in drawn] == [(0, 8), (1, 8), (2, 8), (2, 4), (2, 4), (3, 4), (3, 4)]
-    assert drawn[3][1] != drawn[2][1], "random numbers go on"
-    assert counted == 2 + 1 + 2 + 2, "BatchNorm has counted the failed try, too"
 
 
 # ---- in mixed precision ---------------------------------------------------------------------------------------

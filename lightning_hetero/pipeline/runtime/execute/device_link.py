@@ -22,8 +22,7 @@ from lightning_hetero.measure.device import Stamp, device_of, is_out_of_memory
 from lightning_hetero.pipeline.runtime.execute.direct_ways import DirectWay
 from lightning_hetero.pipeline.runtime.execute.messages import Message, pack, unpack
 from lightning_hetero.pipeline.runtime.execute.stage_link import CLOSED, HEAD_BYTES, LOOK_S, Job, StageLink
-from lightning_hetero.transport.pairs.frames import FOREVER
-from lightning_hetero.transport.sockets import first_line
+from lightning_hetero.transport.sockets import FOREVER, first_line
 
 __all__ = ["DeviceLink"]
 
