@@ -29,7 +29,7 @@ from lightning_hetero.pipeline.runtime.ownership.pruning import like, prune, put
 from lightning_hetero.pipeline.runtime.ownership.stand_ins import Here
 from lightning_hetero.transport.objects import Wait, gathered, packed, unpacked
 
-__all__ = ["CancelledError", "Migration", "Move", "moves"]
+__all__ = ["CancelledError", "Migration", "TensorMove", "moves"]
 
 
 class CancelledError(RuntimeError):
@@ -37,7 +37,7 @@ class CancelledError(RuntimeError):
 
 
 @dataclass(frozen=True, slots=True)
-class Move:
+class TensorMove:
     """One tensor, or the extra state of one module, goes to one rank.
 
     Attributes:
@@ -52,7 +52,7 @@ class Move:
     extra: bool = False
 
 
-def moves(old: Ownership, new: Ownership, module: nn.Module) -> list[Move]:
+def moves(old: Ownership, new: Ownership, module: nn.Module) -> list[TensorMove]:
     """Returns what must travel so that all holders under a new plan have what they hold, the same on all ranks.
 
     Sent is what the target does not have: of several ranks that hold a layer, the one which has least to send so far.
@@ -63,7 +63,7 @@ def moves(old: Ownership, new: Ownership, module: nn.Module) -> list[Move]:
         old, new: of the same module.
         module: for the sizes of its tensors, which may be on meta.
     """
-    found: list[Move] = []
+    found: list[TensorMove] = []
     loads: dict[int, int] = {}
     senders: dict[tuple[object, int], int] = {}
     for name, tensor in old.tensors(module).items():
@@ -76,11 +76,11 @@ def moves(old: Ownership, new: Ownership, module: nn.Module) -> list[Move]:
             else:
                 source = old.owners(name)[0]
             loads[source] = loads.get(source, 0) + tensor.nbytes
-            found.append(Move(name, source, target))
+            found.append(TensorMove(name, source, target))
     for path, part in module.named_modules():
         if type(part).get_extra_state is not nn.Module.get_extra_state:
             before, after = old.owners_of_key(path), new.owners_of_key(path)
-            found += [Move(path, before[0], t, extra=True) for t in _targets(before, before, after, after, False)]
+            found += [TensorMove(path, before[0], t, extra=True) for t in _targets(before, before, after, after, False)]
     return found
 
 

@@ -170,10 +170,6 @@ class Ownership:
         """Whether several layers use it, or a layer and what is outside."""
         return self.first_name[name] in self._shared
 
-    def owned(self) -> tuple[str, ...]:
-        """Returns all names, also further ones of shared tensors, of what this rank keeps, in the module's order."""
-        return tuple(name for name in self.layer_of if self.holds(name))
-
     # ---- tensors -----------------------------------------------------------------------------------------------
 
     def tensors(self, module: nn.Module) -> dict[str, Tensor]:

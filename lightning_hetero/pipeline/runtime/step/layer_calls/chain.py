@@ -24,7 +24,7 @@ from torch.utils import _pytree as pytree  # private by name, but where torch re
 from lightning_hetero.pipeline.runtime.step.layer_calls.route import Path, Route, encode
 from lightning_hetero.pipeline.runtime.step.random_streams import nothing_drawn
 
-__all__ = ["CalledLayer", "Chain", "LayerOutput", "NotAChainError", "SeenCaches", "stand_ins", "without_cache"]
+__all__ = ["CalledLayer", "LayerOutput", "LayerWalk", "NotAChainError", "SeenCaches", "stand_ins", "without_cache"]
 
 
 class NotAChainError(RuntimeError):
@@ -54,7 +54,7 @@ class CalledLayer:
 
 
 @dataclass(slots=True)
-class Chain:
+class LayerWalk:
     """The calls of one walk along the layers, as far as it has come.
 
     Attributes:
@@ -236,7 +236,7 @@ class LayerOutput:
         path: of this part of the output; empty: all of it.
     """
 
-    def __init__(self, chain: Chain, layer: int, path: Path = ()) -> None:
+    def __init__(self, chain: LayerWalk, layer: int, path: Path = ()) -> None:
         self.chain, self.layer, self.path = chain, layer, path
 
     def __getitem__(self, key: Any) -> LayerOutput:
