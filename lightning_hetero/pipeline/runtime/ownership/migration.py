@@ -1,7 +1,7 @@
 """Layers change hands between two training batches, with all that belongs to them; in two phases (layer T).
 
     stage     every rank says what it is about to send, and where it stands: one ticket for all
-              tensors travel into new ones, past gloo from host to host; every rank confirms
+              tensors travel into new ones, from host to host; every rank confirms
               until here nothing has changed, and a rank that cannot do its part cancels it for all
     commit    new tensors take their place, what is elsewhere now loses its memory: without a message
 
@@ -55,7 +55,7 @@ class TensorMove:
 def moves(old: Ownership, new: Ownership, module: nn.Module) -> list[TensorMove]:
     """Returns what must travel so that all holders under a new plan have what they hold, the same on all ranks.
 
-    Sent is what the target does not have: of several ranks that hold a layer, the one which has least to send so far.
+    What the target does not have is sent. If several ranks hold a layer, the one that has least to send so far sends it.
     Buffers come from the lowest group, and its new rank gets them even where it holds the layer: other groups'
     statistics may differ.
 
@@ -104,9 +104,9 @@ class Migration:
         module: the whole model, pruned by ``old``.
         copies: of it, pruned alike; parameters and buffers of these move, too.
         optimizers: over its parameters.
-        old, new: who holds what; of this rank.
+        old, new: which rank holds what, before and after.
         gradients: whether gradients that parameters have at present go with them.
-        device: of this rank's layers.
+        device: where this rank's layers are.
         group: over all ranks, one that takes CPU tensors (gloo).
         wait: for a collective.
         wait_for_peer: for sends and receives.

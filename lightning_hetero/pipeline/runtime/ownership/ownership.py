@@ -152,7 +152,7 @@ class Ownership:
         return self._owners[self.first_name[name]]
 
     def holders(self, name: str) -> tuple[int, ...]:
-        """Returns the owners, and behind them what other ranks keep a copy: of buffers that layers share."""
+        """Returns the owners, then further ranks that keep a copy of a buffer which layers share."""
         return self._holders[self.first_name[name]]
 
     def owners_of_key(self, key: str) -> tuple[int, ...]:

@@ -51,7 +51,7 @@ _OWN = frozenset(vars(nn.Module()))  # attributes of torch's
 
 
 class Change(NamedTuple):
-    """Of one attribute, or of a part of it.
+    """One change of an attribute, or of a part of it.
 
     Attributes:
         path: to it.

@@ -3,7 +3,7 @@
     x = embed(batch)   |   h = x.detach()  ->  the pipeline's stages  ->  y   |   loss = head(y)
                        |   x.backward(h.grad)  <-  the stages  <-  y's grad   |   loss.backward()
 
-Forward, as seen by who runs the steps; ``module.training_step`` is untouched:
+Forward, as the runtime sees it; ``module.training_step`` is untouched:
 
     cut = BackboneCut(module.backbone)
     with cut:

@@ -1,8 +1,8 @@
 """The layers of a backbone as a step calls them one after another, before any of them is computed (layer T).
 
 In a step that runs in a pipeline a layer returns a `LayerOutput`: a stand-in for what it would return, which the step
-may take apart (``out[0]``, ``x, weights = out``) and pass to the next layer, and nothing else. Of the calls a `Route`
-is made, and the tensors among their arguments are the backbone's inputs. Tensors made by anything but the layers can be
+may take apart (``out[0]``, ``x, weights = out``) and pass to the next layer, and nothing else. A `Route` is made of the
+calls, and the tensors among their arguments are the backbone's inputs. Tensors made by anything but the layers can be
 passed to any of them, at any time: the step can compute nothing from a stand-in, so they do not depend on a layer.
 """
 
