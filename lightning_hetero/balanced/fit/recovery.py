@@ -231,7 +231,8 @@ class Recovery:
             return None  # Lightning says what that means
         value, found = torch.stack(values).sum(0), gradients.gradients()
         self._check_reached(step, (p in found for p in self._trained()))
-        return _with_loss(join_outputs(outputs, sizes), stand_in(value, found))
+        rest, loss = join_outputs(outputs, sizes), stand_in(value, found)
+        return loss if rest is None else {"loss": loss, **rest}
 
     def _split(self, step: _Guarded, piece: Any, sizes: list[int]) -> list[Any]:
         try:
@@ -395,7 +396,3 @@ def _loss_of(output: Any) -> Tensor | None:
 
 def _without_loss(output: Any) -> Any:
     return {k: v for k, v in output.items() if k != "loss"} if isinstance(output, Mapping) else None
-
-
-def _with_loss(rest: Any, loss: Tensor) -> Any:
-    return loss if rest is None else {"loss": loss, **rest}
