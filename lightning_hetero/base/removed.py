@@ -24,7 +24,10 @@ REMOVED_OPTIONS: dict[str, dict[str, str]] = {
         "optimizer_state": "the optimizers' states are averaged as the parameters are, so that a checkpoint holds all"
         " that goes on. Drop it",
     },
-    "BoundedStalenessStrategy": {},
+    "BoundedStalenessStrategy": {
+        "overlap": "working ahead made every contribution one version old, which cost several times the final loss."
+        " Drop it, or pass a Policy of your own",
+    },
     "HeteroPipelineStrategy": {
         "overlap": "transfers always run beside computation, which was the default and never slower. Leave it out",
         "seed": "dropout and whatever else is drawn follow seed_everything, or 0. Call seed_everything(seed)",

@@ -25,14 +25,10 @@ from lightning_hetero.demo import DigitsCNN, DigitsData
 from lightning_hetero.predictors import Curve
 from lightning_hetero.stale.decide.policy import (
     Asp,
-    Backup,
-    Buffered,
-    DcAsgd,
-    Drop,
-    DynSgd,
     Flexible,
     Policy,
-    Quorum,
+    Saps,
+    Ssp,
 )
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -211,17 +207,10 @@ POLICY = "strategy.policy._target_=lightning_hetero.stale.decide.policy"
     [
         ([], Flexible()),
         (["strategy.bound=1", "strategy.grace=0.0"], Flexible(bound=1, grace=0.0)),
-        (["strategy.overlap=true"], Flexible(overlap=True)),
         (["strategy.policy=asp"], Asp()),
-        (["strategy.policy=drop", "strategy.bound=4"], Drop(bound=4)),
-        (["strategy.policy=dynsgd"], DynSgd()),
-        (["strategy.policy=dc_asgd"], DcAsgd()),
-        (["strategy.policy=quorum", "strategy.grace=0.5", "strategy.bound=1"], Quorum(grace=0.5, bound=1)),
-        ([f"+{POLICY}.Quorum", "+strategy.policy.quorum=3"], Quorum(quorum=3)),
-        ([f"+{POLICY}.DcAsgd", "+strategy.policy.compensation=0.04"], DcAsgd(compensation=0.04)),
-        ([f"+{POLICY}.Asp", "+strategy.policy.damping=dynsgd"], Asp(damping="dynsgd")),
-        ([f"+{POLICY}.Buffered", "+strategy.policy.k=2"], Buffered(k=2)),
-        (["strategy.policy={_target_:lightning_hetero.stale.decide.policy.Backup,spares:2}"], Backup(spares=2)),
+        (["strategy.policy=ssp", "strategy.bound=4"], Ssp(bound=4)),
+        ([f"+{POLICY}.Saps", "+strategy.policy.micro=2"], Saps(micro=2)),
+        (["strategy.policy={_target_:lightning_hetero.stale.decide.policy.Ssp,bound:2}"], Ssp(bound=2)),
     ],
     ids=str,
 )
@@ -235,6 +224,7 @@ def test_policies_are_chosen_by_name_or_as_objects(overrides: list[str], policy:
     ("overrides", "words"),
     [
         (["strategy.policy=fast"], "unknown policy 'fast': choose one of flexible, saps"),
+        (["strategy.policy=quorum"], "policy='quorum' is no longer part of the package"),
         (["strategy.policy=asp", "strategy.grace=0.1"], "policy='asp' has no use for grace=0.1; drop it, or choose"),
         ([f"+{POLICY}.Asp", "strategy.bound=1"], "give either a whole policy, or bound"),
         (["strategy.liveness_s=0"], "liveness_s=0 must be > 0"),

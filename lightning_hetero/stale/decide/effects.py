@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-__all__ = ["Accepted", "Contribution", "Effect", "Granted", "Passed", "Refused", "Reissued", "Span", "Updated"]
+__all__ = ["Accepted", "Effect", "Granted", "Passed", "Refused", "Reissued", "Span", "Updated"]
 
 Span = tuple[int, int]
 """Positions ``[start, end)`` in the epoch's order of samples."""
@@ -74,7 +74,7 @@ class Accepted:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Refused:
-    """A contribution is thrown away: ``gone`` (lease re-issued or cancelled), ``stale``, ``late`` or ``nonfinite``.
+    """A contribution is thrown away: ``gone`` (lease re-issued or cancelled), ``stale`` or ``nonfinite``.
 
     ``samples`` were computed in vain.
     """
@@ -96,16 +96,6 @@ class Reissued:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Contribution:
-    """What one push gave to an update."""
-
-    rank: int
-    lease: int
-    samples: int
-    staleness: int
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class Updated:
     """The pool becomes one update and is emptied.
 
@@ -114,15 +104,15 @@ class Updated:
         tick: the tick the server is in afterwards.
         samples: samples in the pool; the gradient is their mean.
         worth: learning rate of this update, as a multiple of the user's; n/B for updates of n of B samples.
-        ends_tick: whether the batch is complete with it.
+        ends_step: whether the batch is complete with it.
     """
 
     version: int
     tick: int
     samples: int
-    contributions: tuple[Contribution, ...]
+    contributions: tuple[Accepted, ...]
     worth: float = 1.0
-    ends_tick: bool = True
+    ends_step: bool = True
 
 
 Effect = Granted | Passed | Accepted | Refused | Reissued | Updated

@@ -28,7 +28,8 @@ from lightning_hetero.stale.decide.coordinator import Coordinator
 from lightning_hetero.stale.decide.effects import Effect, Granted, Updated
 from lightning_hetero.stale.decide.policy import Policy
 from lightning_hetero.stale.runtime.memory.layout import FlatLayout
-from lightning_hetero.stale.runtime.serve.server import ParameterServer, serve
+from lightning_hetero.stale.runtime.processes.start import serve
+from lightning_hetero.stale.runtime.serve.server import ParameterServer
 from lightning_hetero.stale.runtime.work.worker import Worker
 from lightning_hetero.transport.base import (
     Arrived,
@@ -432,7 +433,7 @@ class Script(Listener):
     def share_state(self, data: bytes) -> None:
         self.state = data
 
-    def disconnect(self, rank: int) -> None:
+    def dismiss(self, rank: int, reason: str) -> None:
         raise NotImplementedError
 
     def wake(self) -> None:

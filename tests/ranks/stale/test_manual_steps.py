@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from benchmarks.stale.policies import Buffered, Drop, Quorum
 from lightning_hetero.stale.decide.policy import Asp, Bsp, Flexible, Policy
 from lightning_hetero.transport.base import Reply, Say
 from lightning_hetero.transport.flags import PushFlag, ReplyFlag
@@ -244,8 +245,8 @@ def test_a_step_that_others_build_on_waits_for_all(more: bool) -> None:
 
 @pytest.mark.parametrize(
     "policy",
-    [Flexible(bound=0), Flexible(bound=1), Flexible(bound=2, grace=0.5), Bsp(),
-     Asp()],
+    [Flexible(bound=0), Flexible(bound=1), Flexible(bound=2, grace=0.5), Bsp(), Asp(), Drop(bound=1),
+     Buffered(k=2), Quorum(quorum=1)],
     ids=str,
 )
 def test_every_step_counts_once_for_every_sample_and_within_the_bound(policy: Policy) -> None:

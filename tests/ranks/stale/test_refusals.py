@@ -75,7 +75,6 @@ class Zero(Toy):
         return ZeroRedundancyOptimizer(self.parameters(), torch.optim.SGD, lr=0.1)
 
 
-
 class StepsLater(Manual):
     """Steps once more where there is no batch."""
 

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_hetero.stale.decide.policy import Asp, Bsp, Flexible, Policy, Saps
+from benchmarks.stale.policies import DynSgd, Quorum
+from lightning_hetero.stale.decide.policy import Asp, Bsp, Claim, Flexible, Grant, Hold, Policy, Saps
 from lightning_hetero.transport.base import Reply
 from lightning_hetero.transport.flags import Word
 from tests.ranks.stale.kit import Script, Setting, Trainee, automatic
@@ -31,16 +32,9 @@ from tests.ranks.stale.reference import (
 pytestmark = pytest.mark.usefixtures("float64")
 
 
-class Damped(Asp):
-    """A user's policy: stale gradients count less."""
-
-    def scale(self, staleness: int, workers: int) -> float:
-        return 1.0 / (1 + staleness)
-
-
 @pytest.mark.parametrize(
     "policy",
-    [Flexible(), Flexible(grace=0.0), Asp(), Damped(), Saps()],
+    [Flexible(), Flexible(grace=0.0), Asp(), DynSgd(), Saps(), Quorum()],
     ids=str,
 )
 def test_uneven_speeds_compute_what_was_decided(policy: Policy) -> None:
@@ -48,11 +42,9 @@ def test_uneven_speeds_compute_what_was_decided(policy: Policy) -> None:
     setting = Setting(mlp(), sgd, policy, 3)
     script = Script(setting, automatic(x, y, mse), epochs, workers=3, work_s=unequal).run()
     assert differ(replay(setting, script, x, y), setting.model) <= 1e-12
-    assert sum(u.ends_tick for u in setting.coordinator.updates) == EPOCHS * len(ENDS)
-    if policy.claims_every_sample:
-        assert sum(u.samples for u in setting.coordinator.updates) == EPOCHS * SAMPLES
-    if policy.claims_every_sample:
-        assert setting.server.counts.staleness.keys() - {0}, "the script was to make something late"
+    assert sum(u.ends_step for u in setting.coordinator.updates) == EPOCHS * len(ENDS)
+    assert sum(u.samples for u in setting.coordinator.updates) == EPOCHS * SAMPLES
+    assert setting.server.counts.staleness.keys() - {0}, "the script was to make something late"
     counts = setting.server.counts
     assert counts.updates == len(setting.coordinator.updates)
     assert sum(counts.staleness.values()) == sum(counts.samples.values())
@@ -87,12 +79,22 @@ def test_asynchronous_policies_step_once_per_accumulation_window() -> None:
     assert [Word.steps(w) for w in script.trainees[0].words] == [0, 1, 0, 1, 0] * EPOCHS
 
 
+class Chunks(Asp):
+    """Assigns so many samples at a time."""
+
+    def __init__(self, samples: int) -> None:
+        self.samples = samples
+
+    def claim(self, claim: Claim) -> Grant | Hold:
+        return Grant(samples=self.samples)
+
+
 @pytest.mark.parametrize("chunk", [1, 2, 3])
 def test_an_accumulated_batch_does_not_depend_on_its_number_of_updates(chunk: int) -> None:
     """Within a window no step is made, so contributions worth a part of a batch add up to the whole gradient."""
     x, y = data(5)
     model = mlp()
-    setting = Setting(model, sgd, Asp(chunk=chunk), 1)
+    setting = Setting(model, sgd, Chunks(chunk), 1)
     Script(setting, automatic(x, y, mse, accumulate=2, clip=0.2), epochs, workers=1, work_s=equal_speed).run()
     assert setting.coordinator.version > EPOCHS * len(ENDS)
     assert differ(plain(model, sgd, x, y, accumulate=2, clip=0.2), setting.model) <= 1e-12

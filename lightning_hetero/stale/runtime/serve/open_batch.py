@@ -201,8 +201,8 @@ class OpenBatch:
         pool, self._pool = self._pool, self._new_pool()
         if self._flags is not None:
             pool.steps, pool.zeroes = self._flags
-        self._apply(pool, -1, worth=updated.worth, last=updated.ends_tick)
-        if not updated.ends_tick:
+        self._apply(pool, -1, worth=updated.worth, last=updated.ends_step)
+        if not updated.ends_step:
             return None
         self._flags = None
         word = Word.of(steps=len(self._stepped), overflow=self._overflowed)

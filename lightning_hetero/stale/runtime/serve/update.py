@@ -25,7 +25,7 @@ from lightning_hetero.stale.runtime.memory.layout import FlatLayout
 from lightning_hetero.stale.runtime.serve.accumulator import GradientSum, Spares, runs
 from lightning_hetero.stale.runtime.serve.thread_shards import ThreadShards, step
 
-__all__ = ["Updater", "bits"]
+__all__ = ["OwnMethodError", "Updater", "bits"]
 
 
 _SLOTS = 256
@@ -38,6 +38,10 @@ def bits(mask: int) -> Iterator[int]:
     [0, 2]
     """
     return (i for i in range(mask.bit_length()) if mask >> i & 1)
+
+
+class OwnMethodError(ValueError):
+    """A method that an optimizer has besides its step has failed, or returned something."""
 
 
 class Updater:
@@ -69,7 +73,7 @@ class Updater:
             raise ValueError(f"{len(optimizers)} optimizers, but the parameters of {len(owned)}")
         if divide_by is not None and not divide_by > 0.0:
             raise ValueError(f"divide_by={divide_by!r} must be above 0 or None")
-        self.layout, self.area, self.shards = layout, area, shards
+        self.layout, self.shards = layout, shards
         self.optimizers = list(optimizers)
         self.hyper = HyperParameters(optimizers)
         self.spares = Spares(layout)
@@ -85,14 +89,12 @@ class Updater:
         self._begun = 0  # ... that were zeroed in this tick
         self._changed: dict[int, int] = {}  # version from which on a buffer has its value
         views = layout.views(area)
-        self.values = views[: len(layout.parameters)]
         self.buffers = views[len(layout.parameters) :]
         for o, (optimizer, own) in enumerate(zip(optimizers, owned, strict=True)):
-            self._take(o, optimizer, list(own))
-        self._own = [[i for i in part if i in self.parameters] for part in shards.parts]
-        self._runs = [runs(layout, own) for own in self._own]
+            self._adopt(o, optimizer, list(own), views)
+        self._runs = [runs(layout, [i for i in part if i in self.parameters]) for part in shards.parts]
 
-    def _take(self, o: int, optimizer: Optimizer, own: list[int]) -> None:
+    def _adopt(self, o: int, optimizer: Optimizer, own: list[int], values: Sequence[Tensor]) -> None:
         if isinstance(optimizer, (LBFGS, SparseAdam)):
             raise ValueError(
                 f"optimizer {o} is {type(optimizer).__name__}: it needs"
@@ -106,7 +108,7 @@ class Updater:
                 f"optimizer {o} has {len(flat)} parameters, optimizer_parameters names {len(own)}"
             )
         for i, parameter in zip(own, flat, strict=True):
-            if parameter.data_ptr() != self.values[i].data_ptr() or parameter.shape != self.values[i].shape:
+            if parameter.data_ptr() != values[i].data_ptr() or parameter.shape != values[i].shape:
                 name = self.layout.parameters[i].name
                 raise ValueError(
                     f"optimizer {o} does not update {name!r} in the area; call FlatLayout.adopt first"
@@ -138,7 +140,8 @@ class Updater:
         alone = pool.waits == 1  # nothing to keep in the cache for: few calls
 
         def work(shard: int) -> None:
-            for run in [self._own[shard]] if alone else self._runs[shard]:
+            own = self._runs[shard]
+            for run in [[i for each in own for i in each]] if alone else own:
                 pool.sum_up(run)
 
         self.shards.run(work)
@@ -226,6 +229,22 @@ class Updater:
             for group, lr in zip(groups, before, strict=True):
                 if lr is not None:
                     group["lr"] = lr
+
+    def call(self, o: int, text: str) -> None:
+        """Calls a method of an optimizer; ``text`` begins with its name and a bracket.
+
+        Raises:
+            OwnMethodError: it has failed, or returned something.
+        """
+        try:
+            value = getattr(self.optimizers[o], text.partition("(")[0])()
+        except Exception as error:
+            raise OwnMethodError(f"{text} failed in the parameter server: {type(error).__name__}: {error}") from error
+        if value is not None:
+            raise OwnMethodError(
+                f"{text} returns {value!r:.100}, which the ranks cannot have: it is called in the parameter server."
+                " Use strategy='hetero_balanced'"
+            )
 
     # ---- state ------------------------------------------------------------------------------------------------
 

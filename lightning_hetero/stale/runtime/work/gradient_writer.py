@@ -25,8 +25,7 @@ from lightning_hetero.measure.device import Stamp
 from lightning_hetero.stale.runtime.memory.entry import FINITE, NONFINITE, is_finite
 from lightning_hetero.stale.runtime.memory.layout import FlatLayout
 from lightning_hetero.stale.runtime.work.buffer_changes import BufferChanges
-from lightning_hetero.stale.runtime.work.images import Image
-from lightning_hetero.stale.runtime.work.readout import Readout
+from lightning_hetero.stale.runtime.work.images import Image, Readout
 from lightning_hetero.transport.base import WorkerLink
 
 __all__ = ["GradientWriter"]
