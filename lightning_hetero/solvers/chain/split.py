@@ -123,7 +123,8 @@ def _best_at(
     if rounds == 1:
         return min(zip(totals, cuts, strict=True))[1]
     i = which[int(np.argmin(totals))]
-    between: Floats = np.linspace(float(asked[max(i - 1, 0)]), float(asked[min(i + 1, len(steps) - 1)]), _BETWEEN + 2)[1:-1]
+    first_s, last_s = float(asked[max(i - 1, 0)]), float(asked[min(i + 1, len(steps) - 1)])
+    between: Floats = np.linspace(first_s, last_s, _BETWEEN + 2)[1:-1]
     more, more_totals, _ = table.best(between)
     return min([*zip(totals, cuts, strict=True), *zip(more_totals, more, strict=True)])[1]
 
