@@ -17,16 +17,19 @@ from benchmarks.pipeline.plans import Entry, policy_of
 from benchmarks.pipeline.scenarios import Case
 from lightning_hetero import Scenario
 from lightning_hetero.emulate import Pacer
+from lightning_hetero.emulate.links import SlowClock
+from lightning_hetero.emulate.pace import EmulatedPace
 from lightning_hetero.pipeline.decide.costs import times_of
+from lightning_hetero.pipeline.decide.links import LinkClock
+from lightning_hetero.pipeline.decide.plans import parts_of
 from lightning_hetero.pipeline.decide.schedule import PipelineTimes
-from lightning_hetero.pipeline.runtime.execute.emulated_pace import BusyTime, ScenarioPace, parts_of
+from lightning_hetero.pipeline.runtime.execute.busy_time import BusyTime
 from lightning_hetero.pipeline.runtime.execute.failures import FailureBoard
-from lightning_hetero.pipeline.runtime.execute.stage_runner import MicroBatch, StageRunner
+from lightning_hetero.pipeline.runtime.execute.stage_runner import MicroBatch, RunnerSettings, StageRunner
 from lightning_hetero.pipeline.runtime.ownership.gradients import GradientSync
 from lightning_hetero.pipeline.runtime.ownership.owner_groups import OwnerGroups
 from lightning_hetero.pipeline.runtime.ownership.ownership import Ownership
 from lightning_hetero.pipeline.runtime.step.cut import BackboneCut
-from lightning_hetero.transport.one_node.neighbours import Neighbours
 from lightning_hetero.types import AffineCost, GroupPlan, LayerCost, ModelCost, PipelinePlan
 
 __all__ = ["Timed", "Walk", "run_stock", "timed"]
@@ -44,7 +47,6 @@ class Walk:
         model: its costs.
         entry: the plan.
         wire: process group of all ranks, for activations and gradients.
-        node: all ranks, as under the strategy; None: they use the wire.
         name: of this run, another one each time.
         sleeps_inside: layers sleep by themselves, see `emulation`, and links are real; else the rank does, and links
             are emulated, as under the strategy.
@@ -58,7 +60,6 @@ class Walk:
         entry: Entry,
         *,
         wire: dist.ProcessGroup,
-        node: Neighbours | None,
         name: str,
         sleeps_inside: bool = False,
         emulated: bool = True,
@@ -75,13 +76,12 @@ class Walk:
         self.sync_s = entry.sync_s[rank] if emulated else 0.0
         self.batch, self.emulated = case.global_batch, emulated
         self.runner: StageRunner | None = None
-        self.pace: ScenarioPace | None = None
-        self.busy: BusyTime | None = None
+        self.busy: EmulatedPace | None = None
         self.optimizer: torch.optim.Optimizer | None = None
         if self.group is not None:
             own = [p for name, p in net.named_parameters() if rank in ownership.owners(name)]
             self.optimizer = torch.optim.SGD(own, lr=1e-3)
-            self.runner = self._stage_runner(case, model, self.group, wire, node, name, sleeps_inside, emulated)
+            self.runner = self._stage_runner(case, model, self.group, wire, name, sleeps_inside, emulated)
         inputs, targets = dataset(case.model, case.global_batch).tensors
         sizes = [size for group in entry.groups for size in group.micro_batches]
         self.parts = list(zip(inputs.split(sizes), targets.split(sizes), strict=True))
@@ -92,7 +92,6 @@ class Walk:
         model: ModelCost,
         group: GroupPlan,
         wire: dist.ProcessGroup,
-        node: Neighbours | None,
         name: str,
         sleeps_inside: bool,
         emulated: bool,
@@ -110,30 +109,32 @@ class Walk:
             net.head = _sleeping(net.head, [model.head], speed, pacer)
         elif emulated:
             speeds = [device.speed for device in case.cluster.devices]
-            self.pace = ScenarioPace(
-                Scenario(speeds=speeds, sample_s=case.sample_s, step_s=case.fixed_s),
-                rank,
-                parts=parts_of(model, group, rank, max(group.micro_batches)),
-                stages=len(group.ranks),
-            )
-        self.busy = None if self.pace is None else BusyTime(self.pace)  # as under the strategy
+            scenario = Scenario(speeds=speeds, sample_s=case.sample_s, step_s=case.fixed_s)
+            self.busy = EmulatedPace(BusyTime(), scenario, rank)  # as under the strategy
+            self.busy.parts = parts_of(model, group, rank, max(group.micro_batches))
+        failures = FailureBoard(dist.PrefixStore(name, dist.distributed_c10d._get_default_store()), rank)
+
+        def clock(peer: int) -> LinkClock | SlowClock:
+            if not emulated or sleeps_inside:
+                return LinkClock()
+            return SlowClock(LinkClock(), links[peer][rank], failures.check)
+
         return StageRunner(
+            RunnerSettings(
+                rank=rank,
+                device=CPU,
+                seed=SEED,
+                failures=failures,
+                wire=wire,
+                clock=clock,
+                timeout_s=TIMEOUT_S,
+                pace=self.busy,
+            ),
             list(net.layers),
             group=group,
-            rank=rank,
             cut=BackboneCut(net.layers) if self.leads else None,
-            wire=wire,
-            failures=FailureBoard(dist.PrefixStore(name, dist.distributed_c10d._get_default_store()), rank),
             times=times,
-            seed=SEED,
             policy=lambda times: policy_of(self.entry.policy, group, times),
-            pace=self.busy,
-            emulated_links={(a, b): links[a][b] for a in group.ranks for b in group.ranks if a != b}
-            if emulated and not sleeps_inside
-            else None,
-            timeout_s=TIMEOUT_S,
-            device=CPU,
-            node=node,
         )
 
     def step(self, step: int) -> None:

@@ -33,8 +33,6 @@ from benchmarks.pipeline.stalls import Collections, Sleeper
 from benchmarks.pipeline.walk import Timed, Walk, run_stock, timed
 from lightning_hetero.cluster.spec import equal_cluster
 from lightning_hetero.measure.probe import probe_cluster
-from lightning_hetero.transport.one_node.neighbours import Neighbours
-from lightning_hetero.transport.side_channel import SideChannel
 from lightning_hetero.types import Cluster, ModelCost
 
 BALANCED_WARM_UP, WARM_UP = 10, 3  # steps until the balanced engine's shares have settled; of the others
@@ -63,7 +61,6 @@ class Group:
         wire = dist.new_group(backend="gloo")
         assert isinstance(wire, dist.ProcessGroup)
         self.wire = wire
-        self.node = Neighbours(SideChannel(wire), torch.device("cpu"))
         self.rank = dist.get_rank()
         self._runs = 0
 
@@ -73,7 +70,7 @@ class Group:
         """Returns what a plan's steps took."""
         gc.collect()  # as before every run of every engine
         self._runs += 1
-        walk = Walk(case, model, entry, wire=self.wire, node=self.node, name=f"run {self._runs}", **options)
+        walk = Walk(case, model, entry, wire=self.wire, name=f"run {self._runs}", **options)
         found = timed(walk.step, steps, warm_up, leads=walk.leads)
         walk.close()
         return found

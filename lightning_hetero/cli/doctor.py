@@ -32,7 +32,7 @@ from packaging.requirements import Requirement
 from lightning_hetero._version import __version__
 from lightning_hetero.cli.loading import load_data, load_module, profile_module
 from lightning_hetero.cli.parity import compare_gradients
-from lightning_hetero.cli.probe import probe_machine
+from lightning_hetero.cli.ranks import probe_machine
 from lightning_hetero.doctor.facts import (
     DeviceFacts,
     Facts,

@@ -20,10 +20,9 @@ from omegaconf import DictConfig, OmegaConf
 
 from lightning_hetero.base.precision import trained_dtype
 from lightning_hetero.cli.loading import load_data, load_module, profile_module
-from lightning_hetero.cli.probe import probe_machine
+from lightning_hetero.cli.ranks import probe_machine
 from lightning_hetero.cli.summary import format_table
-from lightning_hetero.cluster.describe import describe_cluster
-from lightning_hetero.cluster.units import as_number, bytes_text
+from lightning_hetero.cluster.units import as_number, bytes_text, describe_cluster
 from lightning_hetero.pipeline.fit.plan.planning import read_cluster
 from lightning_hetero.plan.estimate import Estimate
 from lightning_hetero.plan.formula import model_from_formula

@@ -174,8 +174,9 @@ def _steps(events: Iterable[Event]) -> dict[int, dict[tuple[int, int], _Step]]:
     found: dict[int, dict[tuple[int, int], _Step]] = {}
     for event in events:
         measured = event.kind == "step" and "samples" in event.data and "compute_s" in event.data
-        if measured or event.kind == "passed":
-            step = found.setdefault(event.rank, {}).setdefault((event.epoch, event.step), _Step())
+        if not measured and event.kind != "passed":
+            continue
+        step = found.setdefault(event.rank, {}).setdefault((event.epoch, event.step), _Step())
         if measured:
             step.samples += float(event.data["samples"])
             step.compute_s += float(event.data["compute_s"])

@@ -8,7 +8,7 @@ from typing import Any
 
 from lightning_hetero.controller.estimates import Estimates
 from lightning_hetero.controller.forms import Forms, Pipes, shares_of
-from lightning_hetero.controller.messages import Decision, DecisionKind, Move, Observation
+from lightning_hetero.controller.messages import Decision, DecisionKind, LayerMove, Observation
 from lightning_hetero.controller.migration import MigrationModel, moves_between
 from lightning_hetero.controller.objective import Objective
 from lightning_hetero.controller.settings import ControllerSettings
@@ -184,7 +184,7 @@ class Controller:
     def _adopt(self, kind: DecisionKind, now: Judged | None, new: Judged, reason: str) -> Decision:
         old, bias, problem = self._plans.pipes, self._trials.bias, self._costs.problem
         self._plans.add(new.pipes, self._forms.plan_of(new, problem), moves=kind != "shares", pause_s=new.pause_s)
-        moves: tuple[Move, ...] = ()
+        moves: tuple[LayerMove, ...] = ()
         predicted_s = bias * new.time_s
         gain_s = bias * now.time_s - predicted_s if now is not None else math.inf
         if kind != "shares":

@@ -13,7 +13,7 @@ from typing import Literal
 
 from lightning_hetero.types import PipelinePlan
 
-__all__ = ["Decision", "DecisionKind", "LinkTime", "Move", "Observation", "Outcome"]
+__all__ = ["Decision", "DecisionKind", "LayerMove", "LinkTime", "Observation", "Outcome"]
 
 DecisionKind = Literal["keep", "shares", "plan", "rollback"]
 
@@ -69,7 +69,7 @@ class Observation:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Move:
+class LayerMove:
     """A layer's parameters, buffers and optimizer state go to a rank that does not hold them yet.
 
     Attributes:
@@ -134,7 +134,7 @@ class Decision:
     predicted_s: float = math.nan
     gain_s: float = 0.0
     cost_gain: Mapping[str, float] = field(default_factory=dict[str, float])
-    moves: tuple[Move, ...] = ()
+    moves: tuple[LayerMove, ...] = ()
     pause_s: float = 0.0
     queues: Mapping[str, float] = field(default_factory=dict[str, float])
     outcome: Outcome | None = None

@@ -1,4 +1,4 @@
-"""Links as a description of a cluster has them, on ranks of one machine: what crosses one takes its time (layer P).
+"""Links as a description of a cluster has them, on ranks of one machine: what crosses one takes its time (layer T).
 
 Each piece is put around what a run uses anyway: around the clock that times what comes over a link, and around the
 calls that sum gradients and send layers.

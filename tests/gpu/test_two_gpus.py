@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from lightning_hetero.pipeline.fit import wires
-from lightning_hetero.pipeline.runtime.execute.links.direct_ways import DirectWays
+from lightning_hetero.pipeline.runtime.execute.direct_ways import DirectWays
 from tests.gpu.kit import PRECISIONS, Model, Trained, card_trainer, fit_engine, moved, oracle, weights
 from tests.gpu.ranks import run_card_ranks
 from tests.ranks.pipeline.kit import WORLD, loaders, pipeline

@@ -11,12 +11,13 @@ from typing import Literal
 
 from lightning_hetero.cluster.spec import override_cluster
 from lightning_hetero.emulate.scenario import Scenario
+from lightning_hetero.pipeline.decide.schedule import Kind
 from lightning_hetero.solvers.chain.chain import DepthRule
 from lightning_hetero.solvers.placement import evaluate_plan, place
 from lightning_hetero.solvers.plans import evened
 from lightning_hetero.solvers.scale import scale_shares
 from lightning_hetero.solvers.tied_layers import Span, join_layers, split_again
-from lightning_hetero.types import AffineCost, Cluster, LayerCost, ModelCost, PipelinePlan
+from lightning_hetero.types import AffineCost, Cluster, GroupPlan, LayerCost, ModelCost, PipelinePlan
 
 __all__ = [
     "beside_bytes",
@@ -27,6 +28,7 @@ __all__ = [
     "held_bytes",
     "in_one_piece",
     "micro_sizes",
+    "parts_of",
     "resized",
     "resting",
     "unit_costs",
@@ -116,7 +118,7 @@ def check_plan(plan: PipelinePlan, *, layers: int, ranks: int, global_batch: int
 def micro_sizes(planned: tuple[int, ...], samples: int) -> tuple[int, ...]:
     """Returns the micro-batches of a part of a batch: as planned as far as there are samples, the rest as one.
 
-    Of a part larger than planned (global batches of a user's batch sampler may be), the rest is cut into micro-batches
+    Where a part is larger than planned (a user's batch sampler may make it so), the rest is cut into micro-batches
     of at most the largest that was planned for, since that is known to fit; and no single sample is left, see `evened`.
 
     >>> micro_sizes((4, 4, 4, 3), 15), micro_sizes((4, 4, 4, 3), 9), micro_sizes((4, 4), 14)
@@ -241,6 +243,38 @@ def emulated(model: ModelCost, scenario: Scenario) -> ModelCost:
         for cost, (forward_s, backward_s) in zip(costs, weights, strict=True)
     ]
     return ModelCost(before=new[0], layers=tuple(new[1:-1]), head=new[-1])
+
+
+def parts_of(
+    model: ModelCost, group: GroupPlan, rank: int, samples: int, calls: int = 1
+) -> dict[tuple[Kind, int], float]:
+    """Returns which part of the whole model's time each computation of a rank is, by kind and stage of the schedule.
+
+    Args:
+        model: costs by layer.
+        group: the rank's.
+        rank: global rank.
+        samples: at which the costs are compared.
+        calls: of the backbone per step: with S stages, stage s of call k is number k * S + s, and the head the last.
+    """
+
+    def forward_s(costs: Sequence[LayerCost]) -> float:
+        return sum(cost.forward.seconds(samples) for cost in costs)
+
+    def backward_s(costs: Sequence[LayerCost]) -> float:
+        return sum(cost.backward.seconds(samples) for cost in costs)
+
+    everything, stages = (model.before, *model.layers, model.head), len(group.ranks)
+    whole_s = forward_s(everything) + backward_s(everything) or 1.0
+    stage = group.ranks.index(rank)
+    own = (*((model.before,) if stage == 0 else ()), *model.layers[group.cuts[stage] : group.cuts[stage + 1]])
+    parts: dict[tuple[Kind, int], float] = {}
+    for call in range(calls):
+        parts[Kind.FORWARD, call * stages + stage] = forward_s(own) / whole_s / calls
+        parts[Kind.BACKWARD, call * stages + stage] = backward_s(own) / whole_s / calls
+    if stage == 0:
+        parts[Kind.HEAD, calls * stages] = (forward_s([model.head]) + backward_s([model.head])) / whole_s
+    return parts
 
 
 _ROUNDS = 8

@@ -120,8 +120,8 @@ def _pipes(problem: Problem, drafts: Drafts, groups: Groups, far_s: Floats) -> P
 def _pipe(problem: Problem, drafts: Drafts, ranks: list[int], far_s: Floats) -> Pipe | None:
     """Returns a pipeline of these ranks; where memory is short the one of a few orders that is fastest."""
     near, part = _nearest_chain(problem, ranks, far_s), problem.part(ranks)
-    draft = drafts.pipe(near)
-    if not problem.capped or len(ranks) == 1 or (draft and problem.cost(draft).most >= (part if len(ranks) <= _ORDERED else 1) and len(ranks) > _FEW):
+    draft, wanted = drafts.pipe(near), part if len(ranks) <= _ORDERED else 1
+    if not problem.capped or len(ranks) == 1 or (draft and len(ranks) > _FEW and problem.cost(draft).most >= wanted):
         return draft
     # The first stages keep most micro-batches in flight: memory in front, where it differs.
     orders = dict.fromkeys([near, tuple(sorted(ranks, key=lambda r: (-problem.caps[r], r))), near[::-1]])

@@ -96,13 +96,6 @@ def test_several_events_of_a_step_add_up_and_a_step_without_the_rank_has_no_samp
         assert (slow.compute_s, slow.wait_s, slow.samples_per_s) == (0.4, 0.2, pytest.approx(10.0))
 
 
-def test_a_rank_that_only_looked_on_has_no_speed() -> None:
-    (only,) = summarise_ranks([passed(2, 0), passed(2, 1)])
-    assert only == RankSummary(
-        rank=2, steps=1, samples=0.0, share=0.0, samples_per_s=None, compute_s=0.0, wait_s=0.0
-    )
-
-
 def test_the_global_batch_is_what_all_ranks_trained_per_step() -> None:
     assert mean_global_batch([]) == 0.0
     lost = [step(0, i, 6, 0.1) for i in range(4)] + [step(1, i, 2, 0.1) for i in range(2)]
@@ -144,19 +137,6 @@ def test_the_table_of_several_jobs_as_drawn() -> None:
             "  2  ddp              -             -         -          -        -  -                 -",
         ]
     )
-
-
-def test_jobs_with_different_metrics_get_a_column_each() -> None:
-    table = comparison_table(
-        [
-            {"metric": {"name": "val_acc", "value": 0.5}, "fit_s": 1.0},
-            {"metric": {"name": "val_perplexity", "value": 7.0}, "fit_s": 2.0},
-        ]
-    )
-    lines = [line.split() for line in table.splitlines()]
-    assert lines[0][-6:] == ["val_acc", "val_perplexity", "shares", "%", "waiting", "%"]
-    assert lines[2][-4:] == ["0.5000", "-", "-", "-"]
-    assert lines[3][-4:] == ["-", "7.0000", "-", "-"]
 
 
 def test_overrides_are_shown_where_jobs_differ_by_more_than_strategy_and_scenario() -> None:

@@ -10,12 +10,12 @@ import pytest
 import torch
 
 from lightning_hetero.cli import doctor
-from lightning_hetero.measure.device import Device
+from lightning_hetero.measure.device import HostDevice
 
 SMI = "GPU-aaaa, 1024\nGPU-bbbb, [N/A]\n"
 
 
-class Card(Device):
+class Card(HostDevice):
     """Has no memory left for whoever asks how much of it is free."""
 
     def identity(self) -> str:

@@ -16,7 +16,7 @@ from torch.nn import functional
 from benchmarks.pipeline.schedules import per_link, proportional
 from lightning_hetero.pipeline.decide.schedule import PipelineTimes
 from lightning_hetero.pipeline.runtime.execute.failures import FailureBoard
-from lightning_hetero.pipeline.runtime.execute.stage_runner import StageRunner
+from lightning_hetero.pipeline.runtime.execute.stage_runner import RunnerSettings, StageRunner
 from lightning_hetero.pipeline.runtime.step.cut import BackboneCut
 from lightning_hetero.pipeline.runtime.step.random_streams import layer_seed, stream_seed
 from lightning_hetero.types import GroupPlan
@@ -195,18 +195,23 @@ def plan(groups: Sequence[tuple[Sequence[int], Sequence[int], Sequence[int]]]) -
 def make_runner(case: Case, net: Net, group: GroupPlan, rank: int, name: str, **options: Any) -> StageRunner:
     """A rank's stage on the default group; ``name`` tells runs of one job apart."""
     store = dist.PrefixStore(name, dist.distributed_c10d._get_default_store())
+    given = {"timeout_s": 30.0, "wire": dist.group.WORLD, "policy": per_link, **case.options, **options}
+    policy = given.pop("policy")
     return StageRunner(
+        RunnerSettings(
+            rank=rank,
+            device=torch.device("cpu"),
+            seed=SEED,
+            failures=FailureBoard(store, rank, patience_s=1.0),
+            checkpoint_layers=case.checkpoint,
+            **given,
+        ),
         list(net.backbone),
         group=group,
-        rank=rank,
         cut=BackboneCut(net.backbone) if rank == group.ranks[0] else None,
-        failures=FailureBoard(store, rank, patience_s=1.0),
         times=times_of(len(group.ranks)),
-        seed=SEED,
+        policy=policy,
         calls=case.calls,
-        checkpoint_layers=case.checkpoint,
-        device=torch.device("cpu"),
-        **{"timeout_s": 30.0, "wire": dist.group.WORLD, "policy": per_link, **case.options, **options},
     )
 
 

@@ -12,10 +12,10 @@ from torch import Tensor
 from lightning_hetero.pipeline.decide.links import RankDevice
 from lightning_hetero.pipeline.decide.schedule import What
 from lightning_hetero.pipeline.fit import wires
+from lightning_hetero.pipeline.runtime.execute.direct_ways import DirectWays, rank_device
 from lightning_hetero.pipeline.runtime.execute.failures import FailureBoard
-from lightning_hetero.pipeline.runtime.execute.links.direct_ways import DirectWays, rank_device
-from lightning_hetero.pipeline.runtime.execute.links.links import Links
-from lightning_hetero.pipeline.runtime.execute.links.messages import Message
+from lightning_hetero.pipeline.runtime.execute.messages import Message
+from lightning_hetero.pipeline.runtime.execute.stage_links import StageLinks
 from tests.ranks.harness import run_ranks
 from tests.ranks.kit import regression, single, weights
 from tests.ranks.pipeline.kit import SAMPLES, Deep, fit, pipeline
@@ -50,7 +50,7 @@ def values() -> list[Any]:
 def exchange(rank: int, world: int) -> None:
     ways = ways_of(rank, [(0, 1), (1, 0)])
     options: dict[str, Any] = {"device": CPU, "failures": board(rank, "a"), "timeout_s": 20.0}
-    links = Links(dist.new_group(backend="gloo"), rank, [1 - rank], ways=ways.by_peer, **options)
+    links = StageLinks(dist.new_group(backend="gloo"), rank, [1 - rank], ways=ways.by_peer, **options)
     way, directly = ways.by_peer[1 - rank], []
     send = way.send
     way.send = lambda payload, announce: directly.append(len(payload)) or send(payload, announce)  # type: ignore[method-assign]
@@ -74,7 +74,7 @@ def exchange(rank: int, world: int) -> None:
     # A neighbour that announces and falls silent; its own end hears of it when the other gives up.
     ways = ways_of(rank, [(0, 1), (1, 0)])
     options = {"device": CPU, "failures": board(rank, "b"), "timeout_s": 20.0 if rank else 1.0}
-    links = Links(dist.new_group(backend="gloo"), rank, [1 - rank], ways=ways.by_peer, **options)
+    links = StageLinks(dist.new_group(backend="gloo"), rank, [1 - rank], ways=ways.by_peer, **options)
     links.send(1 - rank, Message(what=What.ACTIVATION, value=torch.ones(5)))
     links.receive(1 - rank)
     links.settle()
@@ -91,7 +91,7 @@ def exchange(rank: int, world: int) -> None:
     # Who has no room for what comes says so itself.
     ways = ways_of(rank, [(0, 1), (1, 0)])
     options = {"device": CPU, "failures": board(rank, "c"), "timeout_s": 20.0}
-    links = Links(dist.new_group(backend="gloo"), rank, [1 - rank], ways=ways.by_peer, **options)
+    links = StageLinks(dist.new_group(backend="gloo"), rank, [1 - rank], ways=ways.by_peer, **options)
     links.send(1 - rank, Message(what=What.ACTIVATION, value=torch.ones(5)))
     links.receive(1 - rank)
     links.settle()
@@ -104,7 +104,7 @@ def exchange(rank: int, world: int) -> None:
         with pytest.raises(torch.OutOfMemoryError, match="nothing left"):
             links.send(1, Message(what=What.ACTIVATION, value=torch.ones(5)))  # still goes out
         dist.barrier()
-        links._failures.report(torch.OutOfMemoryError("nothing left"))
+        options["failures"].report(torch.OutOfMemoryError("nothing left"))
     else:
         links.send(0, Message(what=What.ACTIVATION, value=torch.ones(5)))
         links.receive(0)

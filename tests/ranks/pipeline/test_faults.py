@@ -16,13 +16,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from benchmarks.pipeline.schedules import per_link
 from lightning_hetero.pipeline.decide.schedule import PipelineTimes
 from lightning_hetero.pipeline.runtime.execute.failures import FailureBoard
-from lightning_hetero.pipeline.runtime.execute.stage_runner import MicroBatch, StageRunner
+from lightning_hetero.pipeline.runtime.execute.stage_runner import MicroBatch, RunnerSettings, StageRunner
 from lightning_hetero.pipeline.runtime.step.cut import BackboneCut
-from lightning_hetero.transport.one_node.neighbours import Neighbours
-from lightning_hetero.transport.side_channel import SideChannel
 from lightning_hetero.types import GroupPlan
 from tests.ranks.harness import process_context, run_ranks
 from tests.ranks.pipeline import models
@@ -66,7 +63,6 @@ def run(
     layers: dict[int, nn.Module] | None = None,
     sizes: Sequence[int] = SIZES,
     wire: Any = None,
-    node: Neighbours | None = None,
     group: GroupPlan = GROUP,
 ) -> str:
     """Trains one batch; returns how it ended."""
@@ -86,7 +82,7 @@ def run(
     if rank not in group.ranks:
         return ""
     before = set(threading.enumerate())
-    runner = make_runner(case, net, group, rank, name, wire=wire, node=node)
+    runner = make_runner(case, net, group, rank, name, wire=wire)
     state = torch.get_rng_state()
     parts = list(zip(*(part.split(list(SIZES)) for part in case.batch(0, sum(SIZES))), strict=True))
     batches = [
@@ -149,20 +145,15 @@ SCENARIOS: dict[str, tuple[dict[str, Any], int, str]] = {
 }
 
 
-def all_scenarios(rank: int, world_size: int, near: bool) -> dict[str, str]:
-    node = Neighbours(SideChannel(dist.group.WORLD), CPU) if near else None
-    ends = {name: run(rank, name, node=node, **options) for name, (options, _, _) in SCENARIOS.items()}
+def all_scenarios(rank: int, world_size: int) -> dict[str, str]:
+    ends = {name: run(rank, name, **options) for name, (options, _, _) in SCENARIOS.items()}
     other = SIZES if rank == 0 else (*SIZES, 1)
-    ends["other micro-batches"] = run(rank, "other micro-batches", sizes=other, node=node)
+    ends["other micro-batches"] = run(rank, "other micro-batches", sizes=other)
     return ends
 
 
-both_ways = pytest.mark.parametrize("near", [False, True], ids=["gloo", "one node"])
-
-
-@both_ways
-def test_every_rank_ends_with_the_cause(near: bool) -> None:
-    by_rank = run_ranks(3, all_scenarios, near)
+def test_every_rank_ends_with_the_cause() -> None:
+    by_rank = run_ranks(3, all_scenarios)
     for name, (_, failed, cause) in SCENARIOS.items():
         for rank, ends in enumerate(by_rank):
             wanted = cause if rank == failed else f"RuntimeError: rank {failed} failed: {cause}"
@@ -171,21 +162,19 @@ def test_every_rank_ends_with_the_cause(near: bool) -> None:
         assert "do not follow the same schedule" in ends["other micro-batches"]
 
 
-def watched(rank: int, folder: str, near: bool) -> None:
+def watched(rank: int, folder: str) -> None:
     """A process of its own: the harness would end the others soon after the death of one."""
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     dist.init_process_group("gloo", Path(folder, "store").as_uri(), rank=rank, world_size=4)
     dist.barrier()
     group = plan([((3, 1, 2, 0), (0, 1, 2, 4, LAYERS), SIZES)])[0]
-    node = Neighbours(SideChannel(dist.group.WORLD), CPU) if near else None
-    end = run(rank, "killed", layers={3: Broken(die)}, wire=dist.group.WORLD, node=node, group=group)
+    end = run(rank, "killed", layers={3: Broken(die)}, wire=dist.group.WORLD, group=group)
     Path(folder, f"end-{rank}").write_text(end)
     os._exit(0)  # not through gloo's destructors, which may wait for the dead
 
 
-@both_ways
-def test_a_killed_rank_is_named(tmp_path: Path, near: bool) -> None:
-    processes = [process_context().Process(target=watched, args=(rank, str(tmp_path), near)) for rank in range(4)]
+def test_a_killed_rank_is_named(tmp_path: Path) -> None:
+    processes = [process_context().Process(target=watched, args=(rank, str(tmp_path))) for rank in range(4)]
     for process in processes:
         process.start()
     for process in processes:
@@ -234,19 +223,18 @@ def test_bad_arguments() -> None:
     case = Case(models.plain)
     net = case.net()
 
-    def make(**options: Any) -> StageRunner:
+    def make(rank: int = 0, wire: Any = None, timeout_s: float = 1.0, **options: Any) -> StageRunner:
         given: dict[str, Any] = {
             "group": plan([((0,), (0, LAYERS), (1,))])[0],
-            "rank": 0,
             "cut": BackboneCut(net.backbone),
-            "wire": None,
-            "failures": FailureBoard(dist.HashStore(), 0),
             "times": models.times_of(1),
-            "policy": per_link,
-            "seed": 0,
-            "device": torch.device("cpu"),
+            "policy": models.per_link,
         }
-        return StageRunner(list(net.backbone), **{**given, **options})
+        failures = FailureBoard(dist.HashStore(), 0)
+        settings = RunnerSettings(
+            rank=rank, device=CPU, seed=0, failures=failures, wire=wire, timeout_s=timeout_s
+        )
+        return StageRunner(settings, list(net.backbone), **{**given, **options})
 
     two = plan([((0, 1), (0, 1, LAYERS), (1,))])[0]
     for options, error in (

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from typing import Any
+from typing import Any, cast
 from unittest import mock
 
 import pytest
@@ -11,8 +11,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from lightning_hetero.emulate.links import SlowClock
+from lightning_hetero.pipeline.decide.links import LinkClock
 from lightning_hetero.pipeline.fit import place
-from lightning_hetero.pipeline.runtime.execute.stage_runner import StageRunner
+from lightning_hetero.pipeline.fit.emulation import Emulation
 from lightning_hetero.types import AffineCost, Cluster, Device, LayerCost, Link, ModelCost
 from tests.ranks.harness import run_ranks
 from tests.ranks.kit import FEATURES, rank_trainer
@@ -151,14 +153,14 @@ class Jammed:
         return WIRE.latency_s * (1.0 if Sleepy.batches < TURN else 20.0)
 
 
-class OverJammed(StageRunner):
-    def __init__(self, *args: Any, emulated_links: Any, **options: Any) -> None:
-        super().__init__(*args, emulated_links=dict.fromkeys(emulated_links, Jammed()), **options)
+class OverJammed(Emulation):
+    def clock(self, peer: int) -> Any:
+        return SlowClock(LinkClock(), cast(Link, Jammed()), lambda: None)
 
 
 def jammed(rank: int, world: int) -> tuple[list[Any], list[Any]]:
     options = {"profile": ALIKE, "cluster": EQUAL, "max_groups": 1, "emulate_links": True}
-    with mock.patch.object(place, "StageRunner", OverJammed):
+    with mock.patch.object(place, "Emulation", OverJammed):
         plans, replans = trained(rank, world, Slowed(Equal), options)
     return [plan.groups for plan in plans], replans
 

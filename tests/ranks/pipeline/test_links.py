@@ -10,13 +10,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from lightning_hetero.emulate.links import SlowClock
+from lightning_hetero.pipeline.decide.links import LinkClock
 from lightning_hetero.pipeline.decide.schedule import What
 from lightning_hetero.pipeline.runtime.execute.failures import FailureBoard
-from lightning_hetero.pipeline.runtime.execute.links.links import Links
-from lightning_hetero.pipeline.runtime.execute.links.messages import Message, pack, tensors_in, unpack
+from lightning_hetero.pipeline.runtime.execute.messages import Message, pack, tensors_in, unpack
+from lightning_hetero.pipeline.runtime.execute.stage_links import StageLinks
 from lightning_hetero.pipeline.runtime.execute.stages import Pass, Stage
-from lightning_hetero.transport.one_node.neighbours import Neighbours
-from lightning_hetero.transport.side_channel import SideChannel
 from lightning_hetero.types import Link
 from tests.ranks.harness import run_ranks
 from tests.ranks.pipeline.models import assert_same
@@ -82,16 +82,13 @@ def test_what_cannot_travel_is_named(value: Any) -> None:
 # ---- links -------------------------------------------------------------------------------------------------------
 
 
-def exchange(rank: int, world_size: int, near: bool) -> None:
-    node = Neighbours(SideChannel(dist.group.WORLD), torch.device("cpu")) if near else None
+def exchange(rank: int, world_size: int) -> None:
     options: dict[str, Any] = {"device": torch.device("cpu"), "failures": board(rank, "a"), "timeout_s": 20.0}
-    options["node"] = node
     for _ in range(2):  # one after the other on the same wire
-        links = Links(dist.group.WORLD, rank, [1 - rank], **options)
+        links = StageLinks(dist.group.WORLD, rank, [1 - rank], **options)
         for m, value in enumerate(values()):  # both at once, unasked
             links.send(1 - rank, Message(what=What.ACTIVATION, micro_batch=m, value=value))
         torch.manual_seed(0)
-        links.flush(1 - rank)
         for m in range(len(values())):
             message = links.receive(1 - rank)
             assert message.micro_batch == m
@@ -100,8 +97,12 @@ def exchange(rank: int, world_size: int, near: bool) -> None:
         links.close()
 
     # Over an emulated link of 1 MB/s and 10 ms one message follows the other, 20 ms each; the other way there is none.
-    slow = {(0, 1): Link(bandwidth_bytes_per_s=1e6, latency_s=0.01)}
-    links = Links(dist.group.WORLD, rank, [1 - rank], emulated=slow, **options)
+    link = Link(bandwidth_bytes_per_s=1e6, latency_s=0.01)
+
+    def clock(peer: int) -> Any:
+        return SlowClock(LinkClock(), link, lambda: None) if rank == 1 else LinkClock()
+
+    links = StageLinks(dist.group.WORLD, rank, [1 - rank], clock=clock, **options)
     message = Message(what=What.ACTIVATION, value=torch.zeros(20_000, dtype=torch.uint8))
     links.send(1 - rank, message)
     links.receive(1 - rank)
@@ -126,7 +127,7 @@ def exchange(rank: int, world_size: int, near: bool) -> None:
 
     # A neighbour that sends nothing, and one that gives up while it is waited for.
     wire = dist.new_group(backend="gloo")
-    links = Links(wire, rank, [1 - rank], **{**options, "timeout_s": 20.0 if rank else 0.3})
+    links = StageLinks(wire, rank, [1 - rank], **{**options, "timeout_s": 20.0 if rank else 0.3})
     if rank == 0:
         with pytest.raises(RuntimeError, match=r"rank 1 is gone.*sent nothing for 0.3 s"):
             links.receive(1)
@@ -153,13 +154,10 @@ def exchange(rank: int, world_size: int, near: bool) -> None:
     with pytest.raises(RuntimeError, match="rank 1 failed: ValueError: the cause"):
         board(rank, "b").check()
     board(rank, "c").check()
-    if node is not None:
-        node.close()
 
 
-@pytest.mark.parametrize("near", [False, True], ids=["gloo", "one node"])
-def test_links_of_two_ranks(near: bool) -> None:
-    run_ranks(2, exchange, near)
+def test_links_of_two_ranks() -> None:
+    run_ranks(2, exchange)
 
 
 # ---- stages ------------------------------------------------------------------------------------------------------

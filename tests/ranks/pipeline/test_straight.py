@@ -14,14 +14,13 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from benchmarks.pipeline.schedules import per_link
 from lightning_hetero.pipeline.decide.schedule import Kind
 from lightning_hetero.pipeline.runtime.execute.failures import FailureBoard
-from lightning_hetero.pipeline.runtime.execute.stage_runner import MicroBatch, StageRunner
+from lightning_hetero.pipeline.runtime.execute.stage_runner import MicroBatch, RunnerSettings, StageRunner
 from lightning_hetero.pipeline.runtime.execute.straight import InPlaceExecution
 from lightning_hetero.pipeline.runtime.step.cut import BackboneCut
 from lightning_hetero.types import GroupPlan
-from tests.ranks.pipeline.models import times_of
+from tests.ranks.pipeline.models import per_link, times_of
 
 pytestmark = pytest.mark.ranks
 
@@ -86,19 +85,11 @@ def step(net: Net, x: Tensor, around: Around, drawn: list[Any]) -> Any:
     return {"loss": functional.dropout(net.head(y + h), 0.2).square().mean(), "size": len(x)}
 
 
-def runner_of(net: Net, failures: Failures, **options: Any) -> StageRunner:
+def runner_of(net: Net, failures: Failures, calls: int = 1, **options: Any) -> StageRunner:
+    settings = RunnerSettings(rank=0, device=torch.device("cpu"), seed=7, failures=failures, **options)
     return StageRunner(
-        list(net.layers),
-        group=GROUP,
-        rank=0,
-        cut=BackboneCut(net.layers),
-        wire=None,
-        failures=failures,
-        times=times_of(1),
-        policy=per_link,
-        seed=7,
-        device=torch.device("cpu"),
-        **options,
+        settings, list(net.layers), group=GROUP, cut=BackboneCut(net.layers), times=times_of(1), policy=per_link,
+        calls=calls,
     )
 
 

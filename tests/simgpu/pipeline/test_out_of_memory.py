@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_hetero.pipeline.runtime.execute.links.direct_ways import DirectWay
+from lightning_hetero.pipeline.runtime.execute.direct_ways import DirectWay
 from tests.simgpu import kit
 from tests.simgpu.harness import run_sim_ranks
 from tests.simgpu.sim.cuda import cap

@@ -21,7 +21,14 @@ from torch import Tensor
 from lightning_hetero.measure.device import Stamp, device_of, is_out_of_memory
 from lightning_hetero.pipeline.runtime.execute.direct_ways import DirectWay
 from lightning_hetero.pipeline.runtime.execute.messages import Message, pack, unpack
-from lightning_hetero.pipeline.runtime.execute.stage_link import CLOSED, HEAD_BYTES, LOOK_S, Job, StageLink
+from lightning_hetero.pipeline.runtime.execute.stage_link import (
+    CLOSED,
+    HEAD_BYTES,
+    LOOK_S,
+    STAMP,
+    Job,
+    StageLink,
+)
 from lightning_hetero.transport.sockets import FOREVER, first_line
 
 __all__ = ["DeviceLink"]
@@ -44,6 +51,9 @@ class DeviceLink(StageLink):
         self._seen: set[Any] = set()  # kinds of messages
         self._direct: set[Any] = set()  # those that go directly
         self._streams = [given["device"].side_stream() for _ in range(2)]
+        self._posted_count = 0  # messages; counted by the thread that posts
+        self._gone = 0  # of these, out; counted by the other
+        self._out = threading.Condition()
         self._come: SimpleQueue[_Come | str | Exception] = SimpleQueue()
         super().__init__(wire, peer, **given)
         self._receiver = threading.Thread(
@@ -54,6 +64,14 @@ class DeviceLink(StageLink):
     _at_once = False
 
     # ---- out ---------------------------------------------------------------------------------------------------------
+
+    def _all_out(self, timeout_s: float) -> bool:
+        with self._out:
+            return self._out.wait_for(lambda: self._gone == self._posted_count, timeout_s)
+
+    def _put(self, job: Job) -> None:
+        self._posted_count += 1
+        super()._put(job)
 
     def _post(self, message: Message) -> None:
         way, device = self._way, self._device
@@ -89,29 +107,38 @@ class DeviceLink(StageLink):
         Raises:
             RuntimeError: a rank has failed, or a peer is gone.
         """
-        if self._way is not None:
-            self.flush()
-            self._direct |= self._seen
+        if self._way is None:
+            return
+        self._hand_over()
+        deadline_s = self._watch.patience.deadline_s()
+        while not self._all_out(LOOK_S):
+            if self._broken is not None:
+                raise self._watch.lost(self.peer, self._broken)
+            self._watch.patience.look(self.peer, deadline_s, "took nothing")
+        self._direct |= self._seen
 
-    def _free(self) -> None:
+    def _send_on(self) -> None:
         self._device.make_current()  # else pinned memory would belong to the first one
-        super()._free()
+        super()._send_on()
 
     def _let_out(self, job: Job) -> None:
         if job.ready is not None:
             job.ready.wait()
-            self._stamp(job.parts[0])
+            STAMP.pack_into(job.parts[0].numpy().data, 0, time.monotonic(), self.clock.least_s)
         if job.direct is not None and self._way is not None:
             self._way.send(job.direct, partial(self._announce, job))
         else:
             job.works.extend(self._begun(job.parts))
             super()._let_out(job)
+        with self._out:
+            self._gone += 1
+            self._out.notify_all()
 
     def _announce(self, job: Job) -> None:
         """Says that a payload comes over the direct way, and waits until there is room."""
         job.works.extend(self._begun(job.parts))
         super()._let_out(job)
-        self._received(torch.empty(1, dtype=torch.uint8), _TAG_CLEAR).wait(FOREVER)
+        self._begun_to_receive(torch.empty(1, dtype=torch.uint8), _TAG_CLEAR).wait(FOREVER)
 
     def _said(self, error: RuntimeError) -> str | Exception:
         return error if is_out_of_memory(error) else first_line(error)
@@ -135,6 +162,9 @@ class DeviceLink(StageLink):
             return self._come.get(timeout=timeout_s)
         except Empty:
             return None
+
+    def _lost(self, error: RuntimeError) -> Exception:
+        return error
 
     def _wait(self, work: Any, what: str) -> None:
         work.wait(FOREVER)

@@ -1,6 +1,6 @@
 """The links of one rank to its neighbours in a pipeline, over gloo: first in, first out, beside computation (layer T).
 
-    training thread   send ──► gloo ─────────────► gloo, into a block that was posted ahead ──► receive   training thread
+    training thread   send ──► gloo ───────────► gloo, into a block that was posted ahead ──► receive   training thread
 
 A message goes as one block: a head of fixed size, with the header in it as a rule, and behind it the payload. For the
 next messages the receiver has posted blocks: gloo takes them in beside what is computed, and the thread that needs one
@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 from torch import distributed as dist
 
-from lightning_hetero.measure.device import Device, Stamp
+from lightning_hetero.measure.device import HostDevice, Stamp
 from lightning_hetero.pipeline.decide.links import LinkClock
 from lightning_hetero.pipeline.runtime.execute.failures import FailureBoard
 from lightning_hetero.pipeline.runtime.execute.messages import Message, pack, unpack
@@ -40,13 +40,15 @@ __all__ = ["CLOSED", "HEAD_BYTES", "LOOK_S", "Block", "Job", "StageLink", "Watch
 LOOK_S = 1.0  # at the failure board, while waiting
 HEAD_BYTES = 1024
 _AHEAD = 2  # blocks that are posted: one fills while the message before is used
-_SIZES = struct.Struct("<QQQ")  # bytes of header and payload, whether that comes over the direct way
-_STAMP = struct.Struct("<dd")  # when it was sent [s, time.monotonic], what came back seems to have taken [s, LinkClock]
-_BEFORE_HEADER = _SIZES.size + _STAMP.size
+# When it was sent [s, time.monotonic]; what came back seems to have taken [s, LinkClock].
+STAMP = struct.Struct("<dd")
+# Behind that: bytes of header and payload, whether that comes over the direct way, messages that have come back.
+_FRONT = struct.Struct("<ddQQQQ")
+_BEFORE_HEADER = _FRONT.size
 _INLINE_BYTES = HEAD_BYTES - _BEFORE_HEADER
 _ROOM_BYTES = 64 * 2**20  # of a block, at most
 _REMEMBERED = 8  # messages, whose largest determines the size of a block
-_HELD, _HELD_BYTES = 8, 2**20  # messages, and their bytes, that may wait together to be freed
+_HELD, _HELD_BYTES = 32, 16 * 2**20  # messages, and their bytes, that may wait together to be freed
 _ARRIVED_S = 5e-5  # a wait that took less found the message there
 _TAG, _TAG_REST, _TAG_OF_THE_END = 0x9A55, 0x9A58, 0x9A56
 CLOSED = "it has closed its links"
@@ -108,7 +110,7 @@ class Watch:
             self._waiting = None
 
     def lost(self, peer: int, why: str | Exception) -> Exception:
-        """Returns the error to raise: what the watch has found, what went wrong on this side, or that a peer is gone."""
+        """Returns the error to raise: what the watch has found, what went wrong here, or that a peer is gone."""
         if self._found is not None:
             return self._found
         return why if isinstance(why, Exception) else self._failures.lost(peer, why)
@@ -137,9 +139,11 @@ class Watch:
 
 def close_connections(wire: Any) -> None:
     """Ends whatever is sent or received over a group of gloo, which has no other way: a wait that times out."""
-    with contextlib.suppress(RuntimeError):  # always; and some are closed already
-        someone = next(rank for rank in range(dist.get_world_size(wire)) if rank != dist.get_rank(wire))
-        wire.recv([torch.empty(1, dtype=torch.uint8)], someone, _TAG_OF_THE_END).wait(timedelta(milliseconds=1))
+    for rank in range(dist.get_world_size(wire)):
+        if rank != dist.get_rank(wire):
+            with contextlib.suppress(RuntimeError):  # always; and some are closed already
+                end = torch.empty(1, dtype=torch.uint8)
+                wire.recv([end], rank, _TAG_OF_THE_END).wait(timedelta(milliseconds=1))
 
 
 class Block(NamedTuple):
@@ -157,7 +161,7 @@ class Block(NamedTuple):
     payload: Tensor
     size_bytes: int
     direct: bool
-    times: tuple[float, ...]
+    times: list[float]
 
 
 class Job(NamedTuple):
@@ -189,23 +193,22 @@ class StageLink:
         watch: of this rank's links.
     """
 
-    def __init__(self, wire: Any, peer: int, *, rank: int, device: Device, clock: LinkClock, watch: Watch) -> None:
+    def __init__(self, wire: Any, peer: int, *, rank: int, device: HostDevice, clock: LinkClock, watch: Watch) -> None:
         self.peer, self.clock, self._device, self._watch = peer, clock, device, watch
         self._wire, self._there = wire, dist.get_group_rank(wire, peer)
         self._broken: str | Exception | None = None  # why nothing can be sent any more
         self._went, self._came = _Rooms(), _Rooms()
         self._rooms = deque([HEAD_BYTES] * _AHEAD)  # the blocks that the peer has posted [bytes]
         self._blocks: deque[tuple[Tensor, Any]] = deque()  # posted, and the works that fill them
+        self._due_bytes = 0  # size of the block that is to be posted next; 0: none
         self._ended = False  # nothing comes any more
         self._posted: SimpleQueue[list[Job] | None] = SimpleQueue()
         self._held: list[Job] = []  # on their way, not yet given to the thread
         self._held_bytes = 0
-        self._sent = 0  # posted; counted by the thread that posts
-        self._gone = 0  # of these, out; counted by the other
-        self._out = threading.Condition()
+        self._sent = self._received = 0  # messages, so far
         for _ in range(_AHEAD):
             self._post_block(HEAD_BYTES)
-        self._sender = threading.Thread(target=self._free, name=f"pipeline-send-{rank}-{peer}", daemon=True)
+        self._sender = threading.Thread(target=self._send_on, name=f"pipeline-send-{rank}-{peer}", daemon=True)
         self._sender.start()
 
     _at_once = True  # gloo is given a message by the thread that posts it
@@ -230,9 +233,8 @@ class StageLink:
     def _parts(self, header: bytes, block: Tensor, direct_bytes: int = 0) -> list[Tensor]:
         """Fills the head of a block; returns it in pieces for which there is room."""
         payload_bytes = block.numel() - HEAD_BYTES
-        head = block[:HEAD_BYTES].numpy().data
-        _SIZES.pack_into(head, 0, len(header), payload_bytes or direct_bytes, direct_bytes > 0)
-        self._stamp(block)
+        head, sizes = block.numpy().data, (len(header), payload_bytes or direct_bytes)
+        _FRONT.pack_into(head, 0, time.monotonic(), self.clock.least_s, *sizes, direct_bytes > 0, self._received)
         parts = [block]
         if block.numel() > self._rooms.popleft():
             parts = [block[:HEAD_BYTES], block[HEAD_BYTES:]]
@@ -243,21 +245,18 @@ class StageLink:
             parts.append(torch.frombuffer(bytearray(header), dtype=torch.uint8))
         return parts
 
-    def _stamp(self, head: Tensor) -> None:
-        """Notes that a message is ready to go."""
-        _STAMP.pack_into(head[:_BEFORE_HEADER].numpy().data, _SIZES.size, time.monotonic(), self.clock.least_s)
-
     def _put(self, job: Job) -> None:
-        """Sends a message, or lets the thread do so; that frees it, too.
+        """Sends a message, or lets the thread do so.
 
-        Each time the thread wakes costs as much as a small message, so it is given several.
+        It is freed when the peer says that it has it; the thread, whose waking costs as much as a small message, does
+        so with what comes together until then.
         """
-        self._sent += 1
         if self._at_once:
             try:
                 job.works.extend(self._begun(job.parts))
             except RuntimeError as error:
                 self._broken = first_line(error)
+        self._sent += 1
         self._held.append(job)
         self._held_bytes += sum(part.numel() for part in job.parts)
         if not self._at_once or len(self._held) >= _HELD or self._held_bytes >= _HELD_BYTES:
@@ -272,34 +271,23 @@ class StageLink:
             self._posted.put(self._held)
             self._held, self._held_bytes = [], 0
 
-    def flush(self) -> None:
-        """Waits until everything posted is out.
-
-        Raises:
-            RuntimeError: a rank has failed, or the peer is gone.
-        """
-        self._hand_over()
-        deadline_s = self._watch.patience.deadline_s()
-        while True:
-            with self._out:
-                if self._out.wait_for(lambda: self._gone == self._sent, LOOK_S):
-                    return
-            if self._broken is not None:
-                raise self._watch.lost(self.peer, self._broken)
-            self._watch.patience.look(self.peer, deadline_s, "took nothing")
+    def _free(self, had: int) -> None:
+        """Lets go of messages that the peer says it has: of so many first ones."""
+        while self._held and self._sent - len(self._held) < had:
+            job = self._held.pop(0)
+            self._held_bytes -= sum(part.numel() for part in job.parts)
+            for work in job.works:
+                work.wait(FOREVER)  # does not wait
 
     def settle(self) -> None:
         """Ends a step."""
 
-    def _free(self) -> None:
+    def _send_on(self) -> None:
         """The thread: lets go of each message when it is out."""
         try:
             while (jobs := self._posted.get()) is not None:
                 while jobs:
                     self._let_out(jobs.pop(0))
-                    self._gone += 1
-                with self._out:
-                    self._out.notify_all()
         except RuntimeError as error:
             self._broken = self._said(error)
 
@@ -323,22 +311,30 @@ class StageLink:
             raise self._watch.lost(self.peer, CLOSED)
         return unpack(came.header, came.payload)
 
+    def _lost(self, error: RuntimeError) -> Exception:
+        """Returns the error to raise where gloo has raised one."""
+        return self._watch.lost(self.peer, f"its connection is closed: {first_line(error)}")
+
     def _wait(self, work: Any, what: str) -> None:
         self._watch.wait(work, self.peer, what)
 
     def _next(self, what: str) -> Block | None:
         """Waits for the next message; None: there is none any more."""
+        if self._due_bytes:  # not before: it wakes the peer, which is better done when this rank waits anyway
+            self._post_block(self._due_bytes)
         block, work = self._blocks.popleft()
         began_s = time.monotonic()
         self._wait(work, what)
         arrived_s = time.monotonic()
-        head = block[:HEAD_BYTES].numpy().tobytes()
-        header_bytes, size_bytes, direct = _SIZES.unpack_from(head)
+        head = block.numpy().data
+        *times, header_bytes, size_bytes, direct, had = _FRONT.unpack_from(head)
+        self._received += 1
+        self._free(had)
         if not header_bytes:
-            self._ended = True
+            self._ended, self._due_bytes = True, 0
             return None
         stored_bytes = 0 if direct else size_bytes
-        self._post_block(self._came.went(stored_bytes))
+        self._due_bytes = self._came.went(stored_bytes)
         if HEAD_BYTES + stored_bytes > block.numel():
             payload = self._rest(stored_bytes, what)
             arrived_s = time.monotonic()
@@ -347,15 +343,14 @@ class StageLink:
             if 2 * (HEAD_BYTES + stored_bytes) <= block.numel() and not self._device.asynchronous:
                 payload = payload.clone()  # it would keep more memory than it has
         if header_bytes <= _INLINE_BYTES:
-            header = head[_BEFORE_HEADER : _BEFORE_HEADER + header_bytes]
+            header = bytes(head[_BEFORE_HEADER : _BEFORE_HEADER + header_bytes])
         else:
             header = self._rest(header_bytes, what).numpy().tobytes()
-        times = _STAMP.unpack_from(head, _SIZES.size)
         if not direct:
             self._time(times, size_bytes, arrived_s, waited=arrived_s - began_s >= _ARRIVED_S)
         return Block(header, payload, size_bytes, bool(direct), times)
 
-    def _time(self, times: tuple[float, ...], size_bytes: int, arrived_s: float, *, waited: bool) -> None:
+    def _time(self, times: list[float], size_bytes: int, arrived_s: float, *, waited: bool) -> None:
         sent_s, back_s = times
         self.clock.came(sent_s=sent_s, back_s=back_s, arrived_s=arrived_s, size_bytes=size_bytes, waited=waited)
 
@@ -363,17 +358,19 @@ class StageLink:
         """Receives what goes behind a block."""
         room = self._device.host_bytes(size_bytes)
         if size_bytes:
-            self._wait(self._received(room, _TAG_REST), what)
+            self._wait(self._begun_to_receive(room, _TAG_REST), what)
         return room
 
-    def _received(self, room: Tensor, tag: int) -> Any:
-        """Begins to receive."""
-        return self._wire.recv([room], self._there, tag)
+    def _begun_to_receive(self, room: Tensor, tag: int) -> Any:
+        try:
+            return self._wire.recv([room], self._there, tag)
+        except RuntimeError as error:
+            raise self._lost(error) from None
 
     def _post_block(self, size_bytes: int) -> None:
         """Posts a block for a message that is still to be sent."""
         block = self._device.host_bytes(size_bytes)
-        self._blocks.append((block, self._received(block, _TAG)))
+        self._blocks.append((block, self._begun_to_receive(block, _TAG)))
 
     # ---- the end -----------------------------------------------------------------------------------------------------
 

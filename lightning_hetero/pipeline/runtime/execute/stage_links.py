@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Mapping
+from typing import Any
 
 import torch
 from torch import distributed as dist
@@ -17,12 +18,17 @@ from lightning_hetero.pipeline.runtime.execute.failures import FailureBoard
 from lightning_hetero.pipeline.runtime.execute.messages import Message
 from lightning_hetero.pipeline.runtime.execute.stage_link import StageLink, Watch, close_connections
 
-__all__ = ["ClockOf", "StageLinks"]
+__all__ = ["ClockOf", "StageLinks", "link_clock"]
 
 _ABORT_S = 1.0  # how long threads may take to notice that a connection is closed
 
-ClockOf = Callable[[int], LinkClock]
-"""From a neighbour, global rank, to what times that which comes from there."""
+ClockOf = Callable[[int], Any]
+"""From a neighbour, global rank, to what times that which comes from there, a `LinkClock`."""
+
+
+def link_clock(peer: int) -> LinkClock:
+    """Returns the clock of a link that is as it is."""
+    return LinkClock()
 
 
 class StageLinks:
@@ -49,7 +55,7 @@ class StageLinks:
         failures: FailureBoard,
         timeout_s: float,
         ways: Mapping[int, DirectWay] | None = None,
-        clock: ClockOf = lambda peer: LinkClock(),
+        clock: ClockOf = link_clock,
     ) -> None:
         self._wire, self._rank = wire, rank
         self._watch = Watch(wire, failures, timeout_s, rank)
@@ -66,10 +72,6 @@ class StageLinks:
     def send(self, peer: int, message: Message) -> None:
         """Posts a message, see `StageLink.send`."""
         self._links[peer].send(message)
-
-    def flush(self, peer: int) -> None:
-        """Waits until everything posted is out, see `StageLink.flush`."""
-        self._links[peer].flush()
 
     def receive(self, peer: int) -> Message:
         """Waits for the next message, see `StageLink.receive`."""

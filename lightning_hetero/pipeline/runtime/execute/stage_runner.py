@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -20,24 +21,22 @@ from torch import distributed as dist
 from torch import nn
 
 from lightning_hetero.controller.messages import LinkTime
-from lightning_hetero.emulate.links import SlowClock
 from lightning_hetero.pipeline.decide.generate import SchedulePolicy, generate
-from lightning_hetero.pipeline.decide.links import LinkClock
 from lightning_hetero.pipeline.decide.schedule import PipelineTimes, Schedule
 from lightning_hetero.pipeline.runtime.execute.direct_ways import DirectWay
 from lightning_hetero.pipeline.runtime.execute.evaluation import Evaluation
 from lightning_hetero.pipeline.runtime.execute.execution import Execution, LeaderExecution, LocalStage
 from lightning_hetero.pipeline.runtime.execute.failures import FailureBoard
-from lightning_hetero.pipeline.runtime.execute.stage_links import StageLinks
+from lightning_hetero.pipeline.runtime.execute.stage_links import ClockOf, StageLinks, link_clock
 from lightning_hetero.pipeline.runtime.execute.stages import Stage, streams_kept
 from lightning_hetero.pipeline.runtime.execute.straight import InPlaceExecution
 from lightning_hetero.pipeline.runtime.execute.work import LeaderRunner, LeaderWork, MicroBatch, Pace
 from lightning_hetero.pipeline.runtime.measure.layer_clock import LayerClock
 from lightning_hetero.pipeline.runtime.step.cut import BackboneCut
 from lightning_hetero.pipeline.runtime.step.resumable import Carrier
-from lightning_hetero.types import GroupPlan, Link
+from lightning_hetero.types import GroupPlan
 
-__all__ = ["MicroBatch", "Pace", "StageRunner", "TimesOf"]
+__all__ = ["MicroBatch", "Pace", "RunnerSettings", "StageRunner", "TimesOf"]
 
 TimesOf = Callable[[tuple[int, ...], int], PipelineTimes]
 """From the samples of each micro-batch and the backbone's calls per step to the times of a pipeline."""
@@ -45,29 +44,56 @@ TimesOf = Callable[[tuple[int, ...], int], PipelineTimes]
 _SCHEDULES = 64  # kept; batches of other sizes are rare
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunnerSettings:
+    """What is fixed for a whole run, under all of its plans.
+
+    Attributes:
+        rank: this process, global.
+        device: of this rank's layers.
+        seed: of the run's random streams.
+        failures: of the run.
+        wire: gloo process group with the group's ranks in it, see `StageLink`; all groups of a run may share one. None:
+            there are no other ranks.
+        ways, clock: see `StageLinks`.
+        timeout_s: how long a rank waits for another at most; > 0.
+        pace: is told of each computation.
+        checkpoint_layers: compute each layer once more in backward instead of keeping its activations.
+        time_layers: for `StageRunner.measured`.
+
+    Raises:
+        ValueError: a timeout out of its range.
+    """
+
+    rank: int
+    device: torch.device
+    seed: int
+    failures: FailureBoard
+    wire: dist.ProcessGroup | None = None
+    ways: Mapping[int, DirectWay] = field(default_factory=dict)
+    clock: ClockOf = link_clock
+    timeout_s: float = 1800.0
+    pace: Pace | None = None
+    checkpoint_layers: bool = False
+    time_layers: bool = False
+
+    def __post_init__(self) -> None:
+        if not self.timeout_s > 0.0:
+            raise ValueError(f"timeout_s={self.timeout_s!r} must be > 0 (seconds)")
+
+
 class StageRunner(LeaderRunner):
     """One rank of one group; what its leader trains goes through the stages. Used by one thread.
 
     Args:
+        settings: of the run.
         layers: of the backbone, all of them, in order; used are those of this rank.
         group: the plan of its group; ranks and cuts count.
-        rank: this process, global.
         cut: of the backbone; the leader's, None on the other ranks.
-        wire: gloo process group with the group's ranks in it, see `StageLink`; all groups of a run may share one. None:
-            there are no other ranks.
-        failures: of the run.
         times: see `TimesOf`; with c calls, of c passes through the S stages, one after another: tables of c * S stages,
             ``devices = (0, ..., S - 1) * c``. The same on all ranks of the group; asked once per batch shape.
-        seed: of the run's random streams.
-        calls: of the backbone in a training step.
-        checkpoint_layers: compute each layer once more in backward instead of keeping its activations.
         policy: of the schedule, from its times.
-        pace: emulates a device.
-        emulated_links: by (source, target), global ranks.
-        timeout_s: how long a rank waits for another at most.
-        device: of this rank's layers.
-        ways: see `StageLinks`.
-        time_layers: for `measured`.
+        calls: of the backbone in a training step.
 
     Raises:
         ValueError: a rank that is not of the group, cuts that do not fit the layers, a cut on another rank than the
@@ -76,72 +102,57 @@ class StageRunner(LeaderRunner):
 
     def __init__(
         self,
+        settings: RunnerSettings,
         layers: Sequence[nn.Module],
         *,
         group: GroupPlan,
-        rank: int,
         cut: BackboneCut | None,
-        wire: dist.ProcessGroup | None,
-        failures: FailureBoard,
         times: TimesOf,
         policy: Callable[[PipelineTimes], SchedulePolicy],
-        seed: int,
         calls: int = 1,
-        checkpoint_layers: bool = False,
-        pace: Pace | None = None,
-        emulated_links: Mapping[tuple[int, int], Link] | None = None,
-        timeout_s: float = 1800.0,
-        device: torch.device,
-        ways: Mapping[int, DirectWay] | None = None,
-        time_layers: bool = False,
     ) -> None:
+        rank, wire = settings.rank, settings.wire
         _check(group, rank, len(layers), cut)
         if calls < 1:
             raise ValueError(f"calls={calls!r} must be >= 1 (calls of the backbone per training step)")
-        if not timeout_s > 0.0:
-            raise ValueError(f"timeout_s={timeout_s!r} must be > 0 (seconds)")
         if wire is None and len(group.ranks) > 1:
             raise ValueError(f"wire=None, but the group {group.ranks} has several ranks: give it a process group")
         self._group = group
         self._position = group.ranks.index(rank)
         self._cut = cut
-        self._failures = failures
+        self._failures = settings.failures
         self._times = times
-        super().__init__(seed)
+        super().__init__(settings.seed)
         self._calls = calls
         self._policy = policy
         self._schedules: dict[tuple[int, ...], Schedule] = {}
         self._has_trained = self._closed = self._failed = False
         first, end = group.cuts[self._position : self._position + 2]
-        self._clock = LayerClock(range(first, end), device) if time_layers else None
+        self._clock = LayerClock(range(first, end), settings.device) if settings.time_layers else None
         stage = Stage(
             {i: layers[i] for i in range(first, end)},
             last=end == len(layers),
-            seed=seed,
-            checkpoint_layers=checkpoint_layers,
-            device=device,
+            seed=settings.seed,
+            checkpoint_layers=settings.checkpoint_layers,
+            device=settings.device,
             clock=self._clock,
         )
         self._carrier = Carrier() if self._position == 0 else None
         links = None
         if wire is not None and len(group.ranks) > 1:
-            emulated = emulated_links or {}
-
-            def clock(peer: int) -> Any:
-                link = emulated.get((peer, rank))
-                return LinkClock() if link is None else SlowClock(LinkClock(), link, failures.check)
-
             links = StageLinks(
                 wire,
                 rank,
                 {group.ranks[self._before], group.ranks[self._behind]},
-                device=device,
-                failures=failures,
-                timeout_s=timeout_s,
-                clock=clock,
-                ways=ways,
+                device=settings.device,
+                failures=settings.failures,
+                timeout_s=settings.timeout_s,
+                ways=settings.ways,
+                clock=settings.clock,
             )
-        self._local = LocalStage(ranks=group.ranks, position=self._position, stage=stage, links=links, pace=pace)
+        self._local = LocalStage(
+            ranks=group.ranks, position=self._position, stage=stage, links=links, pace=settings.pace
+        )
 
     @property
     def _before(self) -> int:

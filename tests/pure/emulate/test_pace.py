@@ -5,10 +5,11 @@ from __future__ import annotations
 import pytest
 
 from lightning_hetero import Scenario
+from lightning_hetero.emulate.pace import EmulatedPace
 from lightning_hetero.emulate.throttle import scenario_steps
-from lightning_hetero.pipeline.decide.plans import unit_costs
+from lightning_hetero.pipeline.decide.plans import parts_of, unit_costs
 from lightning_hetero.pipeline.decide.schedule import Kind
-from lightning_hetero.pipeline.runtime.execute.emulated_pace import ScenarioPace, parts_of
+from lightning_hetero.pipeline.runtime.execute.busy_time import BusyTime
 from lightning_hetero.types import GroupPlan
 
 GROUP = GroupPlan(ranks=(2, 0), cuts=(0, 2, 6), samples=8, micro_batches=(4, 4), depths=(2, 2))
@@ -25,16 +26,16 @@ class Clock:
         self.now_s += seconds + self.late_s
 
 
-def pace(rank: int, clock: Clock, calls: int = 1, **scenario: object) -> ScenarioPace:
-    return ScenarioPace(
+def pace(rank: int, clock: Clock, calls: int = 1, **scenario: object) -> EmulatedPace:
+    found = EmulatedPace(
+        BusyTime(),
         Scenario(**scenario),  # type: ignore[arg-type]
         rank,
-        parts=parts_of(MODEL, GROUP, rank, 4),
-        stages=2,
-        calls=calls,
         clock=lambda: clock.now_s,
         sleep=clock.sleep,
     )
+    found.parts = parts_of(MODEL, GROUP, rank, 4, calls)
+    return found
 
 
 def test_all_parts_make_the_whole() -> None:
@@ -51,8 +52,9 @@ def test_a_stage_sleeps_its_part_less_the_real_work() -> None:
     slow.computed(Kind.FORWARD, 1, 4, 0.1)
     slow.computed(Kind.BACKWARD, 1, 4, 0.0)
     slow.end()
-    slow.computed(Kind.FORWARD, 1, 4, 0.1)
     whole_s = 0.9 * 4 / 0.5
+    assert slow.busy_s == pytest.approx(whole_s * 12 / 18), "sleep counts"
+    slow.computed(Kind.FORWARD, 1, 4, 0.1)
     assert clock.slept == pytest.approx([whole_s * 4 / 18 - 0.1, whole_s * 8 / 18])
 
 
@@ -70,20 +72,19 @@ def test_the_next_plans_pace_makes_up_for_this_ones() -> None:
     slow = pace(0, clock, speeds=[1.0], sample_s=0.9)
     slow.begin(0)
     slow.computed(Kind.FORWARD, 1, 4, 0.0)
-    after = ScenarioPace(
-        Scenario(speeds=[1.0], sample_s=0.9), 0, parts=parts_of(MODEL, GROUP, 0, 4), stages=2, pacer=slow.pacer
-    )
-    after.begin(1)
-    after.computed(Kind.FORWARD, 1, 4, 0.0)
-    assert clock.slept == pytest.approx([0.8, 0.76])
-    assert after.pacer.wanted_s == pytest.approx(1.6) and after.pacer.taken_s == pytest.approx(1.64)
+    slow.parts = {(Kind.FORWARD, 1): 0.5}
+    slow.begin(1)
+    slow.computed(Kind.FORWARD, 1, 4, 0.0)
+    assert clock.slept == pytest.approx([0.8, 1.76])
 
 
 def test_a_scenario_may_pass_with_time() -> None:
     clock, scenario = Clock(), Scenario(sample_s=0.9).slow(0, 2, at_step=3)
     steps = scenario_steps(1.0, clock=lambda: clock.now_s)
-    options = {"parts": parts_of(MODEL, GROUP, 0, 4), "stages": 2, "clock": lambda: clock.now_s, "sleep": clock.sleep}
-    slow = ScenarioPace(scenario, 0, step_of=steps, **options)  # type: ignore[arg-type]
+    slow = EmulatedPace(
+        BusyTime(), scenario, 0, step_of=steps, clock=lambda: clock.now_s, sleep=clock.sleep
+    )
+    slow.parts = parts_of(MODEL, GROUP, 0, 4)
     clock.now_s = 100.0
     for batch in range(5):
         slow.begin(batch)
