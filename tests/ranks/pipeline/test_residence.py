@@ -136,7 +136,9 @@ def test_one_layer_at_a_time_is_on_the_device(device: CountedDevice) -> None:
     assert now == before and not any(b.any() for b in module.buffers())
 
 
-def test_fewer_samples_are_tried_where_so_many_do_not_fit(device: CountedDevice, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fewer_samples_are_tried_where_so_many_do_not_fit(
+    device: CountedDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(Wide, "most_rows", 5)
     model, _ = measured(Wide())
     assert model.layers[0].output_bytes == 64 * 8  # of 4 samples
