@@ -183,8 +183,15 @@ def receive_into(
 
 def receive_exactly(connection: socket.socket, size_bytes: int, deadline: float | None) -> bytes:
     """Returns exactly ``size_bytes``; raises as `receive_into`."""
+    if not size_bytes:
+        return b""
+    connection.settimeout(_rest_s(deadline))
+    first = connection.recv(size_bytes)
+    if len(first) == size_bytes:  # as a rule
+        return first
     data = bytearray(size_bytes)
-    receive_into(connection, memoryview(data), deadline)
+    data[: len(first)] = first
+    receive_into(connection, memoryview(data)[len(first) :], deadline)
     return bytes(data)
 
 

@@ -12,8 +12,9 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import Callback
 from torch.utils.data import DistributedSampler, TensorDataset
 
+from lightning_hetero.shares.policy import ShareDecision
 from lightning_hetero.types import SpeedSample
-from tests.ranks.kit import Decision, Scripted, Toy, Weights, balanced, rank_trainer, regression, weights
+from tests.ranks.kit import Scripted, Toy, Weights, balanced, rank_trainer, regression, weights
 
 EXACT = 1e-12
 
@@ -41,7 +42,7 @@ class Noting(Toy):
 class Other(Scripted):
     """Another pattern of shares: another mix of speeds."""
 
-    def observe(self, records: Sequence[SpeedSample]) -> Decision:
+    def observe(self, records: Sequence[SpeedSample]) -> ShareDecision:
         self._seen += 3
         return super().observe(records)
 
