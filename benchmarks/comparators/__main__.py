@@ -40,7 +40,7 @@ CONTENDERS = (
     contender("dynsgd"),
 )
 SCENARIOS = {"equal": "calm", "1:1:1:1/8": "one straggler, 8 times slower", "spells": "slow spells"}
-MODELS = ("MLP, momentum", "MLP, Adam")
+MODELS = ("MLP, momentum", "MLP, Adam", "MLP at the edge, momentum")
 TICKS = TRAINING_SAMPLES // BATCH
 EPOCHS = 30
 SEEDS = tuple(range(700, 706))

@@ -166,7 +166,7 @@ class Policy(ABC):
             `bound_for`, one that depends on the number of workers).
         equal_shares: shares are equal rather than by speed.
         grace: longest hold under ``"grace"``, as a fraction of the time of a global step.
-        completes: a late contribution completes the mean of the update that it missed, see `completion`; else it joins
+        completes: a late contribution completes the mean of the update that it missed, see `completed`; else it joins
             that of the next one. For policies whose updates are all worth a global batch; `scale` is then not asked.
     """
 
