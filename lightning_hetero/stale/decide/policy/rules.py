@@ -58,8 +58,8 @@ class Flexible(Pooled):
     def __init__(self, *, bound: int = 2, grace: float = 0.1, late: None = None) -> None:
         if late is not None:
             raise TypeError(
-                "Flexible no longer has late=: late contributions always complete the mean that they missed. Drop it, or"
-                " derive a policy with `completes = False`"
+                "Flexible no longer has late=: late contributions always complete the mean that they missed. Drop it,"
+                " or derive a policy with `completes = False`"
             )
         self.bound = whole("Flexible", "bound", bound, 0)
         self.grace = part("Flexible", "grace", grace, "a step")
