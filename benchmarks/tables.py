@@ -10,17 +10,13 @@ from __future__ import annotations
 import re
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 from benchmarks.comparators.table import table_of as comparators
-from benchmarks.completion.table import of_docs as completion
-from benchmarks.fault_matrix.table import engine_table, failing_list, hook_table
-from benchmarks.late_weights.table import table_of as late_weights
+from benchmarks.fault_matrix.table import failing_list, fault_table, hook_table
 from benchmarks.provenance import ROOT
 from benchmarks.results import DASH, Results, measured
-from benchmarks.stale.real import PARTS
 
 __all__ = ["BLOCKS", "PAGES", "page_with"]
 
@@ -245,62 +241,37 @@ def predictions(results: Results) -> str:
 
 
 def federated(results: Results) -> str:
-    """Of docs/theory/federated.md: every policy, by devices."""
+    """Of docs/theory/federated.md: every policy, on devices of steady speeds."""
     rows = []
     for case in results.cases(", final accuracy"):
+        if not case.startswith("steady: ") or "owned" in case:
+            continue
         base = case.endswith(": fedavg")
         reached = results.text(f"{case}, runs that reach the target", "{:.0f}")
         rows.append([
-            case.replace(": ", ": `", 1) + "`",
+            f"`{case.removeprefix('steady: ')}`",
             results.text(f"{case}, time to target", "{:.0f} s" if base else "{:.2f} times that") + f" ({reached} runs)",
             f"{results[f'{case}, final accuracy']:.1f} %",
-            results.text(f"{case}, final accuracy lost to fedavg", "{:.2f}"),
             results.text(f"{case}, accuracy lost after as many rounds", "{:.2f}"),
             f"{results[f'{case}, rounds']:.0f}",
             f"{100 * results[f'{case}, waiting']:.0f} %",
         ])  # fmt: skip
-    head = ["devices: policy", "emulated time to 90 %", "final accuracy", "points lost to `fedavg`",
-            "after as many rounds", "rounds", "waiting"]  # fmt: skip
+    head = ["policy", "emulated time to 90 %", "final accuracy", "points lost to `fedavg` after as many rounds", "rounds",
+            "waiting"]  # fmt: skip
     return _table(head, rows)
-
-
-def stale_time(results: Results) -> str:
-    """Of docs/theory/stale.md: what keeps the default from the bound."""
-    rows = [[row["case"], f"{row['per_worker']:g}",
-             *(f"{row[key]:.2f}" for key in ("to_bound", "transfers", "start_ups", "rest"))]
-            for row in results.raw["rows"]]  # fmt: skip
-    head = ["workers", "samples each", "time to bound", "of it transfers", "start-ups of top-up chunks",
-            "waiting, work done twice"]  # fmt: skip
-    return _table(head, rows)
-
-
-def stale_parts(results: Results) -> str:
-    """Of docs/theory/stale.md: where the time of real processes goes, and of stock DDP's on equal devices."""
-    rows = [[row["task"], row["cluster"], {"ddp": "stock DDP", "flexible": "`flexible`"}[row["engine"]],
-             f"{row['to_bound']:.2f}", *(f"{row['parts'][part]:.2f}" for part in PARTS), f"{row['server_cpu']:.2f}"]
-            for row in results.raw["real"] if row["engine"] == "flexible" or row["cluster"] == "equal"]  # fmt: skip
-    return _table(["real processes", "devices", "engine", "time to bound", *PARTS, "server's processor time"], rows)
 
 
 MAIN = {
     "auto": ("1:1:1/2:1/4: auto / DDP", "time {:.2f} of stock DDP's on 1:1:1/2:1/4"),
     "balanced": (f"{FOUR}: speed-up over DDP", "steps {:.2f}x as fast as stock DDP's on 1:1:1/2:1/4"),
-    "checksum": ("check_parameters_every=100: step, p50", "{:.0f} us per step, every 100 steps"),
     "comparators": ("MLP, momentum, spells, flexible: time to target, to DDP's",
                     "time to a target loss {:.2f} of DDP's under spells"),
-    "completion": ("default, at the edge: final loss to DDP's, all cases",
-                   "final loss {:.2f} of DDP's at the edge of stability, with devices of unequal speed"),
-    "compiled": ("MLP, dynamic=None, quantum='auto': graphs", "{:.0f} graphs while shares change"),
     "demo": ("hetero_stale: accuracy to DDP's, mean", "accuracy {:+.2f} points from DDP's under `hetero_stale`"),
     "drop_in": ("balanced, 1 rank(s): passed of 663", "{:.0f} of 663 tests pass under `hetero_balanced`"),
     "fault_matrix": ("cells that hold", "{:.0f} runs end as they should"),
     "faults": ("schedules that failed", "{:.0f} schedules failed"),
     "federated": ("steady: lb-bsp, time to target", "`lb-bsp` needs {:.2f} of fedavg's time to 90 %"),
-    "goodput": ("every 20 s: stale / the better DDP", "{:.2f} times the useful samples of DDP from checkpoints"),
     "joint": ("real: base: less time than stock DDP", "{:.0f} % less time than stock DDP"),
-    "late_weights": ("today: mean over all samples: final loss to DDP's at the edge, all cases",
-                     "final loss {:.2f} of DDP's at the edge of stability, by the server's own rule"),
-    "monitor": ("stock DDP: in the monitor's own hooks, rank 0, per step", "{:.0f} us per step"),
     "narx": ("rhythm: error, narx over kalman", "{:.2f} of the Kalman filter's error where load has a rhythm"),
     "pipeline": ("islands, gpt, Lightning: less time than stock DDP", "{:.0f} % less time than stock DDP on islands"),
     "planner": ("2 fast, 1 half, 1 quarter, balanced: planned / measured", "planned over measured {:.2f}"),
@@ -308,9 +279,7 @@ MAIN = {
     "planning_real": ("all models, balanced: own work, processor time, predicted / measured, median",
                       "own work predicted over measured {:.2f}"),
     "replanning": ("healing, ours: step / ideal", "steps {:.2f} of the ideal after a wrong first plan"),
-    "solvers": ("minimax, affine, n=64", "{:.0f} us per decision for 64 ranks"),
     "stale": ("real, digits CNN, spells: time to DDP", "time {:.2f} of stock DDP's with slow spells"),
-    "stale_time": ("8, spells: transfers", "transfers take {:.2f} of the bound, eight workers under spells"),
     "walker": ("emulated, 4 equal stages: ours / torch.distributed.pipelining",
                "{:.2f} of the time of `torch.distributed.pipelining`"),
     "transport": ("25M, shared memory : all_reduce, median of paired ratios", "{:.2f} of an all_reduce's time"),
@@ -370,12 +339,6 @@ def peers(results: Results) -> str:
     return _pictured(results, ["time to the same validation loss, over stock DDP's", *clusters], rows)
 
 
-def items(results: Results) -> str:
-    """Of docs/benchmarks.md: batches of skewed lengths."""
-    rows = [[case, f"{results[f'{case} / DDP']:.2f}"] for case in results.cases(" / DDP")]
-    return _pictured(results, ["batches: engine", "step over stock DDP's"], rows)
-
-
 def ablation(results: Results) -> str:
     """Of docs/benchmarks.md: what the default predictor and policy are held to."""
     rows = [[kind, goal, f"{sum(figure['holds'] for figure in figures)} of {len(figures)}", _values(figures)]
@@ -383,7 +346,6 @@ def ablation(results: Results) -> str:
     return _pictured(results, ["figure", "goal", "held", "values"], rows)
 
 
-_ENGINES = ("balanced", "stale", "pipeline", "federated")
 BLOCKS: dict[str, tuple[str, Callable[[Results], str]]] = {
     "gain": ("balanced", gain),
     "headline": ("balanced", headline),
@@ -398,15 +360,10 @@ BLOCKS: dict[str, tuple[str, Callable[[Results], str]]] = {
     "predictions": ("planning_real", predictions),
     "federated": ("federated", federated),
     "peers": ("peers", peers),
-    "items": ("items", items),
     "ablation": ("ablation", ablation),
-    "late weights": ("late_weights", late_weights),
-    **{f"faults {name}": ("fault_matrix", partial(engine_table, engine=name)) for name in _ENGINES},
+    "faults": ("fault_matrix", fault_table),
     "faults hooks": ("fault_matrix", hook_table),
     "faults failing": ("fault_matrix", failing_list),
-    "completion": ("completion", completion),
-    "stale time": ("stale_time", stale_time),
-    "stale parts": ("stale_time", stale_parts),
     "comparators": ("comparators", comparators),
 }
 """What a page's mark names -> the benchmark, and the text that is made of its results."""

@@ -10,21 +10,17 @@
 
 from lightning.pytorch.strategies import StrategyRegistry
 
-from lightning_hetero import callbacks
 from lightning_hetero._version import __version__
 from lightning_hetero.auto.strategy import AutoStrategy
-from lightning_hetero.balanced.fit.rebalancer import BatchRebalancer
 from lightning_hetero.balanced.strategy import LoadBalancedStrategy
 from lightning_hetero.base.setup import refuse_elsewhere
-from lightning_hetero.callbacks import HeteroTrace, StragglerMonitor, ThrottleCallback
+from lightning_hetero.callbacks import BatchRebalancer, HeteroTrace, StragglerMonitor, ThrottleCallback
 from lightning_hetero.controller.lyapunov import LyapunovController
 from lightning_hetero.emulate import Scenario
 from lightning_hetero.federated.strategy import FederatedStrategy
 from lightning_hetero.pipeline.strategy import HeteroPipelineStrategy
 from lightning_hetero.shares.policy import BalancePolicy
 from lightning_hetero.stale.strategy import BoundedStalenessStrategy
-
-callbacks.__dict__["BatchRebalancer"] = BatchRebalancer  # a public name there, though it belongs to one engine
 
 _STRATEGIES = LoadBalancedStrategy, BoundedStalenessStrategy, HeteroPipelineStrategy, FederatedStrategy, AutoStrategy
 for _strategy in _STRATEGIES:

@@ -7,7 +7,6 @@ Units stand in the names: ``_s`` seconds, ``_bytes`` bytes, ``samples_per_s`` sa
 from __future__ import annotations
 
 import math
-from bisect import bisect_right
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from enum import Enum
@@ -26,7 +25,6 @@ __all__ = [
     "Link",
     "LossReduction",
     "ModelCost",
-    "PiecewiseLinearCost",
     "PipelinePlan",
     "SaturatingCost",
     "SpeedSample",
@@ -132,55 +130,6 @@ def _check_seconds(cost: AffineCost | SaturatingCost, *names: str) -> None:
         value = getattr(cost, name)
         if not (math.isfinite(value) and value >= 0.0):
             raise ValueError(f"{type(cost).__name__}.{name}={value!r} must be a finite number >= 0 (seconds)")
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class PiecewiseLinearCost:
-    """Linear between knots, e.g. a GPU: flat below saturation, then linear (LB-BSP, "pairwise-linear").
-
-    Left of the first knot the first value holds; right of the last knot the last slope goes on.
-
-    Args:
-        samples: knots [samples], strictly increasing, at least two.
-        seconds_at: time at each knot [s], non-decreasing.
-
-    Raises:
-        ValueError: fewer than two knots, or knots out of order.
-    """
-
-    samples: tuple[float, ...]
-    seconds_at: tuple[float, ...]
-
-    def __post_init__(self) -> None:
-        n = len(self.samples)
-        if n < 2 or n != len(self.seconds_at):
-            raise ValueError(
-                f"PiecewiseLinearCost needs two or more knots and as many times, got {n} and {len(self.seconds_at)}"
-            )
-        if any(b <= a for a, b in zip(self.samples, self.samples[1:], strict=False)):
-            raise ValueError(f"PiecewiseLinearCost.samples must increase strictly, got {self.samples}")
-        if self.seconds_at[0] < 0 or any(
-            b < a for a, b in zip(self.seconds_at, self.seconds_at[1:], strict=False)
-        ):
-            raise ValueError(
-                f"PiecewiseLinearCost.seconds_at must be >= 0 and never decrease, got {self.seconds_at}"
-            )
-
-    def seconds(self, samples: float) -> float:
-        if samples <= self.samples[0]:
-            return self.seconds_at[0]
-        i = min(bisect_right(self.samples, samples), len(self.samples) - 1)
-        x0, x1, y0, y1 = self.samples[i - 1], self.samples[i], self.seconds_at[i - 1], self.seconds_at[i]
-        return y0 + (samples - x0) * (y1 - y0) / (x1 - x0)
-
-    def most_samples(self, deadline_s: float) -> float:
-        if deadline_s < self.seconds_at[0]:
-            return -math.inf
-        i = min(bisect_right(self.seconds_at, deadline_s), len(self.samples) - 1)
-        x0, x1, y0, y1 = self.samples[i - 1], self.samples[i], self.seconds_at[i - 1], self.seconds_at[i]
-        if y1 == y0:  # only past the last knot of a flat end: never gets slower
-            return math.inf
-        return x0 + (deadline_s - y0) * (x1 - x0) / (y1 - y0)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -52,7 +52,7 @@ def test_the_tree_keeps_every_contract() -> None:
         ("balanced/decide/planted.py", "import threading", "P is pure"),
         ("shares/policy.py", "import lightning_hetero", "P is pure"),  # whose __init__ has Lightning
         ("stale/decide/workers.py", "import torch", "P is pure"),
-        ("stale/decide/policy/flexible.py", "import random", "P is pure"),
+        ("stale/decide/policy/rules.py", "import random", "P is pure"),
         ("stale/decide/report/summary.py", "import time", "P is pure"),
         ("report/page/planted.py", "from lightning_hetero.stale.fit import run", "P is pure"),  # which has torch
         ("pipeline/decide/schedule/planted.py", "import torch", "P is pure"),

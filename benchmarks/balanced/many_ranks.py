@@ -14,7 +14,7 @@ from typing import Any
 
 from benchmarks.balanced.series import lognormal
 from benchmarks.steps import percentile
-from lightning_hetero.balanced.decide.controller import Controller, ExchangeClock, Row, shares_digest
+from lightning_hetero.balanced.decide.controller import ExchangeClock, Row, ShareController, shares_digest
 from lightning_hetero.shares.bounds import ShareBounds
 from lightning_hetero.shares.policy import BalancePolicy
 
@@ -39,7 +39,7 @@ def measure(steps: int = 60) -> dict[str, dict[str, list[float]]]:
 def _timed(ranks: int, steps: int) -> dict[str, list[float]]:
     policy = BalancePolicy()
     policy.start(world_size=ranks, total=PER_RANK * ranks, bounds=ShareBounds())
-    controller = Controller(policy, rank=0, world_size=ranks, exchange=ExchangeClock(every=1))
+    controller = ShareController(policy, rank=0, world_size=ranks, exchange=ExchangeClock(every=1))
     noise = lognormal(Random(ranks), ranks, steps, NOISE)
     slow = [2.0 if rank % 4 == 3 else 1.0 for rank in range(ranks)]
     critical_s: list[float] = []
@@ -78,7 +78,6 @@ def _rows(step: int, shares: Sequence[int], slow: Sequence[float], noise: Sequen
                 free_cpu=nan,
                 free_mem=nan,
                 most_samples=nan,
-                checksum=nan,
             )
         )
         for n, k, e in zip(shares, slow, noise, strict=True)

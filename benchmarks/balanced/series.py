@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import partial
 from random import Random
 
-from lightning_hetero.balanced.decide.controller import Controller, ExchangeClock, Row, shares_digest
+from lightning_hetero.balanced.decide.controller import ExchangeClock, Row, ShareController, shares_digest
 from lightning_hetero.shares.bounds import ShareBounds
 from lightning_hetero.shares.policy import BalancePolicy
 from lightning_hetero.solvers import minimax
@@ -224,7 +224,7 @@ def closed_loop(
     ranks = range(speeds.ranks)
     policy.start(world_size=speeds.ranks, total=total, bounds=bounds, quantum=quantum)
     equal = policy.shares
-    controller = Controller(policy, rank=0, world_size=speeds.ranks, lag=lag, exchange=ExchangeClock(every=every))
+    controller = ShareController(policy, rank=0, world_size=speeds.ranks, lag=lag, exchange=ExchangeClock(every=every))
     low, up = bounds.resolve(speeds.ranks, total, quantum)
     best: dict[tuple[float, ...], tuple[int, ...]] = {}
     total_s = equal_s = ideal_s = 0.0
@@ -261,7 +261,7 @@ def closed_loop(
 
 
 def _row(rank: int, step: int, since: Sequence[tuple[tuple[int, ...], list[float]]], free_cpu: float) -> Row:
-    """What a rank sends: the mean over the steps with its latest share, see `Controller.row`."""
+    """What a rank sends: the mean over the steps with its latest share, see `ShareController.row`."""
     shares = since[-1][0]
     same = [times[rank] for played, times in since if played[rank] == shares[rank]]
     return Row(
@@ -276,5 +276,4 @@ def _row(rank: int, step: int, since: Sequence[tuple[tuple[int, ...], list[float
         free_cpu=free_cpu,
         free_mem=math.nan,
         most_samples=math.nan,
-        checksum=math.nan,
     )

@@ -22,23 +22,21 @@ from benchmarks.report import write_results
 from benchmarks.stale.cases import CASES, COSTS, Case, Contender, JitteredWork, contender
 from benchmarks.stale.learning import BATCH, RECIPES, TRAINING_SAMPLES, Learner, Training
 from benchmarks.stale.simulated import ENDS, code_digest, geometric
+from benchmarks.stale.simulator import simulate
 from lightning_hetero.stale.decide.coordinator import Coordinator
-from lightning_hetero.stale.decide.simulate.simulator import simulate
 
 HERE = Path(__file__).parent
 DDP = "bsp (stock DDP)"
 CONTENDERS = (
     contender("bsp", DDP),
     contender("flexible"),
-    contender("flexible", late="join"),
-    contender("flexible", late="complete"),
+    contender("aged"),
     contender("quorum"),
     contender("backup", spares=1),
     contender("buffered", k=2, bound=4),
     contender("ssp", bound=8),
     contender("asp"),
     contender("dynsgd"),
-    contender("dc_asgd"),
 )
 SCENARIOS = {"equal": "calm", "1:1:1:1/8": "one straggler, 8 times slower", "spells": "slow spells"}
 MODELS = ("MLP, momentum", "MLP, Adam")
@@ -66,7 +64,7 @@ def curve_of(learner: Learner, ticks_s: Sequence[float]) -> Run:
 def trained(case: Case, policy: Contender, seed: int, epochs: int) -> Run:
     """Simulates a policy and trains on its schedule; returns a curve per recipe."""
     decides, workers, speeds = policy.policy(), range(len(case.speeds)), case.build(seed)
-    learners = [Learner.under(decides, RECIPES[model], seed) for model in MODELS]
+    learners = [Learner(RECIPES[model], seed) for model in MODELS]
     training = Training(learners, seed)
     trace = simulate(
         Coordinator(decides, workers=workers),
@@ -75,7 +73,6 @@ def trained(case: Case, policy: Contender, seed: int, epochs: int) -> Run:
         epochs=[ENDS] * epochs,
         costs=COSTS,
         hooks=training,
-        record=False,
     )
     return {
         "time_s": trace.makespan_s,

@@ -6,30 +6,25 @@ from typing import Any
 
 from benchmarks.results import DASH, Results
 
-__all__ = ["CLUSTERS", "OTHER_RULE", "rows_of", "table_of"]
+__all__ = ["CLUSTERS", "rows_of", "table_of"]
 
 NAMES = {
     "bsp (stock DDP)": "`bsp`: stock DDP",
     "flexible": "`flexible`, the default",
-    "flexible late=join": "`flexible`, `late=\"join\"`",
-    "flexible late=complete": "`flexible`, `late=\"complete\"`",
-    "quorum": "`quorum`, grace 0.1",
+    "aged": "`aged`: late samples count 1/4 per version",
+    "quorum": "`quorum`, more than half",
     "backup spares=1": "`backup`, 1 spare",
     "buffered k=2, bound=4": "`buffered`, 2 of 4",
     "ssp bound=8": "`ssp`, lead of 8",
     "asp": "`asp`",
     "dynsgd": "`dynsgd`",
-    "dc_asgd": "`dc_asgd`",
 }
-OTHER_RULE = {"MLP, momentum": "flexible late=join", "MLP, Adam": "flexible late=complete"}  # than the default's
 CLUSTERS = {"equal": "calm", "1:1:1:1/8": "one straggler", "spells": "spells"}
 
 
 def rows_of(results: Results, model: str) -> dict[tuple[str, str], dict[str, Any]]:
-    """Returns the rows of one model by cluster and policy, without the name of the rule that is its default."""
-    left_out = {*OTHER_RULE.values()} - {OTHER_RULE[model]}
-    rows = (row for row in results.raw["rows"] if row["model"] == model and row["policy"] not in left_out)
-    return {(row["case"], row["policy"]): row for row in rows}
+    """Returns the rows of one model by cluster and policy."""
+    return {(row["case"], row["policy"]): row for row in results.raw["rows"] if row["model"] == model}
 
 
 def table_of(results: Results) -> str:

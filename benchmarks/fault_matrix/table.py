@@ -9,19 +9,36 @@ from typing import Any
 
 from benchmarks.results import DASH, Results
 
-__all__ = ["engine_table", "failing_list", "hook_table"]
+__all__ = ["failing_list", "fault_table", "hook_table"]
 
 Row = dict[str, Any]
-LAUNCHERS = ("script", "spawn", "fork", "torchrun", "SLURM")
 _HOOK = "exception in "
 
 
-def engine_table(results: Results, engine: str) -> str:
-    """Returns a row per fault and a column per launcher."""
-    mine = [row for row in _rows(results) if row["engine"] == engine and not _is_hook(row)]
-    cells = {(row["fault"], row["launcher"]): _said(row) for row in mine}
-    faults = list(dict.fromkeys(row["fault"] for row in mine))
-    return _table(["fault", *LAUNCHERS], [[f, *(cells.get((f, way), DASH) for way in LAUNCHERS)] for f in faults])
+def fault_table(results: Results) -> str:
+    """Returns a row per fault and a column per engine: what came of it under the launchers; others are named."""
+    mine = [row for row in _rows(results) if not _is_hook(row)]
+    engines, faults = (list(dict.fromkeys(row[key] for row in mine)) for key in ("engine", "fault"))
+    of = {(e, f): [r for r in mine if (r["engine"], r["fault"]) == (e, f)] for e in engines for f in faults}
+    return _table(["fault", *engines], [[f, *(_outcomes(of[e, f]) for e in engines)] for f in faults])
+
+
+def _outcomes(rows: Sequence[Row]) -> str:
+    """What most launchers saw, with the longest time from fault to end; then others, with their launchers."""
+    seen: dict[str, list[Row]] = {}
+    for row in rows:
+        seen.setdefault(_said(row), []).append(row)
+    most = max(seen, key=lambda said: len(seen[said]), default=DASH)
+    others = [
+        f"{' and '.join(row['launcher'] for row in seen[said])}: {_timed(said, seen[said])}"
+        for said in seen
+        if said != most
+    ]
+    return "; ".join([_timed(most, seen.get(most, [])), *others])
+
+
+def _timed(said: str, rows: Sequence[Row]) -> str:
+    return f"{said}, {max(row['seconds'] for row in rows):.0f} s" if said.startswith(("ended", "**fails")) else said
 
 
 def hook_table(results: Results) -> str:
@@ -74,11 +91,11 @@ def _said(row: Row) -> str:
     if row["outcome"] == "skipped":
         return "skipped"
     if row["violations"]:
-        return f"**fails**: {row['outcome']}, {row['seconds']:.0f} s"
+        return f"**fails**: {row['outcome']}"
     if row["outcome"] == "survived":
         left = row["finished"]
         return "survived" if len(left) in (0, 3) else f"survived by {' and '.join(map(str, left))}"
-    return "refused" if row["outcome"] == "refused" else f"ended, {row['seconds']:.0f} s"
+    return "refused" if row["outcome"] == "refused" else "ended"
 
 
 def _escaped(text: str) -> str:

@@ -9,12 +9,10 @@ from functools import partial
 from itertools import accumulate
 from typing import Literal
 
+from benchmarks.stale.policies import Backup, Buffered, Drop
 from lightning_hetero.stale.decide.policy import (
     Asp,
-    Backup,
     Bsp,
-    Buffered,
-    Drop,
     Flexible,
     Policy,
     Saps,
@@ -120,7 +118,7 @@ POLICIES: tuple[tuple[int, Callable[[random.Random], Callable[[], Policy]]], ...
     (1, lambda draw: partial(Ssp, bound=draw.randint(0, 3))),
     (1, lambda draw: partial(Drop, bound=draw.randint(0, 4))),
     (1, lambda draw: Saps),
-    (1, lambda draw: partial(Saps, threshold=1, bound=draw.randint(2, 4), chunk=6, micro=2)),
+    (1, lambda draw: partial(Saps, threshold=1, bound=draw.randint(2, 4), micro=2)),
     (1, lambda draw: Buffered),
     (1, lambda draw: partial(Backup, spares=draw.randint(0, 2))),
 )
@@ -137,7 +135,7 @@ PLACES = (
 
 def _flexible(draw: random.Random) -> Callable[[], Policy]:
     bound, grace = draw.randint(0, 3), draw.choice((0.0, 0.1, 0.1, 0.5))
-    return partial(Flexible, bound=bound, grace=grace, overlap=draw.random() < 0.2 and bound > 0)
+    return partial(Flexible, bound=bound, grace=grace)
 
 
 def case_of(seed: int) -> Case:

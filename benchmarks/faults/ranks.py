@@ -29,7 +29,7 @@ from lightning_hetero.base.elastic.coming import Coming
 from lightning_hetero.base.elastic.groups import Groups
 from lightning_hetero.base.elastic.join import FIRST_GENERATION, Invitation
 from lightning_hetero.base.elastic.members import Members
-from lightning_hetero.stale.fit.meetings import Meetings
+from lightning_hetero.stale.fit.meetings import ServerMeetings
 from lightning_hetero.stale.fit.session import Session
 from lightning_hetero.stale.runtime.processes.start import Address
 from lightning_hetero.stale.runtime.work.chunk import Chunk
@@ -130,7 +130,7 @@ class _Session(Session):
 
     @property
     def address(self) -> Address:
-        return Address(directory="", host="memory", port=0, token="", near=())
+        return Address(near_server="", far_server="", host="memory", port=0, near=())
 
 
 class Rank:
@@ -252,7 +252,7 @@ class Rank:
         self.admission = Admission(
             self.trainer, session, members, groups, simulation.lobby.of(self.process), generation=generation  # type: ignore[arg-type]
         )
-        self.meetings = Meetings(
+        self.meetings = ServerMeetings(
             self.trainer,
             session,
             members,
@@ -318,7 +318,7 @@ class Rank:
         return self.session.worker
 
     def _epoch(self, epoch: int, ends: Sequence[int]) -> None:
-        """As `Ticks` and `TickLoop` go through it."""
+        """As `GlobalSteps` and `StepLoop` go through it."""
         case, worker = self.simulation.case, self._worker
         worker.begin_epoch(epoch, ends)
         words: deque[int] = deque()

@@ -29,8 +29,9 @@ from benchmarks.faults.world import EndlessError, Process, World
 from lightning_hetero.stale.decide.coordinator import Coordinator
 from lightning_hetero.stale.runtime.memory.layout import FlatLayout
 from lightning_hetero.stale.runtime.processes import start
+from lightning_hetero.stale.runtime.processes.start import serve
 from lightning_hetero.stale.runtime.serve.agreement import Limits
-from lightning_hetero.stale.runtime.serve.server import ParameterServer, serve
+from lightning_hetero.stale.runtime.serve.server import ParameterServer
 
 __all__ = ["Outcome", "Simulation", "simulate"]
 
@@ -89,7 +90,6 @@ class Simulation:
         # The user's number, where there is one: the engine may ask the policy in another way.
         bound = policy.claims_bound if policy.claims_bound is not None else policy.bound_for(case.ranks)
         self.audit = Audit(case, bound, self._columns)
-        self._every_sample = policy.claims_every_sample
         model = self.new_model()
         optimizer = self.optimizer(model)
         self.layout = FlatLayout.of([("ledger", model)], optimizers=[optimizer])
@@ -106,7 +106,7 @@ class Simulation:
             layout=self.layout, area=self.area, optimizers=[optimizer], optimizer_parameters=[[0]],
             listener=self.listener,
             coordinator=Coordinator(policy, workers=range(case.ranks), ahead=case.ahead, liveness_s=LIVENESS_S),
-            divide_by=1.0, shards=1, compensation=policy.compensation,
+            divide_by=1.0, shards=1,
             # as `start_server` has it
             limits=Limits(
                 connect_s=start._AWAITED_S, silence_s=start._SILENT_SIGNS * LIVENESS_S, meeting_s=GROUP_TIMEOUT_S
@@ -357,5 +357,5 @@ class Simulation:
             audit.violated(f"the server has not ended by {self.world.now_s:.0f} s")
         if done and ended and "stop" not in self._faults and not server.killed:
             audit.violated("a run has ended for one rank with a cause, and well for another")
-        if done and self._every_sample:
+        if done:
             audit.complete()

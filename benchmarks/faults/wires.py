@@ -257,10 +257,6 @@ class MemoryListener(Listener):
     def share_state(self, data: bytes) -> None:
         self._wires.state = bytes(data)
 
-    def disconnect(self, rank: int) -> None:
-        if (connection := self._wires.connections.get(rank)) is not None:
-            self._wires.end(connection, "disconnected by the server")
-
     def dismiss(self, rank: int, reason: str) -> None:
         if (connection := self._wires.connections.get(rank)) is not None:
             connection.left = reason

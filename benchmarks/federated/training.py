@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, Subset
 
@@ -24,8 +25,7 @@ from lightning_hetero.emulate.parts import SpeedChange
 from lightning_hetero.emulate.scenario import Scenario
 from lightning_hetero.federated.decide.policy import AdaptiveSteps, FedAvg, LbBsp, RoundPolicy, ScaledLr
 from lightning_hetero.federated.decide.rounds import Client
-from lightning_hetero.federated.runtime.averaging import weighted_mean_
-from lightning_hetero.federated.runtime.own import OwnBatches, OwnOrder, Place
+from lightning_hetero.federated.runtime.own import DataPlace, OwnBatches, OwnOrder
 
 __all__ = ["CLIENTS", "POLICIES", "SPEEDS", "Course", "runs_of", "scenario_of", "train"]
 
@@ -94,6 +94,20 @@ def scenario_of(name: str, rounds: int, seed: int) -> Scenario:
     )
 
 
+def weighted_mean(copies: Sequence[Sequence[Tensor]], weights: Sequence[float]) -> list[Tensor]:
+    """Returns what an average would make of the ranks' tensors, all in this process.
+
+    Args:
+        copies: by rank, tensors of the same shapes.
+        weights: by rank, >= 0, not all 0.
+    """
+    parts = torch.tensor(weights, dtype=torch.float64) / sum(weights)
+    return [
+        torch.tensordot(parts, torch.stack([t.double() for t in tensors]), 1).to(tensors[0].dtype)
+        for tensors in zip(*copies, strict=True)
+    ]
+
+
 def train(
     policy: RoundPolicy, scenario: Scenario, *, rounds: int, seed: int, most_s: float = math.inf, owned: bool = False
 ) -> Course:
@@ -113,7 +127,7 @@ def train(
     images, labels = digits._val.tensors
     parts = partition_by_labels(digits._train.tensors[1], CLIENTS, alpha=ALPHA, least=BATCH, seed=seed)
     average = DigitsCNN(channels=8)
-    places = [Place()] * CLIENTS
+    places = [DataPlace()] * CLIENTS
     sizes = [BATCH] * CLIENTS
     orders = []
     for rank, part in enumerate(parts):
@@ -143,7 +157,7 @@ def train(
             used.append(float(here))
             measured.append((float(here), float(plan.steps[rank]), spent_s))
         weights = [float(order.samples) for order in orders] if owned else used
-        for parameter, mean in zip(average.parameters(), weighted_mean_(ends, weights), strict=True):
+        for parameter, mean in zip(average.parameters(), weighted_mean(ends, weights), strict=True):
             parameter.data.copy_(mean)
         slowest_s = max(s for _, _, s in measured)
         time_s += slowest_s + EXCHANGE_S

@@ -121,6 +121,5 @@ def _placed(machine: Machine, phase: Phase) -> PipelinePlan:
         machine.cluster_in(phase),
         SAMPLES,
         depth="low_memory" if capped else "per_link",
-        groupings="search",
         budget=_MOVES,
     )

@@ -67,7 +67,7 @@ def _timed(ranks: int, batches: int, capped: bool) -> dict[str, list[float]]:
     model, cluster = model_of(LAYERS), cluster_of(speeds, cap)
     samples = max(SAMPLES, 4 * ranks)
     plan = place(
-        model, cluster, samples, groupings="search", budget=5, depth="low_memory" if capped else "per_link"
+        model, cluster, samples, budget=5, depth="low_memory" if capped else "per_link"
     )
     assert plan.ok, plan.reason
     trace = markov_speeds(ranks, batches, np.random.default_rng(3), dwell=DWELL * ranks)

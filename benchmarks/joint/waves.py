@@ -17,7 +17,6 @@ from benchmarks.joint.simulated.machine import Machine
 from benchmarks.joint.simulated.traces import Phase
 from lightning_hetero.solvers.chain.model import evaluate
 from lightning_hetero.solvers.placement.pipes import Pipe, Problem
-from lightning_hetero.solvers.placement.seeds import dealt
 from lightning_hetero.types import Cluster
 
 __all__ = ["waves_s"]
@@ -31,7 +30,7 @@ def waves_s(machine: Machine, phases: Sequence[tuple[Phase, int]]) -> float:
     problems = [(_problem(machine, machine.cluster_in(phase)), n) for phase, n in phases]
     found: list[float] = []
     for workers in [n for n in _WORKERS if n <= nominal.n_devices]:
-        groups = dealt(nominal, [range(nominal.n_devices)], workers)
+        groups = _dealt(nominal, workers)
         for size in _SIZES:
             samples = SAMPLES // workers
             pipes = [nominal.split(ranks, size, samples) for ranks in groups]
@@ -40,6 +39,15 @@ def waves_s(machine: Machine, phases: Sequence[tuple[Phase, int]]) -> float:
                 times = [n * _batch_s(problem, fitting, size) for problem, n in problems]
                 found.append(sum(times) / sum(n for _, n in problems))
     return min(found, default=math.nan)
+
+
+def _dealt(problem: Problem, n: int) -> list[tuple[int, ...]]:
+    """Deals the devices by speed, forth and back, to n groups."""
+    hands: list[list[int]] = [[] for _ in range(n)]
+    for i, rank in enumerate(sorted(range(problem.n_devices), key=lambda r: (-problem.speeds[r], r))):
+        lap, place = divmod(i, n)
+        hands[place if lap % 2 == 0 else n - 1 - place].append(rank)
+    return sorted(tuple(sorted(hand)) for hand in hands)
 
 
 def _problem(machine: Machine, cluster: Cluster) -> Problem:

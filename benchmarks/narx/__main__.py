@@ -19,7 +19,7 @@ from typing import Any
 from benchmarks.narx.series import RELATED, SERIES, Step, series
 from benchmarks.report import write_results
 from lightning_hetero import BalancePolicy
-from lightning_hetero.balanced.decide.controller import Controller, shares_digest
+from lightning_hetero.balanced.decide.controller import ShareController, shares_digest
 from lightning_hetero.balanced.decide.rows import Row
 from lightning_hetero.predictors import Ewma, Kalman, LastValue, Narx, Predictor
 from lightning_hetero.shares.bounds import ShareBounds
@@ -82,7 +82,7 @@ def closed_loop(predictor: Predictor | None, ranks: Sequence[Sequence[Step]]) ->
     policy = BalancePolicy(predictor=predictor or Kalman())
     bounds = ShareBounds()
     policy.start(world_size=RANKS, total=BATCH, bounds=bounds)
-    controller = Controller(policy, rank=0, world_size=RANKS)
+    controller = ShareController(policy, rank=0, world_size=RANKS)
     low, up = bounds.resolve(RANKS, BATCH, 1)
     total_s = best_s = 0.0
     for k, steps in enumerate(zip(*ranks, strict=True)):
@@ -112,7 +112,6 @@ def _row(k: int, step: Step, samples: int, compute_s: float, shares: Sequence[in
         free_cpu=step.free_cpu,
         free_mem=step.free_mem,
         most_samples=math.nan,
-        checksum=math.nan,
     )
 
 

@@ -12,7 +12,7 @@ from benchmarks.results import Results
 from lightning_hetero.report.page.charts import Bar as Stacked
 from lightning_hetero.report.page.charts import bars
 
-__all__ = ["compiled", "drop_in", "goodput", "items", "joint", "monitor", "narx", "peers", "planner", "planning_real",
+__all__ = ["drop_in", "joint", "narx", "peers", "planner", "planning_real",
            "replanning", "transport"]  # fmt: skip
 
 
@@ -173,41 +173,6 @@ def drop_in(results: Results) -> Picture:
     )
 
 
-def compiled(results: Results) -> Picture:
-    """What compilations take of a run."""
-    rows: list[Group] = []
-    for case in results.cases(": whole run"):
-        whole_s, compiling_s = results[f"{case}: whole run"], results[f"{case}: time in steps with a compilation"]
-        graphs = results[f"{case}: graphs"]
-        rows.append(Group(name=case, bars=[
-            Bar("r0", whole_s, f"{whole_s:.1f} s"),
-            Bar("exchange", compiling_s, f"{compiling_s:.1f} s, {graphs:.0f} graphs"),
-        ]))  # fmt: skip
-    return Picture(
-        title="torch.compile under hetero_balanced: whole run, and steps that compile",
-        legend=[("r0", "whole run"), ("exchange", "in steps with a compilation")],
-        panels=[("", groups(rows, label="runs"))],
-        source="120 steps on two ranks, shares change while they train; quantum: shares are multiples of it."
-        " benchmarks/compiled/results.json",
-    )
-
-
-def monitor(results: Results) -> Picture:
-    """The monitor's own hooks."""
-    ends = ": in the monitor's own hooks, rank 0, per step"
-    rows = [
-        Group(name=case, bars=[Bar(COLOURS[case], results[case + ends], f"{results[case + ends]:.0f} us, median cost of"
-                                   f" the step {results[f'{case}: cost of the monitor, median']:.1f} %")])
-        for case in results.cases(ends)
-    ]  # fmt: skip
-    return Picture(
-        title="StragglerMonitor: time per step in its own hooks",
-        panels=[("", groups(rows, label="hooks"))],
-        source="log_every_n_steps=1, 20 ms of emulated work per step; runs with and without it in turns. The goal is a"
-        " cost of at most 2 %. benchmarks/monitor/results.json",
-    )
-
-
 def peers(results: Results) -> Picture:
     """Time to a validation loss, by peer."""
     ends = ": that time to stock DDP's"
@@ -221,40 +186,6 @@ def peers(results: Results) -> Picture:
         panels=[(f"Devices: {cluster}", _at_one(rows, "stock DDP")) for cluster, rows in found.items()],
         source="Real processes on four emulated devices, medians over seeds of those that came there with every seed;"
         " what each changes in the recipe: benchmarks/peers/results.md",
-    )
-
-
-def items(results: Results) -> Picture:
-    """Batches whose samples cost unlike, on equal devices."""
-    found: dict[str, list[Group]] = {}
-    for case in results.cases(" / DDP"):
-        kind, _, engine = case.partition(": ")
-        bar = _bar(results, f"{case} / DDP", "r0" if engine == "ours" else "r5")
-        found.setdefault(kind, []).append(Group(name=engine, bars=[bar]))
-    return Picture(
-        title="Batches of skewed lengths on equal devices: step over stock DDP's",
-        panels=[(kind, _at_one(rows, "stock DDP")) for kind, rows in found.items()],
-        source="Two emulated devices whose time is in proportion to a batch's characters."
-        " benchmarks/items/results.json",
-    )
-
-
-def goodput(results: Results) -> Picture:
-    """Useful samples per second, by how often a machine goes."""
-    what, found = "useful samples per second", dict[str, list[Bar]]()
-    for case in results.cases(f": {what}"):
-        when, _, system = case.partition(": ")
-        value = results[f"{case}: {what}"]
-        goal = f"{when}: {system}: goodput"
-        missed = goal in results and results.missed(goal)
-        bar = Bar("r0" if system == "stale" else "r5", value, f"{system}: {value:.0f}", missed)
-        found.setdefault(when, []).append(bar)
-    rows = [Group(name=f"outages: {when}", bars=bars) for when, bars in found.items()]
-    return Picture(
-        title="Useful samples per second while machines go and come again",
-        panels=[("", groups(rows, label=what))],
-        source="Four emulated devices; a useful sample counts once in the final model. Missed goals in red."
-        " benchmarks/goodput/results.json",
     )
 
 

@@ -6,7 +6,7 @@ part of the FLOPs times what a scenario says a sample takes.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import pairwise
 
@@ -14,9 +14,10 @@ import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
+from torch.utils.flop_counter import FlopCounterMode
 
 from lightning_hetero.demo.text import VOCABULARY, Block, encode, topics_text
-from lightning_hetero.pipeline.runtime.measure.layers import estimate_on_meta
+from lightning_hetero.pipeline.runtime.measure.layers import Example, LayerTrial, Times, layer_costs
 from lightning_hetero.pipeline.runtime.measure.memory import state_bytes, tensor_bytes, trained_bytes
 from lightning_hetero.types import AffineCost, LayerCost, ModelCost
 
@@ -163,6 +164,23 @@ def parameters_of(model: str) -> list[tuple[int, float]]:
     return [(i, float(p.numel() * p.element_size())) for i, part in enumerate(parts) for p in part.parameters()]
 
 
+def _adam_bytes(parameters: Sequence[nn.Parameter]) -> float:
+    return 2.0 * tensor_bytes(parameters)
+
+
+def _flops(trial: LayerTrial, samples: int) -> Times:
+    """Returns the FLOPs of forward and backward, in the place of seconds."""
+
+    def job() -> Times:
+        with FlopCounterMode(display=False) as forward:
+            output = trial.forward()
+        with FlopCounterMode(display=False) as backward:
+            trial.backward(output)
+        return float(forward.get_total_flops()), float(backward.get_total_flops())
+
+    return trial.run(job)
+
+
 def costs_of(model: str, sample_s: float, fixed_s: float = 0.0) -> ModelCost:
     """Returns the model's costs: real bytes; the seconds of a micro-batch divided among layers by FLOPs.
 
@@ -176,9 +194,13 @@ def costs_of(model: str, sample_s: float, fixed_s: float = 0.0) -> ModelCost:
     example = net.before(inputs).detach()
     example.requires_grad_(bool(trained_bytes(net.before)))
     names = [f"layers.{i}" for i in range(len(net.layers))]
-    counted = estimate_on_meta(
-        [*net.layers, net.head], example, flops_per_s=1.0, names=[*names, "head"], optimizer=OPTIMIZER
-    ).layers
+    layers = [*net.layers, net.head]
+    examples = {n: Example(example[:n]) for n in (2, 8)}
+    costs = layer_costs(layers, examples, _flops, names=[*names, "head"], device=torch.device("meta"))
+    counted = [
+        replace(cost, param_bytes=trained_bytes(layer), state_bytes=state_bytes(layer, _adam_bytes))
+        for layer, cost in zip(layers, costs, strict=True)
+    ]
     total = sum(cost.forward.per_sample_s + cost.backward.per_sample_s for cost in counted)
 
     def scaled(cost: AffineCost) -> AffineCost:
@@ -194,7 +216,7 @@ def costs_of(model: str, sample_s: float, fixed_s: float = 0.0) -> ModelCost:
         forward=AffineCost(fixed_s=0.0, per_sample_s=0.0),
         backward=AffineCost(fixed_s=0.0, per_sample_s=0.0),
         param_bytes=trained_bytes(net.before),
-        state_bytes=state_bytes(net.before, OPTIMIZER),
+        state_bytes=state_bytes(net.before, _adam_bytes),
         activation_bytes=per_sample_bytes,
         output_bytes=per_sample_bytes,
     )

@@ -20,7 +20,7 @@ from lightning_hetero.emulate import Pacer
 from lightning_hetero.emulate.links import SlowClock
 from lightning_hetero.emulate.pace import EmulatedPace
 from lightning_hetero.pipeline.decide.costs import times_of
-from lightning_hetero.pipeline.decide.link_clock import LinkClock
+from lightning_hetero.pipeline.decide.links import LinkClock
 from lightning_hetero.pipeline.decide.plans import parts_of
 from lightning_hetero.pipeline.decide.schedule import PipelineTimes
 from lightning_hetero.pipeline.runtime.execute.busy_time import BusyTime

@@ -29,7 +29,6 @@ from lightning_hetero.pipeline.decide.plans import emulated
 from lightning_hetero.plan.formula import model_from_formula
 from lightning_hetero.plan.planner import ENGINES, Plan, plan
 from lightning_hetero.plan.setup import Setup
-from lightning_hetero.plan.stale import stale
 from lightning_hetero.solvers.plans import plan_to_plain
 from lightning_hetero.types import Cluster, ModelCost
 
@@ -38,7 +37,6 @@ WITHIN = 0.10
 GOAL = "0.9 to 1.1"
 SIZES = (16, 128, 1000)  # devices
 CPU_SIZES = (16, 64, 256, 1024)  # devices, for processor time
-FULL = 64  # of which the stale engine's simulation takes all, to compare
 
 
 def planned(case: Case, profile: ModelCost, links: Cluster) -> Plan:
@@ -114,15 +112,6 @@ def processor(sizes: tuple[int, ...]) -> dict[str, dict[str, dict[str, float]]]:
     return found
 
 
-def sampled(ranks: int) -> dict[str, float]:
-    """Returns the stale engine's step from all of many devices, and from the usual sample of them [s]."""
-    setup = large(ranks)
-    started_s = time.perf_counter()
-    whole = stale(setup, simulated=ranks)
-    seconds = time.perf_counter() - started_s
-    return {"ranks": ranks, "all_s": whole.step_s, "sample_s": stale(setup).step_s, "seconds": seconds}
-
-
 def figures(raw: dict[str, Any]) -> list[dict[str, Any]]:
     """Returns planned / measured of each case and engine, medians over the repeats, and the planner's own times."""
     found: list[dict[str, Any]] = []
@@ -146,18 +135,6 @@ def figures(raw: dict[str, Any]) -> list[dict[str, Any]]:
     for ranks, engines in raw.get("planning_s", {}).items():
         for engine, seconds in engines.items():
             figure(f"planning {engine} on {ranks} devices", seconds, "s")
-    if "sampled" not in raw:
-        return found
-    one = raw["sampled"]
-    ratio = one["sample_s"] / one["all_s"]
-    figure(
-        f"stale: step of a sample / of all {one['ranks']} devices simulated",
-        ratio,
-        "x",
-        GOAL,
-        abs(ratio - 1.0) <= WITHIN,
-    )
-    figure(f"stale: simulating all {one['ranks']} devices", one["seconds"], "s")
     return found
 
 
@@ -203,7 +180,6 @@ def _rest(raw: dict[str, Any], cases: tuple[Case, ...], quick: bool, repeats: in
                 one = {**runs[estimate.engine], "planned_s": estimate.step_s, "bound_s": estimate.bound_s}
                 raw["steps"].setdefault(case.name, {}).setdefault(estimate.engine, []).append(one)
     raw["planning_s"] = timed(SIZES[:1] if quick else SIZES)
-    raw["sampled"] = sampled(32 if quick else FULL)
 
 
 if __name__ == "__main__":

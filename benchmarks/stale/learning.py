@@ -16,9 +16,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_hetero.stale.decide.completion import completed
+from benchmarks.stale.simulator import Hooks
 from lightning_hetero.stale.decide.effects import Accepted, Granted, Refused, Span, Updated
-from lightning_hetero.stale.decide.policy import Policy
 
 __all__ = ["BATCH", "RECIPES", "TRAINING_SAMPLES", "Learner", "Recipe", "Training", "synchronous"]
 
@@ -195,16 +194,10 @@ class Learner:
     Args:
         recipe: model and optimizer.
         seed: of the initial weights.
-        compensation: lambda of DC-ASGD: ``g + lambda g * g * (w_now - w_then)``.
-        limit: most that it changes an entry by, in multiples of that entry.
-        completes: a late contribution completes the mean of the update that it missed, see
-            `lightning_hetero.stale.decide.completion`.
     """
 
-    def __init__(
-        self, recipe: Recipe, seed: int, compensation: float = 0.0, limit: float = math.inf, completes: bool = False
-    ) -> None:
-        self.recipe, self.compensation, self.limit, self.completes = recipe, compensation, limit, completes
+    def __init__(self, recipe: Recipe, seed: int) -> None:
+        self.recipe = recipe
         self.weights = recipe.weights(np.random.default_rng([7, seed]))
         self.total = recipe.epochs * (TRAINING_SAMPLES // BATCH)
         self.tick = self.steps = 0
@@ -216,16 +209,6 @@ class Learner:
         self.tick_losses: list[float] = []
         self.target_tick: int | None = None
         self._taken: dict[int, Vector] = {}
-        self._bases: dict[int, int] = {}  # lease -> version
-        self._means: dict[int, tuple[Vector, int]] = {}  # version -> mean of what was computed with it, and of how many
-        self._changes = np.zeros_like(self.weights)  # of these means, since the last update
-        self._late = 0  # samples in them
-
-    @classmethod
-    def under(cls, policy: Policy, recipe: Recipe, seed: int) -> Learner:
-        """Makes one whose server does with contributions what a policy says."""
-        completes = policy.completes(linear=not recipe.adam)
-        return cls(recipe, seed, policy.compensation, policy.correction_limit, completes)
 
     @property
     def running(self) -> bool:
@@ -234,25 +217,13 @@ class Learner:
 
     def take(self, lease: int) -> None:
         """A worker copies the parameters."""
-        self._taken[lease], self._bases[lease] = self.weights, self.steps
+        self._taken[lease] = self.weights
 
     def give(self, lease: int, images: Vector, labels: NDArray[np.int64], scale: float) -> None:
         """A worker's gradients over its samples go into the pool."""
-        then, base = self._taken.pop(lease), self._bases.pop(lease)
-        loss, gradient = self.gradient(then, images, labels)
+        loss, gradient = self.gradient(self._taken.pop(lease), images, labels)
         self.loss_sum += loss * len(labels)
         self.samples += len(labels)
-        if base in self._means:
-            mean, count = self._means[base]
-            whole, part = completed(float(count), float(len(labels)))
-            change = np.float32(part) * (gradient - mean)
-            self._means[base] = mean + change, int(whole)
-            self._changes = self._changes + change
-            self._late += len(labels)
-            return
-        if self.compensation:
-            relative = self.compensation * gradient * (self.weights - then)
-            gradient = gradient + gradient * np.clip(relative, -self.limit, self.limit)
         self.pool += np.float32(scale * len(labels)) * gradient
 
     def gradient(self, weights: Vector, images: Vector, labels: NDArray[np.int64]) -> tuple[float, Vector]:
@@ -262,18 +233,11 @@ class Learner:
     def drop(self, lease: int) -> None:
         """A worker's contribution is refused."""
         self._taken.pop(lease, None)
-        self._bases.pop(lease, None)
 
-    def step(self, samples: int, worth: float, ends_tick: bool) -> None:
+    def step(self, samples: int, worth: float, ends_step: bool) -> None:
         """One update with the mean of the pool, at ``worth`` times the scheduled learning rate."""
         lr = np.float32(worth * self.recipe.lr * 0.5 * (1 + math.cos(math.pi * self.tick / self.total)))
-        fresh = samples - self._late
-        gradient = self.pool / np.float32(max(fresh, 1))
-        if self.completes:
-            known = {**self._means, **({self.steps: (gradient, fresh)} if fresh else {})}
-            self._means = {base: known[base] for base in known if base in self._bases.values()}
-            gradient = gradient + self._changes
-            self._changes, self._late = np.zeros_like(self.weights), 0
+        gradient = self.pool / np.float32(max(samples, 1))
         self.steps += 1
         if self.recipe.adam:
             self.first = np.float32(0.9) * self.first + np.float32(0.1) * gradient
@@ -284,7 +248,7 @@ class Learner:
             self.first = np.float32(0.9) * self.first + gradient
             self.weights = self.weights - lr * self.first
         self.pool = np.zeros_like(self.pool)
-        if ends_tick:
+        if ends_step:
             self._end_tick()
 
     def _end_tick(self) -> None:
@@ -312,8 +276,8 @@ class Learner:
         return {"loss": self.final_loss(), "target_tick": at, "target_s": None if at is None else ticks_s[at]}
 
 
-class Training:
-    """`lightning_hetero.stale.decide.simulate.simulator.Hooks` for several learners on one schedule."""
+class Training(Hooks):
+    """`benchmarks.stale.simulator.Hooks` for several learners on one schedule."""
 
     def __init__(self, learners: Sequence[Learner], seed: int) -> None:
         self.learners, self.seed = list(learners), seed
@@ -346,8 +310,8 @@ class Training:
     def updated(self, updated: Updated, now_s: float) -> None:
         for learner in self.learners:
             if learner.running:
-                learner.step(updated.samples, updated.worth, updated.ends_tick)
-        if updated.ends_tick:
+                learner.step(updated.samples, updated.worth, updated.ends_step)
+        if updated.ends_step:
             self.ticks_s.append(now_s)
 
 

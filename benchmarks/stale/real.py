@@ -29,7 +29,6 @@ PER_RANK = 16
 SPELL_STEP_S = 0.02
 ENGINES = ("ddp", "balanced", "flexible", "asp", "backup")
 EMULATION = 4  # of cached results: 1 had real work on top of the emulated, 2 and 3 did not tell where time goes
-PARTS = ("work", "pull", "write", "held", "answer", "meet", "rest")
 SURVIVORS = ("flexible", "asp", "backup")  # what a killed rank does not end
 
 
@@ -197,22 +196,6 @@ def summarize(results: dict[str, dict[str, Any]], *, quick: bool, seeds: Iterabl
     return rows
 
 
-def parts_of(run: dict[str, Any], bound_s: float) -> dict[str, float]:
-    """Returns what rank 0's time is made of, in parts of the bound.
-
-    ``work``: emulated; the bound is 1, less or more if other ranks have done more or less than their part. ``pull``,
-    ``write``: of the parameters and gradients, through memory; ``held``: the server had its message and no work for it,
-    or made the update; ``answer``: the rest of the time from a message to its answer, which is the server's work for
-    this rank and those before it, and waiting for a core; ``meet``: for all ranks, where an epoch ends; ``rest``:
-    Lightning, loaders and all else that this process does.
-    """
-    calls = {name: run["parts_s"].get(name, 0.0) for name in ("pull", "write", "claim", "push", "meet")}
-    asked_s = calls.pop("claim") + calls.pop("push") - calls["write"]
-    parts = {"work": run["compute_s"], **calls, "held": run["held_s"], "answer": asked_s - run["held_s"]}
-    parts["rest"] = run["fit_s"] - sum(parts.values())
-    return {name: parts[name] / bound_s for name in PARTS}
-
-
 def _row(
     task: Task, cluster: Cluster, engine: str, own: dict[int, Any], found: dict[str, dict[int, Any]],
     bounds: dict[int, float],
@@ -241,8 +224,4 @@ def _row(
         "max_staleness": max(r["max_staleness"] for r in own.values()),
         "recomputed": statistics.median(r["recomputed"] for r in own.values()),
         "hold_s": statistics.median(r["hold_s"] for r in own.values()),
-        "parts": {name: statistics.median(parts[name] for parts in map(parts_of, own.values(), bounds.values()))
-                  for name in PARTS},
-        "server_cpu": statistics.median(own[s]["server_cpu_s"] / bounds[s] for s in own),
-        "messages": statistics.median(own[s]["messages"] for s in own),
     }  # fmt: skip

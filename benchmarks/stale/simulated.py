@@ -33,11 +33,11 @@ from benchmarks.stale.cases import (
     JitteredWork,
 )
 from benchmarks.stale.learning import BATCH, RECIPES, TRAINING_SAMPLES, Learner, Recipe, Training, synchronous
+from benchmarks.stale.simulator import Costs, Simulated, WorkerTotals, simulate
 from lightning_hetero.shares.bounds import ShareBounds
 from lightning_hetero.shares.policy import BalancePolicy
 from lightning_hetero.solvers.scale import scale_shares
 from lightning_hetero.stale.decide.coordinator import Coordinator
-from lightning_hetero.stale.decide.simulate.simulator import Costs, Trace, WorkerTotals, simulate
 from lightning_hetero.types import SpeedSample
 
 __all__ = ["balanced_barrier", "run", "run_one", "tune"]
@@ -54,7 +54,7 @@ ENDS = tuple(range(BATCH, TRAINING_SAMPLES + 1, BATCH))
 
 def balanced_barrier(
     work: JitteredWork, workers: int, batches: Sequence[int], costs: Costs, *, min_samples: int = 1
-) -> Trace:
+) -> Simulated:
     """Simulates the balanced engine: its own policy with its defaults, and a barrier after every batch.
 
     As in the engine, a record that surprises decides the very next batch, any other one the batch after that. A worker
@@ -73,10 +73,7 @@ def balanced_barrier(
         for rank, (n, busy_s) in enumerate(zip(shares, times, strict=True)):
             one = totals[rank]
             one.busy_s += busy_s
-            one.pull_s += costs.pull_s
-            one.push_s += costs.push_s
             one.hold_s += slowest - busy_s
-            one.longest_hold_s = max(one.longest_hold_s, slowest - busy_s)
             one.samples += n
             one.chunks += n > 0
         now_s += costs.pull_s + slowest + costs.push_s
@@ -91,9 +88,7 @@ def balanced_barrier(
         if policy.urgent(shares, times):
             policy.observe(records)
             waiting = []
-    return Trace(
-        makespan_s=now_s, workers=totals, staleness={0: sum(batches)}, updates_s=updates_s, ticks=len(batches)
-    )
+    return Simulated(makespan_s=now_s, workers=totals, staleness={0: sum(batches)}, updates_s=updates_s)
 
 
 def scaled(name: str, epochs: int) -> Recipe:
@@ -120,7 +115,7 @@ def run_one(job: Job) -> Result:
         policy = contender.policy()
         coordinator = Coordinator(policy, workers=range(workers))
         names = () if contender.synchronous else recipes
-        learners = [Learner.under(policy, scaled(name, epochs), seed) for name in names]
+        learners = [Learner(scaled(name, epochs), seed) for name in names]
         training = Training(learners, seed)
         trace = simulate(
             coordinator,
@@ -129,7 +124,6 @@ def run_one(job: Job) -> Result:
             epochs=[ENDS] * epochs,
             costs=COSTS,
             hooks=training if learners else None,
-            record=False,
         )
         for learner in learners:
             trained[learner.recipe.name] = learner.result(training.ticks_s)
@@ -141,8 +135,7 @@ def run_one(job: Job) -> Result:
         "mean_staleness": trace.mean_staleness,
         "stale_fraction": 1.0 - trace.staleness.get(0, 0) / max(1, sum(trace.staleness.values())),
         "recomputed": trace.recomputed / (TRAINING_SAMPLES * epochs),
-        "waiting": trace.waiting(),
-        "longest_hold_s": max(w.longest_hold_s for w in trace.workers.values()),
+        "waiting": sum(w.hold_s for w in trace.workers.values()) / (workers * trace.makespan_s),
         "ticks_s": trace.updates_s if contender.synchronous else [],
         "trained": trained,
     }
@@ -157,8 +150,8 @@ def code_digest() -> int:
     here = Path(__file__).parent
     package = here.parents[1] / "lightning_hetero"
     found: dict[Path, str] = {}
-    todo = [here / "learning.py", here / "cases.py"]
-    todo += [package / "stale/decide/simulate/simulator.py", package / "shares/policy.py"]
+    todo = [here / "learning.py", here / "cases.py", here / "speeds.py", *(here / "policies").glob("*.py")]
+    todo += [here / "simulator.py", package / "shares/policy.py"]
     while todo:
         file = todo.pop()
         if file in found:
@@ -293,7 +286,6 @@ def rows_of(
                 "stale_fraction": statistics.fmean(r["stale_fraction"] for r in some),
                 "recomputed": statistics.fmean(r["recomputed"] for r in some),
                 "waiting": statistics.fmean(r["waiting"] for r in some),
-                "longest_hold_s": max(r["longest_hold_s"] for r in some),
             }
             if ddp is not None:
                 base = get(case, ddp)
@@ -320,7 +312,7 @@ def run(quick: bool = False, jobs: int = 1, progress: Callable[[str], None] = pr
     A row has the columns ``case``, ``policy``, ``held_out``, ``time_s`` and ``time_spread_s`` (median, half the
     distance of the quartiles), ``to_ddp``, ``to_balanced`` (the better of its two forms), ``to_bound``,
     ``max_staleness``, ``mean_staleness``, ``stale_fraction``, ``recomputed`` (of the samples), ``waiting`` (of the
-    workers' time), ``longest_hold_s``, and for each recipe ``<recipe>: loss to DDP`` with ``..., standard error`` and
+    workers' time), and for each recipe ``<recipe>: loss to DDP`` with ``..., standard error`` and
     ``<recipe>: time to target_s`` (None: the median run does not reach it). Four of the cases train the CNN, too.
 
     About 50 minutes of one core.
@@ -332,7 +324,7 @@ def run(quick: bool = False, jobs: int = 1, progress: Callable[[str], None] = pr
     """
     if quick:
         cases = [case for case in CASES if case.name in ("1:1:1/2:1/4", "spells")]
-        main = ("bsp (stock DDP)", "flexible", "asp", "dynsgd", "dc_asgd", "quorum")
+        main = ("bsp (stock DDP)", "flexible", "asp", "dynsgd", "quorum")
         contenders = [c for c in CONTENDERS if c.name in main or c.kind == "balanced"]
         return rows_of(cases, contenders, FINAL_SEEDS[:2], MLP, 4, jobs, progress)
     rows: list[Result] = []

@@ -5,27 +5,23 @@ from __future__ import annotations
 import gc
 import json
 import logging
-import resource
 import sys
 import time
 import warnings
-from collections.abc import Callable
-from functools import wraps
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer, seed_everything
 from lightning.pytorch.strategies import DDPStrategy
 
 from benchmarks.emulated import Emulated
+from benchmarks.stale.policies import WRITTEN
 from benchmarks.stale.real import CLUSTERS, PER_RANK, SPELL_STEP_S, TASKS, WORLD, Run, key
 from benchmarks.steps import percentile
 from lightning_hetero import BoundedStalenessStrategy, LoadBalancedStrategy
 from lightning_hetero.demo import CharTransformer, DigitsCNN, DigitsData, TopicsText
-from lightning_hetero.stale.runtime.work.gradient_writer import GradientWriter
-from lightning_hetero.stale.runtime.work.worker import Worker
 
 WARM_UP = 3  # batches that are no steps yet
 
@@ -33,10 +29,8 @@ WARM_UP = 3  # batches that are no steps yet
 class Clock(Callback):
     """Seconds from the first batch to the end of training, and of each of Lightning's batches, on this rank."""
 
-    def __init__(self, parts: Parts) -> None:
+    def __init__(self) -> None:
         self.fit_s = 0.0
-        self.parts_s: dict[str, float] = {}
-        self._parts = parts
         self._began_s = 0.0
         self._starts_s: list[float] = []
 
@@ -49,47 +43,9 @@ class Clock(Callback):
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if not self._began_s:
             self._began_s = time.perf_counter()
-            self._parts.begin()
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self.fit_s = time.perf_counter() - self._began_s
-        self.parts_s = dict(self._parts.spent_s)
-
-
-class Parts:
-    """How long this rank is in each call of its parameter server, from the first batch to the end of training."""
-
-    CALLS: ClassVar = {**dict.fromkeys(("claim", "pull", "push", "meet"), Worker), "write": GradientWriter}
-
-    def __init__(self) -> None:
-        self.begin()
-        self._plain = {name: getattr(of, name) for name, of in self.CALLS.items()}
-
-    def __enter__(self) -> Parts:
-        for name, call in self._plain.items():
-            setattr(self.CALLS[name], name, self._timed(name, call))
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for name, call in self._plain.items():
-            setattr(self.CALLS[name], name, call)
-
-    def _timed(self, name: str, call: Callable[..., Any]) -> Callable[..., Any]:
-        @wraps(call)
-        def timed(*args: Any, **kwargs: Any) -> Any:
-            began_s = time.perf_counter()
-            try:
-                return call(*args, **kwargs)
-            finally:
-                self.spent_s[name] += time.perf_counter() - began_s
-                self.calls += name in ("claim", "push")
-
-        return timed
-
-    def begin(self) -> None:
-        """Forgets what was before the first batch."""
-        self.spent_s = dict.fromkeys(self.CALLS, 0.0)
-        self.calls = 0  # that the server has answered with work, or with the word that there is none
 
 
 class Decaying(LightningModule):
@@ -128,7 +84,8 @@ def strategy(engine: str) -> Any:
         return DDPStrategy(process_group_backend="gloo")
     if engine == "balanced":
         return LoadBalancedStrategy(process_group_backend="gloo", monitor=False, min_samples=1)
-    return BoundedStalenessStrategy(policy=engine, process_group_backend="gloo", monitor=False)
+    policy = WRITTEN[engine]() if engine in WRITTEN else engine
+    return BoundedStalenessStrategy(policy=policy, process_group_backend="gloo", monitor=False)
 
 
 def loss_of(model: LightningModule, data: LightningDataModule) -> float:
@@ -143,12 +100,6 @@ def loss_of(model: LightningModule, data: LightningDataModule) -> float:
     return total / samples
 
 
-def children_cpu_s() -> float:
-    """Processor time of the processes that this one has started and that have ended [s]."""
-    spent = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return spent.ru_utime + spent.ru_stime
-
-
 def train(run: Run) -> dict[str, Any]:
     """Trains one run and returns what this rank saw."""
     cluster = next(c for c in CLUSTERS if c.name == run.cluster)
@@ -156,8 +107,7 @@ def train(run: Run) -> dict[str, Any]:
     scenario = cluster.scenario(sample_s, run.seed, run.steps)
     seed_everything(run.seed, verbose=False)
     model, data = task(run)
-    parts = Parts()
-    clock, engine = Clock(parts), strategy(run.engine)
+    clock, engine = Clock(), strategy(run.engine)
     emulated = Emulated(scenario, step_every_s=SPELL_STEP_S if cluster.spells else None)
     metrics: dict[str, Any] = {}
     trainer = Trainer(
@@ -178,9 +128,7 @@ def train(run: Run) -> dict[str, Any]:
         ],
     )
     gc.collect()  # of the imports' and the last run's, or it comes in some step of some engine
-    before_s = children_cpu_s()
-    with parts:
-        trainer.fit(model, datamodule=data)
+    trainer.fit(model, datamodule=data)
     staleness = {int(k): v for k, v in metrics.get("staleness", {}).items()}
     return {
         "fit_s": clock.fit_s,
@@ -188,10 +136,6 @@ def train(run: Run) -> dict[str, Any]:
         "longest_s": max(clock.steps_s()),
         "taken": emulated.taken(),
         "compute_s": emulated.pacer.taken_s if emulated.pacer is not None else 0.0,
-        "parts_s": clock.parts_s,
-        "held_s": metrics.get("hold_s", {}).get("0", 0.0),
-        "server_cpu_s": children_cpu_s() - before_s,  # the server is rank 0's only child
-        "messages": parts.calls,
         "loss": loss_of(model, data) if trainer.is_global_zero else 0.0,
         "steps": trainer.global_step,
         "stale_fraction": metrics.get("stale_fraction", 0.0),

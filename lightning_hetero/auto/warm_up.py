@@ -25,7 +25,7 @@ from lightning_hetero.cluster.spec import override_cluster
 from lightning_hetero.emulate.scenario import Scenario
 from lightning_hetero.measure.device import device_of
 from lightning_hetero.measure.probe import probe_cluster
-from lightning_hetero.pipeline.decide.direct_links import MOST_COMMUNICATORS
+from lightning_hetero.pipeline.decide.links import MOST_COMMUNICATORS
 from lightning_hetero.pipeline.fit.plan.planning import Carried
 from lightning_hetero.pipeline.fit.plan.rehearsal import Rehearsal, measure_model, measure_series
 from lightning_hetero.pipeline.runtime.measure.around_backbone import NeverCalledError

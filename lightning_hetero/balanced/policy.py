@@ -1,7 +1,6 @@
 """The policies' documented path; they live in ``decide/``."""
 
-from lightning_hetero.balanced.decide.tuning import TuningPolicy
 from lightning_hetero.shares.bounds import ShareBounds
 from lightning_hetero.shares.policy import BalancePolicy
 
-__all__ = ["BalancePolicy", "ShareBounds", "TuningPolicy"]
+__all__ = ["BalancePolicy", "ShareBounds"]

@@ -2,10 +2,13 @@
 
 One training batch, with the collaborator that does the work:
 
-    fetch -> parts [data] -> open: weight [weighting] -> forward -> * weight -> backward -> own gradients complete
-                                                                        |-> stopwatch stops [cluster.clock]
-                                                                        '-> record sent, not waited for [transport]
+    fetch -> parts [data] -> weight [loss_weight] -> forward -> loss * weight -> backward -> own gradients complete
+                                                            |-> stopwatch stops [step_clock]
+                                                            '-> record sent, not waited for [step_times]
     next fetch: records due by now -> predict, solve, maybe change the shares [controller, policy]
+
+Two calls are replaced for the time of a fit or a step: the precision plugin's ``backward``, by `_weighted_backward`
+below, and the module's ``training_step``, by what computes it in pieces where memory is short, see `Recovery`.
 """
 
 from __future__ import annotations
@@ -15,24 +18,21 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from lightning.fabric.utilities.rank_zero import rank_zero_warn
+from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_hetero import lightning_compat as compat
-from lightning_hetero.balanced.decide.controlled import ControlledPolicy
-from lightning_hetero.balanced.fit.in_step import InStep
 from lightning_hetero.balanced.fit.loaders import BatchSettings
 from lightning_hetero.balanced.fit.plain_backward import PlainBackward
-from lightning_hetero.balanced.fit.rebalancer import BatchRebalancer
-from lightning_hetero.balanced.fit.refusals import PolicyName, chosen_policy, controlled_policy
 from lightning_hetero.balanced.fit.run import BalancedRun, BalanceSettings
-from lightning_hetero.base.checks import check_choice, check_controller, check_counts, check_flags
+from lightning_hetero.base.checks import check_choice, check_counts, check_flags
 from lightning_hetero.base.metrics import integer_mean_, is_mean, weighted_mean_
 from lightning_hetero.base.refusals import Refusals
 from lightning_hetero.base.strategy import HeteroStrategy
+from lightning_hetero.callbacks.rebalancer import BatchRebalancer
 from lightning_hetero.callbacks.work import check_batch_cost
-from lightning_hetero.controller.lyapunov import LyapunovController
-from lightning_hetero.controller.replans import Replan
+from lightning_hetero.data import Part
 from lightning_hetero.data.costs import check_sample_costs
 from lightning_hetero.data.stream import StreamMode
 from lightning_hetero.lightning_compat.patches import patched
@@ -57,18 +57,14 @@ class LoadBalancedStrategy(HeteroStrategy[BalancedRun]):
         predictor: models a rank's time: ``"kalman"``, ``"narx"`` (it is told the host's load, too), ``"ewma"``,
             ``"last"``, ``"curve"``, or a `Predictor`.
         dead_band: relative gain of the predicted step time below which shares stay.
-        cooldown: measurements to let pass after a change of shares.
         min_samples: least samples per rank (one number, or one per rank); default a quarter of the equal share.
         max_samples: most samples per rank; default four times the equal share. If together they hold less than the
             global batch, each rank computes its part in pieces, within the step.
         quantum: shares are multiples of this. ``"auto"``: 1, but where the module is compiled anew for each number of
             samples, and on devices with tensor cores, a power of two that divides the global batch.
-        policy: how shares are decided: ``"predictive"`` (the default): by a predictor's times; ``"tuning"``: by trial,
-            as LB-BSP on GPU clusters; or a whole `BalancePolicy`. The last two exclude ``predictor``, ``dead_band`` and
-            ``cooldown``.
+        policy: a whole `BalancePolicy`, in the place of ``predictor`` and ``dead_band``; ``None`` and ``"predictive"``:
+            the one that these two describe.
         rebalance: ``False`` keeps equal shares (exact weighting and metrics stay).
-        controller: decides the shares, and which ranks rest, in the place of the policy: a `LyapunovController`, e.g.
-            with a ``budget``, or ``"lyapunov"`` for one without. ``None``: the policy decides, and all ranks work.
         exchange_every: exchange measurements every k steps; default: every step, fewer when steps are short.
         stream: what an `IterableDataset` is: ``"infinite"`` per rank, or ``"shared"`` by all ranks.
         batch_cost: the work of this rank's batch, padding included, e.g. ``lambda batch: batch["ids"].numel()``, where
@@ -77,11 +73,6 @@ class LoadBalancedStrategy(HeteroStrategy[BalancedRun]):
         sample_costs: the work of each sample of the train dataset, by index, where it is known before loading: each
             rank's part of a global batch is then cut by work, not by number. A method ``sample_cost(i)`` of the dataset
             serves too. Gradients stay means over samples.
-        waiting_modules: module types, besides `SyncBatchNorm`, that wait for peers inside forward or backward.
-        sample_weighted_metrics: per-step means over ranks (``self.log(..., sync_dist=True)``) count samples, or what
-            ``batch_weight`` counts; means of an epoch count ``batch_size``, as Lightning's always do.
-        check_parameters_every: optimizer steps in which the ranks compare all their parameters once, by a checksum that
-            travels with the measurements; ``None``: they do not.
         **ddp: arguments shared by all engines, and `DDPStrategy`'s own; see `HeteroStrategy`.
 
     Raises:
@@ -103,24 +94,19 @@ class LoadBalancedStrategy(HeteroStrategy[BalancedRun]):
         *,
         predictor: PredictorName | Predictor = "kalman",
         dead_band: float = 0.02,
-        cooldown: int = 0,
         min_samples: int | Sequence[int] | None = None,
         max_samples: int | Sequence[int] | None = None,
         quantum: int | Literal["auto"] = "auto",
-        policy: PolicyName | BalancePolicy | None = None,
+        policy: Literal["predictive"] | BalancePolicy | None = None,
         rebalance: bool = True,
-        controller: LyapunovController | Literal["lyapunov"] | None = None,
         exchange_every: int | None = None,
         stream: StreamMode | None = None,
         batch_cost: Callable[[Any], float] | None = None,
         sample_costs: Sequence[float] | None = None,
-        waiting_modules: Sequence[type[nn.Module]] = (),
-        sample_weighted_metrics: bool = True,
-        check_parameters_every: int | None = None,
         **ddp: Any,
     ) -> None:
         super().__init__(accelerator=accelerator, **ddp)
-        check_counts(exchange_every=exchange_every, check_parameters_every=check_parameters_every)
+        check_counts(exchange_every=exchange_every)
         if quantum != "auto":
             if isinstance(quantum, str):
                 raise ValueError(f"quantum={quantum!r} must be a whole number >= 1, or 'auto'")
@@ -128,27 +114,10 @@ class LoadBalancedStrategy(HeteroStrategy[BalancedRun]):
         check_batch_cost(batch_cost)
         check_sample_costs(sample_costs)
         check_choice("stream", stream, (None, "infinite", "shared"))
-        check_flags(rebalance=rebalance, sample_weighted_metrics=sample_weighted_metrics)
-        for kind in waiting_modules if isinstance(waiting_modules, Sequence) else [waiting_modules]:
-            if not (isinstance(kind, type) and issubclass(kind, nn.Module)):
-                raise TypeError(f"waiting_modules={waiting_modules!r} must be a list of classes of modules")
-        self.controller = check_controller(controller)
-        if controller is None:
-            self.policy = chosen_policy(policy, predictor, dead_band, cooldown)
-        else:
-            idle = {
-                "predictor": predictor != "kalman",
-                "dead_band": dead_band != 0.02,
-                "cooldown": cooldown != 0,
-                "policy": policy is not None,
-                "min_samples": min_samples is not None,
-                "rebalance": not rebalance,
-            }
-            self.policy = controlled_policy(self.controller, [name for name, given in idle.items() if given])
-        self._closure_loss: Tensor | None = None
+        check_flags(rebalance=rebalance)
+        self.policy = _chosen_policy(policy, predictor, dead_band)
         self._plain = PlainBackward()
-        self._gatherer = InStep()
-        self.sample_weighted_metrics = sample_weighted_metrics
+        self._warned_of_gathering = False
         self.settings = BalanceSettings(
             policy=self.policy,
             rebalance=rebalance,
@@ -159,18 +128,9 @@ class LoadBalancedStrategy(HeteroStrategy[BalancedRun]):
                 exchange_every=exchange_every,
                 sample_costs=sample_costs,
             ),
-            waiting_modules=tuple(waiting_modules),
             batch_cost=batch_cost,
-            check_parameters_every=check_parameters_every,
             ddp_arguments=self.ddp_arguments,
         )
-
-    def __repr__(self) -> str:
-        known = super().__repr__()
-        if self.controller is None:
-            return known
-        name = self.controller if isinstance(self.controller, str) else type(self.controller).__name__
-        return f"{known.removesuffix('>')}, controller {name}>"
 
     # ---- set-up -----------------------------------------------------------------------------------------------
 
@@ -178,20 +138,16 @@ class LoadBalancedStrategy(HeteroStrategy[BalancedRun]):
         super().set_world_ranks()
         if self.world_size > 1:
             self.settings.batches.bounds.check_ranks(self.world_size)
-            if isinstance(self.controller, LyapunovController):
-                self.controller.check_ranks(self.world_size)
 
     def begin(self, trainer: Trainer) -> BalancedRun:
-        assert self.cluster_environment is not None
         run = BalancedRun(
             trainer,
             self.shared,
             self.settings,
             timeout=self.timeout,
             device=self.root_device,
-            main_address=self.cluster_environment.main_address,
         )
-        run.undo.enter_context(patched(self.precision_plugin, "backward", self._backward_weighted))
+        run.undo.enter_context(patched(self.precision_plugin, "backward", self._weighted_backward))
         return run
 
     def setup(self, trainer: Trainer) -> None:
@@ -200,8 +156,8 @@ class LoadBalancedStrategy(HeteroStrategy[BalancedRun]):
             self._run.attach(self.model)
 
     def idle_on_one_device(self) -> dict[str, Any]:
-        given = {"max_samples": self.settings.batches.bounds.upper, "controller": self.controller}
-        return {name: value for name, value in given.items() if value is not None}
+        upper = self.settings.batches.bounds.upper
+        return {} if upper is None else {"max_samples": upper}
 
     # ---- one step ---------------------------------------------------------------------------------------------
 
@@ -223,7 +179,7 @@ class LoadBalancedStrategy(HeteroStrategy[BalancedRun]):
                 return super().training_step(*args, **kwargs)
         with run.dummy_guard(), self._plain.taken(run.module, self.model):
             output = super().training_step(*args, **kwargs)
-        run.manual_step_done()
+        run.step_over()
         return output
 
     def _wrap_again(self, run: BalancedRun) -> None:
@@ -234,34 +190,40 @@ class LoadBalancedStrategy(HeteroStrategy[BalancedRun]):
         self.configure_ddp()
         run.attach(self.model)
 
-    def pre_backward(self, closure_loss: Tensor) -> None:
-        self._closure_loss = closure_loss if self._run is not None else None  # holds the graph, also if it gets scaled
-        super().pre_backward(closure_loss)
-
-    def _backward_weighted(self, tensor: Tensor, model: Any, optimizer: Any, *args: Any, **kwargs: Any) -> None:
-        """In the place of the precision plugin's ``backward`` during a run: users' hooks see their own loss."""
+    def _weighted_backward(self, loss: Tensor, model: Any, optimizer: Any, *args: Any, **kwargs: Any) -> None:
+        """Weights the loss: a fit's ``backward`` of the precision plugin, behind all hooks that see the loss."""
         run, plugin = self._run, self.precision_plugin
         assert run is not None
-        closure_loss, self._closure_loss = self._closure_loss, None
-        with patched(self._plain, "manual", True):
-            run.backward(
-                tensor,
-                lambda loss: type(plugin).backward(plugin, loss, model, optimizer, *args, **kwargs),
-                [] if closure_loss is None else [closure_loss],
-            )
+        with patched(self._plain, "manual", True), run.backward():
+            type(plugin).backward(plugin, run.weigh(loss), model, optimizer, *args, **kwargs)
 
     def optimizer_step(self, optimizer: Any, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
         output = super().optimizer_step(optimizer, closure, model, **kwargs)
         if self._run is not None:
-            self._run.optimizer_stepped()
+            self._run.probe.updated()
         return output
 
     def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
         """In a step, of a rank without samples, no row of its dummy is gathered; a mean of numbers is warned of."""
         run = self._run
         if run is not None and run.part is not None and compat.batch_results_open(run.trainer):
-            tensor = self._gatherer.given(run.part, tensor)
+            tensor = self._given(run.part, tensor)
         return super().all_gather(tensor, group, sync_grads)
+
+    def _given(self, part: Part, tensor: Tensor) -> Tensor:
+        """Returns what this rank gives to a gathering inside of a training step."""
+        if tensor.dim() and not part.samples and len(tensor) == part.dummy:
+            return tensor[:0]
+        a_number = tensor.numel() == 1 and tensor.is_floating_point()
+        if a_number and len(set(part.shares)) > 1 and not self._warned_of_gathering:
+            self._warned_of_gathering = True
+            rank_zero_warn(
+                "self.all_gather of a number in a training step: the ranks have parts of unequal size (now"
+                f" {'/'.join(map(str, part.shares))}), so the plain mean of a loss of each is not the mean over the"
+                " samples. self.trainer.strategy.reduce(loss.detach(), reduce_op='mean') is, as is"
+                " self.log(..., sync_dist=True); or gather loss * n and n, the rank's samples. Sums stay right"
+            )
+        return tensor
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
         """Means of integers are exact; means of floats logged for a training batch count samples."""
@@ -276,20 +238,20 @@ class LoadBalancedStrategy(HeteroStrategy[BalancedRun]):
         if not tensor.is_floating_point():
             return integer_mean_(tensor, world)
         run = self._run
-        weighs = self.sample_weighted_metrics and group in (None, dist.group.WORLD)
-        if weighs and run is not None and run.weighs_means and compat.batch_results_open(run.trainer):
+        everyone = group in (None, dist.group.WORLD)
+        if everyone and run is not None and run.weighs_means and compat.batch_results_open(run.trainer):
             return weighted_mean_(tensor, run.weight.local, world)
         return super().reduce(tensor, group, reduce_op)
 
     def on_validation_start(self) -> None:
         super().on_validation_start()
         if self._run is not None and self._run.fitting:
-            self._run.sigterm.training_pauses()
+            self._run.signals.training_pauses()
 
     def on_train_end(self) -> None:
         super().on_train_end()
         if self._run is not None:
-            self._run.sigterm.training_pauses()
+            self._run.signals.training_pauses()
 
     # ---- what others may ask ----------------------------------------------------------------------------------
 
@@ -304,11 +266,31 @@ class LoadBalancedStrategy(HeteroStrategy[BalancedRun]):
         return self._run.rebalancer if self._run is not None else None
 
     @property
-    def replans(self) -> list[Replan]:
-        """What the controller has changed in this fit, or the last one; empty without a controller."""
-        return list(self.policy.replans) if isinstance(self.policy, ControlledPolicy) else []
-
-    @property
     def policy_in_use(self) -> BalancePolicy:
         """The policy that decides: a `BatchRebalancer`'s own, else the strategy's."""
         return self._run.policy if self._run is not None else self.policy
+
+
+def _chosen_policy(
+    policy: Literal["predictive"] | BalancePolicy | None, predictor: PredictorName | Predictor, dead_band: float
+) -> BalancePolicy:
+    """Returns the policy of these arguments of `LoadBalancedStrategy`.
+
+    Raises:
+        TypeError: the policy is neither one nor a name.
+        ValueError: the policy has no use for an argument that was given.
+    """
+    if isinstance(policy, str) and policy == "tuning":
+        raise ValueError(
+            "LoadBalancedStrategy no longer has policy='tuning', which found shares by trial: drop it, and they follow"
+            " from predicted times"
+        )
+    if policy in (None, "predictive"):
+        return BalancePolicy(predictor=predictor, dead_band=dead_band)
+    if not isinstance(policy, BalancePolicy):
+        raise TypeError(
+            f"policy={policy!r} must be a BalancePolicy, 'predictive' or None; names of models are for predictor="
+        )
+    if predictor != "kalman" or dead_band != 0.02:
+        raise ValueError("give either a whole policy, or predictor and dead_band, not both")
+    return policy

@@ -20,7 +20,7 @@ from lightning.fabric.plugins import ClusterEnvironment
 from lightning.fabric.plugins.environments import SLURMEnvironment, TorchElasticEnvironment
 from lightning.pytorch.accelerators import CPUAccelerator
 
-from lightning_hetero.cluster.nodes import tasks_per_node
+from lightning_hetero.cluster.units import tasks_per_node
 from lightning_hetero.lightning_compat.strategies import CheckedSettingsStrategy
 
 __all__ = ["Launch", "UnevenNodesStrategy", "gather_nodes", "launch_of"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from lightning.fabric.strategies import STRATEGY_REGISTRY
@@ -10,15 +11,26 @@ from lightning.fabric.strategies import STRATEGY_REGISTRY
 from lightning_hetero import lightning_compat as compat
 from lightning_hetero.base.checks import refuse_fabric, refuse_other_package
 from lightning_hetero.callbacks.straggler import StragglerMonitor
+from lightning_hetero.types import StepReport
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
     from lightning.pytorch.strategies import DDPStrategy
 
-__all__ = ["CHECKPOINT_KEY", "has_monitor", "refuse_elsewhere", "register"]
+__all__ = ["CHECKPOINT_KEY", "LastFit", "has_monitor", "refuse_elsewhere", "register"]
 
 CHECKPOINT_KEY = "lightning_hetero"
 """The one top-level key added to a checkpoint; stock Lightning ignores it."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LastFit:
+    """What a strategy says of its last fit when that is over; see `HeteroStrategy`'s properties of the same names."""
+
+    global_batch_size: int | None = None
+    effective_batch_size: int | None = None
+    shares: tuple[int, ...] = ()
+    report: StepReport | None = None
 
 
 def has_monitor(trainer: Trainer) -> bool:

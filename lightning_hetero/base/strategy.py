@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext, suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal, TypeVar
@@ -33,7 +33,7 @@ from lightning_hetero.base.precision import warn_of_emulation
 from lightning_hetero.base.refusals import Refusals
 from lightning_hetero.base.removed import refuse_removed
 from lightning_hetero.base.run import EngineRun
-from lightning_hetero.base.setup import CHECKPOINT_KEY, has_monitor, register
+from lightning_hetero.base.setup import CHECKPOINT_KEY, LastFit, has_monitor, register
 from lightning_hetero.callbacks.reporting import Reporting
 from lightning_hetero.lightning_compat.strategies import syncs_batch_norm
 from lightning_hetero.types import Event, LossReduction, StepReport
@@ -44,16 +44,6 @@ if TYPE_CHECKING:
 __all__ = ["HeteroStrategy"]
 
 Run = TypeVar("Run", bound=EngineRun[Any])
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Kept:
-    """What the last fit's strategy says of it when it is over; see the properties of the same names."""
-
-    global_batch_size: int | None = None
-    effective_batch_size: int | None = None
-    shares: tuple[int, ...] = ()
-    report: StepReport | None = None
 
 
 class HeteroStrategy(UnevenNodesStrategy, Reporting, Generic[Run]):
@@ -159,7 +149,7 @@ class HeteroStrategy(UnevenNodesStrategy, Reporting, Generic[Run]):
         self._run: Run | None = None
         self._one_device: OneDeviceFit | None = None  # while it fits on one device
         self._finished: dict[str, Any] = {}  # what the last fit would write into a checkpoint
-        self._kept = Kept()
+        self._kept = LastFit()
         self._untold: list[Event] = []  # of the last fit
 
     def __repr__(self) -> str:  # what Fabric prints when it refuses a strategy of the Trainer
@@ -201,7 +191,7 @@ class HeteroStrategy(UnevenNodesStrategy, Reporting, Generic[Run]):
             if fitting:
                 self._begin_on_one_device(trainer)
         elif fitting or self.evaluates:
-            self._kept = Kept() if fitting else self._kept
+            self._kept = LastFit() if fitting else self._kept
             self._run = self.begin(trainer)
 
     def _attached_trainer(self) -> Trainer | None:
@@ -211,7 +201,7 @@ class HeteroStrategy(UnevenNodesStrategy, Reporting, Generic[Run]):
         return None
 
     def _begin_on_one_device(self, trainer: Trainer) -> None:
-        self._kept = Kept()
+        self._kept = LastFit()
         self._one_device = OneDeviceFit(trainer, self.shared, type(self).__name__)
         if idle := self.idle_on_one_device():
             given = ", ".join(f"{name}={value!r}" for name, value in idle.items())
@@ -222,16 +212,12 @@ class HeteroStrategy(UnevenNodesStrategy, Reporting, Generic[Run]):
         return {}
 
     def process_dataloader(self, dataloader: object) -> object:
-        if self._one_device is not None and self._trainer_trains():
-            return self._one_device.process(dataloader)
-        run = self._run
-        if run is None or not run.trainer.training:
+        trainer, run = self._attached_trainer(), self._run
+        if trainer is None or not trainer.training:
             return dataloader
-        return run.binder.process(dataloader)
-
-    def _trainer_trains(self) -> bool:
-        trainer = self._attached_trainer()
-        return trainer is not None and trainer.training
+        if self._one_device is not None:
+            return self._one_device.process(dataloader)
+        return dataloader if run is None else run.binder.process(dataloader)
 
     def setup_optimizers(self, trainer: Trainer) -> None:
         super().setup_optimizers(trainer)
@@ -258,11 +244,10 @@ class HeteroStrategy(UnevenNodesStrategy, Reporting, Generic[Run]):
 
     def teardown(self) -> None:
         self.keep()
-        alone, self._one_device = self._one_device, None
+        (alone, self._one_device), (run, self._run) = (self._one_device, None), (self._run, None)
         if alone is not None:
             self._finished = alone.state_dict()
             alone.close()
-        run, self._run = self._run, None
         if run is not None:
             if run.fitting:
                 self._finished = {} if run.failed else run.state_dict()
@@ -272,14 +257,11 @@ class HeteroStrategy(UnevenNodesStrategy, Reporting, Generic[Run]):
 
     def keep(self) -> None:
         """Keeps what is asked for after a fit, e.g. in a notebook; nothing after an evaluation."""
-        if self._one_device is None and (self._run is None or not self._run.fitting):
-            return
-        self._kept = replace(
-            self._kept,
-            global_batch_size=self.global_batch_size,
-            effective_batch_size=self.effective_batch_size,
-            shares=self.shares,
-        )
+        if self._one_device is not None or (self._run is not None and self._run.fitting):
+            size, effective = self.global_batch_size, self.effective_batch_size
+            self._kept = replace(
+                self._kept, global_batch_size=size, effective_batch_size=effective, shares=self.shares
+            )
 
     def check_module(self, module: LightningModule) -> None:
         """Refuses a module that the engine cannot train on several devices.
@@ -287,9 +269,8 @@ class HeteroStrategy(UnevenNodesStrategy, Reporting, Generic[Run]):
         Raises:
             TypeError: with the reason.
         """
-        if self.world_size == 1:
-            return
-        self.refusals.check_module(module, syncs_batch_norm=syncs_batch_norm(self))
+        if self.world_size > 1:
+            self.refusals.check_module(module, syncs_batch_norm=syncs_batch_norm(self))
 
     # ---- collectives ------------------------------------------------------------------------------------------
 
@@ -323,14 +304,9 @@ class HeteroStrategy(UnevenNodesStrategy, Reporting, Generic[Run]):
 
         A copy: what hooks have been given stays what stock DDP gives them.
         """
-        run = self._run
-        if self._one_device is not None:
-            state = self._one_device.state_dict()
-        else:
-            state = run.state_dict() if run is not None and run.fitting else self._finished
-        if not state:
-            return checkpoint
-        return {**checkpoint, CHECKPOINT_KEY: {"format": 1, "engine": self.engine, **state}}
+        fit = self._run if self._run is not None and self._run.fitting else self._one_device
+        state = self._finished if fit is None else fit.state_dict()
+        return {**checkpoint, CHECKPOINT_KEY: {"format": 1, "engine": self.engine, **state}} if state else checkpoint
 
     def load_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
         checkpoint = super().load_checkpoint(checkpoint_path, *args, **kwargs)

@@ -1,14 +1,16 @@
 """Lightning callbacks for any strategy (layer L).
 
-``StragglerMonitor``  logs who is slow and who waits
+``StragglerMonitor``  logs which rank is slow and which waits
 ``ThrottleCallback``  emulates unequal devices
 ``HeteroTrace``       writes one JSONL trace per rank
+``BatchRebalancer``   the handle on the balanced engine's policy
 
 What they ask of a strategy is declared in ``reporting``.
 """
 
+from lightning_hetero.callbacks.rebalancer import BatchRebalancer
 from lightning_hetero.callbacks.straggler import StragglerMonitor
 from lightning_hetero.callbacks.throttle import ThrottleCallback
 from lightning_hetero.callbacks.trace import HeteroTrace
 
-__all__ = ["HeteroTrace", "StragglerMonitor", "ThrottleCallback"]
+__all__ = ["BatchRebalancer", "HeteroTrace", "StragglerMonitor", "ThrottleCallback"]

@@ -1,4 +1,4 @@
-"""What callbacks may ask of whoever measures a run: a strategy of ours, or a callback (layer L)."""
+"""What callbacks may ask of what measures a run: a strategy of ours, or a callback (layer L)."""
 
 from __future__ import annotations
 
@@ -77,6 +77,6 @@ def reporting_of(trainer: Trainer) -> Reporting | None:
 
 
 def event_source(trainer: Trainer) -> EventSource | None:
-    """Returns who notes events: the strategy, else the first callback that does, if any."""
+    """Returns what notes events: the strategy, else the first callback that does, if any."""
     candidates = (reporting_of(trainer), *trainer_callbacks(trainer))
     return next((c for c in candidates if isinstance(c, EventSource)), None)

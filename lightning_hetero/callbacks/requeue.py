@@ -3,26 +3,24 @@
 Lightning's handler does both wherever the signal finds the program. Where ranks are in different batches, or a batch is
 on its way through layers that ranks hold in parts, that waits for the end of a batch.
 
-    `RequeueByOne`      the lowest rank saves, as the others' state is not on them, and waits for nobody
+    `RequeueByOne`      the lowest rank saves, as the others' state is not on them, and waits for no other rank
     `RequeueTogether`   rank 0's signal is told to all with a batch, and all save at the end of that one
-    `RequeueInStep`     when all have their signal, rank 0 says behind which batch to come they save
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
-import torch.distributed as dist
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Callback
 
 from lightning_hetero import lightning_compat as compat
 from lightning_hetero.lightning_compat.patches import patched
 
-__all__ = ["RequeueByOne", "RequeueInStep", "RequeueTogether"]
+__all__ = ["RequeueByOne", "RequeueTogether"]
 
 
 class _BatchEnds(Callback):  # private, so that command lines do not offer it
@@ -47,7 +45,7 @@ class _BatchEnds(Callback):  # private, so that command lines do not offer it
 
 
 class _Requeue:
-    """Has a callback among the user's, as the last, from the signal until it is answered: else nobody meets it there.
+    """Has a callback among the user's, as the last, from the signal until it is answered: else no other callback meets it there.
 
     Args:
         trainer: has not set its signal handlers yet.
@@ -74,7 +72,8 @@ class _Requeue:
         return nullcontext()
 
     def _save(self) -> None:
-        while self._due:
+        # Within a window of accumulation the checkpoint would lack its gradients.
+        while self._due and not compat.accumulates_now(self._trainer):
             number = self._due.popleft()
             if not self._due:
                 self._leave()  # before the checkpoint, which holds the callbacks' state
@@ -144,51 +143,3 @@ class RequeueTogether(_Requeue):
         """As `hear`, behind the last batch: answered at once."""
         self.hear(total)
         self._save()
-
-
-class RequeueInStep(_Requeue):
-    """See the module. For ranks that sum gradients over all of them, so that none is far ahead of another.
-
-    Rank 0 has said it before it takes part in the next sum, so all know when that is over, and the batch meant comes
-    after it. Training that ends before needs no requeue. Nothing travels while nobody has a signal.
-
-    Args:
-        trainer: has not set its signal handlers yet.
-        rank, world_size: of the run.
-        store: shared by its ranks, and nobody else's.
-    """
-
-    def __init__(self, trainer: Trainer, rank: int, world_size: int, store: dist.Store) -> None:
-        self._rank, self._world_size = rank, world_size
-        self._store: Any = store  # torch's stubs do not know that values may be bytes
-        self._number = self._answered = 0
-        self._behind: int | None = None
-        super().__init__(trainer, self._told)
-
-    def _told(self, number: int) -> None:
-        self._number = number
-        self._enter()
-
-    def _save(self) -> None:
-        trained = compat.batches_of_all_epochs(self._trainer)
-        with suppress(RuntimeError):  # rank 0 has ended: training has
-            self._agree(trained)
-        # Within a window of accumulation the checkpoint would lack its gradients.
-        if self._behind is not None and trained >= self._behind and not compat.accumulates_now(self._trainer):
-            self._behind, self._answered = None, self._answered + 1
-            self._leave()  # before the checkpoint, which holds the callbacks' state
-            self._carry_out(self._number)
-
-    def _agree(self, trained: int) -> None:
-        if self._behind is not None:
-            return
-        asked, behind = f"{self._answered}/asked/", f"{self._answered}/behind"
-        self._store.set(f"{asked}{self._rank}", "")
-        if self._rank == 0 and self._store.check([f"{asked}{rank}" for rank in range(self._world_size)]):
-            self._store.set(behind, str(trained + self._trainer.accumulate_grad_batches + 1))
-        if self._store.check([behind]):
-            self._behind = int(self._store.get(behind))
-
-    def close(self) -> None:
-        super().close()
-        self._store = None

@@ -1,4 +1,4 @@
-"""`StragglerMonitor`: who is slow, who waits, and how good the prediction was (layer L)."""
+"""`StragglerMonitor`: which rank is slow, which waits, and how good the prediction was (layer L)."""
 
 from __future__ import annotations
 
@@ -16,11 +16,16 @@ from torch import Tensor, nn
 
 from lightning_hetero import lightning_compat as compat
 from lightning_hetero.callbacks.reporting import EventSource, Reporting, reporting_of
-from lightning_hetero.callbacks.samples import count_samples
-from lightning_hetero.callbacks.work import BatchCost, check_batch_cost, cost_in, count_work
-from lightning_hetero.cluster.score import imbalance, shares_text, straggler_scores, waiting
+from lightning_hetero.callbacks.work import BatchCost, check_batch_cost, cost_in, count_samples, count_work
+from lightning_hetero.cluster.score import (
+    exchange_alone,
+    imbalance,
+    other_engines_text,
+    shares_text,
+    straggler_scores,
+    waiting,
+)
 from lightning_hetero.cluster.stragglers import StragglerTest
-from lightning_hetero.cluster.what_if import exchange_alone, what_if
 from lightning_hetero.measure.device import device_of
 from lightning_hetero.measure.step_clock import StepProbe, when_backward_ends
 from lightning_hetero.types import Event, SpeedSample, StepReport
@@ -49,10 +54,10 @@ class StragglerMonitor(Callback, EventSource):
     into ``callback_metrics`` or ``logged_metrics``. Nothing is built or sent in steps that are not reported.
 
     With an engine of this package the values come from what its ranks exchange anyway, and the engine may add its own
-    (``engine_metrics() -> dict``; see docs/reference/metrics.md); at the end of the fit one line tells who did what.
+    (``engine_metrics() -> dict``; see docs/reference/metrics.md); at the end of the fit one line tells what each rank did.
     With stock DDP the monitor times its own rank, tells rank 0 of its steps every ``every_n_steps``, though not more
-    often than every fifth step, to look for stragglers, which nobody waits for, gathers means once per epoch, and tells
-    at the end how long ranks waited and what each engine would give, see `lightning_hetero.cluster.what_if`.
+    often than every fifth step, to look for stragglers, which no rank waits for, gathers means once per epoch, and tells
+    at the end how long ranks waited and what each engine would give, see `lightning_hetero.cluster.score`.
 
     Args:
         every_n_steps: report every n optimizer steps and in each epoch's last; ``None``: the Trainer's
@@ -131,7 +136,7 @@ class StragglerMonitor(Callback, EventSource):
     def _compare_own(self, trainer: Trainer, own: _OwnTiming) -> None:
         """Tells of the steps that no rank has told of yet, and looks for stragglers in those told of before.
 
-        A collective that nobody waits for: what is sent now is read when the next is sent.
+        A collective that no rank waits for: what is sent now is read when the next is sent.
         """
         self._compare_told(trainer)
         if trainer.world_size > 1 and dist.is_initialized() and (steps := own.next_steps()):
@@ -202,8 +207,8 @@ class StragglerMonitor(Callback, EventSource):
             self._own.probe.detach()
             rows = self._own.fit_rows
             exchange_s = float((rows[:, 5] / rows[:, 0]).min())
-            if (told := what_if(_means(rows), exchange_s)) is not None:
-                rank_zero_info(told.text(steps=int(rows[0, 0])))
+            if told := other_engines_text(_means(rows), exchange_s, int(rows[0, 0])):
+                rank_zero_info(told)
         elif self._strategy is not None and (summary := self._strategy.summary()):
             rank_zero_info(summary)
 

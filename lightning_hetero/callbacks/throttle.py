@@ -12,7 +12,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
 
 from lightning_hetero.callbacks.reporting import reporting_of
-from lightning_hetero.callbacks.samples import count_samples
+from lightning_hetero.callbacks.work import count_samples
 from lightning_hetero.emulate.scenario import Scenario
 from lightning_hetero.emulate.throttle import Throttle, scenario_steps
 
@@ -35,7 +35,7 @@ class ThrottleCallback(Callback):
     Args:
         scenario: what to emulate; the rank is the Trainer's global rank.
         samples: counts the samples of a batch, ``batch -> int``; default: see
-            `lightning_hetero.callbacks.samples.count_samples`.
+            `lightning_hetero.callbacks.work.count_samples`.
         backward_per_forward: time of the first backward pass in forward passes, before one has been timed: 2 because a
             layer's backward pass takes two products (for its input and for its weights) for one of the forward pass.
         step_every_s: let the scenario's steps pass with time, one every so many seconds since its first batch,

@@ -11,7 +11,7 @@ from typing import Any
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 from lightning_hetero.callbacks.reporting import EventSource, event_source, reporting_of
-from lightning_hetero.callbacks.samples import count_samples
+from lightning_hetero.callbacks.work import count_samples
 from lightning_hetero.record import EventWriter, trace_path
 from lightning_hetero.types import Event
 

@@ -11,7 +11,7 @@ from lightning_hetero.cli.ranks import as_rank, backend_of, device_of_rank, on_r
 from lightning_hetero.cluster.spec import cluster_from_plain, cluster_to_plain
 from lightning_hetero.measure.device import accelerators
 from lightning_hetero.measure.probe import probe_cluster
-from lightning_hetero.pipeline.decide.direct_links import MOST_COMMUNICATORS
+from lightning_hetero.pipeline.decide.links import MOST_COMMUNICATORS
 from lightning_hetero.types import Cluster
 
 __all__ = ["probe_machine"]

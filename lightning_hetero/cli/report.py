@@ -12,7 +12,7 @@ from typing import Any
 from lightning_hetero.record import read_events
 from lightning_hetero.report.page.build import page_of
 from lightning_hetero.report.perfetto import perfetto_of
-from lightning_hetero.report.run import Run, run_of
+from lightning_hetero.report.run import RecordedRun, run_of
 
 __all__ = ["REPORT_FILE", "TRACE_FILE", "main", "read_run", "write_report"]
 
@@ -20,7 +20,7 @@ REPORT_FILE, TRACE_FILE, RESULT_FILE = "report.html", "perfetto.json", "result.j
 _TRACES = ("", "events", "hetero")  # where a trace is inside a run's folder
 
 
-def read_run(folder: str | Path, trace_dir: str | Path | None = None) -> tuple[Run, Mapping[str, Any]]:
+def read_run(folder: str | Path, trace_dir: str | Path | None = None) -> tuple[RecordedRun, Mapping[str, Any]]:
     """Returns the run whose trace is in a folder, and what its ``result.json`` says, if there is one.
 
     Args:

@@ -1,4 +1,4 @@
-"""Which pairs of ranks measure their link when, and what the other links are taken for (layer P).
+"""What a probe measures and what it makes of it: links by pairs of ranks, and memory (layer P).
 
 All links of n ranks are n (n - 1) / 2 meetings of two. In a round every rank meets at most one other, so that no
 measurement disturbs another at its ends: the round-robin tournament (circle method, textbook) needs n - 1 rounds. For
@@ -14,9 +14,12 @@ from typing import TypeAlias
 
 from lightning_hetero.types import Link
 
-__all__ = ["complete_links", "level", "meetings", "tournament"]
+__all__ = ["budget_bytes", "complete_links", "level", "meetings", "tournament"]
 
 Pair: TypeAlias = tuple[int, int]
+
+_PART = 0.9  # of free memory: pieces between tensors that are of no use
+_WORKSPACE_BYTES = 0.5 * 2.0**30  # of cuBLAS, cuDNN and the like, and what a step needs for a moment
 
 
 def tournament(players: Sequence[int]) -> list[list[Pair]]:
@@ -168,3 +171,17 @@ def _middle(links: Iterable[Link]) -> Link:
     # The better one of two in the middle: whatever disturbs a measurement makes the link look slower.
     rate = median_high(link.bandwidth_bytes_per_s for link in links)
     return _link(rate, median_low(link.latency_s for link in links))
+
+
+def budget_bytes(free_bytes: float, *, ranks: int = 1, communicators_bytes: float = 0.0) -> float:
+    """Returns what the plan may count with on one of the ranks that share a device [bytes].
+
+    Args:
+        free_bytes: on the device; ``inf``, as on hosts, stays.
+        ranks: that share it.
+        communicators_bytes: what the backend of process groups will take for this rank.
+
+    >>> budget_bytes(10 * 2.0**30, ranks=2, communicators_bytes=2.0**30) / 2.0**30
+    3.0
+    """
+    return max(1.0, _PART * free_bytes / ranks - _WORKSPACE_BYTES - communicators_bytes)

@@ -1,4 +1,4 @@
-"""Sizes, rates and times as people write them: "24 GiB", "25 Gbit/s", "50 us"; and back to text (layer P).
+"""Sizes, rates, times and numbers of tasks as people and schedulers write them; and back to text (layer P).
 
 A bare number is in the base unit: bytes, bytes per second, seconds. ``null`` and "inf" mean no limit where that has a
 meaning. Powers of ten and of two are told apart (GB, GiB), and so are bits and bytes: "Gb/s" is refused, because half
@@ -12,9 +12,19 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-__all__ = ["as_bytes", "as_number", "as_rate", "as_seconds", "bytes_text", "rate_text", "seconds_text"]
+__all__ = [
+    "as_bytes",
+    "as_number",
+    "as_rate",
+    "as_seconds",
+    "bytes_text",
+    "rate_text",
+    "seconds_text",
+    "tasks_per_node",
+]
 
 _QUANTITY = re.compile(r"\s*([+-]?(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?|inf)\s*([^\d\s].*?)?\s*")
+_TASKS = re.compile(r"(\d+)(?:\(x(\d+)\))?")  # of SLURM: the tasks of a node, and of how many nodes
 
 _DECIMAL = {"": 1.0, "k": 1e3, "K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}
 _BINARY = {"Ki": 2.0**10, "Mi": 2.0**20, "Gi": 2.0**30, "Ti": 2.0**40}
@@ -92,6 +102,16 @@ def seconds_text(seconds: float) -> str:
     """Returns a time in the unit that reads best, e.g. ``"50 us"``."""
     unit = next((u for u in ("s", "ms", "us") if seconds >= _SECONDS[u]), "ns")
     return f"{_short(seconds / _SECONDS[unit])} {unit}" if seconds else "0 s"
+
+
+def tasks_per_node(text: str) -> list[int]:
+    """Returns the number of tasks of each node, by node, from SLURM's notation; empty if it is none.
+
+    >>> tasks_per_node("6,1(x2)")
+    [6, 1, 1]
+    """
+    matches = [_TASKS.fullmatch(entry.strip()) for entry in text.split(",")]
+    return [] if None in matches else [int(m[1]) for m in matches if m for _ in range(int(m[2] or 1))]
 
 
 def _short(number: float) -> str:

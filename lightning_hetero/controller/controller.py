@@ -12,10 +12,10 @@ from lightning_hetero.controller.messages import Decision, DecisionKind, Move, O
 from lightning_hetero.controller.settings import ControllerSettings
 from lightning_hetero.controller.spending import Spending, VirtualQueue
 from lightning_hetero.controller.structure.migration import MigrationModel, moves_between
-from lightning_hetero.controller.structure.objective import Judged, Objective
-from lightning_hetero.controller.structure.search import better_structure
+from lightning_hetero.controller.structure.objective import Objective
 from lightning_hetero.controller.trials import Bars, Library, Trial, Trials
 from lightning_hetero.controller.triggers import Look, Triggers
+from lightning_hetero.solvers.placement.search import Judged, better_structure
 from lightning_hetero.solvers.plans import plan_from_plain, plan_to_plain
 from lightning_hetero.types import Cluster, PipelinePlan
 

@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Literal
 
-from lightning_hetero.controller.structure.objective import Judged
 from lightning_hetero.solvers.chain.chain import DepthRule
 from lightning_hetero.solvers.placement import evaluate_plan, micro_batches_of
 from lightning_hetero.solvers.placement.pipes import Pipe, Problem
 from lightning_hetero.solvers.placement.place import sizes_to_try
+from lightning_hetero.solvers.placement.search import Judged
 from lightning_hetero.solvers.plans import evened
 from lightning_hetero.solvers.tied_layers import Span, join_layers
 from lightning_hetero.types import Cluster, GroupPlan, ModelCost, PipelinePlan

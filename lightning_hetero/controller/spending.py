@@ -19,7 +19,8 @@ import numpy as np
 
 from lightning_hetero.controller.messages import Observation
 from lightning_hetero.controller.settings import Budget, ControllerSettings, Resource
-from lightning_hetero.controller.structure.objective import Judged, Prices, Use, Weight
+from lightning_hetero.controller.structure.objective import Prices, Use, Weight
+from lightning_hetero.solvers.placement.search import Judged
 
 __all__ = ["Spending", "VirtualQueue"]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from lightning_hetero.cluster.nodes import tasks_per_node
+from lightning_hetero.cluster.units import tasks_per_node
 from lightning_hetero.doctor.facts import Facts, Parity
 from lightning_hetero.doctor.finding import Finding
 from lightning_hetero.doctor.machine import MACHINE_CHECKS

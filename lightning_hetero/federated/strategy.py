@@ -15,16 +15,13 @@ import torch
 from torch import Tensor
 
 from lightning_hetero import lightning_compat as compat
-from lightning_hetero.base.checks import check_choice, check_counts
+from lightning_hetero.base.checks import check_counts
 from lightning_hetero.base.elastic.ddp import ElasticDDPStrategy
 from lightning_hetero.base.metrics import is_mean
-from lightning_hetero.base.setup import CHECKPOINT_KEY
-from lightning_hetero.federated.decide.bounds import check_bounds
-from lightning_hetero.federated.decide.policy import RoundPolicy, RoundPolicyName, by_name
+from lightning_hetero.federated.decide.policy import RoundPolicy, RoundPolicyName, by_name, check_bounds
 from lightning_hetero.federated.fit.clients import Clients, ClientSettings
-from lightning_hetero.federated.fit.refusals import REFUSALS
 from lightning_hetero.federated.fit.run import FederatedRun
-from lightning_hetero.federated.fit.settings import FederatedSettings, OptimizerStates, WeightBy
+from lightning_hetero.federated.fit.settings import REFUSALS, FederatedSettings
 from lightning_hetero.federated.runtime.server import ServerName, ServerOptimizer, server_by_name
 from lightning_hetero.predictors import Predictor, PredictorName
 
@@ -53,10 +50,6 @@ class FederatedStrategy(ElasticDDPStrategy[FederatedRun]):
             share.
         max_samples: most samples, e.g. what its memory holds; default four times the equal share. Never more than the
             rank has.
-        weight_by: what a rank counts in an average: the samples that it has ``"used"`` since the last one, or those
-            that it ``"owned"`` all along, whatever its speed.
-        optimizer_state: what becomes of the optimizers' states in an average: ``"average"``, each rank may ``"keep"``
-            its own, or all ``"reset"``.
         server: makes a step of the average: ``"fedavgm"``, ``"fedadam"``, a `ServerOptimizer`; ``None``: takes it.
         proximal: strength of FedProx's pull towards the last average, mu; 0: none.
         participation: part of the ranks that take part in a round, drawn anew for each.
@@ -87,8 +80,6 @@ class FederatedStrategy(ElasticDDPStrategy[FederatedRun]):
         dead_band: float = 0.02,
         min_samples: int | Sequence[int] | None = None,
         max_samples: int | Sequence[int] | None = None,
-        weight_by: WeightBy = "used",
-        optimizer_state: OptimizerStates = "average",
         server: ServerName | ServerOptimizer | None = None,
         proximal: float = 0.0,
         participation: float = 1.0,
@@ -101,8 +92,6 @@ class FederatedStrategy(ElasticDDPStrategy[FederatedRun]):
             raise ValueError("own_data=False: each rank trains on its own loader's data here; drop it")
         check_counts(local_steps=local_steps, min_clients=min_clients)
         check_bounds(min_samples, max_samples)
-        check_choice("weight_by", weight_by, ("used", "owned"))
-        check_choice("optimizer_state", optimizer_state, ("average", "keep", "reset"))
         if isinstance(proximal, bool) or not (isinstance(proximal, int | float) and 0 <= proximal < float("inf")):
             raise ValueError(f"proximal={proximal!r} must be a finite number >= 0 (FedProx's mu)")
         if isinstance(participation, bool) or not (isinstance(participation, int | float) and 0 < participation <= 1):
@@ -124,15 +113,12 @@ class FederatedStrategy(ElasticDDPStrategy[FederatedRun]):
             policy=policy,
             min_samples=min_samples,
             max_samples=max_samples,
-            weight_by=weight_by,
-            optimizer_state=optimizer_state,
             server=server_by_name(server),
             proximal=float(proximal),
             participation=float(participation),
             min_clients=min_clients,
             liveness_s=float(liveness_s),
         )
-        self._own_states: list[list[dict[str, Any]]] = []  # of a checkpoint, by rank and optimizer
 
     # ---- set-up -----------------------------------------------------------------------------------------------
 
@@ -192,7 +178,6 @@ class FederatedStrategy(ElasticDDPStrategy[FederatedRun]):
     def idle_on_one_device(self) -> dict[str, Any]:
         settings = self.settings
         given = {"server": settings.server, "proximal": settings.proximal or None, "max_samples": settings.max_samples}
-        given["optimizer_state"] = settings.optimizer_state if settings.optimizer_state == "reset" else None
         return {name: value for name, value in given.items() if value is not None}
 
     # ---- one step ---------------------------------------------------------------------------------------------
@@ -204,7 +189,7 @@ class FederatedStrategy(ElasticDDPStrategy[FederatedRun]):
         counted = run is None or run.counts.before(batch)
         batch = super().batch_to_device(batch, device, dataloader_idx)
         if run is not None and not counted:
-            run.open(batch)
+            run.steps.count(batch)
         return batch
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -221,7 +206,7 @@ class FederatedStrategy(ElasticDDPStrategy[FederatedRun]):
         run = self._run
         if run is None:
             return super().optimizer_step(optimizer, closure, model, **kwargs)
-        if run.counts_nothing:
+        if run.steps.counts_nothing:
             output = closure()
             optimizer.zero_grad()
             return output
@@ -244,23 +229,3 @@ class FederatedStrategy(ElasticDDPStrategy[FederatedRun]):
         if self._run is not None and self._run.fitting:
             self._run.meet()
         return super().lightning_module_state_dict()
-
-    def with_state(self, checkpoint: dict[str, Any]) -> dict[str, Any]:
-        checkpoint = super().with_state(checkpoint)
-        run, states = self._run, checkpoint.get("optimizer_states")
-        keeps = run is not None and not run.failed and self.settings.optimizer_state == "keep"
-        if run is None or not keeps or states is None or CHECKPOINT_KEY not in checkpoint:
-            return checkpoint
-        everyone = run.by_rank("states of the optimizers", states)
-        return {**checkpoint, CHECKPOINT_KEY: {**checkpoint[CHECKPOINT_KEY], "optimizers": everyone}}
-
-    def take_state(self, checkpoint: dict[str, Any]) -> None:
-        self._own_states = checkpoint.get(CHECKPOINT_KEY, {}).get("optimizers", [])
-        super().take_state(checkpoint)
-
-    def load_optimizer_state_dict(self, checkpoint: Any) -> None:
-        mine, self._own_states = self._own_states, []
-        kept = len(mine) == self.world_size and mine[self.global_rank] is not None
-        if kept and self.settings.optimizer_state == "keep":
-            checkpoint = {**checkpoint, "optimizer_states": mine[self.global_rank]}
-        super().load_optimizer_state_dict(checkpoint)

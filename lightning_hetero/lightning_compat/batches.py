@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +16,7 @@ from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch import Tensor
 
-from lightning_hetero.lightning_compat.patches import patched
+from lightning_hetero.lightning_compat.patches import patched, replace_methods
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
@@ -67,13 +67,10 @@ def wrap_training(
         epoch_ended()
         type(loop).on_advance_end(loop)
 
-    vars(optimization)["run"], vars(loop)["on_advance_end"] = run, on_advance_end  # over methods
-
-    def undo() -> None:
-        vars(optimization).pop("run", None)
-        vars(loop).pop("on_advance_end", None)
-
-    return undo
+    undo = ExitStack()
+    undo.callback(replace_methods(optimization, run=run))
+    undo.callback(replace_methods(loop, on_advance_end=on_advance_end))
+    return undo.close
 
 
 def trainer_callbacks(trainer: Trainer) -> list[Callback]:
@@ -83,13 +80,7 @@ def trainer_callbacks(trainer: Trainer) -> list[Callback]:
 
 def stop_sigterm_broadcast(trainer: Trainer) -> Callable[[], None]:
     """Stops the loop's broadcast before every batch, which would make all ranks wait for each other; returns undo."""
-    loop = trainer.fit_loop.epoch_loop
-    vars(loop)["_broadcast_sigterm_tensor"] = lambda: None  # an instance attribute over a method
-
-    def undo() -> None:
-        vars(loop).pop("_broadcast_sigterm_tensor", None)
-
-    return undo
+    return replace_methods(trainer.fit_loop.epoch_loop, _broadcast_sigterm_tensor=lambda: None)
 
 
 def replace_sigterm_broadcast(trainer: Trainer, any_told: Callable[[bool], bool]) -> Callable[[], None]:
@@ -100,19 +91,13 @@ def replace_sigterm_broadcast(trainer: Trainer, any_told: Callable[[bool], bool]
     Args:
         any_told: called by all ranks, with whether this one has received SIGTERM; returns whether all are to stop.
     """
-    loop = trainer.fit_loop.epoch_loop
 
     def broadcast() -> None:
         if any_told(bool(getattr(trainer, "received_sigterm", False))):
             _LOG.info("[rank %d] A rank has received SIGTERM: all of them end", trainer.global_rank)
             raise_sigterm(trainer)
 
-    vars(loop)["_broadcast_sigterm_tensor"] = broadcast
-
-    def undo() -> None:
-        vars(loop).pop("_broadcast_sigterm_tensor", None)
-
-    return undo
+    return replace_methods(trainer.fit_loop.epoch_loop, _broadcast_sigterm_tensor=broadcast)
 
 
 def raise_sigterm(trainer: Trainer) -> None:
@@ -142,12 +127,7 @@ def note_sigterm(trainer: Trainer, kept: Callable[[], bool]) -> Callable[[], Non
         if not kept():
             connector.received_sigterm = True
 
-    vars(connector)["_sigterm_notifier_fn"] = handler  # an instance attribute over a method
-
-    def undo() -> None:
-        vars(connector).pop("_sigterm_notifier_fn", None)
-
-    return undo
+    return replace_methods(connector, _sigterm_notifier_fn=handler)
 
 
 def requeues(trainer: Trainer) -> bool:

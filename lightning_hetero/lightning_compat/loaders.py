@@ -11,6 +11,8 @@ from lightning.fabric.utilities.data import sized_len
 from lightning.pytorch.trainer.states import RunningStage
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 
+from lightning_hetero.lightning_compat.patches import replace_methods
+
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
 
@@ -58,12 +60,7 @@ def watch_train_source(trainer: Trainer, told: Callable[[list[Any]], None]) -> C
         told(list(combined.flattened))
         return given
 
-    vars(source)["dataloader"] = dataloader  # an instance attribute over a method
-
-    def undo() -> None:
-        vars(source).pop("dataloader", None)
-
-    return undo
+    return replace_methods(source, dataloader=dataloader)
 
 
 def val_loaders(trainer: Trainer) -> list[Any]:
@@ -122,12 +119,7 @@ def keep_train_sampler(trainer: Trainer) -> Callable[[], None]:
             return dataloader
         return original(self, dataloader, shuffle, mode)
 
-    connector._prepare_dataloader = types.MethodType(prepare, connector)
-
-    def undo() -> None:
-        vars(connector).pop("_prepare_dataloader", None)
-
-    return undo
+    return replace_methods(connector, _prepare_dataloader=types.MethodType(prepare, connector))
 
 
 def stock_train_loader(trainer: Trainer, loader: object) -> object:

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from lightning_hetero.lightning_compat.patches import replace_methods
+
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
     from torchmetrics import Metric
@@ -44,12 +46,7 @@ def divert_logs(trainer: Trainer, take: Callable[..., None]) -> Callable[[], Non
     """
     results: Any = trainer._results
     log = functools.partial(type(results).log, results)
-    results.log = functools.partial(take, log)
-
-    def undo() -> None:
-        vars(results).pop("log", None)
-
-    return undo
+    return replace_methods(results, log=functools.partial(take, log))
 
 
 def logged_reduction(fx: str, name: str, options: Mapping[str, Any]) -> str:

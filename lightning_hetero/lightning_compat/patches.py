@@ -1,12 +1,12 @@
-"""An attribute of an instance replaced for a while (layer L)."""
+"""Attributes of an instance replaced for a while (layer L)."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-__all__ = ["patched"]
+__all__ = ["patched", "replace_methods"]
 
 
 @contextmanager
@@ -24,3 +24,14 @@ def patched(owner: Any, name: str, value: Any) -> Iterator[None]:
 
 
 _CLASS = object()
+
+
+def replace_methods(owner: Any, **methods: Any) -> Callable[[], None]:
+    """Puts attributes on an instance over methods of its class; returns what takes them away again."""
+    vars(owner).update(methods)
+
+    def undo() -> None:
+        for name in methods:
+            vars(owner).pop(name, None)
+
+    return undo

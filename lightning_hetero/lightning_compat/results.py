@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
-from lightning_hetero.lightning_compat.patches import patched
+from lightning_hetero.lightning_compat.patches import patched, replace_methods
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
@@ -99,14 +99,10 @@ def weigh_logs(
             batch_size = None
         return type(results)._extract_batch_size(results, value, batch_size, meta)
 
-    vars(connector)["on_batch_start"] = on_batch_start  # instance attributes over methods
-    vars(results)["_extract_batch_size"] = extract
-
-    def undo() -> None:
-        vars(connector).pop("on_batch_start", None)
-        vars(results).pop("_extract_batch_size", None)
-
-    return undo
+    undo = ExitStack()
+    undo.callback(replace_methods(connector, on_batch_start=on_batch_start))
+    undo.callback(replace_methods(results, _extract_batch_size=extract))
+    return undo.close
 
 
 @contextmanager
@@ -236,12 +232,7 @@ def watch_epoch_values(trainer: Trainer, note: Callable[[Callable[[], None]], No
             note(take_back)
         type(results).update_metrics(results, key, value, batch_size)
 
-    vars(results)["update_metrics"] = update
-
-    def undo() -> None:
-        vars(results).pop("update_metrics", None)
-
-    return undo
+    return replace_methods(results, update_metrics=update)
 
 
 def save_logs(trainer: Trainer) -> Callable[[], None]:

@@ -15,12 +15,8 @@ from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.strategies.launchers.multiprocessing import _MultiProcessingLauncher
 from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
 
-from lightning_hetero.lightning_compat.launchers import (
-    ProcessLauncher,
-    TolerantProcessLauncher,
-    TolerantScriptLauncher,
-    end_stopped_children,
-)
+from lightning_hetero.lightning_compat.launchers import TolerantScriptLauncher, end_stopped_children
+from lightning_hetero.lightning_compat.process_launchers import ProcessLauncher, TolerantProcessLauncher
 
 __all__ = ["CheckedSettingsStrategy", "TolerantDDPStrategy", "follow", "hand_over", "syncs_batch_norm"]
 

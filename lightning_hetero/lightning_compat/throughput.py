@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 from lightning.fabric.utilities.throughput import Throughput
@@ -10,11 +11,12 @@ from lightning.pytorch.callbacks import ThroughputMonitor
 from lightning.pytorch.trainer.states import RunningStage
 
 from lightning_hetero.lightning_compat.batches import trainer_callbacks
+from lightning_hetero.lightning_compat.patches import replace_methods
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
 
-__all__ = ["Trained", "count_throughput"]
+__all__ = ["count_throughput"]
 
 Trained = Callable[[], tuple[int, int] | None]
 """Returns the samples of all ranks and the global batches trained so far; None: parts are equal."""
@@ -35,14 +37,10 @@ def count_throughput(trainer: Trainer, trained: Trained) -> Callable[[], None]:
 
         return start
 
+    undo = ExitStack()
     for monitor in monitors:
-        vars(monitor)["_start"] = start_of(monitor)  # an instance attribute over a method
-
-    def undo() -> None:
-        for monitor in monitors:
-            vars(monitor).pop("_start", None)
-
-    return undo
+        undo.callback(replace_methods(monitor, _start=start_of(monitor)))
+    return undo.close
 
 
 class _AllRanks:

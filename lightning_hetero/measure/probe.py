@@ -27,8 +27,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from lightning_hetero.cluster.memory import budget_bytes
-from lightning_hetero.cluster.pairing import Pair, complete_links, level, meetings
+from lightning_hetero.cluster.pairing import Pair, budget_bytes, complete_links, level, meetings
 from lightning_hetero.cluster.spec import cluster_from_plain, cluster_to_plain, override_cluster
 from lightning_hetero.measure import cache
 from lightning_hetero.measure.device import device_of

@@ -274,12 +274,8 @@ class HeteroPipelineStrategy(WholeCheckpointsDDP):
 
     def idle_on_one_device(self) -> dict[str, Any]:
         settings = self.plan_settings
-        idle: dict[str, Any] = {}
-        if settings.micro_batch_size is not None:
-            idle["micro_batch_size"] = settings.micro_batch_size
-        if settings.checkpoint_layers:
-            idle["checkpoint_layers"] = True
-        return idle
+        given = {name: getattr(settings, name) for name in ("micro_batch_size", "checkpoint_layers")}
+        return {name: value for name, value in given.items() if value}
 
     def emulate(self, scenario: Scenario) -> bool:
         """Called by a `ThrottleCallback` when set-up begins: stages sleep for their own part of the emulated work."""
@@ -295,8 +291,6 @@ class HeteroPipelineStrategy(WholeCheckpointsDDP):
         super().on_train_end()
         if self._run is not None:
             self._run.finish()
-
-    # ---- one step ---------------------------------------------------------------------------------------------
 
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
         run = self._run
@@ -387,8 +381,6 @@ class HeteroPipelineStrategy(WholeCheckpointsDDP):
             assert world is not None
             return integer_mean_(tensor, world)
         return super().reduce(tensor, group, reduce_op)
-
-    # ---- what others may ask ----------------------------------------------------------------------------------
 
     @property
     def plan(self) -> PipelinePlan | None:

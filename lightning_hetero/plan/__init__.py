@@ -3,14 +3,13 @@
 ``setup``      `Setup`: devices, costs, batch and prices that are asked about
 ``estimate``   `Estimate`: what one engine would take, its bound, reasons and overrides
 ``parallel``   stock DDP and the balanced engine: its own policy, until its shares stay
-``stale``      the stale engine: its own coordinator on simulated time
-``pipelines``  the pipeline engine: its own planner, its schedules operation by operation
+``stale``      the stale engine: ranks that never wait, and the server's port
+``pipelines``  the pipeline engine: its own planner
 ``planner``    `plan`: all of them, ranked, and which to take
 ``what_if``    the same with a device more or less, another link, batch, speed or price
 ``recorded``   a `Setup` from the trace of a run
 ``formula``    costs of a model from its sizes
-``published``  set-ups that others have published, with what they measured
 
-Nothing is modelled here that training models too: shares, plans, claims and schedules come from the engines' ``decide``
-and from ``solvers``.
+Nothing is modelled here that training models too: shares and plans come from the engines' ``decide`` and from
+``solvers``.
 """

@@ -1,4 +1,4 @@
-"""The pipeline engine: its own planner, then its schedules operation by operation (layer P)."""
+"""The pipeline engine: its own planner, and the time that its formula gives the best plan (layer P)."""
 
 from __future__ import annotations
 
@@ -7,20 +7,19 @@ from collections import Counter
 from dataclasses import replace
 from typing import Any
 
-from lightning_hetero.pipeline.decide.costs import batch_s, work_s
+from lightning_hetero.pipeline.decide.costs import work_s
 from lightning_hetero.pipeline.decide.plans import best_plan, describe_plan, held_bytes, in_one_piece, resting
 from lightning_hetero.plan.estimate import Estimate, impossible
+from lightning_hetero.plan.parallel import slowest_s
 from lightning_hetero.plan.setup import Setup
-from lightning_hetero.plan.unsteady import slowest_s
 from lightning_hetero.types import PipelinePlan
 
 __all__ = ["pipeline", "plan_override"]
 
-# More devices than these: the search judges its seeds alone, by one rule of depths, with micro-batches of powers of two
+# More devices than these: the search keeps to one rule of depths, and to micro-batches of powers of two
 # up to a few times a device's equal share.
 _MANY = 32
 _TIMES = 4
-_VERY_MANY = 64  # beyond, seeds are judged by a few of their groups
 
 
 def pipeline(setup: Setup) -> Estimate:
@@ -33,30 +32,28 @@ def pipeline(setup: Setup) -> Estimate:
     short: dict[str, Any] = {}
     if setup.ranks > _MANY:
         most = max(1, _TIMES * setup.global_batch // setup.ranks)
-        short = {"budget": 0, "depth": "per_link", "micro_samples": [1 << k for k in range(most.bit_length())]}
-        short["sampled"] = setup.ranks > _VERY_MANY
+        short = {"depth": "per_link", "micro_samples": [1 << k for k in range(most.bit_length())]}
     plan = best_plan(model, cluster, setup.global_batch, spans=setup.spans, **short)
     if not plan.ok:
         return impossible("pipeline", plan.reason)
     if len(model.layers) == 1:
         plan = in_one_piece(plan, model, cluster)
-    seconds, own_s = batch_s(plan, model, cluster), work_s(plan, model, cluster, ranks=setup.ranks)
+    seconds = work_s(plan, model, cluster, ranks=setup.ranks)
     samples = [0.0] * setup.ranks
     for group in plan.groups:
         # A pipeline's samples pass all of its devices: each counts for its part of the group's work.
-        total_s = math.fsum(own_s[rank] for rank in group.ranks)
+        total_s = math.fsum(seconds[rank] for rank in group.ranks)
         for rank in group.ranks:
-            part = own_s[rank] / total_s if total_s > 0.0 else 1.0 / len(group.ranks)
-            samples[rank] = group.samples * part
+            samples[rank] = group.samples * (seconds[rank] / total_s if total_s > 0.0 else 1.0 / len(group.ranks))
     return Estimate(
         engine="pipeline",
-        step_s=seconds * slowest_s(setup, (1.0,) * setup.ranks),
-        bound_s=min(plan.lower_bound_s, seconds),
-        work_s=own_s,
+        step_s=plan.total_s * slowest_s(setup, (1.0,) * setup.ranks),
+        bound_s=plan.lower_bound_s,
+        work_s=seconds,
         shares=tuple(samples),
         memory_bytes=tuple(held_bytes(plan, model, setup.ranks)),
         exchange_s=plan.sync_s,
-        reasons=tuple(_reasons(setup, plan, seconds)),
+        reasons=tuple(_reasons(setup, plan)),
         overrides=(
             "strategy=hetero_pipeline",
             f"trainer.devices={setup.ranks}",
@@ -93,7 +90,7 @@ def plan_override(plan: PipelinePlan) -> str:
     return f"{{groups:[{','.join(groups)}]}}"
 
 
-def _reasons(setup: Setup, plan: PipelinePlan, batch_s: float) -> list[str]:
+def _reasons(setup: Setup, plan: PipelinePlan) -> list[str]:
     reasons: list[str] = []
     lengths = Counter(len(group.ranks) for group in plan.groups)
     if set(lengths) == {1}:
@@ -104,11 +101,7 @@ def _reasons(setup: Setup, plan: PipelinePlan, batch_s: float) -> list[str]:
     if idle := resting(plan, setup.ranks):
         names = ", ".join(setup.name(rank) for rank in idle[:4]) + (", ..." if len(idle) > 4 else "")
         reasons.append(f"{names} rest: with them a step would take longer")
-    reasons.append(
-        f"schedules, operation by operation: {batch_s * 1e3:.1f} ms; the planner's formula: {plan.total_s * 1e3:.1f} ms"
-    )
     if plan.judged and plan.total_s > 0.0:
-        # The bound is the formula's, and so is the time that it is compared with.
         gap = 100.0 * (1.0 - plan.lower_bound_s / plan.total_s)
         reasons.append(
             f"{plan.judged} groupings of the devices were compared, not all: with such micro-batches no plan is below"

@@ -5,15 +5,15 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
-import numpy as np
-
-from lightning_hetero.solvers.chain.model import room
+from lightning_hetero.cluster.units import bytes_text
 from lightning_hetero.solvers.placement.pipes import Pipe, Problem
 from lightning_hetero.solvers.placement.sync import sync_s
 from lightning_hetero.solvers.tied_layers import Span
 from lightning_hetero.types import AffineCost, Cluster, Cost, LayerCost, ModelCost
 
 __all__ = ["Setup", "whole_step"]
+
+_SNAP = 1.0 - 1e-12  # what fits but for rounding fits
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -124,9 +124,21 @@ class Setup:
     def most_samples(self) -> tuple[int | None, ...]:
         """Returns how many samples each rank's memory holds beside a whole replica; None: as many as it likes."""
         state, activations = self._bytes()
-        caps = np.array([device.mem_bytes for device in self.cluster.devices], dtype=np.float64)
-        fits = room(np.full(len(caps), state), np.full(len(caps), activations), caps)
-        return tuple(None if value == math.inf else math.floor(max(value, 0.0)) for value in fits.tolist())
+
+        def held(left_bytes: float) -> int | None:
+            if left_bytes == math.inf or (left_bytes >= 0.0 and not activations):
+                return None
+            return max(0, math.floor(left_bytes / activations / _SNAP)) if activations else 0
+
+        return tuple(held(device.mem_bytes - state) for device in self.cluster.devices)
+
+    def too_small(self, rank: int) -> str:
+        """Returns in words that a device does not hold the whole model with one sample."""
+        need, has = self.memory_bytes(1), self.cluster.devices[rank].mem_bytes
+        return (
+            f"{self.name(rank)} has {bytes_text(has)}, the whole model with one sample takes {bytes_text(need)}:"
+            " leave the device out, or divide the layers (hetero_pipeline)"
+        )
 
     def with_devices(self, keep: tuple[int, ...], cluster: Cluster) -> Setup:
         """Returns the set-up on ``cluster``, whose devices are those of the ranks ``keep`` here, in this order."""

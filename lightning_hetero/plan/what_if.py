@@ -12,32 +12,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, cast
 
 from lightning_hetero.cluster.spec import cluster_from_plain, override_cluster, ranks_named, relinked
 from lightning_hetero.cluster.units import as_number
-from lightning_hetero.plan.planner import Plan
 from lightning_hetero.plan.setup import Setup
 from lightning_hetero.types import AffineCost, Cluster, Link
 
-__all__ = ["Change", "changed", "usual_changes"]
+__all__ = ["changed", "like_another", "usual_changes", "without"]
 
 _KINDS = ("without", "add", "links", "batch", "speed", "price")
 _FEW = 16  # devices up to which each kind of them is tried to be left out
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Change:
-    """A changed set-up and what it gives.
-
-    Attributes:
-        title: what is changed.
-        plan: the answer.
-    """
-
-    title: str
-    plan: Plan
 
 
 def usual_changes(setup: Setup) -> list[dict[str, Any]]:
@@ -80,7 +66,10 @@ def changed(setup: Setup, change: Mapping[str, Any]) -> tuple[str, Setup]:
         )
     kind, value = kinds[0], given[kinds[0]]
     if kind == "without":
-        return _without(setup, value)
+        gone = ranks_named(setup.cluster, value, at="what_if.without")
+        if len(gone) == setup.ranks:
+            raise ValueError(f"what_if.without={value!r} leaves no device: the cluster has {setup.ranks}")
+        return f"without {', '.join(map(setup.name, gone))}", without(setup, gone)
     if kind == "add":
         return _added(setup, value, given.get("link"), given.get("price"))
     if kind == "links":
@@ -94,14 +83,18 @@ def changed(setup: Setup, change: Mapping[str, Any]) -> tuple[str, Setup]:
     return f"price {_said(value)}", _priced(setup, _mapping("what_if.price", value))
 
 
-def _without(setup: Setup, end: Any) -> tuple[str, Setup]:
-    gone = ranks_named(setup.cluster, end, at="what_if.without")
+def without(setup: Setup, gone: Sequence[int]) -> Setup:
+    """Returns the set-up without some ranks; the global batch stays."""
     keep = tuple(rank for rank in range(setup.ranks) if rank not in gone)
-    if not keep:
-        raise ValueError(f"what_if.without={end!r} leaves no device: the cluster has {setup.ranks}")
     links = tuple(tuple(setup.cluster.links[a][b] for b in keep) for a in keep)
-    cluster = Cluster(devices=tuple(setup.cluster.devices[rank] for rank in keep), links=links)
-    return f"without {', '.join(setup.name(rank) for rank in gone)}", setup.with_devices(keep, cluster)
+    return setup.with_devices(keep, Cluster(devices=tuple(setup.cluster.devices[rank] for rank in keep), links=links))
+
+
+def like_another(setup: Setup, rank: int, other: int) -> Setup:
+    """Returns the set-up in which a rank's device is as another one's is, but for its links and its memory."""
+    ranks = [other if at == rank else at for at in range(setup.ranks)]
+    speeds = [setup.cluster.devices[at].speed for at in ranks]
+    return setup.with_devices(tuple(ranks), override_cluster(setup.cluster, speeds=speeds))
 
 
 def _added(setup: Setup, value: Any, link: Any, price: Any) -> tuple[str, Setup]:
@@ -111,31 +104,30 @@ def _added(setup: Setup, value: Any, link: Any, price: Any) -> tuple[str, Setup]
     count, old = len(new.devices), setup.cluster
     if link is None:  # as the slowest link there is: nobody adds a device that is better connected than the others
         between = [old.links[a][b] for a in range(setup.ranks) for b in range(setup.ranks) if a != b] or [Link()]
-        wire = Link(
-            bandwidth_bytes_per_s=min(x.bandwidth_bytes_per_s for x in between),
-            latency_s=max(x.latency_s for x in between),
-        )
+        slowest = min(x.bandwidth_bytes_per_s for x in between)
+        wire = Link(bandwidth_bytes_per_s=slowest, latency_s=max(x.latency_s for x in between))
     else:
-        one = cluster_from_plain({"devices": [{"count": 2}], "link": link})
-        wire = one.links[0][1]
+        wire = cluster_from_plain({"devices": [{"count": 2}], "link": link}).links[0][1]
     rows = [[*row, *[wire] * count] for row in old.links]
     rows += [[wire] * (setup.ranks + count) for _ in range(count)]
     cluster = Cluster(devices=old.devices + new.devices, links=tuple(map(tuple, rows)))
-    costs = setup.costs
-    if costs:  # what the first device costs, by speed
-        first, speed = costs[0], old.devices[0].speed
+    costs, first = setup.costs, setup.costs[0] if setup.costs else None
+    if first is not None:  # what the first device costs, by speed
         if not isinstance(first, AffineCost):
             raise ValueError(
                 "what_if.add needs a model, or costs that are lines: what another device costs is not known"
             )
-        scale = [speed / device.speed for device in new.devices]
-        costs += tuple(first.times(k) for k in scale)
+        costs += tuple(first.times(old.devices[0].speed / device.speed) for device in new.devices)
+    steady = (1.0,) * setup.series
+    slowness = setup.slowness + (steady,) * count if setup.slowness else ()
     prices = setup.prices
     if prices:
         each = prices[-1] if price is None else as_number("what_if.price", price)
         prices += (each,) * count
     names = ", ".join(device.name for device in new.devices)
-    return f"with {names}", replace(setup, cluster=cluster, costs=costs, prices=prices)
+    return f"with {names}", replace(
+        setup, cluster=cluster, costs=costs, prices=prices, slowness=slowness
+    )
 
 
 def _sped(setup: Setup, factors: Mapping[str, Any]) -> Setup:

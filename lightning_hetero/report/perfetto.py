@@ -10,8 +10,8 @@ import math
 from collections.abc import Iterable
 from typing import Any, TypeVar
 
-from lightning_hetero.report.run import Run
-from lightning_hetero.report.waiting import least_wait_s, spent_in
+from lightning_hetero.report.run import RecordedRun
+from lightning_hetero.report.spent import least_wait_s, spent_in
 
 __all__ = ["perfetto_of"]
 
@@ -21,10 +21,10 @@ _MOST_TURNS = 20_000  # the last ones of a long run: the viewer reads it into me
 _US = 1e6
 
 
-def perfetto_of(run: Run) -> dict[str, Any]:
+def perfetto_of(run: RecordedRun) -> dict[str, Any]:
     """Returns the JSON object; times in microseconds."""
     steps = run.steps[-max(1, _MOST_TURNS // run.ranks) :]
-    least_s = 0.0 if run.meets else least_wait_s(run)
+    least_s = least_wait_s(run)
     events: list[dict[str, Any]] = []
     for rank in range(run.ranks):
         name = f"rank {rank} {run.devices.get(rank, '')}".strip()
@@ -32,7 +32,7 @@ def perfetto_of(run: Run) -> dict[str, Any]:
     offset = len(run.steps) - len(steps)
     queues, changes = _by_step(run.queues), _by_step((change.step, change) for change in run.changes)
     for number, step in enumerate(steps, start=offset):
-        for rank, spent in spent_in(run, step, least_s=least_s).items():
+        for rank, spent in spent_in(run, step, least_s).items():
             turn = step.turns[rank]
             at_s = turn.end_s - turn.wait_s - turn.compute_s
             arguments = {"epoch": step.epoch, "step": step.index, "samples": turn.samples}

@@ -1,8 +1,8 @@
-"""From the events of a trace to one run: steps of all ranks on one clock (layer P).
+"""From the events of a trace to one run: steps of all ranks on one clock, the ledger of every figure (layer P).
 
 Ranks open their traces at different moments, perhaps on different hosts. Where all ranks meet in a step's exchange of
 gradients, its end is the same moment for all, and clocks are set by it (the median over the steps). Else, in the stale
-engine, the hosts' clocks are believed. Of a run that was resumed the time between two fits is not shown.
+and the federated engine, the hosts' clocks are believed. The time between two fits of a resumed run is not shown.
 """
 
 from __future__ import annotations
@@ -15,9 +15,13 @@ from itertools import pairwise
 from statistics import median
 from typing import Any, cast
 
-from lightning_hetero.types import Event
+from lightning_hetero.types import Event, SpeedSample
 
-__all__ = ["Change", "Run", "Step", "Turn", "named", "run_of"]
+__all__ = ["RecordedRun", "RunChange", "RunStep", "Turn", "named", "run_of"]
+
+
+_APART = ("stale", "federated")  # engines whose ranks do not end a step together
+_COMPARED = 3  # batches before and after a change
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -44,7 +48,7 @@ class Turn:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Step:
+class RunStep:
     """One step of the run; ``turns`` by rank, of those that took part."""
 
     epoch: int
@@ -68,7 +72,7 @@ class Step:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Change:
+class RunChange:
     """A decision that changed shares or plan.
 
     Attributes:
@@ -97,7 +101,7 @@ class Change:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Run:
+class RecordedRun:
     """A run, as its trace tells it.
 
     Attributes:
@@ -119,9 +123,9 @@ class Run:
     engine: str
     ranks: int
     devices: Mapping[int, str] = field(default_factory=dict[int, str])
-    steps: tuple[Step, ...] = ()
+    steps: tuple[RunStep, ...] = ()
     step_s: tuple[float, ...] = ()
-    changes: tuple[Change, ...] = ()
+    changes: tuple[RunChange, ...] = ()
     queues: tuple[tuple[int, Mapping[str, float]], ...] = ()
     counts: tuple[tuple[int, Mapping[str, Any]], ...] = ()
     plan: Mapping[str, Any] = field(default_factory=dict[str, Any])
@@ -131,14 +135,14 @@ class Run:
     @property
     def meets(self) -> bool:
         """Whether all ranks end a step together."""
-        return self.engine != "stale"
+        return self.engine not in _APART
 
     @property
-    def complete(self) -> list[Step]:
+    def complete(self) -> list[RunStep]:
         """Steps in which all ranks took part."""
         return [step for step in self.steps if len(step.turns) == self.ranks]
 
-    def taken_s(self, steps: Sequence[Step] | None = None) -> list[float]:
+    def taken_s(self, steps: Sequence[RunStep] | None = None) -> list[float]:
         """Returns what steps took from the end of the one before, within an epoch [s]: loading, the optimizer and all
         else are in it. Without two steps one behind the other, what was measured of each."""
         chosen = self.steps if steps is None else steps
@@ -148,11 +152,55 @@ class Run:
 
     @property
     def full(self) -> list[int]:
-        """Numbers of the steps on a full global batch; of the stale engine, whose batches differ, all."""
+        """Numbers of the steps on a full global batch; of engines whose ranks do not end a step together, all."""
         if not self.meets:
             return list(range(len(self.steps)))
         counts = Counter(round(step.samples) for step in self.complete).most_common(1)
         return [n for n, s in enumerate(self.steps) if counts and round(s.samples) == counts[0][0]]
+
+    @property
+    def sees_waiting(self) -> bool:
+        """Whether hosts wait where their devices do; on a GPU they do not."""
+        return all(self.devices.get(rank, "").rpartition(" ")[2].startswith("cpu") for rank in range(self.ranks))
+
+    def samples_of(self, step: RunStep) -> tuple[int, ...]:
+        """Returns what each rank computed in a step; 0: it took no part."""
+        return tuple(round(step.turns[rank].samples) if rank in step.turns else 0 for rank in range(self.ranks))
+
+    def records_of(self, step: RunStep) -> tuple[SpeedSample, ...]:
+        """Returns a step as the engines' decide code takes it, of all ranks."""
+        none = Turn(samples=0.0, compute_s=0.0, wait_s=0.0, end_s=0.0)
+        turns = [step.turns.get(rank, none) for rank in range(self.ranks)]
+        return tuple(
+            SpeedSample(
+                rank=r, step=step.index, samples=round(t.samples), compute_s=t.compute_s, wait_s=t.wait_s, work=t.work
+            )
+            for r, t in enumerate(turns)
+        )
+
+    def outcomes(self) -> list[RunChange]:
+        """Returns the changes with what they gave, as far as it is known.
+
+        A controller measures that while it runs. Else it is measured here in the same way: the first batches under the
+        new shares against the last ones before. Batches that are not full take less, whatever was decided.
+        """
+        full = [self.steps[number] for number in self.full]
+        ran, taken_s = [self.samples_of(step) for step in full], [step.step_s for step in full]
+        found: list[RunChange] = []
+        for change in self.changes:
+            known = not change.shares or not math.isnan(change.realised_gain)
+            begins = (
+                at
+                for at in range(1, len(full))
+                if ran[at] == change.shares != ran[at - 1] and self.full[at] >= change.step
+            )
+            at = None if known else next(begins, None)
+            after_s = [] if at is None else taken_s[at : at + _COMPARED]
+            if at is not None and len(after_s) == _COMPARED:
+                before_s = median(taken_s[max(0, at - _COMPARED) : at])
+                change = replace(change, realised_gain=1.0 - median(after_s) / before_s)
+            found.append(change)
+        return found
 
     @property
     def staged(self) -> bool:
@@ -171,7 +219,7 @@ def named(value: Any) -> Mapping[str, Any]:
     return cast("Mapping[str, Any]", value or {})
 
 
-def run_of(events: Iterable[Event], *, name: str = "") -> Run:
+def run_of(events: Iterable[Event], *, name: str = "") -> RecordedRun:
     """Returns the run of a trace, see `lightning_hetero.record.read_events`.
 
     Raises:
@@ -200,14 +248,14 @@ def run_of(events: Iterable[Event], *, name: str = "") -> Run:
         for event in own:
             if event.kind == "step" and "step_s" in event.data:
                 walls.setdefault((event.epoch, event.step), []).append(float(event.data["step_s"]))
-    steps = [Step(epoch=e, index=i, turns=found) for (e, i), found in sorted(turns.items())]
+    steps = [RunStep(epoch=e, index=i, turns=found) for (e, i), found in sorted(turns.items())]
     number = {(step.epoch, step.index): n for n, step in enumerate(steps)}
-    return Run(
+    return RecordedRun(
         name=name,
         engine=engine,
         ranks=ranks,
         devices=dict(sorted(devices.items())),
-        steps=tuple(_on_one_clock(steps, opened, meets=engine != "stale")),
+        steps=tuple(_on_one_clock(steps, opened, meets=engine not in _APART)),
         step_s=tuple(max(seconds) for _, seconds in sorted(walls.items())),
         changes=tuple(_changes(by_rank, number)),
         queues=tuple(_queues(by_rank, number)),
@@ -271,7 +319,7 @@ def _added(a: Turn, b: Turn) -> Turn:
     )
 
 
-def _on_one_clock(steps: Sequence[Step], opened: Mapping[int, float], *, meets: bool) -> Iterable[Step]:
+def _on_one_clock(steps: Sequence[RunStep], opened: Mapping[int, float], *, meets: bool) -> Iterable[RunStep]:
     ranks = sorted({rank for step in steps for rank in step.turns})
     if not ranks:
         return []
@@ -299,7 +347,7 @@ def _number(event: Event, number: Mapping[tuple[int, int], int]) -> int:
     return max((n for other, n in number.items() if other < tag), default=0)
 
 
-def _changes(by_rank: Mapping[int, Sequence[Event]], number: Mapping[tuple[int, int], int]) -> Iterable[Change]:
+def _changes(by_rank: Mapping[int, Sequence[Event]], number: Mapping[tuple[int, int], int]) -> Iterable[RunChange]:
     realised: dict[int, float] = {}
     for event in _of_kind(by_rank, "outcome"):
         if event.data.get("realised_gain") is not None:
@@ -308,7 +356,7 @@ def _changes(by_rank: Mapping[int, Sequence[Event]], number: Mapping[tuple[int, 
         data = event.data
         generation = int(data.get("generation", -1))
         gain = data.get("predicted_gain")
-        yield Change(
+        yield RunChange(
             step=_number(event, number),
             reason=str(data.get("reason") or ""),
             shares=tuple(int(n) for n in data.get("shares") or ()),

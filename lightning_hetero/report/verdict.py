@@ -1,24 +1,37 @@
-"""In a few sentences: how long was waited, why, what to do, and what that would give (layer P)."""
+"""In words: how long was waited, why, what to do, what that would give, and which ranks and stages are slow (layer P)."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from lightning_hetero.report.run import Run
+from lightning_hetero.report.run import RecordedRun
 from lightning_hetero.report.scores import Scores
-from lightning_hetero.report.waiting import Waiting
-from lightning_hetero.report.what_if import WhatIf
+from lightning_hetero.report.spent import Outlier, StepStage, StepStages, Waiting, outliers_of
+from lightning_hetero.report.what_if import Alternatives
 
-__all__ = ["STRATEGIES", "Verdict", "milliseconds", "percent", "ranks_text", "verdict_of"]
+__all__ = [
+    "STRATEGIES",
+    "Verdict",
+    "begun",
+    "milliseconds",
+    "percent",
+    "ranks_text",
+    "stage_answer",
+    "stage_names",
+    "verdict_of",
+]
 
 _LITTLE = 0.03  # of the ranks' time
 _MUCH_EXCHANGE = 0.2
 _EARLY = 0.35  # of all waiting, in the first tenth of the steps
 _BLAMED = 0.6  # of all idling, for one rank
 
+_MUCH = 0.2  # of a step; a stage that all ranks share is named from here on
+_TELLING = 100.0  # times the median; beyond, the median is next to nothing
+_MOST_NAMED = 6  # ranks in a sentence
 _SHARES = ("balanced", "stale")  # engines that give slow ranks less
 
 STRATEGIES = {
@@ -71,7 +84,7 @@ def ranks_text(ranks: Sequence[int]) -> str:
     return f"ranks {', '.join(words[:-1])} and {words[-1]}"
 
 
-def verdict_of(run: Run, waiting: Waiting, scores: Scores | None, what: WhatIf | None) -> Verdict:
+def verdict_of(run: RecordedRun, waiting: Waiting, scores: Scores | None, what: Alternatives | None) -> Verdict:
     """Returns the verdict on a run."""
     if not run.steps:
         return Verdict(
@@ -99,7 +112,7 @@ def verdict_of(run: Run, waiting: Waiting, scores: Scores | None, what: WhatIf |
     )
 
 
-def _cause(run: Run, waiting: Waiting, scores: Scores | None) -> str:
+def _cause(run: RecordedRun, waiting: Waiting, scores: Scores | None) -> str:
     told = f"; {percent(waiting.exchange)} went into the exchange of gradients" if waiting.exchange > 0.005 else ""
     if waiting.exchange > max(_MUCH_EXCHANGE, waiting.waited):
         return f"{percent(waiting.exchange)} of the time went into the exchange of gradients, which all ranks wait for."
@@ -113,23 +126,19 @@ def _cause(run: Run, waiting: Waiting, scores: Scores | None) -> str:
         )
     slow = scores.slow_ranks if scores is not None else []
     # Under an engine that gives slow ranks less, they are no cause by themselves.
-    if scores is not None and slow and rank in slow and (run.engine not in _SHARES or part >= _BLAMED):
+    if scores is not None and rank in slow and (run.engine not in _SHARES or part >= _BLAMED):
         ratio = max(scores.typical[r] for r in slow)
-        verb = "take" if len(slow) > 1 else "takes"
-        who = _begun(ranks_text(slow) if len(slow) > 1 else _named(run, slow[0]))
-        upto = "up to " if len(slow) > 1 else ""
-        return f"{who} {verb} {upto}{ratio:.2f} times as long per item of work as the ranks' median{told}."
-    if part >= _BLAMED and rank >= 0:
-        if scores is not None and rank in scores.spells:
-            return (
-                f"{_begun(_named(run, rank))} is slow at times, not always: {percent(part)} of the waiting was for"
-                f" it{told}."
-            )
-        return (
-            f"{percent(part)} of the waiting was for {_named(run, rank)}, which is not slow per item: it has more work"
-            f" than the others{told}."
-        )
-    return f"No single rank: ranks are late by turns{told}."
+        named = f"{ranks_text(slow)} take up to" if len(slow) > 1 else f"{_named(run, rank)} takes"
+        return f"{begun(named)} {ratio:.2f} times as long per item of work as the ranks' median{told}."
+    if part < _BLAMED:
+        return f"No single rank: ranks are late by turns{told}."
+    if scores is not None and rank in scores.spells:
+        named = begun(_named(run, rank))
+        return f"{named} is slow at times, not always: {percent(part)} of the waiting was for it{told}."
+    return (
+        f"{percent(part)} of the waiting was for {_named(run, rank)}, which is not slow per item: it has more work"
+        f" than the others{told}."
+    )
 
 
 def _early(waiting: Waiting) -> str:
@@ -139,17 +148,17 @@ def _early(waiting: Waiting) -> str:
     return f" {percent(waiting.early)} of the waiting was in the first {first} steps, while the run began."
 
 
-def _named(run: Run, rank: int) -> str:
+def _named(run: RecordedRun, rank: int) -> str:
     device = run.devices.get(rank, "")
     return f"rank {rank}" + (f" ({device})" if device else "")
 
 
-def _begun(words: str) -> str:
+def begun(words: str) -> str:
     """Returns the words as the beginning of a sentence; `str.capitalize` would change a device's name."""
     return words[:1].upper() + words[1:]
 
 
-def _next_step(run: Run, waiting: Waiting, scores: Scores | None, what: WhatIf | None) -> str:
+def _next_step(run: RecordedRun, waiting: Waiting, scores: Scores | None, what: Alternatives | None) -> str:
     if waiting.exchange > max(_MUCH_EXCHANGE, waiting.waited):
         return (
             "Exchange less often or less: a larger batch per device, accumulate_grad_batches, or"
@@ -172,7 +181,7 @@ def _next_step(run: Run, waiting: Waiting, scores: Scores | None, what: WhatIf |
     return "No engine of this package takes less. Steps differ from one another: larger batches would even them out."
 
 
-def _gain(run: Run, what: WhatIf | None) -> str:
+def _gain(run: RecordedRun, what: Alternatives | None) -> str:
     if what is None:
         return ""
     best, best_s = what.best
@@ -191,3 +200,64 @@ def _gain(run: Run, what: WhatIf | None) -> str:
     if run.engine != "ddp" and not math.isnan(ddp_s):
         words.append(f"Stock DDP would take about {milliseconds(ddp_s)}.")
     return " ".join(words)
+
+
+# ---- stages of a step -----------------------------------------------------------------------------------------
+
+
+def stage_names(run: RecordedRun) -> Mapping[str, str]:
+    """Returns what the stages are called, by kind."""
+    names = {"work": "own work", "exchange": "exchange", "waiting": "waiting", "between": "between steps"}
+    if run.engine == "stale":
+        names["exchange"] = "server"
+    elif run.engine == "federated":
+        names |= {"work": "local steps", "exchange": "averaging"}
+    elif run.staged:
+        names["waiting"] = "bubbles"
+    return names
+
+
+def stage_answer(times: StepStages, names: Mapping[str, str]) -> str:
+    """Returns in a sentence whether it is one rank, one stage, or all; ``names``: of the stages, see `stage_names`."""
+    work = times.stages[0]
+    if all(math.isnan(ratio) for ratio in work.ratios):
+        return "Ranks hold different layers, which were not measured before the run, so they do not compare."
+    others = [stage for stage in times.stages if stage.kind != "work" and times.part(stage) >= _MUCH]
+    common = max(others, key=times.part, default=None)
+    if found := outliers_of(times):
+        kinds: dict[tuple[tuple[str, ...], bool, bool], list[Outlier]] = {}
+        for one in found:
+            kinds.setdefault((one.stages, one.everything, one.only), []).append(one)
+        words = [_slow(alike, len(work.seconds), names) for alike in list(kinds.values())[:2]]
+        if common is not None and common.kind == "exchange":
+            words.append(_shared(times, common, names))
+        return begun("; ".join(words) + ".")
+    if common is not None:
+        return f"No rank stands out: {_shared(times, common, names)}."
+    told = f"{names['work']} is {percent(times.part(work))} of a step"
+    return f"Nothing stands out: ranks take about as long as one another, and {told}."
+
+
+def _slow(found: Sequence[Outlier], ranks: int, names: Mapping[str, str]) -> str:
+    first, many = found[0], len(found) > 1
+    named = f"{len(found)} of {ranks} ranks"
+    if len(found) <= _MOST_NAMED:
+        named = ranks_text(sorted(one.rank for one in found))
+    stages = " and ".join(_in(names[kind]) for kind in first.stages)
+    where = "in everything" if first.everything else stages + (" only" if first.only else "")
+    by = "" if first.ratio > _TELLING else f" ({'up to ' if many else ''}{first.ratio:.1f} times the median)"
+    return f"{named} {'are' if many else 'is'} slow {where}{by}"
+
+
+def _shared(times: StepStages, stage: StepStage, names: Mapping[str, str]) -> str:
+    """Returns what to say of a stage that is much of every rank's step."""
+    spent = f"spend {percent(times.part(stage))} of a step {_in(names[stage.kind])}"
+    if stage.kind != "waiting":
+        return f"all ranks {spent}"
+    by_turns = names["waiting"] == "waiting" and names["exchange"] == "exchange"
+    return f"ranks {spent}" + (", by turns" if by_turns else "")
+
+
+def _in(name: str) -> str:
+    special = {"between steps": name, "waiting": name, "server": "at the server", "exchange": "in the exchange"}
+    return special.get(name, f"in {name}")

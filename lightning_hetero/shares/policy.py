@@ -76,13 +76,10 @@ class BalancePolicy:
         solver: the min-max split; same signature as `lightning_hetero.solvers.minimax`.
 
     Attributes:
-        planned_batches: of the run, if known; set before `start`.
         cut_by_cost: whether parts are cut by their samples' costs; set before `start`.
         limits: least and most samples per rank.
         work: what a sample's is, where work is counted.
         lag: batches that are drawn before a decision can count; set by the `Controller`.
-        generation: number of the shares in force, told back with the records of the batches that ran on them, see
-            `take`; a policy that wants to know counts it.
 
     Raises:
         ValueError: a setting is out of range, or the predictor's name is unknown.
@@ -138,9 +135,7 @@ class BalancePolicy:
         self._expected_for: tuple[float, ...] = ()
         self._expected_s: list[float] = []
         self._loads: list[tuple[float, float]] = []  # told with the last record
-        self.planned_batches: int | None = None
         self.cut_by_cost = False
-        self.generation = 0
 
     @property
     def lag(self) -> int:
@@ -286,15 +281,13 @@ class BalancePolicy:
         pairs = zip(loads, self._loads, strict=False)  # none before the first record
         return any(abs(now - then) > self.surprise for new, old in pairs for now, then in zip(new, old, strict=True))
 
-    def take(self, records: Sequence[SpeedSample], *, generation: int, batches: int) -> Decision:
+    def take(self, records: Sequence[SpeedSample], *, batches: int) -> Decision:
         """Takes in one record per rank, in rank order, and decides the shares from now on.
 
         Args:
             records: of one batch.
-            generation: `generation` when the shares of this batch were drawn.
             batches: how many batches the records are means of.
         """
-        del generation
         self._batches = batches
         return self.observe(records)
 
@@ -311,12 +304,11 @@ class BalancePolicy:
         self._expect(self._shares)  # likely the next record's, which every rank waits for, unlike for this one
         return decision
 
-    def take_incomplete(self, records: Sequence[SpeedSample], *, generation: int) -> None:
+    def take_incomplete(self, records: Sequence[SpeedSample]) -> None:
         """Takes in what was measured where some ranks' times are unknown (0): learns, and decides nothing.
 
         A decision waits for a record of all ranks: a time of 0 says nothing of the step, nor of other shares.
         """
-        del generation
         self._learn(records)
 
     def _learn(self, records: Sequence[SpeedSample]) -> str | None:

@@ -9,14 +9,13 @@ Legend: T_i(x) time of rank i for x samples [s]; N total [samples]; q quantum [s
 The *offer* (i, x) is one more quantum for rank i that would then hold x; its time is T_i(x). Greedy starts at
 the lower bounds and takes the offer of least (time, rank) until N is reached. As T_i never decreases, the
 offers of a rank come in order: greedy merges n sorted lists, **it takes the K offers least in (time, rank)**,
-K = (N - sum lower) / q. Three facts follow, and the whole file rests on them.
+K = (N - sum lower) / q. Two facts follow, and the whole file rests on them.
 
 (1) Greedy is optimal. Let D* be the time of its last offer. Fewer than K offers have a time below D*, so any
     split takes one of at least D*; and the time at the lower bounds is paid by every split.
-(2) For any D, if the offers of time <= D are at most K, greedy takes all of them. So one may start from any
-    such deadline, and a poor one costs time, never correctness.
-(3) The answer depends on T_i at whole numbers only, as floats. Sums, roots and inverses (`most_samples`)
-    merely suggest deadlines. So every machine that is given the same floats finds the same split.
+(2) For any D, if the offers of time <= D are at most K, greedy takes all of them. So one may start from any such
+    deadline. Straight lines start just below the fractional optimum, from which few quanta are missing; a heap deals
+    these out. Any other costs start at the last float for which (2) holds: all that is missing then has one time.
 
 Saturating costs T_i(x) = max(c_i, L_i(x)) with lines L_i need no search of their own. A rank pays its floor c_i for any
 x, so max_i T_i(x_i) = max(max_i c_i, max_i L_i(x_i)): **the split that is best for the lines is best for the costs.**
@@ -27,23 +26,21 @@ from __future__ import annotations
 import heapq
 import math
 import struct
+from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
-from dataclasses import replace
-from typing import TypeAlias, cast
-
-import numpy as np
-from numpy.typing import NDArray
+from typing import TypeAlias
 
 from lightning_hetero.solvers.apportion import as_count, clash, infeasible, read_bounds
-from lightning_hetero.types import AffineCost, Allocation, Cost, LearnedCost, SaturatingCost
+from lightning_hetero.types import AffineCost, Allocation, Cost, SaturatingCost
 
-__all__ = ["minimax"]
+__all__ = ["minimax", "most_in_time"]
 
-_FEW_RANKS = 64  # up to here plain Python beats NumPy's fixed cost per call
 Ints: TypeAlias = Sequence[int]
-_Rank: TypeAlias = tuple[float, float, int, int]  # fixed_s, samples_per_s, lower, upper
-_ALL_AFFINE = {AffineCost}  # exact types: a subclass may override seconds()
-_LINES = {AffineCost, SaturatingCost}
+_Line: TypeAlias = tuple[float, float, int, int]  # fixed_s, samples_per_s, lower, upper
+
+_LEAST, _MOST = 1e-100, 1e100  # slopes and fixed times of lines that floats can compare
+_BELOW = 1.0 - 1e-12  # of the fractional optimum: rounding gives no rank too much there
+_ENDLESS = 0x7FF0000000000000  # the place of infinity among the floats
 
 
 def minimax(
@@ -58,7 +55,7 @@ def minimax(
 
     Solves  min_x max_i T_i(x_i),  sum x_i = N,  lower_i <= x_i <= upper_i,  x_i a multiple of ``quantum``.
     Exact: ``makespan_s`` is that of the best of all splits, as computed by ``costs[i].seconds(x_i)`` in
-    floats, provided these never decrease in x_i. O(n log N) for affine costs as a rule.
+    floats, provided these never decrease in x_i. O(n log n) for affine costs as a rule.
 
     Of all optimal splits the one returned is greedy's: quantum after quantum goes to the rank that then has
     the least time, ties to the lowest index. It has the lexicographically least sorted times if all costs
@@ -107,25 +104,23 @@ def minimax(
         reason = _quantum_clash(lower, upper, low, high, total, q)
     if reason:
         return infeasible(reason)
-    kinds = set(map(type, costs))
-    if kinds == _ALL_AFFINE:
-        return _split_affine(cast(Sequence[AffineCost], costs), total, lower, upper, low, high, q)
-    if not kinds <= _LINES:
-        return _search(_Ranks(costs, lower, upper, low, high, q), total)
-    learned = cast(Sequence[LearnedCost], costs)
-    lines = [c.line if isinstance(c, SaturatingCost) else c for c in learned]
-    floor_s = max([c.floor_s for c in learned if isinstance(c, SaturatingCost)])
-    best = _split_affine(lines, total, lower, upper, low, high, q)
-    return replace(
-        best, makespan_s=max(floor_s, best.makespan_s), lower_bound_s=max(floor_s, best.lower_bound_s)
-    )
+    floor_s, lines = 0.0, list(costs)
+    for i, cost in enumerate(costs):
+        if type(cost) is SaturatingCost:
+            lines[i], floor_s = cost.line, max(floor_s, cost.floor_s)
+    found = None
+    if all([type(line) is AffineCost for line in lines]):  # a subclass may override seconds()
+        found = _deal(lines, total, lower, upper, low, high, q)  # type: ignore[arg-type]
+    shares, bound_s = found or _search(lines, total, lower, upper, low, high, q)
+    makespan_s = max(floor_s, float(max([line.seconds(x) for line, x in zip(lines, shares, strict=True)])))
+    return Allocation(shares=tuple(shares), makespan_s=makespan_s, lower_bound_s=min(max(floor_s, bound_s), makespan_s))
 
 
-def _split_affine(
-    costs: Sequence[AffineCost], total: int, lower: Ints, upper: Ints, low: Ints, high: Ints, q: int
-) -> Allocation:
-    quick = _few_affine(costs, total, lower, upper, low, high, q) if len(costs) <= _FEW_RANKS else None
-    return quick or _search(_AffineRanks(costs, lower, upper, low, high, q), total)
+def most_in_time(cost: Cost, deadline_s: float, low: int, high: int, q: int) -> int:
+    """Returns the largest multiple of ``q`` that is done by the deadline, at least ``low``; only `seconds` decides."""
+    units = range(low // q, high // q + 1)
+    in_time = bisect_right(units, deadline_s, key=lambda u: cost.seconds(u * q))
+    return units[max(0, in_time - 1)] * q
 
 
 def _quantum_clash(lower: Ints, upper: Ints, low: Ints, high: Ints, total: int, q: int) -> str:
@@ -139,46 +134,41 @@ def _quantum_clash(lower: Ints, upper: Ints, low: Ints, high: Ints, total: int, 
     return f"with bounds tightened to multiples of quantum={q}, {reason}, or lower quantum" if reason else ""
 
 
-def _few_affine(
+def _deal(
     costs: Sequence[AffineCost], total: int, lower: Ints, upper: Ints, low: Ints, high: Ints, q: int
-) -> Allocation | None:
-    """Starts at the fractional optimum, where by (2) only the rounded-off parts remain: at most n quanta.
+) -> tuple[list[int], float] | None:
+    """Returns greedy's shares of straight lines, and the makespan of the best fractional split [s].
 
-    None where floats are too coarse for that (slopes of 0, or lost beside the fixed cost): search instead.
+    None where floats are too coarse for that: slopes of 0, or lost beside the fixed time.
     """
     fixed = [c.fixed_s for c in costs]
     slope = [c.per_sample_s for c in costs]
-    if min(slope) < 1e-100 or max(slope) > 1e100 or max(fixed) > 1e100:
+    if min(slope) < _LEAST or max(slope) > _MOST or max(fixed) > _MOST:
         return None
-    level, bound = _water_level(fixed, slope, total, lower, upper)
-    limits = list(zip(fixed, slope, lower, upper, strict=True))
-    fill = sum([min(max((bound - f) / p, a), b) for f, p, a, b in limits])
-    off = 1e-9 * total
-    if fill < total - off or (fill > total + off and bound > max([f + p * a for f, p, a, _ in limits])):
-        return None
+    level_s, bound_s = _water_level(fixed, slope, total, lower, upper)
+    if q > 1:
+        level_s, _ = _water_level(fixed, slope, total, low, high)
+    start_s = level_s * _BELOW
     shares: list[int] = []
-    offers: list[float] = []
-    for f, p, a, b in zip(fixed, slope, low, high, strict=True):
-        v = (level - f) / p
-        x = a if v <= a else b if v >= b else int(v) // q * q
-        if x > a and f + p * x > level:
-            x -= q
-        elif x < b and f + p * (x + q) <= level:
-            x += q
-        offer = f + p * (x + q)
-        if (x > a and f + p * x > level) or (x < b and offer <= level):
-            return None
+    offers: list[tuple[float, int]] = []
+    for i, (f, p, a, b) in enumerate(zip(fixed, slope, low, high, strict=True)):
+        v = (start_s - f) / p
+        x = a if v <= a else b if v >= b else max(a, int(v) // q * q)
         shares.append(x)
-        offers.append(offer if x < b else math.inf)
+        if x < b:
+            offers.append((f + p * (x + q), i))
     left = (total - sum(shares)) // q
     if not 0 <= left <= 4 * len(shares):
         return None
+    heapq.heapify(offers)
     for _ in range(left):
-        i = offers.index(min(offers))  # the first of equals: ties to the lowest index
+        i = offers[0][1]
         x = shares[i] = shares[i] + q
-        offers[i] = fixed[i] + slope[i] * (x + q) if x < high[i] else math.inf
-    makespan_s = float(max([f + p * x for f, p, x in zip(fixed, slope, shares, strict=True)]))
-    return Allocation(shares=tuple(shares), makespan_s=makespan_s, lower_bound_s=min(bound, makespan_s))
+        if x < high[i]:
+            heapq.heapreplace(offers, (fixed[i] + slope[i] * (x + q), i))
+        else:
+            heapq.heappop(offers)
+    return shares, bound_s
 
 
 def _water_level(
@@ -195,8 +185,9 @@ def _water_level(
         rates = [r for _, r, _, _ in free]
         level = (total + math.fsum([f * r for f, r, _, _ in free])) / math.fsum(rates)
         lack = excess = 0.0
-        below: list[_Rank] = []
-        above: list[_Rank] = []
+        below: list[_Line] = []
+        above: list[_Line] = []
+        between: list[_Line] = []
         for rank in free:
             f, r, a, b = rank
             v = (level - f) * r
@@ -206,215 +197,47 @@ def _water_level(
             elif v > b:
                 excess += v - b
                 above.append(rank)
+            else:
+                between.append(rank)
         if not below and not above:
             return level, max(level, pegged_s)
-        pegged, bound = (below, 2) if lack >= excess else (above, 3)
+        pegged, others, bound = (below, above, 2) if lack >= excess else (above, below, 3)
         total -= sum([rank[bound] for rank in pegged])
         pegged_s = max(pegged_s, *[rank[0] + rank[bound] / rank[1] for rank in pegged])
-        free = [rank for rank in free if rank not in pegged]  # equal ranks are pegged together
+        free = between + others
     return level, pegged_s
 
 
-class _Ranks:
-    """What the search asks about all ranks at once; ``low`` and ``high`` are multiples of ``quantum``."""
+def _search(
+    costs: Sequence[Cost], total: int, lower: Ints, upper: Ints, low: Ints, high: Ints, q: int
+) -> tuple[list[int], float]:
+    """Returns the same for any costs, by bisection over all floats: the deadline D* itself, exactly."""
+    due = [c.seconds(x) for c, x in zip(costs, lower, strict=True)]
+    if not all([t >= 0.0 for t in due]):  # NaN is refused too
+        raise ValueError(f"costs take {due} s for lower={lower}: times must be numbers >= 0")
+    if any([c.seconds(b) < c.seconds(a) for c, a, b in zip(costs, low, high, strict=True)]):
+        raise ValueError("a cost's seconds() decreases with samples: the search needs non-decreasing costs")
 
-    def __init__(self, costs: Sequence[Cost], lower: Ints, upper: Ints, low: Ints, high: Ints, q: int):
-        self.costs, self.low, self.high, self.quantum = costs, low, high, q
-        self._lower, self._upper = lower, upper
-        due = self.times(lower)
-        if not all([t >= 0.0 for t in due]):  # NaN is refused too
-            raise ValueError(f"costs take {due} s for lower={lower}: times must be numbers >= 0")
-        self.due_s = max(due)  # no split is faster than the lower bounds alone
+    def within(place: int) -> list[int]:
+        deadline_s = _float(place)
+        return [most_in_time(c, deadline_s, a, b, q) for c, a, b in zip(costs, low, high, strict=True)]
 
-    def times(self, shares: Ints) -> list[float]:
-        """Returns T_i(x_i) for each rank [s]."""
-        return [c.seconds(x) for c, x in zip(self.costs, shares, strict=True)]
-
-    def fill(self, deadline_s: float) -> float:
-        """Returns the fractional samples done by the deadline, within the given bounds (a hint)."""
-        limits = zip(self.costs, self._lower, self._upper, strict=True)
+    def fill(place: int) -> float:
+        deadline_s, limits = _float(place), zip(costs, lower, upper, strict=True)
         return math.fsum([min(max(c.most_samples(deadline_s), a), b) for c, a, b in limits])
 
-    def within(self, deadline_s: float) -> list[int]:
-        """Returns the largest shares with T_i <= deadline, at least ``low``: exact."""
-        bounds = zip(self.costs, self.low, self.high, strict=True)
-        return [_most(c, deadline_s, a, b, self.quantum) for c, a, b in bounds]
-
-
-def _most(cost: Cost, deadline_s: float, low: int, high: int, q: int) -> int:
-    """Returns the largest share in time, at least ``low``: gallops from where the inverse hints, then bisects."""
-    good, late = low, high + q  # invariant: good is in time (or due anyway), late is not (or not allowed)
-    probe = int(min(max(cost.most_samples(deadline_s), low), high)) // q * q
-    step = q
-    while late - good > q:
-        if not good < probe < late:
-            probe = good + (late - good) // (2 * q) * q if step > q else good + q
-        if cost.seconds(probe) <= deadline_s:
-            good, probe = probe, probe + step
-        else:
-            late, probe = probe, probe - step
-        step *= 2
-    return good
-
-
-class _AffineRanks(_Ranks):
-    """The same for affine costs in NumPy: multiply and add are separate, so the floats equal Python's."""
-
-    def __init__(self, costs: Sequence[AffineCost], lower: Ints, upper: Ints, low: Ints, high: Ints, q: int):
-        self._f = np.array([c.fixed_s for c in costs], dtype=np.float64)
-        self._p = np.array([c.per_sample_s for c in costs], dtype=np.float64)
-        self._flat = self._p == 0.0
-        self._low, self._high = np.array(low, dtype=np.int64), np.array(high, dtype=np.int64)
-        self._a, self._b = np.array(lower, dtype=np.float64), np.array(upper, dtype=np.float64)
-        super().__init__(costs, lower, upper, low, high, q)
-
-    def times(self, shares: Ints) -> list[float]:
-        return self._times(np.array(shares, dtype=np.int64)).tolist()
-
-    def fill(self, deadline_s: float) -> float:
-        return float(np.minimum(np.maximum(self._most(deadline_s), self._a), self._b).sum())
-
-    def within(self, deadline_s: float) -> list[int]:
-        q, low, high = self.quantum, self._low, self._high
-        x = np.minimum(np.maximum(self._most(deadline_s), low), high).astype(np.int64)
-        x = x // q * q if q > 1 else x
-        for _ in range(2):  # rounding is off by one at most, as a rule
-            late = (x > low) & (self._times(x) > deadline_s)
-            early = (x < high) & (self._times(x + q) <= deadline_s)
-            if not np.any(late | early):
-                return x.tolist()
-            x = x + q * early - q * late
-        good, most = low // q, high // q
-        while np.any(good < most):
-            middle = (good + most + 1) // 2
-            fits = (self._times(middle * q) <= deadline_s) | (middle == good)
-            good, most = np.where(fits, middle, good), np.where(fits, most, middle - 1)
-        return (good * q).tolist()
-
-    def _times(self, x: NDArray[np.int64]) -> NDArray[np.float64]:
-        with np.errstate(over="ignore"):
-            return self._f + self._p * x
-
-    def _most(self, deadline_s: float) -> NDArray[np.float64]:
-        with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
-            most = (deadline_s - self._f) / self._p
-        return np.where(self._flat, np.where(self._f <= deadline_s, np.inf, -np.inf), most)
-
-
-def _search(ranks: _Ranks, total: int) -> Allocation:
-    """Any split gives a deadline that suffices; the fractional optimum one that is nearly too short."""
-    enough_s = max(ranks.times(_some_split(ranks, total)))
-    level_s = _fractional(ranks, total, enough_s)
-    shares = _greedy(ranks, total, level_s, enough_s)
-    makespan_s = float(max(ranks.times(shares)))
-    return Allocation(shares=tuple(shares), makespan_s=makespan_s, lower_bound_s=min(level_s, makespan_s))
-
-
-def _some_split(ranks: _Ranks, total: int) -> list[int]:
-    """Returns a split within the bounds: about equal, the rest where there is room."""
-    q, low, high = ranks.quantum, ranks.low, ranks.high
-    equal = total // len(low) // q * q
-    shares = [a if equal < a else b if equal > b else equal for a, b in zip(low, high, strict=True)]
+    floats = range(_ENDLESS + 1)
+    late = bisect_right(floats, total, key=lambda place: sum(within(place)))
+    shares = within(late - 1) if late else list(low)
     left = total - sum(shares)
-    if left < 0:
-        return _fill_up(low, shares, total - sum(low))
-    return _fill_up(shares, high, left)
+    if left:  # offers of the one time D*, which go by rank
+        for i, most in enumerate(within(min(late, _ENDLESS))):
+            more = min(left, most - shares[i])
+            shares[i], left = shares[i] + more, left - more
+    level = bisect_left(floats, total * _BELOW, key=fill)
+    return shares, max([_float(min(level, _ENDLESS)), *due])
 
 
-def _fractional(ranks: _Ranks, total: int, enough_s: float) -> float:
-    """Returns the makespan of the best fractional split [s]: the least deadline that ``fill`` meets."""
-    early_s, late_s = ranks.due_s, enough_s
-    early, late = ranks.fill(early_s), ranks.fill(late_s)
-    off, turn = 1e-12 * total, 0
-    if early >= total - off:
-        return early_s
-    while late > total + off or ranks.fill(late_s * (1.0 - 1e-12)) >= late:  # too late, or on a plateau
-        secant_s = early_s + (total - early) * ((late_s - early_s) / max(late - early, off))
-        deadline_s = _between(early_s, late_s, secant_s, turn)
-        if deadline_s is None:
-            break
-        fill = ranks.fill(deadline_s)
-        if fill < total - off:
-            early_s, early = deadline_s, fill
-        else:
-            late_s, late = deadline_s, fill
-        turn += 1
-    return late_s
-
-
-def _greedy(ranks: _Ranks, total: int, level_s: float, enough_s: float) -> list[int]:
-    """Returns greedy's shares: narrows ``early_s < D* <= late_s`` until few quanta are left or none between.
-
-    Between neighbouring floats all that is left are offers of the same time D*: these go by rank.
-    """
-    q, few = ranks.quantum, ranks.quantum * (8 + 2 * math.isqrt(len(ranks.low)))
-    early_s, early, left = -1.0, ranks.low, total - sum(ranks.low)  # no offer is in time
-    late_s, late = enough_s, ranks.within(enough_s)
-    if sum(late) < total:
-        raise ValueError("a cost's seconds() decreases with samples: the search needs non-decreasing costs")
-    deadline_s, turn = cast("float | None", level_s), 0
-    while deadline_s is not None:
-        shares = ranks.within(deadline_s)
-        more = total - sum(shares)
-        if more >= 0:
-            early_s, early, left = deadline_s, shares, more
-        else:
-            late_s, late = deadline_s, shares
-        if left <= few:
-            return _hand_out(ranks, early, left // q)
-        if turn == 0:  # one quantum more each: late enough, and near
-            plus = [x + q if x < b else x for x, b in zip(early, ranks.high, strict=True)]
-            aim_s = max(ranks.times(plus)) if early_s >= 0.0 else math.nextafter(late_s, -1.0)
-        else:
-            ratio = (left - few // 2) / (sum(late) - sum(early))
-            aim_s = max(early_s, 0.0) + ratio * (late_s - max(early_s, 0.0))
-        deadline_s = _between(early_s, late_s, aim_s, turn)
-        turn += 1
-    return _fill_up(early, late, left)
-
-
-def _between(early_s: float, late_s: float, aim_s: float, turn: int) -> float | None:
-    """Returns a deadline strictly between the two, in turn the aim, a mean, the aim, the middle float.
-
-    None if there is no float between. The middle float bounds the number of turns by 4 * 64.
-    """
-    a, b = _position(early_s), _position(late_s)
-    if b - a < 2:
-        return None
-    if turn % 4 == 1:
-        aim_s = 0.5 * (early_s + late_s)
-    if turn % 4 < 3 and early_s < aim_s < late_s and aim_s >= 0.0:
-        return aim_s
-    return struct.unpack("<d", struct.pack("<q", (a + b) // 2))[0]
-
-
-def _position(value: float) -> int:
-    """Returns the place of a float among all floats >= 0 (its bits as a whole number); -1 if negative."""
-    return -1 if value < 0.0 else struct.unpack("<q", struct.pack("<d", abs(value)))[0]
-
-
-def _hand_out(ranks: _Ranks, start: Ints, quanta: int) -> list[int]:
-    """Takes the next offers in order of (time, rank), by a heap."""
-    q, high = ranks.quantum, ranks.high
-    shares = list(start)
-    times = ranks.times([x + q if x < b else x for x, b in zip(shares, high, strict=True)])
-    offers = [(t, i) for i, t in enumerate(times) if shares[i] < high[i]]
-    heapq.heapify(offers)
-    for _ in range(quanta):
-        i = offers[0][1]
-        shares[i] += q
-        if shares[i] < high[i]:
-            heapq.heapreplace(offers, (ranks.costs[i].seconds(shares[i] + q), i))
-        else:
-            heapq.heappop(offers)
-    return shares
-
-
-def _fill_up(early: Ints, late: Ints, left: int) -> list[int]:
-    shares = list(early)
-    for i, (x, most) in enumerate(zip(early, late, strict=True)):
-        if left == 0:
-            break
-        shares[i] = most if most - x < left else x + left
-        left -= shares[i] - x
-    return shares
+def _float(place: int) -> float:
+    """Returns the float at a place among all floats >= 0."""
+    return struct.unpack("<d", struct.pack("<q", place))[0]

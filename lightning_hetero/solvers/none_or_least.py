@@ -12,13 +12,12 @@ gets easier with D, so the least such D is found by bisection; within its k rank
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TypeAlias
 
 from lightning_hetero.solvers.apportion import as_count, infeasible, read_bounds
-from lightning_hetero.solvers.minimax import minimax
+from lightning_hetero.solvers.minimax import minimax, most_in_time
 from lightning_hetero.types import Allocation, Cost
 
 __all__ = ["minimax_none_or_least", "obeys_least"]
@@ -92,7 +91,7 @@ def _ranks_in_use(costs: Sequence[Cost], total: int, low: Ints, high: Ints, q: i
     most_free = (total - sum(low)) // m
 
     def in_use(deadline_s: float) -> set[int] | None:
-        most = {i: _most(costs[i], deadline_s, low[i], high[i], q) for i in (*bound, *free)}
+        most = {i: most_in_time(costs[i], deadline_s, low[i], high[i], q) for i in (*bound, *free)}
         able = sorted((i for i in free if most[i] >= m), key=lambda i: (-most[i], i))
         used = bound.union(able[:most_free])
         return used if sum(most[i] for i in used) >= total else None
@@ -113,10 +112,3 @@ def _ranks_in_use(costs: Sequence[Cost], total: int, low: Ints, high: Ints, q: i
         else:
             late_s, best = middle_s, used
     return best
-
-
-def _most(cost: Cost, deadline_s: float, low: int, high: int, q: int) -> int:
-    """Returns the largest multiple of ``q`` in time, at least ``low``."""
-    units = range(low // q, high // q + 1)
-    in_time = bisect_right(units, deadline_s, key=lambda u: cost.seconds(u * q))
-    return units[max(0, in_time - 1)] * q

@@ -1,5 +1,14 @@
-"""The codecs by their documented path, e.g. ``lightning_hetero.stale.compress.TopK``; see ``runtime/memory``."""
+"""Where codecs of pushed gradients were; ``compression="bf16"`` and ``"fp16"`` need no import."""
 
-from lightning_hetero.stale.runtime.memory.codecs import Cast, Codec, TopK, by_name
+from __future__ import annotations
 
-__all__ = ["Cast", "Codec", "TopK", "by_name"]
+from typing import NoReturn
+
+
+def __getattr__(name: str) -> NoReturn:
+    if name.startswith("__"):
+        raise AttributeError(name)
+    raise ImportError(
+        f"lightning_hetero.stale.compress has no {name} any more: no benchmark showed that sending the largest entries"
+        " pays. BoundedStalenessStrategy(compression=...) takes None, 'bf16' or 'fp16'"
+    )

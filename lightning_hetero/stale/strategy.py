@@ -26,21 +26,18 @@ from lightning_hetero.predictors import Predictor, PredictorName
 from lightning_hetero.predictors import by_name as predictor_by_name
 from lightning_hetero.stale.decide.policy import Policy, PolicyName
 from lightning_hetero.stale.decide.policy import by_name as policy_by_name
-from lightning_hetero.stale.fit.dry_run import refuse_unusual_steps
-from lightning_hetero.stale.fit.held_state import released
-from lightning_hetero.stale.fit.meetings import Meetings
+from lightning_hetero.stale.fit.meetings import ServerMeetings
+from lightning_hetero.stale.fit.optimizers import refuse_unusual_steps, released
 from lightning_hetero.stale.fit.refusals import (
     REFUSALS,
     refuse_controller,
-    refuse_entangled,
     refuse_manual_scaling,
     refuse_monitored_steps,
 )
 from lightning_hetero.stale.fit.run import StaleRun
-from lightning_hetero.stale.fit.settings import StaleSettings
-from lightning_hetero.stale.fit.tick_loop import TickLoop
-from lightning_hetero.stale.runtime.memory.codecs import Codec, CodecName
-from lightning_hetero.stale.runtime.memory.codecs import by_name as codec_by_name
+from lightning_hetero.stale.fit.session import StaleSettings
+from lightning_hetero.stale.fit.step_loop import StepLoop
+from lightning_hetero.stale.runtime.memory.layout import CompressionName, check_compression
 from lightning_hetero.stale.runtime.processes.start import ServerSettings
 
 if TYPE_CHECKING:
@@ -60,15 +57,13 @@ class BoundedStalenessStrategy(ElasticDDPStrategy[StaleRun]):
 
     Args:
         policy: ``"flexible"`` (the default; see `lightning_hetero.stale.policy` for ``"saps"``, ``"asp"``, ``"bsp"``,
-            ``"ssp"``, ``"drop"``, ``"buffered"``, ``"backup"``, ``"dynsgd"``, ``"dc_asgd"``, ``"quorum"``), or a
-            `Policy`.
+            ``"ssp"``), or a `Policy`, e.g. one of ``benchmarks/stale/policies`` or of your own.
         bound: most versions a contribution may be old; ``None``: the policy's default.
         grace: longest hold, in parts of a step, of a rank that finds the batch fully claimed; 0 holds nobody; ``None``:
-            the policy's default. Under ``"quorum"`` the window for others, in parts of the time that the quorum took.
-        overlap: let ranks work ahead on the next batch instead of holding them; costs staleness.
+            the policy's default.
         predictor: models a rank's time: ``"kalman"``, ``"narx"`` (here of times alone), ``"ewma"``, ``"last"``,
             ``"curve"``, or a `Predictor`; ``None``: the coordinator's own.
-        compression: of the gradients pushed: ``None``, ``"bf16"``, ``"fp16"``, or a `Codec`, e.g. ``TopK(ratio=0.01)``.
+        compression: of the gradients pushed: ``None``, ``"bf16"`` or ``"fp16"``.
         nonfinite: what a NaN or infinite gradient does: ``"stop"`` the run with the rank's name, or ``"skip"`` it.
         liveness_s: a rank without a push for so long, and for ten times its predicted time, has its samples given to
             others. One without a sign of life for twelve times as long is left behind where the others meet.
@@ -96,9 +91,8 @@ class BoundedStalenessStrategy(ElasticDDPStrategy[StaleRun]):
         policy: PolicyName | Policy = "flexible",
         bound: int | None = None,
         grace: float | None = None,
-        overlap: bool | None = None,
         predictor: PredictorName | Predictor | None = None,
-        compression: CodecName | Codec | None = None,
+        compression: CompressionName | None = None,
         nonfinite: Literal["stop", "skip"] = "stop",
         liveness_s: float = 5.0,
         shards: int | None = None,
@@ -113,7 +107,7 @@ class BoundedStalenessStrategy(ElasticDDPStrategy[StaleRun]):
         check_choice("transport", transport, ("auto", "pairs"))
         if not (isinstance(liveness_s, int | float) and liveness_s > 0):
             raise ValueError(f"liveness_s={liveness_s!r} must be > 0 (seconds)")
-        options = {"bound": bound, "grace": grace, "overlap": overlap}
+        options = {"bound": bound, "grace": grace}
         given = {name: value for name, value in options.items() if value is not None}
         if isinstance(policy, Policy):
             if given:
@@ -125,7 +119,8 @@ class BoundedStalenessStrategy(ElasticDDPStrategy[StaleRun]):
         self._predictor = predictor_by_name(predictor) if isinstance(predictor, str) else predictor
         if not (self._predictor is None or callable(getattr(self._predictor, "fresh", None))):
             raise TypeError(f"predictor={predictor!r} must be a name or a lightning_hetero.predictors.Predictor")
-        self._codec = None if compression is None else codec_by_name(compression)
+        check_compression(compression)
+        self._compression: CompressionName | None = compression
         self._nonfinite: Literal["stop", "skip"] = nonfinite
         self._liveness_s = liveness_s
         self._shards = shards
@@ -142,7 +137,7 @@ class BoundedStalenessStrategy(ElasticDDPStrategy[StaleRun]):
         agreed = {
             "policy": repr(self.policy.settings()),
             "global_batch_size": str(self.shared.global_batch_size),
-            "compression": repr(self._codec),
+            "compression": repr(self._compression),
             "loss_reduction": self.shared.loss_reduction,
             "transport": self.transport,
             "nonfinite": self._nonfinite,
@@ -158,7 +153,7 @@ class BoundedStalenessStrategy(ElasticDDPStrategy[StaleRun]):
         return StaleSettings(
             shared=self.shared,
             server=server,
-            codec=self._codec,
+            compression=self._compression,
             agreed=agreed,
             shares_memory=self.transport != "pairs",
             host=self.host_name(),
@@ -179,8 +174,6 @@ class BoundedStalenessStrategy(ElasticDDPStrategy[StaleRun]):
             return
         refuse_unusual_steps(self.optimizers)
         refuse_monitored_steps(self.lr_scheduler_configs)
-        if self.policy.compensation > 0.0:
-            refuse_entangled(self.optimizers, self.policy.name)
 
     @property
     def optimizers(self) -> list[Optimizer]:
@@ -281,12 +274,12 @@ class BoundedStalenessStrategy(ElasticDDPStrategy[StaleRun]):
         return run if run is not None and run.worker is not None else None
 
     @property
-    def _meetings(self) -> Meetings | None:
+    def _meetings(self) -> ServerMeetings | None:
         run = self._connected
         return None if run is None else run.meetings
 
     @property
-    def _loop(self) -> TickLoop | None:
+    def _loop(self) -> StepLoop | None:
         return None if self._run is None else self._run.loop_in_use
 
     def _in_step(self) -> bool:

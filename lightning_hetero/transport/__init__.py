@@ -8,11 +8,10 @@ Worker and server of parameters:
 
 ``base``           what every transport offers: requests, replies, events, the two ends
 ``flags``          bits and numbers in requests and replies
-``shared_memory``  processes of one node: mapped slots, a unix socket as doorbell
-``pairs``          between nodes: one standalone torch.distributed group per worker
-``merged``         several listeners as one
+``listener``       the server's end, one socket per worker
+``peer``           ... a connection there, and the threads that move large bodies
+``link``           a worker's ends: on the server's node, elsewhere
+``memory``         ... the files they share on one node
 ``seqlock``        areas with one writer and no lock: a slot of gradients, published parameters
-``pulse``          signs of life, from a thread of their own
-``mailbox``        events that other threads leave for the server's
-``sockets``        framing of control messages on unix sockets, and who is at the other end
+``sockets``        framing of messages, and the handshake
 """

@@ -16,9 +16,10 @@ from __future__ import annotations
 import struct
 from abc import ABC, abstractmethod
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
+from typing import Any, ClassVar, TypeVar
 
 from torch import Tensor
 
@@ -31,7 +32,6 @@ __all__ = [
     "Joined",
     "LeftBehindError",
     "Listener",
-    "QueuedListener",
     "RemoteFailureError",
     "Reply",
     "Request",
@@ -40,6 +40,9 @@ __all__ = [
     "TornSlotError",
     "WorkerLink",
 ]
+
+
+M = TypeVar("M", bound="_Message")
 
 
 class Ask(IntEnum):
@@ -53,7 +56,9 @@ class Ask(IntEnum):
     ABORT = 7  # this worker failed; text says why: everybody is told
     LEAVE = 8  # this worker is done
     METRICS = 9  # what the server has counted and predicts; answered DONE with a JSON object as text, and who lives
-    ALIVE = 10  # a sign of life, at any time; no answer
+    ALIVE = 10  # a sign of life, at any time; answered over a wire only, and with ALIVE
+    CHUNK = 11  # over a wire: bytes [start, stop) of the slot follow; no answer
+    PARAMETERS = 12  # over a wire: answered with the newest
 
 
 class Say(IntEnum):
@@ -64,155 +69,130 @@ class Say(IntEnum):
     APPLIED = 3  # a sub-step was applied (or not: version tells); go on
     MET = 4  # payload: ranks alive
     DONE = 5
-    STATE = 6
+    STATE = 6  # the size of the state in `numbers`; it follows
     FAILED = 7  # text says why; the run cannot go on, or, after STATE and METRICS, the question has no answer
     LEFT = 8  # text says why; the others go on without this worker, whose connection ends with this
-
-
-_REQUEST = struct.Struct("<BxHiiiqiIIIddQI")
-_REPLY = struct.Struct("<B?HiiiqqqqIII")
-
-
-def _packed(form: struct.Struct, message: Request | Reply, *values: float) -> bytes:
-    try:
-        return form.pack(*values)
-    except struct.error as error:
-        raise ValueError(f"{error} (integers have 32 or 64 bits, substep and micro 16) in {message!r:.500}") from error
+    ALIVE = 9
+    PARAMETERS = 10  # their bytes follow; version -1: there are none yet
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Request:
-    """One control message of a worker; `pack` makes it ``SIZE`` bytes and the payload that follows.
+class _Message:
+    """A header of ``SIZE`` bytes and a payload: numbers, then text.
 
     Attributes:
-        kind: what is wanted.
-        epoch, tick: where the worker is.
-        substep: number of the optimizer step inside the batch (manual optimization).
-        lease: the grant a push belongs to.
-        samples: samples the slot's gradients are the mean of.
-        weight: what they count in the mean over the update; usually ``samples``.
-        compute_s: own time since the grant [s].
-        flags: bits, see `PushFlag`.
-        steps, zeroes: bit i: optimizer i steps after this push / was zeroed before it.
-        slot: sequence number of the slot's content.
-        numbers: 64-bit integers, e.g. the ends of ticks.
-        text: words for people.
+        kind: what it is.
+        epoch, tick: where the sender is.
+        lease: the grant it is about.
+        flags: bits, see `PushFlag` and `ReplyFlag`.
+        numbers: 64-bit integers, e.g. the ends of ticks, or flat spans.
+        text: words for people, or JSON.
     """
 
-    kind: Ask
+    kind: IntEnum
     epoch: int = 0
     tick: int = 0
-    substep: int = 0
     lease: int = 0
-    samples: int = 0
-    weight: float = 0.0
-    compute_s: float = 0.0
     flags: int = 0
-    steps: int = 0
-    zeroes: int = 0
-    slot: int = 0
     numbers: Sequence[int] = ()
     text: str = ""
 
-    SIZE = _REQUEST.size
+    SIZE: ClassVar[int]
+    _FORM: ClassVar[struct.Struct]  # of the fields, of how many numbers there are, of the payload's size
+    _FIELDS: ClassVar[tuple[str, ...]]
+    _KINDS: ClassVar[type[IntEnum]]
 
     def pack(self) -> bytes:
         """Returns header and payload; raises ValueError if a number does not fit its field."""
         body = array("q", self.numbers).tobytes() + self.text.encode()
-        return (
-            _packed(_REQUEST, self,
-                self.kind, self.substep, self.epoch, self.tick, self.samples, self.lease, len(self.numbers), self.flags,
-                self.steps, self.zeroes, self.weight, self.compute_s, self.slot, len(body),
-            )
-            + body
-        )  # fmt: skip
+        try:
+            head = self._FORM.pack(*[getattr(self, name) for name in self._FIELDS], len(self.numbers), len(body))
+        except struct.error as error:
+            raise ValueError(
+                f"{error} (integers have 32 or 64 bits, substep and micro 16) in {self!r:.500}"
+            ) from error
+        return head + body
 
     @classmethod
-    def unpack(cls, head: bytes, body: bytes) -> Request:
-        """Returns the request; raises ValueError if it is none."""
+    def unpack(cls: type[M], head: bytes, body: bytes) -> M:
+        """Returns the message; raises ValueError if it is none."""
         try:
-            kind, substep, epoch, tick, samples, lease, count, flags, steps, zeroes, weight, compute_s, slot, size = (
-                _REQUEST.unpack(head)
-            )
+            kind, *values, count, size = cls._FORM.unpack(head)
             if size != len(body) or not 0 <= 8 * count <= size:
                 raise ValueError(f"a payload of {len(body)} bytes was announced as {size} with {count} numbers")
-            return cls(
-                kind=Ask(kind), substep=substep, epoch=epoch, tick=tick, samples=samples, lease=lease, flags=flags,
-                steps=steps, zeroes=zeroes, weight=weight, compute_s=compute_s, slot=slot,
-                numbers=tuple(array("q", body[: 8 * count])), text=body[8 * count :].decode(),
-            )  # fmt: skip
+            fields: dict[str, Any] = dict(zip(cls._FIELDS[1:], values, strict=True))
+            numbers, text = tuple(array("q", body[: 8 * count])), body[8 * count :].decode()
+            return cls(kind=cls._KINDS(kind), **fields, numbers=numbers, text=text)
         except (struct.error, UnicodeDecodeError) as error:
-            raise ValueError(f"not a request: {error}") from error
+            raise ValueError(f"not a {cls.__name__.lower()}: {error}") from error
 
-    @staticmethod
-    def body_size(head: bytes) -> int:
+    @classmethod
+    def body_size(cls, head: bytes) -> int:
         """Returns how many bytes of payload follow the header."""
-        return _REQUEST.unpack(head)[-1]
+        return cls._FORM.unpack(head)[-1]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Reply:
-    """One answer of the server; see `Request` for packing.
+class Request(_Message):
+    """One control message of a worker.
+
+    Attributes:
+        kind: what is wanted.
+        substep: number of the optimizer step inside the batch (manual optimization).
+        samples: samples the slot's gradients are the mean of.
+        weight: what they count in the mean over the update; usually ``samples``.
+        compute_s: own time since the grant [s].
+        steps, zeroes: bit i: optimizer i steps after this push / was zeroed before it.
+        slot: sequence number of the slot's content.
+    """
+
+    kind: Ask
+    substep: int = 0
+    samples: int = 0
+    weight: float = 0.0
+    compute_s: float = 0.0
+    steps: int = 0
+    zeroes: int = 0
+    slot: int = 0
+
+    _FORM: ClassVar = struct.Struct("<BHiiiqIIIddQiI")
+    _FIELDS: ClassVar = (
+        "kind", "substep", "epoch", "tick", "samples", "lease", "flags", "steps", "zeroes", "weight", "compute_s",
+        "slot",
+    )  # fmt: skip
+    _KINDS: ClassVar = Ask
+    SIZE: ClassVar[int] = _FORM.size
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Reply(_Message):
+    """One answer of the server.
 
     Attributes:
         kind: what it is.
-        epoch, tick: where the server is.
         version: of the parameters; with a grant, the one to compute with.
-        lease, micro, numbers: of a grant, see `Granted` in `stale.decide.effects`; ``numbers`` are its spans, flat.
+        micro: of a grant, see `Granted` in `stale.decide.effects`; ``numbers`` are its spans, ``flags`` are what
+            `Worker.wants_return` looks at.
         hint_start, hint_end: positions worth fetching ahead.
         generation: number of membership changes so far.
-        flags: bits, see `ReplyFlag`; with a grant, see `Worker.wants_return`.
         wasted: the worker's last push counts nothing: another one computes, or has computed, its samples.
     """
 
     kind: Say
-    epoch: int = 0
-    tick: int = 0
     version: int = 0
-    lease: int = 0
     micro: int = 0
     hint_start: int = 0
     hint_end: int = 0
     generation: int = 0
-    flags: int = 0
     wasted: bool = False
-    numbers: Sequence[int] = ()
-    text: str = ""
 
-    SIZE = _REPLY.size
-
-    def pack(self) -> bytes:
-        """Returns header and payload; raises ValueError if a number does not fit its field."""
-        body = array("q", self.numbers).tobytes() + self.text.encode()
-        return (
-            _packed(_REPLY, self,
-                self.kind, self.wasted, self.micro, self.epoch, self.tick, self.generation, self.version, self.lease,
-                self.hint_start, self.hint_end, self.flags, len(self.numbers), len(body),
-            )
-            + body
-        )  # fmt: skip
-
-    @classmethod
-    def unpack(cls, head: bytes, body: bytes) -> Reply:
-        """Returns the reply; raises ValueError if it is none."""
-        try:
-            kind, wasted, micro, epoch, tick, generation, version, lease, start, end, flags, count, size = (
-                _REPLY.unpack(head)
-            )
-            if size != len(body) or not 0 <= 8 * count <= size:
-                raise ValueError(f"a payload of {len(body)} bytes was announced as {size} with {count} numbers")
-            return cls(
-                kind=Say(kind), micro=micro, epoch=epoch, tick=tick, generation=generation, version=version,
-                lease=lease, hint_start=start, hint_end=end, flags=flags, wasted=wasted,
-                numbers=tuple(array("q", body[: 8 * count])), text=body[8 * count :].decode(),
-            )  # fmt: skip
-        except (struct.error, UnicodeDecodeError) as error:
-            raise ValueError(f"not a reply: {error}") from error
-
-    @staticmethod
-    def body_size(head: bytes) -> int:
-        """Returns how many bytes of payload follow the header."""
-        return _REPLY.unpack(head)[-1]
+    _FORM: ClassVar = struct.Struct("<B?HiiiqqqqIII")
+    _FIELDS: ClassVar = (
+        "kind", "wasted", "micro", "epoch", "tick", "generation", "version", "lease", "hint_start", "hint_end",
+        "flags",
+    )  # fmt: skip
+    _KINDS: ClassVar = Say
+    SIZE: ClassVar[int] = _FORM.size
 
 
 class ServerLostError(ConnectionError):
@@ -340,7 +320,7 @@ class WorkerLink(ABC):
 
     @abstractmethod
     def read_state(self) -> bytes:
-        """Returns what the server shared with `Listener.share_state`, after a reply ``Say.STATE``."""
+        """Returns what came with the last reply ``Say.STATE``."""
 
     @abstractmethod
     def close(self) -> None:
@@ -382,25 +362,13 @@ class Listener(ABC):
 
     @abstractmethod
     def share_state(self, data: bytes) -> None:
-        """Puts ``data`` where a worker on this node can read it with `WorkerLink.read_state`."""
+        """Keeps ``data`` to go out with each reply ``Say.STATE``, for `WorkerLink.read_state`."""
 
     @abstractmethod
-    def disconnect(self, rank: int) -> None:
-        """Ends a worker's connection; it will be told as `Gone`, too."""
-
     def dismiss(self, rank: int, reason: str) -> None:
-        """Like `disconnect`, but the worker is told why, when it looks: by a `LeftBehindError`."""
-        del reason
-        self.disconnect(rank)
+        """Ends a worker's connection; it is told as `Gone`, and the worker by a `LeftBehindError` when it looks."""
 
     @abstractmethod
     def close(self) -> None:
         """Ends all connections and removes what lies on disk; idempotent."""
 
-
-class QueuedListener(Listener):
-    """A listener that threads fill, so that one may wait for it somewhere else."""
-
-    @abstractmethod
-    def subscribe(self, notify: Callable[[], None]) -> None:
-        """Has ``notify`` called, by any thread, when `events` has something to return."""

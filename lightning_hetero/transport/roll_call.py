@@ -104,9 +104,8 @@ class RollCall(ABC):
                 raise LeftBehindError(_left_behind(rank, why))
             self._ranks.pop(rank, None)
         self._over = False
-        return Roll(
-            tuple(told["present"]), told["sound"], tuple((rank, why) for rank, why in told["lost"]), told["said"]
-        )
+        lost = tuple((rank, why) for rank, why in told["lost"])
+        return Roll(tuple(told["present"]), told["sound"], lost, told["said"])
 
     def fail(self, text: str) -> None:
         """This rank has failed: tells the others, as far as they can be reached; not what it was told itself."""
@@ -154,9 +153,8 @@ class HostRollCall(RollCall):
         come: dict[int, dict[str, Any]] = {self.rank: {"what": what, "sound": sound}}
         lost = dict(self._missing(store, number, come))
         others = {rank: one["what"] for rank, one in sorted(come.items())}
-        told: dict[str, Any]
         if store.check(["failed"]):
-            told = {"ended": store.get("failed").decode()}
+            told: dict[str, Any] = {"ended": store.get("failed").decode()}
         elif len(set(others.values())) > 1:
             told = {
                 "ended": f"ranks meet for different reasons: {others}. They have taken different ways through the"
@@ -238,16 +236,9 @@ class GuestRollCall(RollCall):
     """
 
     def __init__(
-        self,
-        host: str,
-        port: int,
-        rank: int,
-        ranks: dict[int, int],
-        *,
-        liveness_s: float,
-        patience_s: float,
+        self, host: str, port: int, rank: int, ranks: dict[int, int], *, liveness_s: float, patience_s: float,
         met: int = 0,
-    ) -> None:
+    ) -> None:  # fmt: skip
         super().__init__(rank, ranks, liveness_s=liveness_s, met=met)
         self._patience_s = 2 * patience_s
         store = TCPStore(host, port, is_master=False, timeout=timedelta(seconds=max(10.0, liveness_s)))
@@ -262,16 +253,11 @@ class GuestRollCall(RollCall):
         if self._thread is not None:
             self._thread.fail(text)
 
-    def close(self) -> None:
+    def close(self, *, bye: bool = True) -> None:
+        """Lets go of the store; without ``bye`` as a process that was killed does."""
         thread, self._thread = self._thread, None
         if thread is not None:
-            thread.end(self._beat_s)
-
-    def vanish(self) -> None:
-        """Ends without a word, as a process that was killed does: for simulations of faults."""
-        thread, self._thread = self._thread, None
-        if thread is not None:
-            thread.end(self._beat_s, bye=False)
+            thread.end(self._beat_s, bye=bye)
 
 
 class _Caller(threading.Thread):
@@ -289,16 +275,13 @@ class _Caller(threading.Thread):
         self._store: Store | None = store
         self._rank, self._key, self._beat_s = rank, name, beat_s
         self._condition = threading.Condition()
-        self._errands: list[tuple[str, str]] = []  # to be written
-        self._looks_for = 0  # meeting
+        self._errands, self._looks_for = list[tuple[str, str]](), 0  # to be written; meeting
         self._told: dict[str, Any] | None = None
         self._error: Exception | None = None
         self._ended = ""  # why, if the run has
         self._heard = 0  # answers of the store
         self._over = False
         self.start()
-
-    # ---- the rank's own thread --------------------------------------------------------------------------------
 
     def ask(self, number: int, text: str, liveness_s: float, patience_s: float) -> dict[str, Any]:
         """Comes to a meeting and returns what is told there."""
@@ -327,8 +310,7 @@ class _Caller(threading.Thread):
         self.join(limit_s)
 
     def _wait_for(self, happened: Callable[[], bool], limit_s: float, patience_s: float = math.inf) -> None:
-        heard, silent_s, last_s = self._heard, 0.0, time.monotonic()
-        waited_s = 0.0
+        heard, silent_s, waited_s, last_s = self._heard, 0.0, 0.0, time.monotonic()
         while not happened():
             if self._error is not None:
                 raise self._lost(str(self._error)) from self._error
@@ -351,8 +333,6 @@ class _Caller(threading.Thread):
             f"rank 0, without which the others cannot go on, has died or is cut off ({why}): resume from the last"
             " checkpoint"
         )
-
-    # ---- the thread that speaks to the store --------------------------------------------------------------------
 
     def run(self) -> None:
         pause_s, signs, next_s = _FIRST_PAUSE_S, 0, 0.0

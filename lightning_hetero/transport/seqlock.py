@@ -22,7 +22,7 @@ from torch import Tensor
 
 from lightning_hetero.transport.base import TornSlotError
 
-__all__ = ["PAGE_BYTES", "ParameterArea", "Slot", "check_flat", "check_sizes", "copy_bytes", "cores"]
+__all__ = ["PAGE_BYTES", "ParameterArea", "Slot", "bytes_of", "check_flat", "check_sizes", "copy_bytes", "cores"]
 
 PAGE_BYTES = 4096
 _LARGE_BYTES = 16 << 20  # copying so much takes milliseconds; starting a thread, tens of microseconds
@@ -84,10 +84,15 @@ def _aligned(size_bytes: int) -> int:
     return -(-size_bytes // PAGE_BYTES) * PAGE_BYTES
 
 
-def _words(memory: Tensor, count: int) -> Any:
+def bytes_of(memory: Tensor) -> memoryview:
+    """Returns the bytes of flat memory (uint8, on the CPU), for sockets."""
+    array: Any = memory.numpy()
+    return memoryview(array)
+
+
+def _words(memory: Tensor, count: int) -> memoryview:
     # a memoryview, because it reads and writes a word as a whole, and as an int
-    array: Any = memory[: 8 * count].numpy()
-    return memoryview(array).cast("q")
+    return bytes_of(memory[: 8 * count]).cast("q")
 
 
 class Slot:

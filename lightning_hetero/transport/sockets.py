@@ -1,72 +1,84 @@
-"""Framing of control messages on unix sockets, and who is at the other end (layer T).
+"""Framing of messages on sockets, and the handshake that begins each connection (layer T).
 
-    worker                                     server
-    HELLO  magic, format, rank, token  ------>  checks the peer's user, then these
+    worker                                          server
+           <------  Reply DONE (text: challenge), or FAILED with the reason
+    HELLO  magic, format, rank, proof  ---------->  checks proof and rank
            <------  Reply DONE (slot bytes, parameter bytes, pid), or FAILED with the reason
-    Request + payload  ------>
+    Request + payload  -------------------------->
            <------  Reply + payload
+
+The proof is a keyed hash of the challenge, so the secret of the run never travels. The network itself is trusted, as
+with torch.distributed in general: nothing is encrypted.
 """
 
 from __future__ import annotations
 
+import hmac
 import os
 import select
 import socket
 import struct
 import time
-from dataclasses import dataclass
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
 
 from lightning_hetero.transport.base import Reply, Request, ServerLostError
 
 __all__ = [
-    "HELLO",
+    "FOREVER",
+    "HELLO_BYTES",
     "PAYLOAD_LIMIT_BYTES",
-    "Hello",
+    "PIECE_BYTES",
     "WireError",
+    "check_hello",
     "first_line",
     "has_ended",
+    "hello",
     "open_pidfd",
+    "payload_size",
     "peer_credentials",
     "receive_exactly",
+    "receive_into",
+    "receive_reply",
     "send_all",
+    "send_now",
+    "tcp_door",
+    "unix_door",
 ]
 
+FOREVER = timedelta(days=365)  # liveness is decided elsewhere; gloo ends a pair whose wait times out
 PAYLOAD_LIMIT_BYTES = 64 << 20
+PIECE_BYTES = 1 << 20
+"""Of a large body, what is sent or received at a time; each piece is a sign of life."""
 
-HELLO = struct.Struct("<8sIi16s")
-_MAGIC = b"lhstale\0"
-_FORMAT = 1
+_HELLO = struct.Struct("<8sIi32s")
+HELLO_BYTES = _HELLO.size
+_MAGIC, _FORMAT = b"lhstale\0", 2
 _NO_SIGNAL: int = getattr(socket, "MSG_NOSIGNAL", 0)  # a forked server may have the default SIGPIPE: death
+_NO_WAIT: int = getattr(socket, "MSG_DONTWAIT", 0)
 
 
 class WireError(ValueError):
     """What came in is not of this protocol."""
 
 
-@dataclass(frozen=True, slots=True)
-class Hello:
-    """A worker's first words.
+def hello(rank: int, challenge: str, token: bytes) -> bytes:
+    """Returns a worker's first words: its rank, and the proof that it knows the run's secret."""
+    proof = hmac.digest(token, f"{challenge} {rank}".encode(), "sha256")
+    return _HELLO.pack(_MAGIC, _FORMAT, rank, proof)
 
-    Attributes:
-        rank: who it says it is.
-        token: 16 bytes which only those know who were given the address.
-    """
 
-    rank: int
-    token: bytes
-
-    def pack(self) -> bytes:
-        return HELLO.pack(_MAGIC, _FORMAT, self.rank, self.token)
-
-    @classmethod
-    def unpack(cls, data: bytes) -> Hello:
-        """Returns the greeting; raises WireError if it is none, or of another version."""
-        magic, version, rank, token = HELLO.unpack(data)
-        if magic != _MAGIC:
-            raise WireError("the peer does not speak this protocol")
-        if version != _FORMAT:
-            raise WireError(f"the peer speaks format {version}, this side {_FORMAT}: two installed versions?")
-        return cls(rank, token)
+def check_hello(data: bytes, challenge: str, token: bytes) -> int:
+    """Returns the rank that a greeting names; raises WireError if it is none, of another version or another run."""
+    magic, version, rank, _ = _HELLO.unpack(data)
+    if magic != _MAGIC:
+        raise WireError("the peer does not speak this protocol")
+    if version != _FORMAT:
+        raise WireError(f"the peer speaks format {version}, this side {_FORMAT}: two installed versions?")
+    if not hmac.compare_digest(data, hello(rank, challenge, token)):
+        raise WireError("the token is wrong: the peer is of another run")
+    return rank
 
 
 def payload_size(frame: type[Request] | type[Reply], head: bytes) -> int:
@@ -80,7 +92,7 @@ def payload_size(frame: type[Request] | type[Reply], head: bytes) -> int:
 
 
 def peer_credentials(connection: socket.socket) -> tuple[int, int]:
-    """Returns pid (0: unknown) and user id of the process that connected.
+    """Returns pid (0: unknown) and user id of the process at the other end of a unix socket.
 
     Where the system does not tell, the folder's mode (0700) alone keeps other users out.
     """
@@ -113,32 +125,71 @@ def has_ended(pid: int, wait_s: float) -> bool:
         os.close(descriptor)
 
 
-def send_some(connection: socket.socket, data: bytes | bytearray | memoryview) -> int:
-    """Sends what fits, without ever raising SIGPIPE; returns the number of bytes."""
-    return connection.send(data, _NO_SIGNAL)
+def unix_door(path: Path) -> socket.socket:
+    """Listens at a path, for this user's processes."""
+    door = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        door.bind(str(path))
+        os.chmod(path, 0o600)
+        door.listen(128)
+        door.setblocking(False)
+    except BaseException:
+        door.close()
+        raise
+    return door
 
 
-def send_all(connection: socket.socket, data: bytes, deadline: float | None) -> None:
+def tcp_door(host: str) -> socket.socket:
+    """Listens where peers that know ``host`` arrive; on a loopback address nobody else can connect."""
+    if host in ("localhost", "127.0.0.1"):
+        door = socket.create_server(("127.0.0.1", 0), backlog=128)
+    elif socket.has_dualstack_ipv6():
+        door = socket.create_server(("", 0), family=socket.AF_INET6, backlog=128, dualstack_ipv6=True)
+    else:
+        door = socket.create_server(("", 0), backlog=128)
+    door.setblocking(False)
+    return door
+
+
+def send_now(connection: socket.socket, data: bytes | bytearray | memoryview) -> int:
+    """Sends what fits, and returns the number of bytes; raises BlockingIOError if nothing does."""
+    return connection.send(data, _NO_SIGNAL | _NO_WAIT)
+
+
+def send_all(
+    connection: socket.socket, data: bytes | memoryview, deadline: float | None = None,
+    progress: Callable[[], object] = lambda: None,
+) -> None:  # fmt: skip
     """Sends all of ``data``; raises TimeoutError past ``deadline`` (time.monotonic), OSError if the peer is gone."""
     rest = memoryview(data)
     while rest:
         connection.settimeout(_rest_s(deadline))
-        rest = rest[send_some(connection, rest) :]
+        rest = rest[connection.send(rest[:PIECE_BYTES], _NO_SIGNAL) :]
+        progress()
+
+
+def receive_into(
+    connection: socket.socket, target: memoryview, deadline: float | None = None,
+    progress: Callable[[], object] = lambda: None,
+) -> None:  # fmt: skip
+    """Fills ``target``; raises TimeoutError past ``deadline``, EOFError if the peer is gone."""
+    while target:
+        connection.settimeout(_rest_s(deadline))
+        if not (count := connection.recv_into(target[:PIECE_BYTES])):
+            raise EOFError("the connection was closed")
+        target = target[count:]
+        progress()
 
 
 def receive_exactly(connection: socket.socket, size_bytes: int, deadline: float | None) -> bytes:
-    """Returns exactly ``size_bytes``; raises TimeoutError past ``deadline``, EOFError if the peer is gone."""
-    data = bytearray()
-    while len(data) < size_bytes:
-        connection.settimeout(_rest_s(deadline))
-        if not (part := connection.recv(size_bytes - len(data))):
-            raise EOFError
-        data += part
+    """Returns exactly ``size_bytes``; raises as `receive_into`."""
+    data = bytearray(size_bytes)
+    receive_into(connection, memoryview(data), deadline)
     return bytes(data)
 
 
 def receive_reply(connection: socket.socket, deadline: float | None) -> Reply:
-    """Returns the next reply; raises as `receive_exactly`, and ValueError if it is none."""
+    """Returns the next reply; raises as `receive_into`, and ValueError if it is none."""
     head = receive_exactly(connection, Reply.SIZE, deadline)
     return Reply.unpack(head, receive_exactly(connection, payload_size(Reply, head), deadline))
 

@@ -69,7 +69,7 @@ def _mark(decorator: ast.expr, test: str) -> Mark:
 
 
 def table() -> str:
-    """Returns the table in Markdown: a row per feature, by part; in its cells what the tests show.
+    """Returns what the tests show, in Markdown: a table of what some engine refuses, and lists of all else by part.
 
     Raises:
         ValueError: tests contradict one another: one shows that an engine takes it, another that it refuses.
@@ -78,20 +78,21 @@ def table() -> str:
     for mark in marks():
         for engine in mark.engines:
             cells[mark.what][engine].add("yes" if mark.refused is None else f"no: {mark.refused}")
-    lines = ["| | " + " | ".join(ENGINE_NAMES) + " |", "|---" * (len(ENGINE_NAMES) + 1) + "|"]
-    part = ""
+    rows = ["| | " + " | ".join(ENGINE_NAMES) + " |", "|---" * (len(ENGINE_NAMES) + 1) + "|"]
+    works: dict[str, list[str]] = defaultdict(list)
     for what in sorted(cells, key=str.lower):
-        if what.partition(": ")[0] != part:
-            part = what.partition(": ")[0]
-            lines.append(f"| **{part}** |" + " |" * len(ENGINE_NAMES))
-        row = []
-        for engine in ENGINE_NAMES:
-            said = cells[what][engine]
+        for engine, said in cells[what].items():
             if len(said) > 1:
                 raise ValueError(f"tests contradict one another on {what!r} under {engine}: {sorted(said)}")
-            row.append(next(iter(said), "not tested"))
-        lines.append(f"| {what.partition(': ')[2]} | " + " | ".join(row) + " |")
-    return "\n".join(lines)
+        row = {engine: next(iter(cells[what][engine]), "") for engine in ENGINE_NAMES}
+        part, _, name = what.partition(": ")
+        if any(said.startswith("no") for said in row.values()):
+            rows.append(f"| {name} | " + " | ".join(row.values()) + " |")
+        else:
+            tested = ", ".join(engine for engine, said in row.items() if said)
+            works[part].append(name if all(row.values()) else f"{name} ({tested})")
+    lists = [f"- **{part}**: {'; '.join(names)}." for part, names in works.items()]
+    return "\n".join([*rows, "", "What tests show to work (under all three engines, or those in brackets):", "", *lists])
 
 
 def page_with(text: str) -> str:

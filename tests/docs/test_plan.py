@@ -9,11 +9,11 @@ import pytest
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
+from benchmarks.planner.published import box_table, markdown_table
 from lightning_hetero.cli import doctor
 from lightning_hetero.cli.plan import CONF
 from lightning_hetero.doctor.facts import Facts
 from lightning_hetero.doctor.training import CHECKS
-from lightning_hetero.plan.published import box_table, markdown_table
 from lightning_hetero.plan.what_if import _KINDS
 from tests.docs.kit import REFERENCE, rows, section
 
@@ -24,7 +24,7 @@ COMMANDS = re.findall(r"^lightning-hetero-plan (\S.*)$", PLAN.read_text(), flags
 @pytest.mark.parametrize("table", [markdown_table, box_table], ids=lambda table: table.__name__)
 def test_tables_of_published_set_ups_are_what_the_planner_says(table: object) -> None:
     assert callable(table)
-    assert table() in PLAN.read_text(), f"write what lightning_hetero.plan.published.{table.__name__}() returns"
+    assert table() in PLAN.read_text(), f"write what benchmarks.planner.published.{table.__name__}() returns"
 
 
 def test_every_key_of_the_plan_is_in_the_table_with_its_default() -> None:

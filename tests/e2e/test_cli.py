@@ -53,7 +53,7 @@ def test_one_run_leaves_one_directory_one_result_and_one_table(tmp_path: Path) -
     assert [rank["share"] for rank in result["ranks"]] == [0.5, 0.5]
     page = (tmp_path / directory / "report.html").read_text()
     assert "You waited" in page and "device-seconds" in page and f"<title>{Path(directory).name}</title>" in page
-    assert {"timeline", "spent", "what-if", "heat"} <= set(re.findall(r'<section id="([\w-]+)"', page))
+    assert {"timeline", "spent", "what-if", "scores"} <= set(re.findall(r'<section id="([\w-]+)"', page))
     assert json.loads((tmp_path / directory / "perfetto.json").read_text())["traceEvents"]
     assert f"report: {tmp_path / directory / 'report.html'}" in done.stdout
 

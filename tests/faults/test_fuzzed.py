@@ -45,14 +45,13 @@ def options(engine: str) -> st.SearchStrategy[dict[str, Any]]:
         case "balanced":
             known = {"min_samples": bounds, "max_samples": bounds, "dead_band": st.floats(-0.5, 2.0),
                      "global_batch_size": st.integers(0, 20), "predictor": st.sampled_from(["ewma", "last", "kalman"]),
-                     "policy": st.sampled_from(["predictive", "tuning"])}  # fmt: skip
+                     "policy": st.sampled_from(["predictive", None])}  # fmt: skip
         case "stale":
             known = {"policy": st.sampled_from(["flexible", "bsp", "asp", "ssp", "quorum", "backup"]),
                      "bound": st.integers(-1, 4), "global_batch_size": st.integers(0, 20),
                      "compression": st.sampled_from([None, "bf16"])}  # fmt: skip
         case "federated":
-            known = {"local_steps": st.integers(0, 7), "participation": st.sampled_from([0.0, 1.0]),
-                     "optimizer_state": st.sampled_from(["average", "keep", "reset"])}  # fmt: skip
+            known = {"local_steps": st.integers(0, 7), "participation": st.sampled_from([0.0, 1.0])}
         case _:
             return plans().map(lambda plan: {"plan": {"groups": plan}})
     return st.fixed_dictionaries({}, optional=known)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from lightning_hetero.pipeline.fit import place
+from lightning_hetero.pipeline.fit import wires
 from lightning_hetero.pipeline.runtime.execute.direct_ways import DirectWays
 from tests.gpu.kit import PRECISIONS, Model, Trained, card_trainer, fit_engine, moved, oracle, weights
 from tests.gpu.ranks import run_card_ranks
@@ -41,7 +41,7 @@ def test_auto_chooses_by_measuring() -> None:
 def connected(rank: int, world: int, plan: str) -> tuple[Trained, list[int]]:
     """Trains, and returns to how many ranks this one has ways of NCCL's."""
     ways: list[int] = []
-    original = place.DirectWays
+    original = wires.DirectWays
 
     def noted(pairs: object, **options: object) -> DirectWays:
         made = original(pairs, **options)  # type: ignore[arg-type]
@@ -49,7 +49,7 @@ def connected(rank: int, world: int, plan: str) -> tuple[Trained, list[int]]:
         return made
 
     with pytest.MonkeyPatch.context() as monkeypatch:
-        monkeypatch.setattr(place, "DirectWays", noted)
+        monkeypatch.setattr(wires, "DirectWays", noted)
         return over_nccl(rank, world, f"pipeline {plan}"), ways
 
 

@@ -16,7 +16,8 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_hetero import BoundedStalenessStrategy, HeteroPipelineStrategy, LyapunovController
-from lightning_hetero.balanced.policy import BalancePolicy, TuningPolicy
+from lightning_hetero.balanced.policy import BalancePolicy
+from lightning_hetero.base.removed import REMOVED_OPTIONS
 from lightning_hetero.callbacks import ThrottleCallback
 from lightning_hetero.cli.train import FitClock, build, make_trainer
 from lightning_hetero.cluster import cluster_from_plain
@@ -24,14 +25,10 @@ from lightning_hetero.demo import DigitsCNN, DigitsData
 from lightning_hetero.predictors import Curve
 from lightning_hetero.stale.decide.policy import (
     Asp,
-    Backup,
-    Buffered,
-    DcAsgd,
-    Drop,
-    DynSgd,
     Flexible,
     Policy,
-    Quorum,
+    Saps,
+    Ssp,
 )
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -76,7 +73,7 @@ def check_keys(node: DictConfig) -> None:
     target = get_class(node._target_)
     named, further = parameters(target)
     keys = {str(key) for key in node} - {"_target_", "_convert_"}
-    unknown = keys - set(named) - further
+    unknown = keys - set(named) - further - set(REMOVED_OPTIONS.get(target.__name__, {}))  # those are refused by name
     assert not unknown, f"{node._target_} does not take {sorted(unknown)}"
     required = {
         name
@@ -128,14 +125,11 @@ def test_a_controller_is_the_engines_own_none_or_one_with_budgets() -> None:
     assert bought == LyapunovController(v=20, budget={"money_per_sample": 2e-6})
 
 
-def test_the_balanced_engine_takes_a_controller_that_was_asked_for_and_the_stale_one_says_why_not() -> None:
-    def built(*overrides: str) -> Any:
-        return build(composed(*overrides).strategy).controller
-
+def test_engines_without_a_controller_say_why_not() -> None:
     bought = ("controller=lyapunov", "controller.budget.money_per_sample=2e-6", "controller.prices=[1,3]")
-    assert built("strategy=hetero_balanced") is None and built("strategy=hetero_balanced", "controller=none") is None
-    expected = LyapunovController(budget={"money_per_sample": 2e-6}, prices=[1.0, 3.0])
-    assert built("strategy=hetero_balanced", *bought) == expected
+    build(composed("strategy=hetero_balanced", "controller=none").strategy)
+    with pytest.raises(Exception, match="LoadBalancedStrategy no longer has controller="):
+        build(composed("strategy=hetero_balanced", *bought).strategy)
     build(composed("strategy=hetero_stale").strategy)
     with pytest.raises(Exception, match="BoundedStalenessStrategy takes no controller"):
         build(composed("strategy=hetero_stale", *bought).strategy)
@@ -172,10 +166,9 @@ def test_debug_runs_two_ranks_at_full_speed_unless_told_otherwise() -> None:
         ([], BalancePolicy()),
         (["strategy.policy=predictive", "strategy.dead_band=0.1"], BalancePolicy(dead_band=0.1)),
         (["strategy.predictor=curve"], BalancePolicy(predictor=Curve())),
-        (["strategy.policy=tuning"], TuningPolicy()),
         (
-            ["strategy.policy={_target_:lightning_hetero.balanced.policy.TuningPolicy,window:9}"],
-            TuningPolicy(window=9),
+            ["strategy.policy={_target_:lightning_hetero.balanced.policy.BalancePolicy,cooldown:9}"],
+            BalancePolicy(cooldown=9),
         ),
         (
             [
@@ -195,13 +188,10 @@ def test_how_shares_are_decided_is_chosen_by_name_or_as_an_object(overrides: lis
 @pytest.mark.parametrize(
     ("overrides", "words"),
     [
-        (["strategy.policy=narx"], "policy='narx' must be a BalancePolicy, 'predictive', 'tuning' or None"),
-        (
-            ["strategy.policy=tuning", "strategy.predictor=ewma", "strategy.cooldown=2"],
-            "policy='tuning' decides without a model and has no use for predictor, cooldown: drop them, or choose"
-            " policy='predictive'",
-        ),
-        (["strategy.policy=tuning", "controller=lyapunov"], "so policy would be ignored: drop it"),
+        (["strategy.policy=narx"], "policy='narx' must be a BalancePolicy, 'predictive' or None"),
+        (["strategy.policy=tuning"], "no longer has policy='tuning'"),
+        (["+strategy.cooldown=2"], "no longer has cooldown=: the guard"),
+        (["controller=lyapunov"], "no longer has controller=: a budget on plain data parallelism is the pipeline"),
     ],
 )
 def test_what_shares_cannot_be_decided_by_is_refused(overrides: list[str], words: str) -> None:
@@ -217,17 +207,10 @@ POLICY = "strategy.policy._target_=lightning_hetero.stale.decide.policy"
     [
         ([], Flexible()),
         (["strategy.bound=1", "strategy.grace=0.0"], Flexible(bound=1, grace=0.0)),
-        (["strategy.overlap=true"], Flexible(overlap=True)),
         (["strategy.policy=asp"], Asp()),
-        (["strategy.policy=drop", "strategy.bound=4"], Drop(bound=4)),
-        (["strategy.policy=dynsgd"], DynSgd()),
-        (["strategy.policy=dc_asgd"], DcAsgd()),
-        (["strategy.policy=quorum", "strategy.grace=0.5", "strategy.bound=1"], Quorum(grace=0.5, bound=1)),
-        ([f"+{POLICY}.Quorum", "+strategy.policy.quorum=3"], Quorum(quorum=3)),
-        ([f"+{POLICY}.DcAsgd", "+strategy.policy.compensation=0.04"], DcAsgd(compensation=0.04)),
-        ([f"+{POLICY}.Asp", "+strategy.policy.damping=dynsgd"], Asp(damping="dynsgd")),
-        ([f"+{POLICY}.Buffered", "+strategy.policy.k=2"], Buffered(k=2)),
-        (["strategy.policy={_target_:lightning_hetero.stale.decide.policy.Backup,spares:2}"], Backup(spares=2)),
+        (["strategy.policy=ssp", "strategy.bound=4"], Ssp(bound=4)),
+        ([f"+{POLICY}.Saps", "+strategy.policy.micro=2"], Saps(micro=2)),
+        (["strategy.policy={_target_:lightning_hetero.stale.decide.policy.Ssp,bound:2}"], Ssp(bound=2)),
     ],
     ids=str,
 )
@@ -241,6 +224,7 @@ def test_policies_are_chosen_by_name_or_as_objects(overrides: list[str], policy:
     ("overrides", "words"),
     [
         (["strategy.policy=fast"], "unknown policy 'fast': choose one of flexible, saps"),
+        (["strategy.policy=quorum"], "policy='quorum' is no longer part of the package"),
         (["strategy.policy=asp", "strategy.grace=0.1"], "policy='asp' has no use for grace=0.1; drop it, or choose"),
         ([f"+{POLICY}.Asp", "strategy.bound=1"], "give either a whole policy, or bound"),
         (["strategy.liveness_s=0"], "liveness_s=0 must be > 0"),
@@ -326,14 +310,14 @@ def of_example(*overrides: str) -> DictConfig:
 @pytest.mark.parametrize("name", [name for name in names("strategy") if name != "ddp"])
 def test_an_app_that_reads_its_strategy_from_the_trainer_takes_ours(trainer: str, name: str) -> None:
     at = "trainer.strategy"
-    balanced = [f"{at}.min_samples=[2,2]", f"{at}.policy=tuning"]
+    balanced = [f"{at}.min_samples=[2,2]", f"{at}.predictor=ewma"]
     more = {"hetero_balanced": balanced, "hetero_pipeline": ["+cluster=islands"]}.get(name, [])
     cfg = of_example(f"trainer={trainer}", "trainer.devices=2", f"+strategy@{at}={name}", *more)
     trainer_of = instantiate(cfg.trainer, callbacks=[], logger=False)
     strategy = trainer_of.strategy
     assert type(strategy).__name__ == cfg.trainer.strategy._target_.rpartition(".")[2] and strategy.world_size == 2
     if name == "hetero_balanced":
-        assert strategy.settings.batches.bounds.lower == [2, 2] and isinstance(strategy.policy, TuningPolicy)
+        assert strategy.settings.batches.bounds.lower == [2, 2] and type(strategy.policy.prototype).__name__ == "Ewma"
     if name == "hetero_pipeline":
         assert [device.speed for device in strategy.plan_settings.cluster.devices] == [1.0, 1.0, 0.5, 0.5]
 

@@ -12,7 +12,7 @@ PACKAGES = (
     "lightning_hetero.cluster",
     "lightning_hetero.solvers",
     "lightning_hetero.predictors",
-    "lightning_hetero.pipeline.decide.schedule",
+    "lightning_hetero.pipeline.decide",
     "lightning_hetero.plan",
     "lightning_hetero.doctor",
 )

@@ -22,16 +22,16 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from lightning_hetero.balanced.decide.rows import RankState, Row, Rows, disagreement
+from lightning_hetero.balanced.decide.rows import RankState, Row, Rows
 from lightning_hetero.shares.policy import BalancePolicy, Decision
 from lightning_hetero.types import StepReport
 
-__all__ = ["Controller", "ExchangeClock", "Tag", "shares_digest"]
+__all__ = ["ExchangeClock", "ShareController", "Tag", "shares_digest"]
 
 Tag = tuple[int, int]
 """(epoch, step) an exchange belongs to; ordered."""
 
-_MOST_NEWS = 64  # kept for a trace that nobody may write
+_MOST_NEWS = 64  # kept for a trace that may not be written
 _NOTHING = RankState()
 
 
@@ -84,7 +84,7 @@ class ExchangeClock:
         return self._history[0][1] if self._history and self._history[0][0] <= limit else 1
 
 
-class Controller:
+class ShareController:
     """Owns the policy of one run on one rank.
 
     Args:
@@ -97,8 +97,8 @@ class Controller:
     Attributes:
         report: the latest exchanged step that was evaluated, the same on every rank.
         decision: what that step led to.
-        news: decisions that changed something, or have something to tell; for whoever takes them.
-        reports: as `report`, the latest of them; for whoever takes them.
+        news: decisions that changed something, or have something to tell; until they are taken.
+        reports: as `report`, the latest of them; until they are taken.
     """
 
     def __init__(
@@ -113,11 +113,9 @@ class Controller:
         self.decision: Decision | None = None
         self.news: deque[Decision] = deque(maxlen=_MOST_NEWS)
         self.reports: deque[StepReport] = deque(maxlen=_MOST_NEWS)
-        # Besides the tag: generation of the shares, None where nothing is to be learned or decided.
-        self._pending: deque[tuple[Tag, int | None, Callable[[], Sequence[Sequence[float]]]]] = deque()
-        self._late: tuple[Tag, int | None, Rows] | None = None
-        # Shares, their generation, and the most that ranks may get.
-        self._decided: dict[Tag, tuple[tuple[int, ...], int, Sequence[int]]] = {}
+        self._pending: deque[tuple[Tag, Callable[[], Sequence[Sequence[float]]]]] = deque()
+        self._late: tuple[Tag, Rows] | None = None
+        self._decided: dict[Tag, tuple[tuple[int, ...], Sequence[int]]] = {}  # shares, and the most that ranks may get
         self._local: list[_Step] = []  # since the last exchange
         self._last_exchange: Tag | None = None
 
@@ -128,7 +126,7 @@ class Controller:
             if self._last_exchange is not None and tag <= self._last_exchange:
                 self._start_over()
             self.consume((epoch, step - 1 - self.lag))
-            self._decided[tag] = self.policy.shares, self.policy.generation, tuple(self.policy.limits.upper)
+            self._decided[tag] = self.policy.shares, tuple(self.policy.limits.upper)
             horizon = (epoch, step - 2 * self.lag - 2)
             for old in [t for t in self._decided if t < horizon]:
                 del self._decided[old]
@@ -136,7 +134,7 @@ class Controller:
 
     def most(self, epoch: int, step: int) -> Sequence[int]:
         """Returns the most samples of each rank in a full global batch drawn as batch ``step``; after `full_shares`."""
-        return self._decided[epoch, step][2]
+        return self._decided[epoch, step][1]
 
     def _start_over(self) -> None:
         """Steps that were exchanged are drawn again: all ranks were set back, e.g. by the learning-rate finder."""
@@ -157,20 +155,18 @@ class Controller:
 
     def _is_urgent(self) -> bool:
         assert self._late is not None
-        _, generation, rows = self._late
-        if generation is None or not min(rows.compute_s) > 0:
+        _, rows = self._late
+        if not min(rows.compute_s) > 0:
             return False
         samples = self.policy.work.in_samples(rows.samples, rows.work)
         loads = zip(rows.free_cpu, rows.free_mem, strict=True)
         return self.policy.urgent(samples, rows.compute_s) or self.policy.load_changed(loads)
 
     def _receive(self) -> None:
-        tag, generation, wait = self._pending.popleft()
+        tag, wait = self._pending.popleft()
         rows = Rows(wait())
         self._check(tag, rows)
-        self._late = (tag, generation, rows)
-        if generation is None:
-            return
+        self._late = (tag, rows)
         # At once, and also if the times of this step say nothing.
         limited = self.policy.limit(rows.most_samples, rows.samples, rows.compute_s)
         if limited is not None:
@@ -182,17 +178,15 @@ class Controller:
             late, self._late = self._late, None
             self._observe(*late)
 
-    def _observe(self, tag: Tag, generation: int | None, rows: Rows) -> None:
+    def _observe(self, tag: Tag, rows: Rows) -> None:
         self.exchange.observe(tag, max(rows.compute_s))
-        if generation is None:
-            return
         records = rows.records
         if not min(rows.compute_s) > 0:
             if max(rows.compute_s) > 0:
-                self.policy.take_incomplete(records, generation=generation)
+                self.policy.take_incomplete(records)
             return
         predicted = tuple(self.policy.predict_s(self.policy.work_in_samples(records)))
-        self.decision = self.policy.take(records, generation=generation, batches=int(rows.batches[0]))
+        self.decision = self.policy.take(records, batches=int(rows.batches[0]))
         if self.decision.changed or self.decision.outcome or self.decision.data:
             self.news.append(self.decision)
         self.report = StepReport(epoch=tag[0], step=tag[1], records=records, predicted_s=predicted)
@@ -212,8 +206,6 @@ class Controller:
                 f" (epoch, step, digest) = {told(mine)}, rank {r} ran {told(other)}. The ranks do not run the same"
                 " program: check that data, loader arguments and library versions are equal on all machines"
             )
-        if said := disagreement(*tag, rows.checksum):
-            raise RuntimeError(said)
 
     def measured(self, samples: int, compute_s: float, wait_s: float, work: float = math.nan) -> None:
         """Notes one local step; ``work``: see `Row`."""
@@ -252,15 +244,11 @@ class Controller:
             free_cpu=state.free_cpu,
             free_mem=state.free_mem,
             most_samples=state.most_samples,
-            checksum=state.checksum,
         )
 
-    def sent(
-        self, epoch: int, step: int, wait: Callable[[], Sequence[Sequence[float]]], *, decides: bool = True
-    ) -> None:
-        """Notes an exchange under way; ``wait()`` returns every rank's row, which decide of the shares or not."""
-        _, generation, _ = self._decided.get((epoch, step), ((), self.policy.generation, ()))
-        self._pending.append(((epoch, step), generation if decides else None, wait))
+    def sent(self, epoch: int, step: int, wait: Callable[[], Sequence[Sequence[float]]]) -> None:
+        """Notes an exchange under way; ``wait()`` returns every rank's row."""
+        self._pending.append(((epoch, step), wait))
         self._last_exchange = (epoch, step)
         self._local.clear()
 

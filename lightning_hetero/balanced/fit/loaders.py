@@ -7,29 +7,27 @@ weight must be one. Ranks then train in equal parts, on stock DDP's batches with
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from lightning.fabric.utilities.rank_zero import rank_zero_info, rank_zero_warn
+from torch import nn
 from torch.utils.data import DataLoader
 
 from lightning_hetero import lightning_compat as compat
-from lightning_hetero.balanced.decide.controlled import ControlledPolicy
-from lightning_hetero.balanced.decide.controller import Controller, ExchangeClock
-from lightning_hetero.balanced.decide.pieces import piece_sizes
+from lightning_hetero.balanced.decide.controller import ExchangeClock, ShareController
 from lightning_hetero.balanced.decide.quantum import ShapeNeeds, auto_quantum
-from lightning_hetero.balanced.decide.tuning import TuningPolicy
-from lightning_hetero.balanced.fit.shapes import shape_needs
 from lightning_hetero.balanced.runtime.batch_norm import least_samples
 from lightning_hetero.base.loaders import BoundLoader, PartBinder, SharedSettings
 from lightning_hetero.base.own_data import check_own_batches, indexed
-from lightning_hetero.base.run import planned_batches
 from lightning_hetero.data import IndivisibleError, LoaderSpec, Part
 from lightning_hetero.data.copies import users_own
 from lightning_hetero.data.costs import SampleCosts, costs_in
 from lightning_hetero.data.stream import StreamMode
+from lightning_hetero.measure.compiles import compiled_parts
+from lightning_hetero.measure.device import device_of
 from lightning_hetero.shares.bounds import ShareBounds
 from lightning_hetero.shares.policy import BalancePolicy
 from lightning_hetero.solvers.scale import scale_shares
@@ -85,6 +83,7 @@ class BalancedBinder(PartBinder[_Balanced]):
     Attributes:
         controller: decides with the loaders in use; None before a pass over them has begun.
         equal: why the loaders in use are trained on in equal parts, as by stock DDP; None: they are divided by speed.
+        known_most: the most samples of this rank's part that an earlier run has found to fit; None: it has not.
     """
 
     def __init__(
@@ -104,8 +103,9 @@ class BalancedBinder(PartBinder[_Balanced]):
         )
         self.settings = settings
         self.policy = policy
-        self.controller: Controller | None = None
+        self.controller: ShareController | None = None
         self.equal: str | None = None
+        self.known_most: int | None = None
         self._asked_batch = shared.global_batch_size
         self._layout: tuple[int, int, int, int] | None = None  # of the running controller: size, quantum, lag, least
         self._announced: Sequence[Any] = ()
@@ -155,11 +155,6 @@ class BalancedBinder(PartBinder[_Balanced]):
         low, up = self._resolve(pieces, full, quantum, least)
         if self.settings.bounds.lower is None:  # it is a guard against wrong speeds, which costs are not
             low = [least] * len(low)
-        if known is not None and isinstance(self.policy, TuningPolicy):
-            raise ValueError(
-                "sample_costs, or sample_cost(i) of the dataset, gives ranks other numbers of samples in every batch,"
-                " and policy='tuning' compares steps on the same numbers: drop it, or use policy='predictive'"
-            )
         costs = None if known is None else SampleCosts(known, lower=low, upper=up, quantum=quantum)
         bound = _Balanced(
             spec=spec,
@@ -176,7 +171,10 @@ class BalancedBinder(PartBinder[_Balanced]):
 
     def _settle(self, loaders: Sequence[Any]) -> None:
         """Finds out, for all ranks alike, whether these loaders are divided by speed, and what BatchNorm needs."""
-        mine = self._objection(loaders), least_samples(self._trainer.lightning_module), shape_needs(self._trainer)
+        module, device = self._trainer.lightning_module, device_of(self._trainer.strategy.root_device)
+        compiled = compiled_parts(module, device)
+        needs = ShapeNeeds(compiled=compiled.any, per_size=compiled.per_size, tiles=device.tensor_cores())
+        mine = self._objection(loaders), least_samples(module), needs
         everyone: list[tuple[str | None, int, ShapeNeeds]] = self._channel.all_gather_object(mine)
         self._least = max(least for _, least, _ in everyone)
         self._shapes = ShapeNeeds.of_all(needs for _, _, needs in everyone)
@@ -193,15 +191,13 @@ class BalancedBinder(PartBinder[_Balanced]):
                 f"global_batch_size={self._asked_batch} needs a train loader whose batches can be divided. {self.equal}"
             )
         if self.equal != said:
-            bounds = self.settings.bounds
-            bound = bounds.lower is not None or bounds.upper is not None or self.settings.quantum not in (1, "auto")
-            without = " min_samples, max_samples and quantum have no effect." if bound else ""
-            without += " sample_costs has no effect." if self.settings.sample_costs is not None else ""
-            if isinstance(self.policy, ControlledPolicy):
-                without += " No controller decides."
+            ours, lower, upper = self.settings, self.settings.bounds.lower, self.settings.bounds.upper
+            options = {"min_samples": lower, "max_samples": upper, "sample_costs": ours.sample_costs}
+            idle = [name for name, value in options.items() if value is not None]
+            idle += [] if ours.quantum in (1, "auto") else ["quantum"]
             rank_zero_warn(
                 f"{self._strategy_name} trains in equal parts, as stock DDP does, and cannot make up for slow ranks:"
-                f" {self.equal}.{without}"
+                f" {self.equal}" + (f". Without effect: {', '.join(idle)}" if idle else "")
             )
 
     def _objection(self, loaders: Sequence[object]) -> str | None:
@@ -264,21 +260,20 @@ class BalancedBinder(PartBinder[_Balanced]):
 
     def _pieces(self, total: int, quantum: int, least: int) -> int:
         """Returns in how many pieces ranks compute their parts, if ``max_samples`` do not hold the batch at once."""
-        world, upper = self._channel.world_size, self.settings.bounds.upper
+        world, module = self._channel.world_size, self._trainer.lightning_module
         bounds = replace(self._bounds, least=least)
         pieces = bounds.pieces(world, total, quantum)
         if pieces == 1:
             return 1
-        room = sum(bounds.caps(world, quantum))
-        if not self._trainer.lightning_module.automatic_optimization:
-            raise ValueError(
-                f"the global batch of {total} samples exceeds max_samples={upper!r} on {world} ranks ({room} together)"
-                " and manual optimization cannot accumulate it for you; lower the batch or accumulate in training_step"
-            )
-        rank_zero_info(
-            f"global batch of {total} samples does not fit max_samples={upper!r} on {world} ranks at once: each rank"
-            f" computes its part in up to {pieces} pieces, within one batch of the Trainer's"
+        said = (
+            f"the global batch of {total} samples exceeds max_samples={self.settings.bounds.upper!r} on {world} ranks"
+            f" ({sum(bounds.caps(world, quantum))} together)"
         )
+        if not module.automatic_optimization:
+            raise ValueError(f"{said} and manual optimization cannot accumulate it for you; lower the batch")
+        if any(isinstance(layer, nn.SyncBatchNorm) for layer in module.modules()):
+            raise ValueError(f"{said} and SyncBatchNorm needs each rank's part at once; lower the batch")
+        rank_zero_info(f"{said}: each rank computes its part in up to {pieces} pieces, within one batch")
         return pieces
 
     def _bounds_of(self, pieces: int, quantum: int, least: int) -> ShareBounds:
@@ -313,10 +308,9 @@ class BalancedBinder(PartBinder[_Balanced]):
             )
         world = self._channel.world_size
         bounds = self._bounds_of(primary.pieces, primary.quantum, least)
-        self.policy.planned_batches = planned_batches(self._trainer)
         self.policy.cut_by_cost = self.cuts_by_cost
         self.policy.start(world_size=world, total=primary.full, bounds=bounds, quantum=quantum)
-        self.controller = Controller(
+        self.controller = ShareController(
             self.policy,
             rank=self._channel.rank,
             world_size=world,
@@ -335,20 +329,14 @@ class BalancedBinder(PartBinder[_Balanced]):
         """In which a rank computes its part of a full batch at most; 1: at once."""
         return self._bound[0].pieces if self._bound else 1
 
-    def piece_sizes(self, part: Part) -> list[int]:
-        """Returns the samples of the pieces in which this rank computes its part; one: at once."""
+    @property
+    def most_at_once(self) -> int | None:
+        """The most samples that this rank computes at once, by ``max_samples``; None: its whole part."""
         bound = self._bound[0]
         if bound.pieces == 1:
-            return [part.computed]
+            return None
         caps = replace(self._bounds, least=bound.least).caps(self._channel.world_size, bound.quantum)
-        return piece_sizes(
-            part.shares,
-            caps,
-            self._channel.rank,
-            computed=part.computed,
-            least=bound.least,
-            quantum=bound.quantum,
-        )
+        return max(1, caps[self._channel.rank])
 
     @property
     def cuts_by_cost(self) -> bool:
@@ -388,8 +376,7 @@ class BalancedBinder(PartBinder[_Balanced]):
         if len(self._bound) == 1:
             return super().open(step)
         taken = [(bound, bound.handed.take(step)) for bound in self._bound]
-        parts = {id(bound): part for bound, part in taken if part is not None}
-        if not parts:
+        if not (parts := {id(bound): part for bound, part in taken if part is not None}):
             return super().open(step)  # raises
         chosen = parts.get(id(self._largest()), next(iter(parts.values())))
         self.count(sum(chosen.shares))
@@ -399,6 +386,14 @@ class BalancedBinder(PartBinder[_Balanced]):
                 " weighted by the largest loader's share; use drop_last=True to stay exact"
             )
         return replace(chosen, fetch_s=math.fsum(p.fetch_s for p in parts.values()))
+
+    def resume(self, state: Mapping[str, Any]) -> None:
+        super().resume(state)
+        if policy := state.get("policy"):
+            self.policy.load_state_dict(policy)
+            known = policy.get("most_samples", ())
+            if len(known) == self._channel.world_size:
+                self.known_most = known[self._channel.rank]
 
     def state_dict(self) -> dict[str, Any]:
         """Returns what a resumed run needs, as plain types; nothing of equal parts, for which stock DDP keeps all."""

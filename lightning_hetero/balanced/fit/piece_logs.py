@@ -1,6 +1,6 @@
 """What a step done in pieces logs: collected from its pieces, logged once as the whole batch would (layer L).
 
-Once, because a value logged with ``sync_dist=True`` is exchanged with the peers, who log once.
+Once, because a value logged with ``sync_dist=True`` is exchanged with the peers, which log once.
 """
 
 from __future__ import annotations

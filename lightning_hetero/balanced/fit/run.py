@@ -1,53 +1,45 @@
-"""State of one fit: everything that exists only between set-up and teardown (layer L)."""
+"""One fit: the bound loaders, the weight of each batch, the stopwatch around a step (layer L)."""
 
 from __future__ import annotations
 
 import math
-from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 import torch
+from lightning.fabric.utilities.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_hetero import lightning_compat as compat
-from lightning_hetero.balanced.decide.controlled import ControlledPolicy
-from lightning_hetero.balanced.decide.rows import RankState
 from lightning_hetero.balanced.fit.loaders import BalancedBinder, BatchSettings
-from lightning_hetero.balanced.fit.rebalancer import BatchRebalancer
 from lightning_hetero.balanced.fit.recovery import Recovery
-from lightning_hetero.balanced.fit.shapes import warn_of_tuning
-from lightning_hetero.balanced.fit.sigterm import EndTogether
+from lightning_hetero.balanced.fit.signals import SignalsTogether
+from lightning_hetero.balanced.fit.step_times import StepTimes
 from lightning_hetero.balanced.fit.trained import Trained
 from lightning_hetero.balanced.runtime.batch_norm import statistics_kept
-from lightning_hetero.balanced.runtime.checksum import ParameterChecksum
 from lightning_hetero.balanced.runtime.loss_weight import LossWeight
 from lightning_hetero.base.loaders import SharedSettings
 from lightning_hetero.base.run import EngineRun
-from lightning_hetero.callbacks.requeue import RequeueInStep
+from lightning_hetero.callbacks.rebalancer import BatchRebalancer
+from lightning_hetero.callbacks.requeue import RequeueTogether
 from lightning_hetero.callbacks.work import BatchCost, CountedOnHost, cost_in, count_work
 from lightning_hetero.data import Part
 from lightning_hetero.data.costs import costs_digest
-from lightning_hetero.measure.compiles import CompileWatch, NewSizes
 from lightning_hetero.measure.device import device_of
-from lightning_hetero.measure.host_load import HostLoad
 from lightning_hetero.measure.step_clock import StepProbe, when_backward_ends
 from lightning_hetero.shares.caps import MemoryCap
-from lightning_hetero.shares.policy import BalancePolicy, Decision
+from lightning_hetero.shares.policy import BalancePolicy
 from lightning_hetero.solvers.scale import scale_shares
-from lightning_hetero.transport.store import run_store
 from lightning_hetero.types import StepReport
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
 
 __all__ = ["BalanceSettings", "BalancedRun"]
-
-_CHECKED_AFTER_CHANGE = 100  # optimizer steps for a checksum of all parameters, once others are trained than at first
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -57,9 +49,7 @@ class BalanceSettings:
     policy: BalancePolicy
     rebalance: bool
     batches: BatchSettings
-    waiting_modules: tuple[type[nn.Module], ...]
     batch_cost: BatchCost | None
-    check_parameters_every: int | None
     ddp_arguments: Mapping[str, Any]
 
 
@@ -71,14 +61,16 @@ class BalancedRun(EngineRun[BalancedBinder]):
         shared, settings: the strategy's arguments.
         timeout: of collectives.
         device: of this rank.
-        main_address: of the host that rank 0 is on.
 
     Attributes:
         part: this rank's part of the batch that runs, or ran last; None: a batch of stock DDP's.
         rebalancer: the Trainer's, or one of our own.
         policy: decides the shares.
+        weight: of the loss of that batch.
         cap: what is known of this rank's memory.
-        sigterm: ends all ranks together.
+        probe: the stopwatch around a step.
+        times: what steps took, for the controller and for traces.
+        signals: end all ranks together.
     """
 
     def __init__(
@@ -89,19 +81,11 @@ class BalancedRun(EngineRun[BalancedBinder]):
         *,
         timeout: timedelta | None,
         device: torch.device,
-        main_address: str,
     ) -> None:
         given = [c for c in compat.trainer_callbacks(trainer) if isinstance(c, BatchRebalancer)]
         # Not added to the Trainer's callbacks: it has no hook to call, and calling none costs some 10 us each.
         self.rebalancer = given[0] if given else BatchRebalancer(settings.policy, enabled=settings.rebalance)
         self.policy = self.rebalancer.policy or settings.policy
-        if isinstance(settings.policy, ControlledPolicy):
-            if self.policy is not settings.policy:
-                raise ValueError(
-                    "BatchRebalancer(policy=...) would decide in the place of LoadBalancedStrategy(controller=...):"
-                    " drop one of them"
-                )
-            settings.policy.begin_fit()
         cost = cost_in(trainer.lightning_module, settings.batch_cost)
         agreed = {name: repr(getattr(settings.batches, name)) for name in BatchSettings.__slots__}
         agreed |= {"sample_costs": costs_digest(settings.batches.sample_costs)}
@@ -112,15 +96,10 @@ class BalancedRun(EngineRun[BalancedBinder]):
             "loss_reduction": shared.loss_reduction,
             "rebalance": str(self.rebalancer.enabled),
             "batch_cost": getattr(cost, "__qualname__", str(cost is not None)),
-            "check_parameters_every": str(settings.check_parameters_every),
             "ddp": repr(sorted(settings.ddp_arguments.items())),
             **self.policy.settings(),
         }
         super().__init__(trainer, timeout=timeout, settings=agreed)
-        if self.fitting and self.channel.world_size > 1 and compat.requeues(trainer):
-            store = run_store(self.channel, main_address, timeout)
-            requeue = RequeueInStep(trainer, self.channel.rank, self.channel.world_size, store)
-            self.undo.callback(requeue.close)
         self.automatic = self.module.automatic_optimization
         self.part: Part | None = None
         self.binder = BalancedBinder(trainer, self.channel, self.policy, shared, settings.batches)
@@ -134,77 +113,53 @@ class BalancedRun(EngineRun[BalancedBinder]):
         )
         self._cost = cost
         self._counts = CountedOnHost(trainer, self._count)
-        self._device, self._waiting = device_of(device), (nn.SyncBatchNorm, *settings.waiting_modules)
-        self.cap = MemoryCap(careful=self._device.asynchronous)
-        if self.rebalancer.enabled:
-            warn_of_tuning(self._device)
-        self._recovery: Recovery | None = None  # where there is a batch and automatic optimization
-        self.probe = StepProbe(self._device, waiting=self._waiting)
+        own_device = device_of(device)
+        if self.rebalancer.enabled and own_device.tunes_each_shape():
+            rank_zero_warn(
+                "torch.backends.cudnn.benchmark is on: cuDNN tries its kernels anew for every number of samples, and"
+                " hetero_balanced changes them. Trainer(benchmark=False) switches it off; a larger quantum keeps the"
+                " numbers few"
+            )
+        self.cap = MemoryCap(careful=own_device.asynchronous)
+        self.probe = StepProbe(own_device, waiting=(nn.SyncBatchNorm,))
         self.undo.callback(self.probe.detach)
-        self._compiles = CompileWatch()
-        self.undo.callback(self._compiles.close)
-        every = settings.check_parameters_every
-        self._checksum = None if every is None else ParameterChecksum(every, self._optimized, device=self._device)
+        self.times = StepTimes(self.binder, self.probe, self.channel, self.events, self.cap, own_device)
+        self.undo.callback(self.times.compiles.close)
+        self._recovery: Recovery | None = None  # where there is a batch and automatic optimization
         self._trained = Trained(trainer)
         self._model: nn.Module | None = None
-        self._measured: deque[tuple[Part, bool]] = deque()  # closed steps whose time is not yet known; to be believed?
-        self._finished: deque[tuple[Part, float]] = deque()  # steps whose time is known, but not yet their wait
         self._voided: list[Any] = []  # hooks that keep a batch of weight 0 out of the gradients
-        self.sigterm = EndTogether(trainer, self.channel)
-        self.undo.callback(self.sigterm.undo)
-        self._load = HostLoad() if self.policy.wants_load else None
-        self._wait_s = 0.0
-        self._sizes = NewSizes(self._device)
-        self._sent = False
-        self._synced = False
-        self._told: int | None = None  # the most samples of a part, by an earlier run
+        requeue = None
+        if self.fitting and compat.requeues(trainer):
+            requeue = RequeueTogether(trainer, self.channel.rank)
+            self.undo.callback(requeue.close)
+        self.signals = SignalsTogether(trainer, self.channel, requeue)
+        self.undo.callback(self.signals.undo)
 
     def keeps_sigterm(self) -> bool:
-        return self.sigterm.keeps()
+        return self.signals.keeps_sigterm()
 
     def attach(self, model: nn.Module | None) -> None:
         """Takes the module as it is trained, wrapped or not, once set-up is over or it was wrapped again."""
         self._model = model
         self._trained.wrapped()
         self.probe.attach(self.module)
-        if self._recovery is not None:
-            self._recovery.close()
         if self.automatic and model is not None and not compat.uses_dataloader_iter(self.trainer):
             self._recovery = Recovery(
                 self.trainer,
                 model,
-                device=self._device,
+                device=device_of(self.trainer.strategy.root_device),
                 weight=self.weight,
                 cap=self.cap,
-                waiting=self._waiting,
                 constant=self.binder.stands_for_part,
             )
-            self.undo.callback(self._recovery.close)
 
     def wants_wrapping(self) -> bool:
-        """Whether DDP has to wrap the module again, see `Trained`; then ranks compare their parameters from now on."""
-        wanted = self._trained.want_wrapping(self._model)
-        if self._checksum is None and self._trained.changed:
-            self._checksum = ParameterChecksum(_CHECKED_AFTER_CHANGE, self._optimized, device=self._device)
-        return wanted
-
-    def _optimized(self) -> Iterator[Tensor]:
-        """What is trained: neither frozen nor averaged weights, which one rank alone may hold.
-
-        Also what is thawed by now, which DDP does not keep equal, and what is frozen for a moment, e.g. by
-        ``toggle_optimizer``.
-        """
-        for optimizer in self.trainer.strategy.optimizers:
-            for group in optimizer.param_groups:
-                yield from (p for p in group["params"] if p.requires_grad or id(p) in self._trained.ids)
+        """Whether DDP has to wrap the module again, see `Trained`."""
+        return self._trained.want_wrapping(self._model)
 
     def resume(self, state: Mapping[str, Any]) -> None:
         self.binder.resume(state)
-        if state.get("policy"):
-            self.policy.load_state_dict(state["policy"])
-            told = state["policy"].get("most_samples", ())
-            if len(told) == self.channel.world_size and (most := told[self.channel.rank]) is not None:
-                self._told = most
 
     def state_dict(self) -> dict[str, Any]:
         return self.binder.state_dict()
@@ -223,23 +178,13 @@ class BalancedRun(EngineRun[BalancedBinder]):
         controller = self.binder.controller
         return controller.report if controller is not None else None
 
-    def engine_metrics(self) -> dict[str, float]:
-        """Changes by a controller so far; nothing without one."""
-        return self.policy.metrics() if isinstance(self.policy, ControlledPolicy) else {}
-
     def take_reports(self) -> list[StepReport]:
         controller = self.binder.controller
-        if controller is None or not controller.reports:
+        if controller is None:
             return []
-        reports, shares = list(controller.reports), controller.policy.shares
+        reports = list(controller.reports)
         controller.reports.clear()
-        if all(shares):
-            return reports
-        # What a rank at rest computes is a dummy: a step's fixed time, which says nothing of its speed.
-        return [
-            replace(report, records=tuple(r if shares[r.rank] else replace(r, compute_s=0.0) for r in report.records))
-            for report in reports
-        ]
+        return reports
 
     def summary(self) -> str | None:
         """One line on the shares in force and what equal ones would cost; ``None`` before anything was measured."""
@@ -250,11 +195,9 @@ class BalancedRun(EngineRun[BalancedBinder]):
         equal_s = max(self.policy.predict_s(scale_shares([1] * len(shares), sum(shares))))
         if not slowest_s > 0:
             return None
-        at_rest = self.policy.at_rest if isinstance(self.policy, ControlledPolicy) else {}
-        without = "".join(f"; without rank {rank} {why or 'from the start'}" for rank, why in at_rest.items())
         return (
             f"hetero_balanced: shares {'/'.join(map(str, shares))}, {slowest_s * 1e3:.1f} ms of work per batch;"
-            f" equal shares would take {equal_s / slowest_s:.2f} times as long{without}"
+            f" equal shares would take {equal_s / slowest_s:.2f} times as long"
         )
 
     # ---- one step ---------------------------------------------------------------------------------------------
@@ -273,13 +216,15 @@ class BalancedRun(EngineRun[BalancedBinder]):
         if self.binder.equal is not None:
             self.part = None
             return
-        part = self.binder.open(compat.upcoming_batch(self.trainer))
-        self.part = part
-        if self._told is not None:
-            self.cap.goes_on(-(-self._told // self.binder.pieces))
-            self._told = None
-        self._sent = self._synced = False
-        self.probe.arm(part.fetch_s)
+        self.part = self.binder.open(compat.upcoming_batch(self.trainer))
+        self._go_on()
+        self.times.opened(self.part)
+
+    def _go_on(self) -> None:
+        """Takes over, once, what an earlier run has learned of this rank's memory."""
+        known, self.binder.known_most = self.binder.known_most, None
+        if known is not None:
+            self.cap.goes_on(-(-known // self.binder.pieces))
 
     def _count(self, batch: Any) -> None:
         if self.part is None:
@@ -294,7 +239,7 @@ class BalancedRun(EngineRun[BalancedBinder]):
             return nullcontext()
         if self.part is None:
             return self._recovery.guarding(None)
-        return self._recovery.guarding(self.part.computed, self.binder.piece_sizes(self.part))
+        return self._recovery.guarding(self.part.computed, self.binder.most_at_once)
 
     def _work_of(self, part: Part, batch: Any) -> float:
         """Returns the work of the batch; NaN, which counts as that of mean samples, where a weight of 0 tells none."""
@@ -331,52 +276,52 @@ class BalancedRun(EngineRun[BalancedBinder]):
             parameters = self.module.parameters()
             self._voided = [p.register_hook(torch.zeros_like) for p in parameters if p.requires_grad]
         weighted = loss if factor == 1.0 else loss * factor
-        self._stamp_end(weighted)
+        if weighted.requires_grad and self.part is not None:
+            when_backward_ends(weighted, self._backward_ended)
         return weighted
 
-    def _stamp_end(self, loss: Tensor) -> None:
-        if loss.requires_grad and self.part is not None:
-            when_backward_ends(loss, self._backward_ended)
-
-    def backward(self, loss: Tensor, run: Callable[[Tensor], None], holders: Sequence[Tensor]) -> None:
-        """Weighs a loss and differentiates it with ``run``, in pieces if memory is short; see `Recovery.backward`."""
-        weighted = self.weigh(loss)
-        if self._recovery is None:
-            run(weighted)
-        else:
-            self._recovery.backward(weighted, run, holders=(loss, *holders), ended=self._stamp_end)
-        self.backward_returned()
-
-    def _backward_ended(self) -> None:
-        self.probe.backward_ended()
-        model = self._model
-        self._synced |= isinstance(model, DistributedDataParallel) and model.require_backward_grad_sync
-        if self.automatic:
-            self._step_measured()
-
-    def backward_returned(self) -> None:
-        """The gradient exchange is over."""
+    @contextmanager
+    def backward(self) -> Iterator[None]:
+        """Around the backward pass of a weighted loss, to the end of the gradient exchange."""
+        try:
+            yield
+        except RuntimeError as error:
+            if self._recovery is not None:
+                self._recovery.in_backward(error)
+            raise
         for handle in self._voided:
             handle.remove()
         self._voided = []
+        if self._recovery is not None:
+            self._recovery.backward_over()
         if self.part is None:
             return
         self.probe.exchanged()
         if self.automatic:
-            self._note_steps()
+            learned = self._recovery.take_learned() if self._recovery is not None else {}
+            self.times.note((self.part, learned) if learned else None)
             self.probe.updating()
         else:
             self.probe.resume()
 
-    def manual_step_done(self) -> None:
-        """Manual optimization: the step ends with ``training_step``, optimizers included."""
-        self._step_measured()
+    def _backward_ended(self) -> None:
+        """This rank's own gradients are complete."""
+        self.probe.backward_ended()
+        model = self._model
+        self.times.synced |= isinstance(model, DistributedDataParallel) and model.require_backward_grad_sync
+        if self.automatic:
+            self.step_over()
 
-    def optimizer_stepped(self) -> None:
-        """Clipping and update ran since the gradients were there; their time belongs to the next measurement."""
-        self.probe.updated()
-        if self._checksum is not None and self.part is not None:
-            self._checksum.stepped()
+    def step_over(self) -> None:
+        """This rank's own work is over: under manual optimization with ``training_step``, optimizers included."""
+        if self.part is None:
+            return
+        recovery = self._recovery
+        self.times.step_over(
+            self.part,
+            tells_speed=recovery is None or recovery.tells_speed(self.policy.limits.fit),
+            decides=self.rebalancer.enabled,
+        )
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
@@ -385,78 +330,6 @@ class BalancedRun(EngineRun[BalancedBinder]):
             self._recovery.communicates()
         with self.probe.paused():
             yield
-
-    def _step_measured(self) -> None:
-        controller, part = self.binder.controller, self.part
-        if self._sent or controller is None or part is None:  # a closure may run more than once per step
-            return
-        self._sent = True
-        self.probe.close()
-        self._measured.append((part, self._believed(part)))
-        while (compute_s := self.probe.take()) is not None:  # on an accelerator, of a step before
-            done, believed = self._measured.popleft()
-            # Sent while the gradients still travel, so the wait is the last known one.
-            if believed:
-                controller.measured(done.computed, compute_s, self._wait_s, done.work)
-            self._finished.append((done, compute_s))
-        self._note_steps()
-        decides = self.rebalancer.enabled
-        exchanges = self._synced and (decides or self._checksum is not None)
-        if exchanges and controller.wants_exchange(part.epoch, part.step):
-            ran = part.shares if self.binder.cuts_by_cost else ()
-            wait = self.channel.all_gather_row(controller.row(part.epoch, part.step, self._state(), ran=ran))
-            controller.sent(part.epoch, part.step, wait, decides=decides)
-        controller.catch_up()  # beside the gradient exchange, where it delays nobody
-        while controller.news:
-            self._note_decision(part, controller.news.popleft())
-
-    def _believed(self, part: Part) -> bool:
-        """Whether the step's time says how fast this rank is; pieces do only where they are there to stay.
-
-        The first one of a size does not where libraries look for the best kernels of that size. Where each part has a
-        size of its own, all do.
-        """
-        new = not self.binder.cuts_by_cost and self._sizes.first(part.computed)
-        if self._compiles.ask() or new:
-            return False
-        return self._recovery is None or self._recovery.believed or not (self._recovery.tried or self.policy.limits.fit)
-
-    def _state(self) -> RankState:
-        """What this rank tells besides the times of its steps."""
-        free_cpu, free_mem = self._load.free() if self._load is not None else (math.nan, math.nan)
-        return RankState(
-            free_cpu=free_cpu,
-            free_mem=free_mem,
-            most_samples=math.nan if (most := self.cap.most) is None else most * self.binder.pieces,
-            checksum=math.nan if self._checksum is None else self._checksum.take(),
-        )
-
-    def _note_decision(self, part: Part, decision: Decision) -> None:
-        if decision.outcome:
-            self.events.note("outcome", part.epoch, part.step, decision.outcome)
-        if decision.changed:
-            data = {
-                "shares": list(decision.shares),
-                "predicted_s": decision.predicted_s,
-                "reason": decision.reason,
-                "predicted_gain": decision.predicted_gain,
-                **decision.data,
-            }
-            self.events.note("decision", part.epoch, part.step, data)
-        elif decision.data.get("queues") and self.channel.rank == 0:
-            self.events.note("queue", part.epoch, part.step, decision.data)
-
-    def _note_steps(self) -> None:
-        """Notes measured steps once their own wait is known."""
-        if self._recovery is not None and self.part is not None and (learned := self._recovery.take_learned()):
-            self.events.note("memory", self.part.epoch, self.part.step, learned)
-        while self._finished and (wait_s := self.probe.take_wait()) is not None:
-            self._wait_s = wait_s
-            part, compute_s = self._finished.popleft()
-            data = {"samples": part.samples, "compute_s": compute_s, "wait_s": wait_s}
-            if part.work != part.computed:
-                data["work"] = part.work
-            self.events.note("step", part.epoch, part.step, data)
 
     # ---- end --------------------------------------------------------------------------------------------------
 

@@ -19,10 +19,11 @@ import torch
 from torch import Tensor, nn
 
 from lightning_hetero.measure.device import Device
+from lightning_hetero.shares.caps import MemoryCap, MemoryUse
 
 __all__ = [
-    "GradientSum",
-    "GradientsTaken",
+    "MemoryWatch",
+    "PieceGradients",
     "cut",
     "free_memory",
     "leaves",
@@ -33,7 +34,7 @@ __all__ = [
 
 
 def free_memory(device: Device) -> None:
-    """Gives back what nobody refers to any more: an error's frames may be part of a circle."""
+    """Gives back what nothing refers to any more: an error's frames may be part of a circle."""
     gc.collect()
     device.empty_cache()
     torch.clear_autocast_cache()
@@ -55,8 +56,8 @@ def cut(samples: int, most: int, least: int) -> list[int]:
 # ---- gradients -------------------------------------------------------------------------------------------------
 
 
-class GradientSum:
-    """Gradients of a weighted sum of losses, one loss after the other; nobody's hooks run.
+class PieceGradients:
+    """Gradients of a weighted sum of losses, one loss after the other; no hooks run.
 
     Args:
         parameters: with respect to which.
@@ -68,16 +69,11 @@ class GradientSum:
         self._scale = scale
         self._sums: list[Tensor | None] = [None] * len(self._parameters)
 
-    def add(self, loss: Tensor, weight: float, grad: Tensor | None = None) -> None:
-        """Adds ``weight`` times the gradient of ``loss``; frees its graph.
-
-        Args:
-            grad: gradient of whatever follows the loss with respect to it; None: 1.
-        """
+    def add(self, loss: Tensor, weight: float) -> None:
+        """Adds ``weight`` times the gradient of ``loss``; frees its graph."""
         if not (loss.requires_grad and self._parameters):
             return
-        head = torch.ones_like(loss) if grad is None else grad.to(loss.dtype)
-        head = head * (self._scale * (weight or 1.0))
+        head = torch.ones_like(loss) * (self._scale * (weight or 1.0))
         with _hooks_aside(self._parameters):
             found = torch.autograd.grad(loss, self._parameters, head, allow_unused=True)
         wide = [self._widened(g, weight) for g in found]
@@ -158,43 +154,6 @@ def leaves(loss: Tensor) -> list[Tensor]:
     return found
 
 
-class GradientsTaken:
-    """Tells which parameters have their gradient of a backward pass that was broken off.
-
-    Where no parameter has a gradient before the pass, those that have one afterwards have taken it. Under accumulation
-    a hook on each tells; it stays from the first such pass on. Versions of gradients would not do: as views of DDP's
-    buckets they have one in common.
-    """
-
-    def __init__(self, parameters: Iterable[Tensor]) -> None:
-        self._parameters = list(parameters)
-        self._handles: list[Any] = []
-        self._noted: list[Tensor] | None = None
-
-    def begin(self) -> None:
-        """A backward pass is about to begin."""
-        self._noted = [] if any(p.grad is not None for p in self._parameters) else None
-        if self._noted is None or self._handles:
-            return
-        for parameter in self._parameters:
-            if parameter.requires_grad:
-                self._handles.append(parameter.register_post_accumulate_grad_hook(self._note))
-
-    def _note(self, parameter: Tensor) -> None:
-        if self._noted is not None:
-            self._noted.append(parameter)
-
-    def taken(self) -> set[int]:
-        """Returns the ids of the parameters."""
-        noted = self._noted
-        return {id(p) for p in ([p for p in self._parameters if p.grad is not None] if noted is None else noted)}
-
-    def close(self) -> None:
-        for handle in self._handles:
-            handle.remove()
-        self._handles = []
-
-
 # ---- what a step changes besides gradients -----------------------------------------------------------------------
 
 
@@ -239,3 +198,46 @@ def save_random_states(device: Device) -> Callable[[], None]:
         device.set_random_state(on_device)
 
     return put_back
+
+
+# ---- how much a step takes ---------------------------------------------------------------------------------------
+
+
+class MemoryWatch:
+    """Measures the memory of steps and keeps `MemoryCap.estimate` up to date, where the device tells what it uses.
+
+    It measures only steps that teach something, because that takes time, and a peak that the user may read begins anew.
+    Other processes may use the device as well, so what is there is asked anew whenever more samples than ever fitted.
+
+    Args:
+        device: of this rank.
+        cap: what is known of its memory.
+    """
+
+    def __init__(self, device: Device, cap: MemoryCap) -> None:
+        self._device, self._cap = device, cap
+        self._use = MemoryUse()
+        self._begun = False
+        self._base_bytes = 0.0
+        self._limit_bytes = 0.0
+        self._asked_for = -1
+
+    def begin(self, samples: int) -> None:
+        """A step begins."""
+        self._begun = self._device.asynchronous and self._use.wants(samples)
+        if self._begun:
+            self._device.forget_peak()
+            self._base_bytes = self._device.used_bytes()
+
+    def end(self, samples: int) -> None:
+        """Its backward pass is over, and all samples have fitted at once."""
+        if not self._begun:
+            return
+        self._begun = False
+        if not (peak_bytes := self._device.peak_bytes()):
+            return
+        self._use.observe(samples, self._base_bytes, peak_bytes)
+        if self._asked_for != self._cap.safe:
+            self._asked_for = self._cap.safe
+            self._limit_bytes = self._device.free_bytes() + self._device.used_bytes()
+        self._cap.estimate = self._use.most(self._limit_bytes)

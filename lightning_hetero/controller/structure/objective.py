@@ -26,7 +26,7 @@ is refused (`accepts`).
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -37,10 +37,11 @@ from lightning_hetero.controller.structure.migration import MigrationModel
 from lightning_hetero.controller.structure.shares import priced_shares, times_of
 from lightning_hetero.solvers.chain.layers import Floats
 from lightning_hetero.solvers.placement.pipes import Pipe, Problem
+from lightning_hetero.solvers.placement.search import Judged
 from lightning_hetero.solvers.placement.shares import level, share
 from lightning_hetero.solvers.placement.sync import sync_s
 
-__all__ = ["Judged", "Objective", "Prices", "Weight"]
+__all__ = ["Objective", "Prices", "Weight"]
 
 _HOUR_S = 3600.0
 _ROUNDING = 1e-9
@@ -80,24 +81,6 @@ class Use(NamedTuple):
 
     def amount(self, seconds: float, shares: Sequence[int]) -> float:
         return self.per_s * seconds + sum(c * n for c, n in zip(self.per_sample, shares, strict=True)) + self.fixed
-
-
-class Judged(NamedTuple):
-    """A structure with its best shares.
-
-    Attributes:
-        value: J.
-        time_s: T, without the pause.
-        pause_s: of the way there.
-        amounts: of each resource under a constraint, per batch, pause left out.
-    """
-
-    value: float
-    pipes: tuple[Pipe, ...]
-    shares: tuple[int, ...]
-    time_s: float
-    pause_s: float
-    amounts: Mapping[Resource, float]
 
 
 class Objective:

@@ -16,22 +16,28 @@ Every rank holds the same policy and feeds it the same records, so every rank de
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, Literal, TypeAlias
 
-from lightning_hetero.federated.decide.bounds import Bound, client_bounds
 from lightning_hetero.federated.decide.rounds import Client, RoundPlan
 from lightning_hetero.predictors import Predictor, PredictorName
 from lightning_hetero.shares.bounds import ShareBounds
 from lightning_hetero.shares.policy import BalancePolicy, Decision
 from lightning_hetero.types import SpeedSample
 
-__all__ = ["AdaptiveSteps", "FedAvg", "LbBsp", "Measured", "RoundPolicy", "RoundPolicyName", "ScaledLr", "by_name"]
+__all__ = [
+    "AdaptiveSteps", "FedAvg", "LbBsp", "Measured", "RoundPolicy", "RoundPolicyName", "ScaledLr", "by_name",
+    "check_bounds", "client_bounds",
+]  # fmt: skip
 
 RoundPolicyName: TypeAlias = Literal["lb-bsp", "fedavg", "adaptive_steps", "scaled_lr"]
 Measured: TypeAlias = tuple[float, float, float]
 """Samples, local steps and seconds of own work of one rank, since the decision before."""
+
+
+Bound: TypeAlias = int | Sequence[int] | None
 
 
 class RoundPolicy(ABC):
@@ -81,7 +87,7 @@ class RoundPolicy(ABC):
 
     @property
     def plan(self) -> RoundPlan:
-        """Of the next round."""
+        """The plan of the next round."""
         world_size = len(self._own)
         steps, factors = (self._local_steps,) * world_size, (1.0,) * world_size
         return RoundPlan(sizes=self._own, steps=steps, lr_factors=factors)
@@ -91,7 +97,7 @@ class RoundPolicy(ABC):
         """Takes in what was measured of each rank and decides on the next round; None: there is nothing to decide."""
 
     def predict_s(self) -> tuple[float, ...]:
-        """Returns the predicted own work of a local step [s] per rank; empty where nobody predicts."""
+        """Returns the predicted own work of a local step [s] per rank; empty where nothing is predicted."""
         return ()
 
     def settings(self) -> dict[str, str]:
@@ -155,7 +161,7 @@ class _BySpeed(RoundPolicy):
             self._resumed = None
 
     def keep(self, ranks: Sequence[int | None]) -> None:
-        """Of those that are left the speeds are known. With somebody new all begin equal, as in the first round."""
+        """Keeps the speeds of the ranks that are left. With a new rank all begin equal, as in the first round."""
         self._resumed = None
         state, nobody = self.balance.state_dict(), self.balance.prototype.fresh().state_dict()
         known, whole = state["predictors"], None not in ranks
@@ -178,7 +184,7 @@ class _BySpeed(RoundPolicy):
             return None
         before = self.divided
         records = [self._record(rank, one) for rank, one in enumerate(self._known)]
-        decision = self.balance.take(records, generation=0, batches=1)
+        decision = self.balance.take(records, batches=1)
         self._resumed = None
         if decision.changed or decision.shares == before:
             return decision
@@ -291,3 +297,60 @@ def by_name(name: str, **settings: Any) -> RoundPolicy:
             f" {'it' if len(settings) == 1 else 'them'}, or choose policy='lb-bsp'"
         )
     return _KNOWN[name](**settings)
+
+
+# ---- bounds ----------------------------------------------------------------------------------------------------
+
+
+def check_bounds(lower: Bound, upper: Bound) -> None:
+    """Checks the arguments ``min_samples`` and ``max_samples``.
+
+    Raises:
+        ValueError: one is no number of samples.
+    """
+    ShareBounds(lower=lower, upper=upper)
+
+
+def client_bounds(
+    clients: Sequence[Client], *, lower: Bound = None, upper: Bound = None, total: int | None = None, least: int = 1
+) -> tuple[ShareBounds, int]:
+    """Returns bounds of the ranks' batches, and what these sum up to.
+
+    No batch is larger than the data of its rank, and none is empty. By default a rank has a quarter of the equal share
+    at least, and four times as much at most, but may keep the batch size that its loader has.
+
+    Args:
+        clients: what the ranks train on; each has samples.
+        lower, upper: samples per rank as the user gives them: a number, or one per rank.
+        total: samples of all ranks per local step; None: what the loaders' batch sizes sum up to.
+        least: of any batch; 2 where BatchNorm cannot do with one.
+
+    Raises:
+        ValueError: the bounds have the wrong length, or admit no split of ``total``.
+
+    >>> bounds, total = client_bounds([Client(100, 16, 7), Client(5, 5, 1)])
+    >>> bounds.lower, bounds.upper, total
+    ([2, 2], [44, 5], 21)
+    """
+    world_size = len(clients)
+    wanted = sum(client.batch_size for client in clients) if total is None else total
+    equal = wanted / world_size
+    low = _listed("min_samples", lower, world_size) or [max(1, math.floor(equal / 4))] * world_size
+    up = _listed("max_samples", upper, world_size)
+    if up is None:
+        up = [max(4 * math.ceil(equal), client.batch_size) for client in clients]
+    up = [max(1, min(most, client.samples)) for most, client in zip(up, clients, strict=True)]
+    low = [min(max(a, least), b) if lower is None else min(max(a, 1), c.samples) for a, b, c in
+           zip(low, up, clients, strict=True)]  # fmt: skip
+    bounds = ShareBounds(lower=low, upper=up)
+    bounds.resolve(world_size, wanted)
+    return bounds, wanted
+
+
+def _listed(name: str, given: Bound, world_size: int) -> list[int] | None:
+    if given is None:
+        return None
+    listed = [given] * world_size if isinstance(given, int) else list(given)
+    if len(listed) != world_size:
+        raise ValueError(f"{name} lists {len(listed)} ranks, but there are {world_size}: give one number per rank")
+    return listed

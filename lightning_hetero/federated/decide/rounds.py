@@ -1,10 +1,10 @@
 """A rank's way through an epoch, and what ranks tell each other when they meet (layer P).
 
-    slot       one batch of Lightning's loop, on all ranks alike: a local step (or a part of one), or a rest
-    round      slots up to the next average; ``accumulate`` slots make a local step
-    epoch      as many slots as the rank with most batches has; it ends with an average
+    batch      one of Lightning's loop, on all ranks alike: a local step (or a part of one), or a rest
+    round      batches up to the next average; ``accumulate`` of them make a local step
+    epoch      as many batches as the rank with most of them has; it ends with an average
 
-Because rests are slots, too, Lightning's counters agree on all ranks, and all that it derives from them: where it
+Because a rest is a batch, too, Lightning's counters agree on all ranks, and all that it derives from them: where it
 validates, saves, moves schedulers, and stops.
 """
 
@@ -18,8 +18,11 @@ from typing import NamedTuple
 
 import numpy as np
 
+from lightning_hetero.types import SpeedSample, StepReport
+
 __all__ = [
-    "Client", "ClientRow", "Course", "RoundPlan", "chosen_ranks", "digest_of", "disagreement", "of_all", "spread",
+    "Client", "ClientRow", "Course", "RoundPlan", "chosen_ranks", "digest_of", "disagreement", "engine_metrics",
+    "of_all", "spread", "step_report",
 ]
 
 
@@ -56,12 +59,12 @@ class ClientRow(NamedTuple):
     """One rank's numbers as they travel when ranks meet: float64, in this order.
 
     Attributes:
-        epoch, slot: where it is.
+        epoch, batch: where it is.
         weight: what its parameters count in the average: samples, or what the user counts, since the last one.
         made: local steps since then.
         samples, steps, compute_s: of the steps since the last decision whose time is believed: sums.
         wait_s: of its own, when ranks met last.
-        passes, taken: its place in its data, see `lightning_hetero.federated.runtime.own.Place`.
+        passes, taken: its place in its data, see `lightning_hetero.federated.runtime.own.DataPlace`.
         digest: of what all ranks must have alike.
         states: digest of what its optimizers hold, which may differ.
         sigterm: whether it was told to stop.
@@ -69,7 +72,7 @@ class ClientRow(NamedTuple):
     """
 
     epoch: float
-    slot: float
+    batch: float
     weight: float
     made: float
     samples: float
@@ -97,7 +100,7 @@ def disagreement(rows: Sequence[ClientRow], ranks: Sequence[int] | None = None) 
         ranks: which these are; None: all.
     """
     ranks = range(len(rows)) if ranks is None else ranks
-    places = {rank: (int(row.epoch), int(row.slot)) for rank, row in zip(ranks, rows, strict=True)}
+    places = {rank: (int(row.epoch), int(row.batch)) for rank, row in zip(ranks, rows, strict=True)}
     if len(set(places.values())) > 1:
         return (
             f"the ranks are not at the same (epoch, batch): {places}. They do not run the same program, or a hook has"
@@ -120,7 +123,7 @@ def of_all(rows: Sequence[ClientRow], present: Sequence[int], world_size: int) -
         present: their ranks.
         world_size: ranks at first.
     """
-    absent = ClientRow(*(0.0 for _ in ClientRow._fields))._replace(epoch=rows[0].epoch, slot=rows[0].slot)
+    absent = ClientRow(*(0.0 for _ in ClientRow._fields))._replace(epoch=rows[0].epoch, batch=rows[0].batch)
     known = dict(zip(present, rows, strict=True))
     return [known.get(rank, absent) for rank in range(world_size)]
 
@@ -146,43 +149,86 @@ def chosen_ranks(world_size: int, part: float, generator: np.random.Generator) -
 
 
 class Course:
-    """Which slots of an epoch this rank trains in, and where rounds end; the same rounds on all ranks.
+    """Which batches of an epoch this rank trains in, and where rounds end; the same rounds on all ranks.
 
     Args:
         rank: this rank's place among those that are there.
         clients: what all ranks train on.
         again: whether a rank whose data are through begins them again; else it rests until the epoch ends.
-        accumulate: slots of a local step.
-        slots: of an epoch; None: as many as the rank with most batches has.
+        accumulate: batches of a local step.
+        batches: of an epoch; None: as many as the rank with most batches has.
 
     Attributes:
         rank: as given; another one when ranks are lost or come.
-        slots: of an epoch.
-        began: slot in which the round began.
+        batches: of an epoch.
+        began: batch in which the round began.
     """
 
     def __init__(
-        self, rank: int, clients: Sequence[Client], *, again: bool, accumulate: int = 1, slots: int | None = None
+        self, rank: int, clients: Sequence[Client], *, again: bool, accumulate: int = 1, batches: int | None = None
     ) -> None:
-        self.slots = max(client.batches for client in clients) if slots is None else slots
+        self.batches = max(client.batches for client in clients) if batches is None else batches
         self.began = 0
         self.rank = rank
         self._accumulate = accumulate
         self._windows = math.inf if again else -(-clients[rank].batches // accumulate)
 
-    def step_of(self, slot: int) -> int:
+    def step_of(self, batch: int) -> int:
         """Returns the number of the local step within the round."""
-        return (slot - self.began) // self._accumulate
+        return (batch - self.began) // self._accumulate
 
-    def trains(self, slot: int, plan: RoundPlan, chosen: Collection[int]) -> bool:
-        """Tells whether this rank trains in ``slot``, or rests."""
-        takes_part = self.rank in chosen and self.step_of(slot) < plan.steps[self.rank]
-        return takes_part and slot // self._accumulate < self._windows
+    def trains(self, batch: int, plan: RoundPlan, chosen: Collection[int]) -> bool:
+        """Tells whether this rank trains in ``batch``, or rests."""
+        takes_part = self.rank in chosen and self.step_of(batch) < plan.steps[self.rank]
+        return takes_part and batch // self._accumulate < self._windows
 
-    def ends_round(self, slot: int, plan: RoundPlan, last: int) -> bool:
-        """Tells whether the ranks meet behind ``slot``; ``last``: of the epoch."""
-        return slot >= last or slot - self.began + 1 >= self._accumulate * max(plan.steps)
+    def ends_round(self, batch: int, plan: RoundPlan, last: int) -> bool:
+        """Tells whether the ranks meet behind ``batch``; ``last``: of the epoch."""
+        return batch >= last or batch - self.began + 1 >= self._accumulate * max(plan.steps)
 
-    def steps_after(self, slot: int, last: int) -> bool:
-        """Tells whether Lightning counts an optimizer step for ``slot``."""
-        return slot >= last or (slot + 1) % self._accumulate == 0
+    def steps_after(self, batch: int, last: int) -> bool:
+        """Tells whether Lightning counts an optimizer step for ``batch``."""
+        return batch >= last or (batch + 1) % self._accumulate == 0
+
+
+# ---- for loggers and reports ----------------------------------------------------------------------------------
+
+
+def step_report(rows: Sequence[ClientRow], sizes: Sequence[int], predicted_s: Sequence[float]) -> StepReport:
+    """Returns samples, own work and waiting of each rank's local steps: means over the steps that were measured.
+
+    Of a rank that made none, e.g. because it took no part, a time of 0 says nothing.
+
+    Args:
+        rows: of all ranks; of zeros, for those that were not there.
+        sizes: of their batches, as planned.
+        predicted_s: per rank, for a local step; empty where nothing is predicted.
+    """
+    records = tuple(
+        SpeedSample(
+            rank=rank,
+            step=int(row.batch),
+            samples=round(row.samples / row.steps) if row.steps else sizes[rank],
+            compute_s=row.compute_s / row.steps if row.steps else 0.0,
+            wait_s=row.wait_s / max(1.0, row.made),
+        )
+        for rank, row in enumerate(rows)
+    )
+    predicted = tuple(predicted_s) or (math.nan,) * len(rows)
+    return StepReport(epoch=int(rows[0].epoch), step=int(rows[0].batch), records=records, predicted_s=predicted)
+
+
+def engine_metrics(rounds: int, rows: Sequence[ClientRow], clients: int) -> dict[str, float]:
+    """Returns the engine's own numbers: of the round that was averaged last.
+
+    Args:
+        rounds: averages so far.
+        rows: of all ranks, when they met last; of zeros, for those that were not there.
+        clients: that are there.
+    """
+    total = math.fsum(row.weight for row in rows)
+    metrics = {"rounds": float(rounds), "clients": float(clients)}
+    for rank, row in enumerate(rows):
+        metrics[f"local_steps/rank{rank}"] = row.made
+        metrics[f"weight/rank{rank}"] = row.weight / total if total > 0 else 0.0
+    return metrics

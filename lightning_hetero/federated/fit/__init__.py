@@ -1,11 +1,11 @@
 """One federated fit inside Lightning (layer L).
 
-``settings``  the strategy's arguments
-``refusals``  what it refuses, with the reasons
-``loaders``   each rank's own train loader, batch by batch
-``meetings``  where all ranks meet and average
-``common``    what the ranks average
-``division``  what those who are there train on, and what the policy divides among them
-``clients``   where clients may be lost and come again: who is there, collectives for all of them or for none
-``run``       what exists between set-up and teardown
+``settings``     the strategy's arguments, and what it refuses
+``loaders``      each rank's own train loader, batch by batch
+``local_steps``  what this rank trains between two averages
+``rounds``       where the ranks are in an epoch and in a round
+``division``     what the ranks that are there train on, and what the policy divides among them
+``averaging``    what the ranks average
+``clients``      where clients may be lost and come again: which are there, collectives for all of them or for none
+``run``          what exists between set-up and teardown
 """

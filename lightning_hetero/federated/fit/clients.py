@@ -1,9 +1,9 @@
 """The clients of a fit that may be lost and come again: what they do together, and with whom (layer L).
 
-    meet            who is there? who is silent is left out, for all alike              [transport.roll_call]
+    meet            which ranks are there? a silent one is left out, for all alike  [transport.roll_call]
     groups          process groups of those that are there, if they are others, or if one broke   [base.elastic]
     collective      an average, or what Lightning reduces; where a member dies in it, all find it unsound
-    meet again      sound for all: all take the result; else nobody does, and all begin again without the lost
+    meet again      sound for all: all take the result; else no rank does, and all begin again without the lost
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ __all__ = ["ClientSettings", "Clients"]
 
 T = TypeVar("T")
 
-_COLLECTIVE_S = 300.0  # for those who have just met: to send some megabytes takes less
-_TRIES = 3  # of something that fails though nobody is lost
+_COLLECTIVE_S = 300.0  # for ranks that have just met: to send some megabytes takes less
+_TRIES = 3  # of something that fails though no rank is lost
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -59,7 +59,7 @@ class ClientSettings:
 
     @property
     def timeout(self) -> timedelta:
-        """Of a collective among clients that have just met."""
+        """Timeout of a collective among clients that have just met."""
         return min(self.patience, timedelta(seconds=max(_COLLECTIVE_S, self.liveness_s)))
 
 
@@ -80,7 +80,7 @@ class Clients:
 
     Args:
         trainer: the running trainer.
-        members: who takes part.
+        members: the ranks that take part.
         channel: small collectives of all clients.
         settings: of the fit.
         invitation: into a run of others.
@@ -170,7 +170,7 @@ class Clients:
         return roll
 
     def gather(self, what: str) -> None:
-        """Returns when all who live are here, with process groups of these alone.
+        """Returns when all ranks that live are here, with process groups of these alone.
 
         Raises:
             RuntimeError: no group can be made of them.
@@ -195,7 +195,7 @@ class Clients:
         self, present: tuple[int, ...], generation: int, meeting_s: float,
         living: Callable[[], Collection[int]] | None = None,
     ) -> None:  # fmt: skip
-        """Makes groups of those who are there; whether it has worked for all is found when they meet again."""
+        """Makes groups of the ranks that are there; whether it has worked for all is found when they meet again."""
         self._channel.leave()
         try:
             self._groups.rebuild(present, generation, meeting_s=meeting_s, living=living)
@@ -204,7 +204,7 @@ class Clients:
             self._break()
 
     def _break(self) -> None:
-        """Inside an ``except`` block: whoever waits for this rank in a group fails now."""
+        """Inside an ``except`` block: a rank that waits for this one in a group fails now."""
         self._broken = True
         self._channel.leave()
         leave_default_group()
@@ -214,7 +214,7 @@ class Clients:
         return f", logged: {', '.join(names)}" if names else ""
 
     def together(self, what: str, collective: Callable[[], T], undo: Callable[[], None] = lambda: None) -> T:
-        """Meets all who live and returns what the collective gives among them: for all of them, or for none.
+        """Meets all ranks that live and returns what the collective gives among them: for all of them, or for none.
 
         Args:
             what: the purpose, the same on all ranks.
@@ -222,7 +222,7 @@ class Clients:
             undo: brings back what the collective has changed, half or whole.
 
         Raises:
-            RuntimeError: it fails though nobody is lost.
+            RuntimeError: it fails though no rank is lost.
         """
         error: RuntimeError | None = None
         for _ in range(_TRIES + len(self._roll.ranks)):
@@ -267,7 +267,7 @@ class Clients:
             self.open = False
 
     def fail(self, text: str) -> None:
-        """This rank has failed: tells the others why, unless nobody waits for it yet."""
+        """This rank has failed: tells the others why, unless none waits for it yet."""
         if self.open:
             self._roll.fail(text)
 

@@ -19,20 +19,26 @@ __all__ = ["Division"]
 
 
 class Division:
-    """Opens the policy for those who are there, and again when ranks are lost or come.
+    """Opens the policy for the ranks that are there, and again when ranks are lost or come.
 
     Args:
         trainer: the running trainer.
         settings: of the fit; its policy divides.
-        binder: keeps what those who are there train on.
-        members: who is there.
+        binder: keeps what the ranks that are there train on.
+        members: the ranks that are there.
 
     Attributes:
         ranks: among which the policy divides, ascending; empty before it does.
+        mine: what this rank trains on.
+        why: other ranks are there than before.
+        joined: whether this rank has just come, with the round that begins.
     """
 
     def __init__(self, trainer: Trainer, settings: FederatedSettings, binder: OwnBinder, members: Members) -> None:
         self.ranks: tuple[int, ...] = ()
+        self.mine = Client(0, 0, 0)
+        self.why = ""
+        self.joined = False
         self._trainer, self._settings, self._binder, self._members = trainer, settings, binder, members
         self._policy = settings.policy
         self._known: dict[int, Client] = {}  # what each rank trains on, also one that is lost
@@ -40,7 +46,7 @@ class Division:
 
     @property
     def plan(self) -> RoundPlan:
-        """Of the round that runs, by place among `ranks`."""
+        """The plan of the round that runs, by place among `ranks`."""
         return self._policy.plan
 
     @property
@@ -54,7 +60,7 @@ class Division:
         return spread(self.plan.steps, self.ranks, self._trainer.world_size)
 
     def heard(self, everyone: Sequence[Client]) -> None:
-        """Takes what each of those who are there trains on."""
+        """Takes what each rank that is there trains on."""
         self._known |= dict(zip(self._members.alive, everyone, strict=True))
         self._new.clear()
         self._regroup()
@@ -69,11 +75,11 @@ class Division:
 
     @property
     def outdated(self) -> bool:
-        """Whether it has to be told what somebody trains on, or divided among others."""
+        """Whether it has to be told what a rank trains on, or divided among others."""
         return bool(self._new) or self.ranks != self._members.alive
 
     def open(self) -> None:
-        """Divides among those who are there.
+        """Divides among the ranks that are there.
 
         Raises:
             ValueError: the bounds admit no batches.

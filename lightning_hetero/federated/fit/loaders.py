@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from torch.utils.data import DataLoader
 
@@ -13,41 +13,13 @@ from lightning_hetero.base.loaders import BoundLoader, LoaderBinder, SharedSetti
 from lightning_hetero.data import IndivisibleError, LoaderSpec, inspect_loader
 from lightning_hetero.data.copies import users_own
 from lightning_hetero.federated.decide.rounds import Client
-from lightning_hetero.federated.runtime.own import OwnBatches, OwnOrder, Place, own_loader
+from lightning_hetero.federated.runtime.own import DataPlace, OwnBatches, OwnOrder, own_loader
 from lightning_hetero.transport.side_channel import SideChannel
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
 
-__all__ = ["OwnBinder", "Rounds"]
-
-
-class Rounds(Protocol):
-    """What the run makes of a rank's loader."""
-
-    def started(self, mine: Client) -> int:
-        """Takes what this rank trains on; returns the batches of an epoch. A collective."""
-        ...
-
-    def size(self) -> int:
-        """Returns the samples of the next batch to be drawn."""
-        ...
-
-    def begin_pass(self) -> None:
-        """An epoch, or the rest of one, begins."""
-        ...
-
-    def begin_slot(self) -> bool:
-        """The next batch is wanted; returns whether this rank trains in it, or rests."""
-        ...
-
-    def took(self, samples: int, after: Place) -> None:
-        """It has that many samples; the rank's place in its data behind it."""
-        ...
-
-    def rests(self) -> bool:
-        """This rank has nothing to train; returns whether it still needs a batch of weight 0."""
-        ...
+__all__ = ["OwnBinder"]
 
 
 class OwnBinder(LoaderBinder[BoundLoader]):
@@ -57,8 +29,10 @@ class OwnBinder(LoaderBinder[BoundLoader]):
         trainer: the running trainer.
         channel: blocking exchanges of all ranks.
         shared: the strategy's arguments on batches.
-        rounds: what is made of the batches.
-        resizes: whether batches get sizes of the policy's.
+        opened: takes what this rank trains on and returns the batches of an epoch; a collective.
+        epoch: yields the batches of an epoch, or of the rest of one; given what draws and notes batches, and what
+            begins the loader's own iteration.
+        size: returns the samples of the next batch to be drawn; None: batches are the loader's.
 
     Attributes:
         place: of this rank in its data, behind the last batch that it trained on.
@@ -67,13 +41,20 @@ class OwnBinder(LoaderBinder[BoundLoader]):
     """
 
     def __init__(
-        self, trainer: Trainer, channel: SideChannel, shared: SharedSettings, rounds: Rounds, *, resizes: bool
+        self,
+        trainer: Trainer,
+        channel: SideChannel,
+        shared: SharedSettings,
+        *,
+        opened: Callable[[Client], int],
+        epoch: Callable[[OwnBatches, Callable[[], Iterator[Any]]], Iterator[Any]],
+        size: Callable[[], int] | None,
     ) -> None:
         super().__init__(trainer, channel, strategy_name="FederatedStrategy", shared=shared, stream=None)
-        self.place = Place()
+        self.place = DataPlace()
         self.clients: list[Client] = []
         self.asked_batch = shared.global_batch_size
-        self._rounds, self._resizes = rounds, resizes
+        self._opened, self._epoch, self._size = opened, epoch, size
         self._sampler: OwnBatches | None = None
 
     def inspect(self, loader: object) -> LoaderSpec:
@@ -125,17 +106,17 @@ class OwnBinder(LoaderBinder[BoundLoader]):
                 " stream='infinite'"
             )
         if self._bound:  # reloaded: perhaps other data
-            self.place = Place(self.place.passes + 1)
+            self.place = DataPlace(self.place.passes + 1)
         rank, seed = self._trainer.global_rank, int(os.environ.get("PL_GLOBAL_SEED", 0))
         order = OwnOrder(loader, spec, seed=seed * 1_000_003 + rank)
         mine = Client(order.samples, min(order.batch_size, max(1, order.samples)), order.batches)
-        if self._resizes and order.by_batch:
+        if self._size is not None and order.by_batch:
             raise TypeError(
                 "the train loader has a batch sampler of its own, which decides the sizes of batches, and the policy"
                 " would re-size them: use policy='fedavg' or 'adaptive_steps', or give the loader a batch_size"
             )
-        length = self._rounds.started(mine)
-        self._sampler = OwnBatches(order, size=self._rounds.size if self._resizes else None, place=lambda: self.place)
+        length = self._opened(mine)
+        self._sampler = OwnBatches(order, size=self._size, place=lambda: self.place)
         bound = BoundLoader(spec=spec, full=self._full(), order=None)
         bound.loader = own_loader(loader, self._sampler, batches=self._batches, length=length)
         self._bound = [bound]
@@ -151,28 +132,12 @@ class OwnBinder(LoaderBinder[BoundLoader]):
         return sum(client.batch_size for client in self.clients)
 
     def _batches(self, iterator: object, own: Callable[[], Iterator[Any]]) -> Iterator[Any]:
-        sampler, rounds = self._sampler, self._rounds
+        sampler = self._sampler
         assert sampler is not None
         if not compat.is_train_iterator(self._trainer, iterator):  # a user's look at the loader trains nothing
             sampler.begin(self.place)
             return own()
-        return self._slots(sampler, rounds, own)
-
-    def _slots(self, sampler: OwnBatches, rounds: Rounds, own: Callable[[], Iterator[Any]]) -> Iterator[Any]:
-        """Yields a batch for each slot of the epoch from where Lightning's counters stand; None: this rank rests."""
-        rounds.begin_pass()
-        issued = sampler.begin(self.place)
-        batches: Iterator[Any] | None = None
-        while True:
-            trains = rounds.begin_slot()
-            if not trains and not rounds.rests():
-                yield None
-                continue
-            batches = own() if batches is None else batches
-            batch = next(batches)
-            note = issued.popleft()
-            rounds.took(note.samples if trains else 0, note.after)
-            yield batch
+        return self._epoch(sampler, own)
 
     def state_dict(self) -> dict[str, Any]:
         """Returns what any engine needs to go on, as plain types."""
@@ -189,4 +154,4 @@ class OwnBinder(LoaderBinder[BoundLoader]):
         super().resume(state)
         places = state.get("clients", ())
         if len(places) == self._trainer.world_size:
-            self.place = Place(*(int(n) for n in places[self._trainer.global_rank]))
+            self.place = DataPlace(*(int(n) for n in places[self._trainer.global_rank]))

@@ -1,19 +1,30 @@
-"""What a federated fit takes from the strategy's arguments (layer L)."""
+"""What a federated fit takes from the strategy's arguments, and what it refuses (layer L)."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Literal
+from dataclasses import dataclass, fields
+from typing import Any
 
 from lightning_hetero.base.loaders import SharedSettings
+from lightning_hetero.base.refusals import Refusals
 from lightning_hetero.federated.decide.policy import RoundPolicy
+from lightning_hetero.federated.decide.rounds import Client
 from lightning_hetero.federated.runtime.server import ServerOptimizer
 
-__all__ = ["FederatedSettings", "OptimizerStates", "WeightBy"]
+__all__ = ["REFUSALS", "FederatedSettings", "check_clients"]
 
-OptimizerStates = Literal["average", "keep", "reset"]
-WeightBy = Literal["used", "owned"]
+REFUSALS = Refusals(
+    no_wrapper="there is no DistributedDataParallel: ranks train apart, and their parameters are averaged",
+    comm_hooks="communication hooks change DDP's all-reduce, and there is none here: ranks exchange parameters once in"
+    " local_steps steps; drop them, or use strategy='hetero_balanced'",
+    lbfgs="LBFGS keeps a history of steps and directions, which has no average over ranks; use another optimizer, or"
+    " one device",
+    sync_batch_norm="SyncBatchNorm makes every rank wait for all others in every local step; use BatchNorm (its running"
+    " statistics are averaged with the parameters), GroupNorm, or strategy='hetero_balanced'",
+    zero="ZeroRedundancyOptimizer divides the optimizer's state among the ranks, which step together; here each makes"
+    " local steps of its own. Use the optimizer that it wraps",
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -24,8 +35,6 @@ class FederatedSettings:
     policy: RoundPolicy
     min_samples: int | Sequence[int] | None
     max_samples: int | Sequence[int] | None
-    weight_by: WeightBy
-    optimizer_state: OptimizerStates
     server: ServerOptimizer | None
     proximal: float
     participation: float
@@ -34,17 +43,10 @@ class FederatedSettings:
 
     def agreed(self, shared: SharedSettings, ddp_arguments: Mapping[str, Any]) -> dict[str, str]:
         """Returns what must be the same on all ranks, in words."""
+        told = {f.name: repr(getattr(self, f.name)) for f in fields(self) if f.name not in ("policy", "server")}
         return {
-            "local_steps": str(self.local_steps),
-            "min_samples": repr(self.min_samples),
-            "max_samples": repr(self.max_samples),
-            "weight_by": self.weight_by,
-            "optimizer_state": self.optimizer_state,
+            **told,
             "server": "None" if self.server is None else self.server.settings(),
-            "proximal": repr(self.proximal),
-            "participation": repr(self.participation),
-            "min_clients": repr(self.min_clients),
-            "liveness_s": repr(self.liveness_s),
             "global_batch_size": str(shared.global_batch_size),
             "ddp": repr(sorted(ddp_arguments.items())),
             **self.policy.settings(),
@@ -64,8 +66,6 @@ class FederatedSettings:
                 "max_samples": self.max_samples,
             }
             idle = [name for name, value in given.items() if value is not None]
-        if self.weight_by == "owned" and shared.batch_weight is not None:
-            idle.append("batch_weight")
         if shared.loss_reduction != "mean":
             idle.append("loss_reduction")
         if shared.batch_sampler != "refuse":
@@ -76,3 +76,29 @@ class FederatedSettings:
                 f" trains on its own loader's batches with its own loss. Drop {'it' if len(idle) == 1 else 'them'};"
                 " sizes are bounded where the policy re-sizes batches ('lb-bsp', 'scaled_lr')"
             )
+
+
+def check_clients(clients: Sequence[Client], *, automatic: bool, rests: bool) -> None:
+    """Refuses data that a round cannot be made of.
+
+    Args:
+        clients: what all ranks train on.
+        automatic: whether Lightning steps the optimizers.
+        rests: whether ranks rest by the policy or by partial participation.
+
+    Raises:
+        ValueError: a rank has no batch, or has to leave out steps that only user code can count.
+    """
+    empty = [rank for rank, client in enumerate(clients) if not client.batches]
+    if empty:
+        raise ValueError(
+            f"rank(s) {', '.join(map(str, empty))} have no batch of training data (samples per rank:"
+            f" {[client.samples for client in clients]}): start only ranks that have data; with drop_last=True a"
+            " loader with fewer samples than its batch_size has none"
+        )
+    if rests and not automatic:
+        raise ValueError(
+            "with manual optimization no rank can rest, because only user code counts its steps: here ranks rest (by"
+            " policy='adaptive_steps', by participation < 1, or because data of different lengths are through at"
+            " different times). Use policy='lb-bsp' or FedAvg(again=True), in which all ranks make all steps"
+        )

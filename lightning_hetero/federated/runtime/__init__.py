@@ -1,8 +1,7 @@
 """What is done with parameters and optimizer states when ranks meet (layer T).
 
 ``own``        batches of the data that a rank has for itself
-``averaging``  the weighted average of tensors over ranks
+``averaging``  the weighted average of tensors over ranks; FedProx's pull towards it
 ``states``     tensors and counts inside optimizers
 ``server``     what a server makes of the average: momentum, Adam
-``proximal``   FedProx's pull towards the last average
 """

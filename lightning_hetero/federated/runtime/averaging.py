@@ -1,9 +1,11 @@
-"""The weighted average of the ranks' tensors (layer T).
+"""The weighted average of the ranks' tensors, and FedProx's pull towards it (layer T).
 
     average = sum_r w_r t_r / sum_r w_r        floating and complex tensors: in float64, rounded once at the end
     largest of all ranks                       whole numbers and flags, e.g. BatchNorm's count of batches
 
 In float64, so that what is equal on all ranks stays what it is, to the bit.
+
+FedProx (Li et al., MLSys 2020): local loss + mu / 2 |w - w_average|^2, added as its gradient, mu (w - w_average).
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ from torch import Tensor
 
 from lightning_hetero.measure.device import device_of
 
-__all__ = ["average_", "weighted_mean_"]
+__all__ = ["add_proximal_", "average_"]
 
 _BUCKET = 4_000_000  # numbers that travel at once: 32 MB
 
@@ -47,24 +49,6 @@ def average_(tensors: Iterable[Tensor], part: float, group: dist.ProcessGroup) -
         _unpack(packed, bucket)
 
 
-def weighted_mean_(copies: Sequence[Sequence[Tensor]], weights: Sequence[float]) -> list[Tensor]:
-    """Returns what `average_` would make of the ranks' tensors, all in this process: for simulations.
-
-    Args:
-        copies: by rank, tensors of the same shapes and types.
-        weights: by rank, >= 0, not all 0.
-    """
-    total = sum(weights)
-    averaged: list[Tensor] = []
-    for tensors in zip(*copies, strict=True):
-        summed = torch.zeros_like(_wide(tensors[0]))
-        for tensor, weight in zip(tensors, weights, strict=True):
-            if weight:
-                summed += _wide(tensor) * (weight / total)
-        averaged.append(summed.to(tensors[0].dtype))
-    return averaged
-
-
 def _wide(tensor: Tensor) -> Tensor:
     return tensor.detach().to(device_of(tensor.device).widest_float())
 
@@ -89,3 +73,17 @@ def _unpack(packed: Tensor, tensors: Sequence[Tensor]) -> None:
         end = start + tensor.numel()
         tensor.detach().copy_(packed[start:end].reshape(tensor.shape))
         start = end
+
+
+@torch.no_grad()
+def add_proximal_(parameters: Sequence[Tensor], average: Sequence[Tensor], mu: float) -> None:
+    """Adds the term's gradient to those of the parameters; one without a gradient is not trained and gets none.
+
+    Args:
+        parameters: as they are.
+        average: as they were after the last average.
+        mu: strength; under a loss scale, times the scale.
+    """
+    for parameter, before in zip(parameters, average, strict=True):
+        if parameter.grad is not None:
+            parameter.grad.add_(parameter.detach() - before, alpha=mu)

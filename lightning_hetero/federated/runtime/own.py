@@ -23,10 +23,10 @@ from lightning_hetero.data.copies import BatchFeed, fed_copy
 from lightning_hetero.data.loader import LoaderSpec, base_sampler, batch_source
 from lightning_hetero.data.samplers import announce_epoch, batch_size_of, draw
 
-__all__ = ["Issued", "OwnBatches", "OwnOrder", "Place", "own_loader"]
+__all__ = ["DataPlace", "Issued", "OwnBatches", "OwnOrder", "own_loader"]
 
 
-class Place(NamedTuple):
+class DataPlace(NamedTuple):
     """Where a rank is in its data.
 
     Attributes:
@@ -42,7 +42,7 @@ class Issued(NamedTuple):
     """A batch that was drawn: its samples, and the place behind it."""
 
     samples: int
-    after: Place
+    after: DataPlace
 
 
 class OwnOrder:
@@ -97,11 +97,11 @@ class OwnOrder:
             self._drawn = (number, draw(self._source, seed))
         return self._drawn[1]
 
-    def batch(self, place: Place) -> tuple[list[Any], Place]:
+    def batch(self, place: DataPlace) -> tuple[list[Any], DataPlace]:
         """Returns the loader's own batch at ``place``, and the place behind it."""
         items = self.items(place.passes)
         if place.taken >= len(items):  # of other data, which were more
-            place = Place(place.passes + 1)
+            place = DataPlace(place.passes + 1)
             items = self.items(place.passes)
         if self.by_batch:
             drawn, end = items[place.taken], place.taken + 1
@@ -110,9 +110,9 @@ class OwnOrder:
             drawn = items[place.taken : end]
         left = len(items) - end
         short = self._drop_last and not self.by_batch and left < self.batch_size
-        return list(drawn), Place(place.passes + 1) if left <= 0 or short else Place(place.passes, end)
+        return list(drawn), DataPlace(place.passes + 1) if left <= 0 or short else DataPlace(place.passes, end)
 
-    def sized(self, place: Place, samples: int) -> tuple[list[Any], Place]:
+    def sized(self, place: DataPlace, samples: int) -> tuple[list[Any], DataPlace]:
         """Returns a batch of ``samples`` from ``place`` on, beginning the data again if need be, and the place behind.
 
         Samples that ``drop_last`` would leave out belong to the next batch.
@@ -120,10 +120,10 @@ class OwnOrder:
         drawn: list[Any] = []
         while True:
             items = self.items(place.passes)
-            place = place if place.taken <= len(items) else Place(place.passes, len(items))
+            place = place if place.taken <= len(items) else DataPlace(place.passes, len(items))
             end = min(place.taken + samples - len(drawn), len(items))
             drawn += items[place.taken : end]
-            place = Place(place.passes + 1) if end == len(items) else Place(place.passes, end)
+            place = DataPlace(place.passes + 1) if end == len(items) else DataPlace(place.passes, end)
             if len(drawn) == samples:
                 return drawn, place
 
@@ -138,11 +138,11 @@ class OwnBatches(Sampler[list[Any]]):
     """
 
     def __init__(
-        self, order: OwnOrder, *, size: Callable[[], int] | None, place: Callable[[], Place] = Place
+        self, order: OwnOrder, *, size: Callable[[], int] | None, place: Callable[[], DataPlace] = DataPlace
     ) -> None:
         self.order = order
         self._size, self._place = size, place
-        self._next: tuple[Place, deque[Issued]] = (Place(), deque())
+        self._next: tuple[DataPlace, deque[Issued]] = (DataPlace(), deque())
         # What Lightning and users look for on a batch sampler.
         self.batch_size = order.batch_size
         self.drop_last = False
@@ -154,7 +154,7 @@ class OwnBatches(Sampler[list[Any]]):
         if not (place := self._place()).taken:
             self.order.announce(place.passes)
 
-    def begin(self, place: Place) -> deque[Issued]:
+    def begin(self, place: DataPlace) -> deque[Issued]:
         """Sets where the next iteration starts and returns the queue of what it will issue."""
         if not place.taken:
             self.order.forget()

@@ -10,11 +10,11 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 __all__ = [
-    "Kept", "average_states_", "complete", "copied_states", "forget_states", "kept_states", "restore_states",
+    "OptimizerEntry", "average_states_", "complete", "copied_states", "kept_states", "restore_states",
 ]
 
 
-class Kept(NamedTuple):
+class OptimizerEntry(NamedTuple):
     """One entry of an optimizer's state.
 
     Attributes:
@@ -37,34 +37,33 @@ def _states(optimizers: Sequence[Optimizer]) -> Iterator[tuple[int, int, Tensor,
             yield number, index, parameter, optimizer.state.get(parameter, {})
 
 
-def kept_states(optimizers: Sequence[Optimizer]) -> list[Kept]:
+def kept_states(optimizers: Sequence[Optimizer]) -> list[OptimizerEntry]:
     """Returns what the optimizers keep now.
 
     Raises:
         TypeError: something that has no average; names it.
     """
-    found: list[Kept] = []
+    found: list[OptimizerEntry] = []
     for number, index, _, state in _states(optimizers):
         for name, value in sorted(state.items()):
             if value is None:
                 continue
             kept = None
             if isinstance(value, Tensor) and (value.dim() == 0 or value.is_floating_point() or value.is_complex()):
-                kept = Kept(number, index, name, tuple(value.shape), str(value.dtype))
+                kept = OptimizerEntry(number, index, name, tuple(value.shape), str(value.dtype))
             elif type(value) in (int, float, bool):
-                kept = Kept(number, index, name, (), type(value).__name__)
+                kept = OptimizerEntry(number, index, name, (), type(value).__name__)
             if kept is None:
                 what = f"a tensor of {value.dtype}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
                 raise TypeError(
-                    f"the state of {type(optimizers[number]).__name__} cannot be averaged: {name!r} is {what}."
-                    " FederatedStrategy(optimizer_state='keep') leaves each rank its own, 'reset' begins anew in every"
-                    " round"
+                    f"the state of {type(optimizers[number]).__name__} cannot be averaged: {name!r} is {what}. Use"
+                    " another optimizer, or strategy='hetero_balanced'"
                 )
             found.append(kept)
     return found
 
 
-def complete(optimizers: Sequence[Optimizer], wanted: Sequence[Kept]) -> None:
+def complete(optimizers: Sequence[Optimizer], wanted: Sequence[OptimizerEntry]) -> None:
     """Adds what others keep and these optimizers do not, as zeros: of a parameter that had no gradient here yet."""
     states = {(number, index): (parameter, state) for number, index, parameter, state in _states(optimizers)}
     for kept in wanted:
@@ -129,9 +128,3 @@ def restore_states(optimizers: Sequence[Optimizer], copies: Sequence[dict[Any, d
     for optimizer, states in zip(optimizers, copies, strict=True):
         optimizer.state.clear()
         optimizer.state.update(states)
-
-
-def forget_states(optimizers: Sequence[Optimizer]) -> None:
-    """Lets the optimizers begin anew."""
-    for optimizer in optimizers:
-        optimizer.state.clear()

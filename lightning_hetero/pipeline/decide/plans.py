@@ -47,7 +47,6 @@ def best_plan(
     depth: Literal["auto"] | DepthRule = "auto",
     budget: int | None = None,
     micro_samples: Sequence[int] | None = None,
-    sampled: bool = False,
 ) -> PipelinePlan:
     """Searches for the fastest plan; failure is its status.
 
@@ -60,7 +59,7 @@ def best_plan(
         max_groups: most pipelines side by side; None: as many as devices.
         depth: rule for the micro-batches in flight; ``"auto"``: where memory is short, fewer of them may make the
             faster plan, so both rules are tried.
-        budget, sampled: of the search, see `place`.
+        budget: of the search, see `place`.
         micro_samples: sizes of micro-batches to choose from, where ``micro_batch_size`` names none; None: see `place`.
     """
     rules: tuple[DepthRule, ...] = ("per_link",) if depth == "auto" else (depth,)
@@ -78,7 +77,6 @@ def best_plan(
                 max_groups=max_groups,
                 depth=rule,
                 budget=budget,
-                sampled=sampled,
             )
             for rule in rules
         ),

@@ -55,26 +55,26 @@ class SaveAfterFailure:
 
     def whole(self) -> WholeState | None:
         """Returns what collects the model; None if ranks are missing after an exception. Collective, if all come."""
-        if self._trainer.state.status != TrainerStatus.INTERRUPTED or self._place.channel.world_size == 1:
-            return self._place.whole
+        if self._trainer.state.status != TrainerStatus.INTERRUPTED or self._place.fixed.channel.world_size == 1:
+            return self._place.held.whole
         if not self._asked:
             self._asked = True
             self._whole = self._meet()
         return self._whole
 
     def _meet(self) -> WholeState | None:
-        trainer, place, timeout = self._trainer, self._place, self._place.settings.timeout
-        place.failures.report(sys.exc_info()[1] or RuntimeError("interrupted"))
+        trainer, place, timeout = self._trainer, self._place, self._place.fixed.settings.timeout
+        place.fixed.failures.report(sys.exc_info()[1] or RuntimeError("interrupted"))
         here = f"epoch {trainer.current_epoch}, {trainer.global_step} optimizer steps"
         patience_s = PATIENCE_S if timeout is None else min(PATIENCE_S, timeout.total_seconds())
-        notes = place.failures.meet(here, place.channel.world_size, patience_s)
+        notes = place.fixed.failures.meet(here, place.fixed.channel.world_size, patience_s)
         missing = [rank for rank, note in enumerate(notes) if not note]
         if missing or len(set(notes)) > 1:
             why = f"rank(s) {missing} did not come to save" if missing else f"the ranks stand at {notes}"
             rank_zero_warn(f"no checkpoint is written after the exception: {why}, and each holds a part of the model")
             return None
         group = gloo_group(timeout)
-        return WholeState(trainer.lightning_module, place.ownership, group=group)
+        return WholeState(trainer.lightning_module, place.held.ownership, group=group)
 
 
 class WholeCheckpointsDDP(HeteroStrategy[PipelineRun]):
@@ -103,7 +103,7 @@ class WholeCheckpointsDDP(HeteroStrategy[PipelineRun]):
         if run is not None:
             try:
                 if run.fitting and not run.failed and run.place is not None:
-                    self._optimizers_then = [run.place.whole.optimizer_state(o) for o in self.optimizers]
+                    self._optimizers_then = [run.place.held.whole.optimizer_state(o) for o in self.optimizers]
                     self._finished = run.state_dict()
                 run.close()
             finally:
@@ -171,10 +171,10 @@ class WholeCheckpointsDDP(HeteroStrategy[PipelineRun]):
         if self._place is None:
             super().load_model_state_dict(checkpoint, strict)
         else:
-            self._place.whole.load_state_dict(checkpoint["state_dict"], strict)
+            self._place.held.whole.load_state_dict(checkpoint["state_dict"], strict)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         if self._place is None:
             return super().load_optimizer_state_dict(checkpoint)
         for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=False):
-            self._place.whole.load_optimizer_state(optimizer, state)
+            self._place.held.whole.load_optimizer_state(optimizer, state)

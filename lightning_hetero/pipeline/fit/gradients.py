@@ -62,7 +62,7 @@ class GradientsAside:
         self._before = {}
         if compat.zeroes_now(self._trainer):
             self._place.here.gradients = False
-            for p in self._place.own:
+            for p in self._place.held.own:
                 if p.grad is not None and self.may_be_kept:
                     self._before[p] = p.grad
                 p.grad = None
@@ -71,12 +71,12 @@ class GradientsAside:
         """Ends the sums over the groups; all ranks agree whether a gradient scaler skips the step."""
         self._place.finish_sums()
         if self.scale is not None:
-            self._skips = self._place.sync.agree_nonfinite()
+            self._skips = self._place.held.sync.agree_nonfinite()
 
     def put_aside(self) -> None:
         """Takes away what the batch has left, until `put_back`."""
-        self._pending = {p: p.grad for p in self._place.own if p.grad is not None}
-        for p in self._place.own:
+        self._pending = {p: p.grad for p in self._place.held.own if p.grad is not None}
+        for p in self._place.held.own:
             p.grad = self._before.get(p)
         self._before = {}
 
@@ -93,11 +93,11 @@ class GradientsAside:
         stock = self._precision.main_params
 
         def own(optimizer: Any) -> list[Any]:
-            known = set(map(id, self._place.own))
+            known = set(map(id, self._place.held.own))
             return [p for p in stock(optimizer) if id(p) in known]
 
         def clip(optimizer: Any, clip_val: float) -> None:
-            self._place.sync.clip_by_norm(own(optimizer), clip_val)
+            self._place.held.sync.clip_by_norm(own(optimizer), clip_val)
 
         with patched(self._precision, "main_params", own), patched(self._precision, "clip_grad_by_norm", clip):
             yield
@@ -116,7 +116,7 @@ class GradientsAside:
             yield closure
             return
         params = optimizer.param_groups[0]["params"]
-        stand_in = nn.Parameter(torch.zeros(1, device=self._place.settings.device))
+        stand_in = nn.Parameter(torch.zeros(1, device=self._place.fixed.settings.device))
 
         def close() -> Any:
             result = closure()
@@ -150,8 +150,8 @@ class WholeNorms:
             gradients: of this rank's parameters, and stand-ins.
             norm_type: see `torch.linalg.vector_norm`.
         """
-        mine = {id(p.grad): p for p in self._place.own if p.grad is not None}
-        by_name = {f"{p.held.name}.grad": p for p in self._place.module.parameters() if isinstance(p, StandIn)}
+        mine = {id(p.grad): p for p in self._place.held.own if p.grad is not None}
+        by_name = {f"{p.held.name}.grad": p for p in self._place.fixed.module.parameters() if isinstance(p, StandIn)}
         found = [by_name.get(g.held.name) if isinstance(g, StandIn) else mine.get(id(g)) for g in gradients]
         parameters = [p for p in found if p is not None]
         norms = self.each(parameters, norm_type) if found and len(parameters) == len(found) else None
@@ -167,22 +167,22 @@ class WholeNorms:
             RuntimeError: another rank has not asked for the same in time, or has failed.
         """
         place = self._place
-        plan, world = place.planned.plan, place.channel.world_size
-        module = set(map(id, place.module.parameters()))
+        plan, world = place.planned.plan, place.fixed.channel.world_size
+        module = set(map(id, place.fixed.module.parameters()))
         if len(plan.groups) == world or not all(id(p) in module for p in parameters):
             return None
         self._asked += 1
         name, before = f"norms/{self._asked}-", f"norms/{self._asked - 1}-"
-        own = json.dumps(place.sync.own_norms(parameters, norm_type))
-        notes = place.failures.meet(own, world, PATIENCE_S, place=name, heed=True)
+        own = json.dumps(place.held.sync.own_norms(parameters, norm_type))
+        notes = place.fixed.failures.meet(own, world, PATIENCE_S, place=name, heed=True)
         if late := [rank for rank, note in enumerate(notes) if not note]:
             raise RuntimeError(
-                f"a norm of gradients in {place.here.hook()}: rank {place.channel.rank} asks for it, and rank(s) {late}"
-                f" did not in {PATIENCE_S:g} s. Each rank in a pipeline has the gradients of its own layers: let all"
-                " ranks call clip_grad_norm_, get_total_norm or grad_norm, also if only rank 0 uses the result; or use"
-                " strategy='hetero_balanced'"
+                f"a norm of gradients in {place.here.hook()}: rank {place.fixed.channel.rank} asks for it, and rank(s)"
+                f" {late} did not in {PATIENCE_S:g} s. Each rank in a pipeline has the gradients of its own layers: let"
+                " all ranks call clip_grad_norm_, get_total_norm or grad_norm, also if only rank 0 uses the result; or"
+                " use strategy='hetero_balanced'"
             )
         if self._asked > 1:
-            place.failures.forget(before)
+            place.fixed.failures.forget(before)
         found = zip(*map(json.loads, notes), strict=True)
         return [next((norm for norm in norms if norm is not None), None) for norms in found]

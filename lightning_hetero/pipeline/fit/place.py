@@ -11,159 +11,135 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from lightning_hetero import lightning_compat as compat
-from lightning_hetero.base.run import gloo_group
 from lightning_hetero.controller.messages import LinkTime
-from lightning_hetero.emulate.scenario import Scenario
+from lightning_hetero.emulate.links import SlowClock, parcels_s, sums_s
+from lightning_hetero.emulate.pace import EmulatedPace
 from lightning_hetero.measure.device import device_of
 from lightning_hetero.measure.rest_probe import RestProbe
 from lightning_hetero.pipeline.decide.costs import called, times_of, work_s
-from lightning_hetero.pipeline.decide.direct_links import direct_pairs
 from lightning_hetero.pipeline.decide.generate import SchedulePolicy
-from lightning_hetero.pipeline.decide.plans import unit_costs
+from lightning_hetero.pipeline.decide.links import LinkClock
+from lightning_hetero.pipeline.decide.plans import parts_of, unit_costs
 from lightning_hetero.pipeline.decide.schedule import PipelineTimes
 from lightning_hetero.pipeline.fit.averaged_weights import Averages
-from lightning_hetero.pipeline.fit.emulation import Emulation
 from lightning_hetero.pipeline.fit.evaluation import EvaluationBatches
 from lightning_hetero.pipeline.fit.logs import StepLogs
-from lightning_hetero.pipeline.fit.plan.planning import PipelineSettings, PlanResult
+from lightning_hetero.pipeline.fit.plan.planning import PlanResult
 from lightning_hetero.pipeline.fit.refusals import refuse_kept
+from lightning_hetero.pipeline.fit.wires import Fixed, Wires
 from lightning_hetero.pipeline.runtime.execute.busy_time import BusyTime
-from lightning_hetero.pipeline.runtime.execute.direct_ways import DirectWays, rank_device
-from lightning_hetero.pipeline.runtime.execute.failures import FailureBoard
+from lightning_hetero.pipeline.runtime.execute.stage_links import link_clock
 from lightning_hetero.pipeline.runtime.execute.stage_runner import RunnerSettings, StageRunner, TimesOf
 from lightning_hetero.pipeline.runtime.execute.whole_step import WholeStep
 from lightning_hetero.pipeline.runtime.ownership.full_state import WholeState
 from lightning_hetero.pipeline.runtime.ownership.gradients import GradientSync
 from lightning_hetero.pipeline.runtime.ownership.migration import Migration
-from lightning_hetero.pipeline.runtime.ownership.owner_groups import OwnerGroups, share_buffers, share_initial
+from lightning_hetero.pipeline.runtime.ownership.owner_groups import share_buffers, share_initial
 from lightning_hetero.pipeline.runtime.ownership.ownership import Ownership
 from lightning_hetero.pipeline.runtime.ownership.pruning import prune, restore, to_device
 from lightning_hetero.pipeline.runtime.ownership.stand_ins import Here
-from lightning_hetero.pipeline.runtime.step.backbone import Backbone
 from lightning_hetero.pipeline.runtime.step.undivided import Undivided
-from lightning_hetero.transport.side_channel import SideChannel
 from lightning_hetero.types import GroupPlan, PipelinePlan
 
 if TYPE_CHECKING:
-    from lightning.pytorch import Trainer
+    pass
 
 __all__ = ["Place"]
 
 _LEAST_BYTES = 128 * 2**10  # of gradients: take 1 ms at 1 Gbit/s, as does a message between ranks that are busy
 
 
+class Holdings:
+    """What follows from who holds which layers; the constructor is collective.
+
+    Attributes:
+        ownership: who holds what.
+        whole: collects and divides state dicts.
+        sync: sums gradients.
+        own: the parameters that this rank holds.
+    """
+
+    def __init__(self, fixed: Fixed, ownership: Ownership, wires: Wires) -> None:
+        module, failures = fixed.module, fixed.failures
+        self.ownership = ownership
+        self.whole = WholeState(module, ownership, group=fixed.channel.group)
+        wait = partial(failures.wait, polled=device_of(fixed.settings.device).asynchronous)
+        self.sync = GradientSync(module, ownership, groups=wires.owners, least_bytes=_LEAST_BYTES, wait=wait)
+        self.own = [p for p in module.parameters() if not p.is_meta]
+
+
 class Place:
     """Takes this rank's place in a plan; the constructor is collective.
 
     Args:
-        trainer: the running trainer; its module is whole.
+        fixed: of the run.
         planned: the plan, and what it was made from.
-        backbone: the module's layers.
-        optimizers: over all parameters; none, if nothing is trained.
-        settings: of the run.
-        channel: over all ranks.
-        failures: of the run.
-        scenario: that stages sleep for, where training is emulated.
-        watched: somebody decides on other plans, by what is measured.
-        scenario_step: returns the scenario's step from the number of batches trained so far.
 
     Attributes:
-        module: of which this rank has a part.
-        backbone: its layers, as given.
+        fixed: as given.
         planned: the plan in force, and what it was made from.
-        settings, channel, failures, watched: as given.
-        group_index: of this rank's group in the plan; None for a rank at rest.
-        leads: whether this rank runs the training step of its group.
-        ownership: who holds what.
+        held: what follows from who holds what under it.
+        group: of this rank; None for a rank at rest.
+        runner: this rank's stage, or the whole step; None for a rank at rest.
+        predicted_s: per rank, what its own work for a full batch should take by the plan's costs [s]; NaN if unknown.
         here: what runs on this rank, for what stands for tensors that others hold.
-        whole: collects and divides state dicts.
         averages: averaged weights, divided as the module is.
-        owner_groups: the process groups of those that hold the same.
-        ways: to neighbours, from device to device.
-        sync: sums gradients over them.
-        finish_sums: see `GradientSync.finish`.
-        emulation: what is put around all this where devices or links are emulated.
         logs: what steps log.
         busy: this rank's own work.
-        runner: this rank's stage, or the whole step; None for a rank at rest.
         evaluation: runs validation, test and prediction steps.
-        predicted_s: per rank, what its own work for a full batch should take by the plan's costs [s]; NaN if unknown.
-        own: the parameters that this rank holds.
     """
 
-    whole: WholeState
-    sync: GradientSync
-    finish_sums: Callable[[], None]
-    evaluation: EvaluationBatches
     predicted_s: tuple[float, ...]
-    own: list[nn.Parameter]
 
-    def __init__(
-        self,
-        trainer: Trainer,
-        planned: PlanResult,
-        backbone: Backbone,
-        optimizers: Sequence[torch.optim.Optimizer],
-        *,
-        settings: PipelineSettings,
-        channel: SideChannel,
-        failures: FailureBoard,
-        scenario: Scenario | None,
-        watched: bool,
-        scenario_step: Callable[[int], int] = int,
-    ) -> None:
-        module, world = trainer.lightning_module, channel.group
-        self.module, self._optimizers, self.backbone = module, optimizers, backbone
-        self.emulation = Emulation(
-            scenario, scenario_step, links=settings.emulate_links, rank=channel.rank, failures=failures
-        )
-        self.planned, self.settings, self.channel, self.failures = planned, settings, channel, failures
-        self.watched = watched
-        self.ownership = self._ownership_under(planned.plan)
-        share_initial(module, self.ownership, world)
-        self.here = Here(channel.rank, partial(compat.running_hook, trainer))
-        prune(module, optimizers, self.ownership, self.here, device=settings.device)
-        self.averages = Averages(trainer, self.ownership, world, self.here)
+    def __init__(self, fixed: Fixed, planned: PlanResult) -> None:
+        self.fixed, self.planned = fixed, planned
+        module, channel, device = fixed.module, fixed.channel, fixed.settings.device
+        ownership = fixed.ownership_under(planned.plan)
+        share_initial(module, ownership, channel.group)
+        self.here = Here(channel.rank, partial(compat.running_hook, fixed.trainer))
+        prune(module, fixed.optimizers, ownership, self.here, device=device)
+        self.averages = Averages(fixed.trainer, ownership, channel.group, self.here)
         self.averages.divide()
-        to_device(module, optimizers, settings.device)
-        self._devices = channel.all_gather_object(rank_device(settings.device, settings.process_group_backend))
-        self._wire: dist.ProcessGroup | None = None
-        self.ways = DirectWays(
-            self._pairs(planned.plan),
-            rank=channel.rank,
-            backend=self._devices[channel.rank].backend,
-            timeout=settings.timeout,
-            device=settings.device,
-        )
-        self.owner_groups = OwnerGroups(world, backend=settings.process_group_backend, timeout=settings.timeout)
-        self.logs = StepLogs(module, channel, wait=failures.wait)
-        self.busy = self.emulation.paced(BusyTime(settings.device))
+        to_device(module, fixed.optimizers, device)
+        self._wires = Wires(fixed, planned.plan)
+        self.logs = StepLogs(module, channel, wait=fixed.failures.wait)
+        self.busy: BusyTime | EmulatedPace = BusyTime(device)
+        if fixed.scenario is not None:
+            self.busy = EmulatedPace(self.busy, fixed.scenario, channel.rank, step_of=fixed.scenario_step)
         self._rest_probe: RestProbe | None = None
         self.group: GroupPlan | None = None
         self.runner: StageRunner | WholeStep | None = None
         self.evaluation = EvaluationBatches(
-            module, channel=channel, failures=failures, logs=self.logs, device=settings.device
+            module, channel=channel, failures=fixed.failures, logs=self.logs, device=device
         )
-        self._connect(planned.plan)
-        self._hold()
+        self.held = Holdings(fixed, ownership, self._wires)
         self.follow(planned)
-        if trainer.predicting:
+        if fixed.trainer.predicting:
             self.evaluation.expect()
+
+    @property
+    def group_index(self) -> int | None:
+        """Number of this rank's group in the plan; None for a rank at rest."""
+        return None if self.group is None else self.planned.plan.groups.index(self.group)
+
+    @property
+    def leads(self) -> bool:
+        """Whether this rank runs the training step of its group."""
+        return self.group is not None and self.group.ranks[0] == self.fixed.channel.rank
 
     def elsewhere(self) -> list[tuple[str, nn.Module]]:
         """Returns the layers that other ranks of the group run which this one leads, by their names."""
         assert self.group is not None
-        layers = list(zip(self.backbone.names, self.backbone.layers, strict=True))
+        layers = list(zip(self.fixed.backbone.names, self.fixed.backbone.layers, strict=True))
         return layers[self.group.cuts[1] :] if len(self.group.ranks) > 1 else []
 
     # ---- what a plan gives this rank -------------------------------------------------------------------------------
@@ -188,65 +164,49 @@ class Place:
         if _structure(planned.plan) == _structure(self.planned.plan):
             self.follow(planned)
             return 0
-        new = self._ownership_under(planned.plan)
-        self.owner_groups.prepare(new.holders(name) for name in (*new.parameters, *new.buffers))
-        self.ways.prepare(self._pairs(planned.plan))
-        self._connect(planned.plan)
+        new = self.fixed.ownership_under(planned.plan)
+        self._wires.prepare(planned.plan, new)
         migration = Migration(
-            self.module,
-            self._optimizers,
-            self.ownership,
+            self.fixed.module,
+            self.fixed.optimizers,
+            self.held.ownership,
             new,
             copies=self.averages.copies,
             gradients=gradients,
-            device=self.settings.device,
-            group=self.channel.group,
-            wait=self.failures.wait,
-            wait_for_peer=self.failures.wait_for_peer,
+            device=self.fixed.settings.device,
+            group=self.fixed.channel.group,
+            wait=self.fixed.failures.wait,
+            wait_for_peer=self.fixed.failures.wait_for_peer,
             here=self.here,
         )
-        self.emulation.moves(migration, planned.cluster)(ticket)
+        self.stage(migration, ticket)
         migration.commit()
-        self.ownership = self.averages.ownership = new
-        self._hold()
+        self.averages.ownership = new
+        self.held = Holdings(self.fixed, new, self._wires)
         self.follow(planned)
         return migration.size_bytes
 
-    def _ownership_under(self, plan: PipelinePlan) -> Ownership:
-        return Ownership(self.module, self.backbone.layers, plan, rank=self.channel.rank)
+    def stage(self, migration: Migration, ticket: object) -> None:
+        """Brings here what this rank is going to hold; the old owners hold it still."""
+        migration.stage(ticket)
+        self._sent_bytes = migration.sent_bytes
 
-    def _pairs(self, plan: PipelinePlan) -> list[tuple[int, int]]:
-        """Between which ranks of a plan there are direct ways."""
-        return direct_pairs(self._devices, [group.ranks for group in plan.groups])
+    def moves_s(self) -> float:
+        """Returns how long the layers that move last are on the links of the described cluster [s]."""
+        return parcels_s(self.planned.cluster, self._sent_bytes)
 
-    def _connect(self, plan: PipelinePlan) -> None:
-        """Makes the group of processes for a plan's links, if it is the first one that has any; collective."""
-        if self._wire is None and any(len(group.ranks) > 1 for group in plan.groups):
-            self._wire = gloo_group(self.settings.timeout)
-
-    def _hold(self) -> None:
-        """What follows from who holds what."""
-        self.whole = WholeState(self.module, self.ownership, group=self.channel.group)
-        wait = partial(self.failures.wait, polled=device_of(self.settings.device).asynchronous)
-        self.sync = GradientSync(
-            self.module,
-            self.ownership,
-            groups=self.owner_groups,
-            least_bytes=_LEAST_BYTES,
-            wait=wait,
-        )
-        self.finish_sums = self.emulation.sums(self.sync)
-        self.own = [p for p in self.module.parameters() if not p.is_meta]
+    def sums_s(self) -> float:
+        """Returns how long this rank's gradients are on the links of the described cluster [s]."""
+        return sums_s(self.planned.cluster, self.held.sync.sizes_bytes(), self.fixed.channel.rank)
 
     def follow(self, planned: PlanResult) -> None:
         """What follows from a plan besides; by itself for one of the same structure, between two batches."""
-        plan, rank, before = planned.plan, self.channel.rank, self.group
-        called_before, self.planned, self.emulation.cluster = self.planned.calls, planned, planned.cluster
-        self.group_index = next((i for i, group in enumerate(plan.groups) if rank in group.ranks), None)
-        self.group = group = None if self.group_index is None else plan.groups[self.group_index]
-        self.leads = group is not None and group.ranks[0] == rank
-        model = planned.model or unit_costs(self.backbone.names)
-        self.emulation.follow(self.busy, model, group, planned.calls)
+        plan, rank, before = planned.plan, self.fixed.channel.rank, self.group
+        called_before, self.planned = self.planned.calls, planned
+        self.group = group = next((group for group in plan.groups if rank in group.ranks), None)
+        if isinstance(self.busy, EmulatedPace):
+            model, most = planned.model or unit_costs(self.fixed.backbone.names), max(group.micro_batches) if group else 0
+            self.busy.parts = parts_of(model, group, rank, most, planned.calls) if group else {}
         same = group is not None and before is not None and (group.ranks, group.cuts) == (before.ranks, before.cuts)
         same &= planned.calls == called_before
         if same and isinstance(self.runner, StageRunner):
@@ -256,11 +216,11 @@ class Place:
             if self.runner is not None:
                 self.runner.close()
             self.runner = None if group is None else self._runner_of(group)
-        self.predicted_s = work_s(plan, planned.model, planned.cluster, ranks=self.channel.world_size)
+        self.predicted_s = work_s(plan, planned.model, planned.cluster, ranks=self.fixed.channel.world_size)
         self.evaluation.settle(plan, self.runner)
 
     def _times_of(self, group: GroupPlan) -> TimesOf:
-        model, cluster = self.planned.model or unit_costs(self.backbone.names), self.planned.cluster
+        model, cluster = self.planned.model or unit_costs(self.fixed.backbone.names), self.planned.cluster
 
         def times(samples: tuple[int, ...], calls: int) -> PipelineTimes:
             part = replace(group, samples=sum(samples), micro_batches=samples)
@@ -277,27 +237,32 @@ class Place:
         return policy
 
     def _runner_of(self, group: GroupPlan) -> StageRunner | WholeStep:
-        settings = self.settings
-        if isinstance(self.backbone, Undivided):
-            return WholeStep(failures=self.failures, seed=settings.seed, pace=self.busy)
+        settings, failures = self.fixed.settings, self.fixed.failures
+        if isinstance(self.fixed.backbone, Undivided):
+            return WholeStep(failures=self.fixed.failures, seed=settings.seed, pace=self.busy)
+        links, rank = self.planned.cluster.links, self.fixed.channel.rank
+
+        def slow_clock(peer: int) -> SlowClock:
+            return SlowClock(LinkClock(), links[peer][rank], failures.check)
+
         fixed = RunnerSettings(
-            rank=self.channel.rank,
+            rank=rank,
             device=settings.device,
             seed=settings.seed,
-            failures=self.failures,
-            wire=self._wire,
-            ways=self.ways.by_peer,
-            clock=self.emulation.clock,
+            failures=failures,
+            wire=self._wires.gloo,
+            ways=self._wires.direct.by_peer,
+            clock=slow_clock if settings.emulate_links else link_clock,
             timeout_s=settings.timeout_s,
             pace=self.busy,
             checkpoint_layers=settings.planning.checkpoint_layers,
-            time_layers=self.watched and self.emulation.scenario is None,
+            time_layers=self.fixed.watched and self.fixed.scenario is None,
         )
         return StageRunner(
             fixed,
-            self.backbone.layers,
+            self.fixed.backbone.layers,
             group=group,
-            cut=self.backbone.cut() if self.leads else None,
+            cut=self.fixed.backbone.cut() if self.leads else None,
             times=self._times_of(group),
             policy=self._policy_of(group),
             calls=self.planned.calls,
@@ -311,7 +276,7 @@ class Place:
         if not isinstance(self.runner, StageRunner):
             return [], []
         links, layer_s = self.runner.measured()
-        return links if self.emulation.scenario is None or self.settings.emulate_links else [], layer_s
+        return links if self.fixed.scenario is None or self.fixed.settings.emulate_links else [], layer_s
 
     def rest_s(self, step: int) -> float:
         """Returns what a computation that is always the same takes, if this rank rests and is watched; else 0 [s].
@@ -319,13 +284,14 @@ class Place:
         Args:
             step: batches trained so far; of an emulated device it tells how fast that is.
         """
-        if self.group is not None or not self.watched:
+        if self.group is not None or not self.fixed.watched:
             return 0.0
-        scenario, stretch = self.emulation.scenario, self.emulation.stretch(step)
+        rank, scenario = self.fixed.channel.rank, self.fixed.scenario
+        stretch = 1.0 if scenario is None else scenario.stretch(rank, self.fixed.scenario_step(step))
         if scenario is not None and scenario.emulated:
             return stretch
         if self._rest_probe is None:
-            self._rest_probe = RestProbe(self.settings.device)
+            self._rest_probe = RestProbe(self.fixed.settings.device)
         return self._rest_probe.seconds() * stretch
 
     def time_layers(self, now: bool) -> None:
@@ -333,41 +299,41 @@ class Place:
         if isinstance(self.runner, StageRunner):
             self.runner.time_layers(now)
 
+    def finish_sums(self) -> None:
+        """Ends the sums of gradients."""
+        self.held.sync.finish()
+
     def refuse_kept(self) -> None:
         """Checks what layers keep of the first batch, where they are divided or may be; see there."""
-        if self.watched or any(len(group.ranks) > 1 for group in self.planned.plan.groups):
-            refuse_kept(self.backbone)
+        if self.fixed.watched or any(len(group.ranks) > 1 for group in self.planned.plan.groups):
+            refuse_kept(self.fixed.backbone)
 
     def share_buffers(self) -> None:
         """Before an evaluation: statistics such as BatchNorm's are those of the first group, as rank 0's under DDP."""
-        share_buffers(self.module, self.ownership, self.owner_groups)
+        share_buffers(self.fixed.module, self.held.ownership, self._wires.owners)
 
     def close(self) -> None:
         """Makes the module whole again on every rank, on the CPU; after a failure, does only what needs no peer."""
         self.logs.close()
-        self.sync.close()
+        self.held.sync.close()
         self.averages.release()
         try:
-            if not self.failures.reported:
+            if not self.fixed.failures.reported:
                 self.evaluation.finish()
             if self.runner is not None:
                 self.runner.close()
-            if not self.failures.reported:
-                to_device(self.module, self._optimizers, torch.device("cpu"))
-                restore(self.module, self._optimizers, self.ownership, self.channel.group)
+            if not self.fixed.failures.reported:
+                to_device(self.fixed.module, self.fixed.optimizers, torch.device("cpu"))
+                restore(self.fixed.module, self.fixed.optimizers, self.held.ownership, self.fixed.channel.group)
                 self.averages.restore()
         except Exception as error:
-            if not self.failures.reported:  # else there is a cause already, which this would hide
-                self.failures.report(error)
+            if not self.fixed.failures.reported:  # else there is a cause already, which this would hide
+                self.fixed.failures.report(error)
                 raise
         finally:
-            self.owner_groups.close(failed=self.failures.reported)
-            if not self.failures.reported:
-                self.ways.close()
-                if self._wire is not None:
-                    dist.destroy_process_group(self._wire)
-                # A process group ends, with its threads, when nobody holds it; Trainer's loaders still hold this place.
-                del self._wire, self.averages, self.whole
+            self._wires.close(failed=self.fixed.failures.reported)
+            if not self.fixed.failures.reported:
+                del self.averages, self.held  # Trainer's loaders still hold this place
 
 
 def _structure(plan: PipelinePlan) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:

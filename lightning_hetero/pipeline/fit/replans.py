@@ -92,7 +92,7 @@ class RankZero:
 
     def decide(self, part: Part, observe: Callable[[], Observation]) -> None:
         """A batch has been trained: its decision is put off until `catch_up`; the one before is due."""
-        if self._place.channel.rank != 0 or self.controller is None:
+        if self._place.fixed.channel.rank != 0 or self.controller is None:
             return
         self.catch_up()
         if not self._asked:
@@ -101,13 +101,13 @@ class RankZero:
             self._put_off = partial(self._decide, self._decider, observe(), part)
 
     def _started(self, controller: LyapunovController) -> Controller | None:
-        place, planned, settings = self._place, self._place.planned, self._place.settings.planning
+        place, planned, settings = self._place, self._place.planned, self._place.fixed.settings.planning
         try:
             started = controller.start(
-                planned.model or unit_costs(place.backbone.names),
+                planned.model or unit_costs(place.fixed.backbone.names),
                 planned.cluster,
                 planned.plan,
-                spans=tied_spans(place.module, place.backbone),
+                spans=tied_spans(place.fixed.module, place.fixed.backbone),
                 micro_batch_size=settings.micro_batch_size,
                 max_groups=settings.max_groups,
                 depth=settings.depth,
@@ -248,7 +248,7 @@ class Replans:
         text = packed(rank_zero.unsaid) if rank_zero.unsaid else torch.empty(0, dtype=torch.uint8)
         rank_zero.unsaid = []
         size = torch.tensor([text.numel()])
-        work = dist.broadcast(size, src=0, group=self._place.channel.group, async_op=True)
+        work = dist.broadcast(size, src=0, group=self._place.fixed.channel.group, async_op=True)
         assert work is not None
         self._told = size, work, text
 
@@ -290,7 +290,7 @@ class Replans:
         if self._told is None:
             return []
         (size, work, text), self._told = self._told, None
-        channel, wait = self._place.channel, self._place.failures.wait
+        channel, wait = self._place.fixed.channel, self._place.fixed.failures.wait
         wait(work)
         if not int(size):
             return []
@@ -305,7 +305,7 @@ class Replans:
         place, plan = self._place, decision.plan
         layers = place.planned.plan.groups[0].cuts[-1]
         full = sum(group.samples for group in place.planned.plan.groups)
-        check_plan(plan, layers=layers, ranks=place.channel.world_size, global_batch=full)
+        check_plan(plan, layers=layers, ranks=place.fixed.channel.world_size, global_batch=full)
         now, lag = (part.epoch, part.step), self._binder.lag
         when = changeover(
             now,
@@ -347,7 +347,7 @@ class Replans:
             note = replace(note, bytes=sent_bytes)
         self.paused_s += time.perf_counter() - started_s
         self._log.records.append(replace(note, pause_s=self.paused_s))
-        if place.channel.rank == 0:
+        if place.fixed.channel.rank == 0:
             self._events.note("decision", part.epoch, part.step, self._data(note, plain, decision))
 
     def _stay(self, part: Part, plan: PipelinePlan, error: CancelledError) -> None:
@@ -376,7 +376,7 @@ class Replans:
         }
 
     def _note_outcome(self, part: Part, found: Mapping[str, Any]) -> None:
-        if found and self._place.channel.rank == 0:
+        if found and self._place.fixed.channel.rank == 0:
             self._events.note("outcome", part.epoch, part.step, found)
 
     def metrics(self) -> dict[str, float]:
@@ -385,6 +385,6 @@ class Replans:
 
     def close(self) -> None:
         """Takes in what was still on its way."""
-        if self._told is not None and not self._place.failures.reported:
-            self._place.failures.wait(self._told[1])
+        if self._told is not None and not self._place.fixed.failures.reported:
+            self._place.fixed.failures.wait(self._told[1])
         self._told = None

@@ -14,16 +14,18 @@ from lightning_hetero.callbacks.requeue import RequeueTogether
 from lightning_hetero.cluster.score import not_working
 from lightning_hetero.cluster.spec import cluster_to_plain
 from lightning_hetero.controller.replans import Replan
+from lightning_hetero.emulate.links import slow
 from lightning_hetero.emulate.scenario import Scenario
 from lightning_hetero.pipeline.decide.costs import model_to_plain
 from lightning_hetero.pipeline.fit.gradients import WholeNorms
 from lightning_hetero.pipeline.fit.leader_step import rank_zero_acts
 from lightning_hetero.pipeline.fit.loaders import PipelineBinder
 from lightning_hetero.pipeline.fit.place import Place
-from lightning_hetero.pipeline.fit.plan.cutting import agree_layout
+from lightning_hetero.pipeline.fit.plan.fitting import agree_layout
 from lightning_hetero.pipeline.fit.plan.planning import PipelineSettings, PlanResult
 from lightning_hetero.pipeline.fit.replans import RankZero, Replans
 from lightning_hetero.pipeline.fit.training import TrainBatches
+from lightning_hetero.pipeline.fit.wires import Fixed
 from lightning_hetero.pipeline.runtime.execute.failures import FailureBoard
 from lightning_hetero.pipeline.runtime.step.backbone import Backbone
 from lightning_hetero.pipeline.runtime.step.undivided import Undivided
@@ -116,18 +118,21 @@ class PipelineRun(EngineRun[PipelineBinder]):
         )
         known = whole or callable(getattr(self.module, "split_batch", None))
         self.binder.settle(planned.plan, whole=whole, learn=None if known else learn)
-        self.place = place = Place(
-            self.trainer,
-            planned,
-            backbone,
-            optimizers if self.fitting else (),
+        fixed = Fixed(
+            trainer=self.trainer,
+            backbone=backbone,
+            optimizers=optimizers if self.fitting else (),
             settings=self.settings,
             channel=self.channel,
             failures=self.failures,
             scenario=self.scenario if self.fitting else None,
-            watched=controller is not None,
             scenario_step=self.scenario_step,
+            watched=controller is not None,
         )
+        self.place = place = Place(fixed, planned)
+        if self.settings.emulate_links:
+            place.finish_sums = slow(place.finish_sums, place.sums_s)
+            place.stage = slow(place.stage, place.moves_s, within=True)
         self._hide_example(planned.plan)
         self.undo.enter_context(rank_zero_acts(self.channel.rank))
         norms = WholeNorms(place)

@@ -76,7 +76,7 @@ class TrainBatches:
         self._trainer, self._module = trainer, trainer.lightning_module
         self._place, self._binder, self._events, self.replans = place, binder, events, replans
         self._requeue = requeue
-        self._kept = KeptBySteps(self._module, place.channel.rank, layers)
+        self._kept = KeptBySteps(self._module, place.fixed.channel.rank, layers)
         self._elsewhere: tuple[object, LayersElsewhere] | None = None  # and the plan that it holds for
         self.gradients = GradientsAside(trainer, place)
         self.part: Part | None = None
@@ -138,7 +138,7 @@ class TrainBatches:
         self.gradients.begin()
         # An emulated device's sleep comes after the real backward pass: sums begun in that would be over before the
         # gradients exist on the device, and wait for nobody.
-        arm = None if accumulates or place.emulation.scenario is not None else place.sync.arm
+        arm = None if accumulates or place.fixed.scenario is not None else place.held.sync.arm
         self._kept.watch(self.replans.generation, leads=place.leads)
         outputs: list[Any] = []
         if place.runner is not None and sizes:
@@ -157,7 +157,7 @@ class TrainBatches:
         self._kept.check(part.samples, len(sizes))
         place.busy.end()
         if not accumulates:
-            place.sync.launch()
+            place.held.sync.launch()
         rest_s, losses = place.rest_s(step), place.logs.read([loss_of(output) for output in outputs])
         busy_s, sent_s = place.busy.busy_s, time.perf_counter()
         told = self._told(step, sum(sizes), busy_s, sent_s - started_s - busy_s, rest_s)
@@ -193,7 +193,7 @@ class TrainBatches:
         place = self._place
         if place.leads or place.group is None or not isinstance(outputs, dict):
             return outputs
-        return MemberOutputs(outputs, rank=place.channel.rank, leader=place.group.ranks[0])
+        return MemberOutputs(outputs, rank=place.fixed.channel.rank, leader=place.group.ranks[0])
 
     # ---- a leader's micro-batches ------------------------------------------------------------------------------
 
@@ -217,19 +217,19 @@ class TrainBatches:
     def _layers_elsewhere(self) -> LayersElsewhere:
         planned = self._place.planned
         if self._elsewhere is None or self._elsewhere[0] is not planned:
-            self._elsewhere = planned, LayersElsewhere(self._place.channel.rank, self._place.elsewhere())
+            self._elsewhere = planned, LayersElsewhere(self._place.fixed.channel.rank, self._place.elsewhere())
         return self._elsewhere[1]
 
     def _weights(self, batches: Sequence[Any], sizes: Sequence[int], part: Part) -> list[float]:
         """Returns each micro-batch's weight in the gradient; with token weights collective."""
         place, each = self._place, 1.0 / self._trainer.accumulate_grad_batches
-        if place.settings.shared.loss_reduction == "sum":
-            return [each / place.channel.world_size] * len(sizes)
-        weigh = place.settings.shared.weight_in(self._module)
+        if place.fixed.settings.shared.loss_reduction == "sum":
+            return [each / place.fixed.channel.world_size] * len(sizes)
+        weigh = place.fixed.settings.shared.weight_in(self._module)
         if weigh is None:
             return [each * size / sum(part.shares) for size in sizes]
         own = place.logs.read([w if isinstance(w, Tensor) else float(w) for w in map(weigh, batches)])
-        total = place.channel.sum_async(sum(own))()
+        total = place.fixed.channel.sum_async(sum(own))()
         return [each * weight / total if total > 0 else 0.0 for weight in own] or [0.0] * len(sizes)
 
     # ---- what all ranks tell one another of a batch ------------------------------------------------------------
@@ -237,9 +237,9 @@ class TrainBatches:
     def _told(self, batch: int, samples: int, busy_s: float, wait_s: float, rest_s: float) -> BatchReport:
         """Returns what this rank tells the others of a batch, in which it has waited for ``wait_s`` by now."""
         place = self._place
-        rank, world = place.channel.rank, place.channel.world_size
+        rank, world = place.fixed.channel.rank, place.fixed.channel.world_size
         work = (float(samples), busy_s, wait_s, self._exchange_s)
-        if not place.watched:
+        if not place.fixed.watched:
             return BatchReport.of_rank(rank, world, 0, work)
         links, layer_s = place.measured()
         return BatchReport.of_rank(
@@ -262,7 +262,7 @@ class TrainBatches:
             self.replans.paused_s,
             self._trainer.should_stop,
             0 if self._requeue is None else self._requeue.take(),
-            self._place.channel.rank == 0 and getattr(self._trainer, "received_sigterm", False),
+            self._place.fixed.channel.rank == 0 and getattr(self._trainer, "received_sigterm", False),
             self.replans.news,
             self._kept.counts_batches,
         )
@@ -273,7 +273,8 @@ class TrainBatches:
     ) -> tuple[BatchReport, Tensor, float, bool]:
         """Waits for the sums; returns what all have told, the loss of the global batch, the same on all ranks, how long
         the ranks stood still before it, in the mean [s], and whether rank 0 has decided something."""
-        rank, world, number = self._place.channel.rank, self._place.channel.world_size, self.replans.generation
+        channel, number = self._place.fixed.channel, self.replans.generation
+        rank, world = channel.rank, channel.world_size
         loss, numbers, paused_s, stops, signal, sigterm, news, holds, *sums = receive()
         self.sigterm = self.sigterm or bool(sigterm)
         if self._requeue is not None:
@@ -287,5 +288,5 @@ class TrainBatches:
                 f"rank {rank} trains under plan {number}, and the ranks together under {numbers / world:g} in the mean;"
                 " this is a bug of lightning_hetero"
             )
-        loss = torch.full((), loss, device=self._place.settings.device, dtype=torch.float32)
+        loss = torch.full((), loss, device=self._place.fixed.settings.device, dtype=torch.float32)
         return replace(told, numbers=sums), loss, paused_s / world, bool(news)

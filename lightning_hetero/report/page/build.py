@@ -1,37 +1,46 @@
-"""A run, or two beside one another, as a page (layer P)."""
+"""A run, or two beside one another, as one HTML file that needs nothing else (layer P).
+
+No script, no font, no address; light and dark by the reader's preference.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from html import escape
+from typing import Any, NamedTuple
 
-from lightning_hetero.report.compare import compared
-from lightning_hetero.report.page.engines import (
-    budget_view,
-    compare_view,
-    pipeline_view,
-    queue_view,
-    staleness_view,
-)
-from lightning_hetero.report.page.html import page
-from lightning_hetero.report.page.stages import stages_view
-from lightning_hetero.report.page.views import (
-    heat_view,
-    scores_view,
-    shares_view,
-    spent_view,
-    timeline_view,
-)
-from lightning_hetero.report.page.what_if import what_if_view
-from lightning_hetero.report.run import Run, named
-from lightning_hetero.report.scores import scores_of
-from lightning_hetero.report.stage_times import stage_times_of
-from lightning_hetero.report.stages import pipeline_what_if, stages_of
+from lightning_hetero.report.page import engine_views, views
+from lightning_hetero.report.page.drawing import DARK, LIGHT, MARKS, variables
+from lightning_hetero.report.page.facts import RunFacts
+from lightning_hetero.report.run import RecordedRun, named
 from lightning_hetero.report.verdict import STRATEGIES, verdict_of
-from lightning_hetero.report.waiting import waiting_of
-from lightning_hetero.report.what_if import what_if
 
 __all__ = ["page_of"]
+
+_STYLE = f"""
+:root{{color-scheme:light dark;{variables(LIGHT)}}}
+@media (prefers-color-scheme:dark){{:root{{{variables(DARK)}}}}}
+*{{box-sizing:border-box}}
+body{{margin:0;background:var(--paper);color:var(--ink);font:16px/1.5 system-ui,-apple-system,"Segoe UI",sans-serif;
+overflow-wrap:anywhere}}
+main{{max-width:720px;margin:0 auto;padding:16px}}
+h1{{font-size:1.3rem;margin:.2em 0}}h2{{font-size:1.15rem;margin:0}}
+p{{margin:.5em 0}}.mute,.question{{color:var(--mute)}}.question{{font-style:italic;margin:0}}.answer{{font-weight:600}}
+.verdict{{border-left:6px solid var(--fair);padding:.2em 0 .2em .9em;margin:1em 0}}
+.verdict.good{{border-color:var(--good)}}.verdict.poor{{border-color:var(--poor)}}
+.verdict .waited{{font-size:1.25rem;font-weight:700;margin:0}}
+section{{border-top:1px solid var(--grid);padding:1.2em 0}}
+nav{{display:flex;flex-wrap:wrap;gap:.2em .9em;font-size:.9rem}}a{{color:var(--work)}}
+svg{{display:block;width:100%;max-width:560px;height:auto;margin:.4em 0;font:12px system-ui,sans-serif}}
+{MARKS}.legend{{display:flex;flex-wrap:wrap;gap:.1em 1em;font-size:.9rem;margin:.4em 0}}
+.key i{{display:inline-block;width:.8em;height:.8em;margin-right:.4em;border-radius:2px}}
+.key .hot{{background:var(--hot)}}.key .cool{{background:var(--cool)}}
+.scroll{{overflow-x:auto;max-width:100%}}
+table{{border-collapse:collapse;font-size:.88rem;overflow-wrap:normal}}
+th,td{{text-align:left;padding:.25em .7em .25em 0;border-bottom:1px solid var(--grid);vertical-align:top}}
+th{{color:var(--mute);font-weight:600}}
+@media print{{section{{break-inside:avoid}}}}
+"""
 
 _NOTES = (
     "A device-second is a second of one rank in a training step, from its start to the end of the exchange of"
@@ -39,18 +48,65 @@ _NOTES = (
     " hetero_balanced, not under stock DDP.",
     "Waiting is a rank's time in a step less its own work and the exchange. The exchange is what the rank that comes"
     " last sees of it.",
-    "What if: the engines' own decide code (the balancing policy, the simulator of the stale engine's coordinator, the"
-    " pipeline's plan and schedule) on the recorded times, of which the second half counts. Taken as they were: the"
-    " exchange, and what a rank's samples cost it.",
+    "What if: the planner's answer for the recorded times (the balancing policy itself; ranks that never wait for the"
+    " stale engine; a pipeline's plan). Taken as they were: the exchange, and what a rank's samples cost it.",
 )
 _PIPELINE_NOTE = (
     "For a pipeline, what-if is its plan's model, multiplied by what batches took over what the model says of the plan."
 )
+_NO_STEPS = "Own work was not measured: add StragglerMonitor() to the Trainer's callbacks."
+_ONE_RANK = "One rank has nobody to be compared with."
+
+
+class _View(NamedTuple):
+    """A part of the page: its anchor, title, question, and from how many ranks with measured steps on it is drawn."""
+
+    name: str
+    title: str
+    question: str
+    ranks: int
+    draw: Callable[[RunFacts], views.Drawn]
+
+
+_COMPARE = _View("compare", "Run A and run B", "Did it help?", 0, engine_views.compare)
+_VIEWS = (
+    _View(
+        "timeline", "Time lines", "Who works, who waits, and what would an even split look like?", 2, views.timeline
+    ),
+    _View(
+        "spent",
+        "Where the time went",
+        "How much of each rank's time is work, exchange and waiting, and for whom?",
+        1,
+        views.spent,
+    ),
+    _View("stages", "Ranks and stages of a step", "Is it one rank, one stage, or all?", 2, views.stages),
+    _View("what-if", "What if", "What would another engine win, a mended rank, or fewer cards?", 2, views.what_if),
+    _View(
+        "shares", "Shares and decisions", "What was decided, why, and did it give what it promised?", 1, views.shares
+    ),
+    _View(
+        "scores",
+        "Slow ranks, slow times",
+        "Is it one rank, one stretch of time, or all; beside the others, or beside itself?",
+        2,
+        views.scores,
+    ),
+    _View(
+        "pipeline", "Pipeline", "What does each stage do when, and is a stage slower than planned?", 0,
+        engine_views.pipeline,
+    ),
+    _View(
+        "staleness", "Staleness and server", "How old were the parameters, and does the server keep up?", 0,
+        engine_views.staleness,
+    ),
+    _View("budget", "Budget", "Is the budget kept, and when did it press?", 0, engine_views.budget),
+)  # fmt: skip
 
 
 def page_of(
-    run: Run,
-    other: Run | None = None,
+    run: RecordedRun,
+    other: RecordedRun | None = None,
     results: tuple[Mapping[str, Any], Mapping[str, Any]] = ({}, {}),
 ) -> str:
     """Returns the page of a run.
@@ -60,28 +116,39 @@ def page_of(
         other: another one; then the first view compares the two, and all others are the first run's.
         results: what their ``result.json`` say; empty: nothing.
     """
-    waiting, scores, stages = waiting_of(run), scores_of(run), stages_of(run)
-    what = pipeline_what_if(run) if run.engine == "pipeline" else what_if(run)
-    views = [
-        *([] if other is None else [compare_view(compared(run, other, results), (run.name, other.name))]),
-        timeline_view(run, waiting),
-        spent_view(run, waiting),
-        stages_view(run, stage_times_of(run), waiting),
-        what_if_view(run, what),
-        shares_view(run),
-        heat_view(run, scores),
-        scores_view(run, scores),
-        pipeline_view(run, stages),
-        staleness_view(run),
-        queue_view(run),
-        budget_view(run),
-    ]
+    facts = RunFacts(run, other, results)
+    navigation, sections, absent = "", "", ""
+    for view in (*([] if other is None else [_COMPARE]), *_VIEWS):
+        answer, body = _NO_STEPS if view.ranks and not run.steps else _ONE_RANK, ""
+        if not view.ranks or (run.steps and run.ranks >= view.ranks):
+            answer, body = view.draw(facts)
+        if not body:
+            absent += f"<li><b>{escape(view.title)}</b>: {escape(answer)}</li>"
+            continue
+        navigation += f'<a href="#{view.name}">{escape(view.title)}</a>'
+        sections += (
+            f'<section id="{view.name}"><h2>{escape(view.title)}</h2><p class="question">{escape(view.question)}</p>'
+            f'<p class="answer">{escape(answer)}</p>{body}</section>\n'
+        )
+    if absent:
+        sections += f'<section id="left-out"><h2>Left out</h2><ul>{absent}</ul></section>\n'
+    verdict = verdict_of(run, facts.waiting, facts.scores, facts.alternatives)
+    said = "".join(f"<p>{escape(text)}</p>" for text in (verdict.cause, verdict.next_step, verdict.gain) if text)
     notes = [*_NOTES, *([_PIPELINE_NOTE] if run.engine == "pipeline" else [])]
-    notes += [f"Fault: {fault}" for fault in run.faults]
-    return page(run.name, _facts(run, results[0]), verdict_of(run, waiting, scores, what), views, notes=notes)
+    told = "".join(f"<li>{escape(note)}</li>" for note in [*notes, *(f"Fault: {fault}" for fault in run.faults)])
+    return f"""<!DOCTYPE html>
+<html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width,initial-scale=1">
+<title>{escape(run.name)}</title><link rel="icon" href="data:,"><style>{_STYLE}</style></head>
+<body><main>
+<header><h1>{escape(run.name)}</h1><p class="mute">{escape(" · ".join(_headline(run, results[0])))}</p></header>
+<div class="verdict {verdict.level}" id="verdict"><p class="waited">{escape(verdict.waited)}</p>{said}</div>
+<nav>{navigation}</nav>
+{sections}<section id="notes"><h2>How it was counted</h2><ul>{told}</ul></section>
+</main></body></html>
+"""
 
 
-def _facts(run: Run, result: Mapping[str, Any]) -> list[str]:
+def _headline(run: RecordedRun, result: Mapping[str, Any]) -> list[str]:
     facts = [STRATEGIES.get(run.engine, run.engine), f"{run.ranks} ranks", f"{len(run.steps) or len(run.step_s)} steps"]
     if scenario := result.get("scenario"):
         facts.append(f"emulation {scenario}")

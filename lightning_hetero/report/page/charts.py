@@ -6,14 +6,26 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from lightning_hetero.report.page.style import RANK_COLOURS
-from lightning_hetero.report.page.svg import WIDTH, Drawing, text_width
+from lightning_hetero.report.page.drawing import RANK_COLOURS, WIDTH, Drawing, text_width
 
-__all__ = ["Bar", "Line", "Span", "bars", "heat_map", "histogram", "legend", "lines", "rank_kind", "time_lines"]
+__all__ = [
+    "Bar",
+    "Cell",
+    "Line",
+    "Span",
+    "bars",
+    "heat_map",
+    "legend",
+    "lines",
+    "rank_kind",
+    "ratio_cell",
+    "time_lines",
+]
 
 _ROW, _BAR = 20.0, 14.0
 _RIGHT = 18.0  # for half of an axis's last number
 _MOST_POINTS, _MOST_DOTS = 240, 60  # of a line
+_ON_COLOUR = 0.75  # strength from which letters need the colour for those on colours
 
 
 def rank_kind(rank: int) -> str:
@@ -190,55 +202,53 @@ def _thinned(points: list[tuple[float, float]]) -> list[tuple[float, float]]:
     return points[(len(points) - 1) % every :: every]
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Cell:
+    """A cell of a heat map: text, colour by class and by strength from 0 to 1, and what it says when pointed at."""
+
+    text: str
+    kind: str
+    strength: float
+    tip: str
+
+
+def ratio_cell(ratio: float, name: str, text: str = "") -> Cell | None:
+    """Returns a cell that is pale at 1 and full from 1.5 on, or cool below 1; None: not known."""
+    if math.isnan(ratio):
+        return None
+    kind, strength = "hot" if ratio >= 1.0 else "cool", min(1.0, 2.0 * abs(ratio - 1.0))
+    return Cell(text=text or f"{ratio:.2f}", kind=kind, strength=strength, tip=f"{name}: {ratio:.2f}")
+
+
 def heat_map(
-    rows: Sequence[str], columns: Sequence[str], values: Sequence[Sequence[float]], *, label: str, x_name: str = ""
+    rows: Sequence[str],
+    columns: Sequence[str],
+    cells: Sequence[Sequence[Cell | None]],
+    *,
+    label: str,
+    x_name: str = "",
 ) -> str:
-    """Returns cells, pale at 1 and full from 1.5 on; below 1 they are cool. NaN: an empty cell."""
+    """Returns a row of cells for each name; None: an empty cell. Texts stand in cells that are wide enough."""
     left = min(150.0, 10.0 + max(text_width(name) for name in rows))
     wide = (WIDTH - left) / max(1, len(columns))
     drawing = Drawing(_ROW * len(rows) + 34.0, label)
-    for i, (name, row) in enumerate(zip(rows, values, strict=True)):
-        y = _ROW * i + 2.0
+    for i, (name, row) in enumerate(zip(rows, cells, strict=True)):
+        y = 16.0 + _ROW * i
         drawing.text(0.0, y + 13.0, name, most=left - 6.0)
-        for j, value in enumerate(row):
-            if math.isnan(value):
+        for j, cell in enumerate(row):
+            if cell is None:
                 continue
-            x, tip = left + wide * j, f"{name}, {columns[j]}: {value:.2f}"
-            hot = value >= 1.0
-            strength = min(1.0, (value - 1.0) / 0.5 if hot else (1.0 - value) / 0.5)
-            drawing.rect(x + 0.5, y, wide - 1.0, _ROW - 2.0, "cell")
-            drawing.rect(x + 0.5, y, wide - 1.0, _ROW - 2.0, "hot" if hot else "cool", opacity=strength, tip=tip)
+            x = left + wide * j
+            drawing.rect(x + 0.5, y, wide - 1.0, _ROW - 2.0, "cell", tip=cell.tip)
+            drawing.rect(x + 0.5, y, wide - 1.0, _ROW - 2.0, cell.kind, opacity=cell.strength, tip=cell.tip)
             if wide > 30.0:
-                drawing.text(x + wide / 2.0, y + 13.0, f"{value:.2f}", anchor="middle")
-    bottom = _ROW * len(rows) + 16.0
-    every = max(1, math.ceil(text_width("00000") / wide))
+                letters = "inside" if cell.kind != "idle" and cell.strength >= _ON_COLOUR else ""
+                drawing.text(x + wide / 2.0, y + 13.0, cell.text, letters, anchor="middle")
+    every = max(1, math.ceil(max(map(text_width, columns), default=1.0) / wide)) if x_name else 1
     for j in range(0, len(columns), every):
-        drawing.text(left + wide * (j + 0.5), bottom, columns[j], "mute", anchor="middle")
+        drawing.text(left + wide * (j + 0.5), 11.0, columns[j], "mute", anchor="middle")
     if x_name:
-        drawing.text(WIDTH, bottom + 14.0, x_name, "mute", anchor="end")
-    return drawing.svg()
-
-
-def histogram(
-    names: Sequence[str], values: Sequence[float], *, label: str, x_name: str, y_name: str, bound: float = math.nan
-) -> str:
-    """Returns upright bars, with a line behind the bar number ``bound``."""
-    drawing = Drawing(200.0, label)
-    most, top, bottom, left = max(values, default=0.0) or 1.0, 30.0, 162.0, 4.0
-    wide = (WIDTH - 2 * left) / max(1, len(names), bound + 1.5 if not math.isnan(bound) else 1)
-    drawing.text(0.0, 12.0, y_name, "mute")
-    for i, (name, value) in enumerate(zip(names, values, strict=True)):
-        height = (bottom - top) * value / most
-        x = left + wide * i
-        drawing.rect(x + 2.0, bottom - height, wide - 4.0, height, "work", tip=f"{name}: {value:.4g}")
-        drawing.text(x + wide / 2.0, bottom + 14.0, name, "mute", anchor="middle")
-        drawing.text(x + wide / 2.0, bottom - height - 4.0, f"{value:.3g}", anchor="middle")
-    drawing.line(left, bottom, WIDTH - left, bottom, "axis")
-    if not math.isnan(bound):
-        x = left + wide * (bound + 1.0)
-        drawing.line(x, top - 12.0, x, bottom, "bound")
-        drawing.text(x - 4.0, top - 14.0, f"bound {bound:g}", "mute", anchor="end")
-    drawing.text(WIDTH, bottom + 30.0, x_name, "mute", anchor="end")
+        drawing.text(WIDTH, drawing.height - 3.0, x_name, "mute", anchor="end")
     return drawing.svg()
 
 

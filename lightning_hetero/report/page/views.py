@@ -1,15 +1,19 @@
-"""Views of every run, each with the question that it answers, and what all views are made of (layer P)."""
+"""Views of every run: each answers one question from the run's facts (layer P).
+
+A view is a function that returns its answer in a sentence and its drawing as HTML; without a drawing the answer says
+why there is none.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from html import escape
+from typing import TypeAlias
 
-from lightning_hetero.report.changes import changes_of, shares_of
 from lightning_hetero.report.page.charts import (
     Bar,
+    Cell,
     Line,
     Span,
     bars,
@@ -17,52 +21,58 @@ from lightning_hetero.report.page.charts import (
     legend,
     lines,
     rank_kind,
+    ratio_cell,
     time_lines,
 )
-from lightning_hetero.report.run import Change, Run, Step
-from lightning_hetero.report.scores import Scores
-from lightning_hetero.report.verdict import milliseconds, percent, ranks_text
-from lightning_hetero.report.waiting import Waiting, least_wait_s, spent_in
+from lightning_hetero.report.page.facts import RunFacts
+from lightning_hetero.report.run import RecordedRun, RunChange, RunStep
+from lightning_hetero.report.spent import least_wait_s, spent_in
+from lightning_hetero.report.verdict import (
+    STRATEGIES,
+    begun,
+    milliseconds,
+    percent,
+    ranks_text,
+    stage_answer,
+    stage_names,
+)
+from lightning_hetero.report.what_if import Alternatives
 
-__all__ = [
-    "NO_STEPS",
-    "ONE_RANK",
-    "View",
-    "absent",
-    "heat_view",
-    "scores_view",
-    "shares_view",
-    "shown_ranks",
-    "spent_view",
-    "table",
-    "timeline_view",
-]
+__all__ = ["Drawn", "scores", "shares", "spent", "stages", "table", "timeline", "what_if"]
 
-_MOST_RANKS = 16  # of a drawing
+Drawn: TypeAlias = tuple[str, str]
+"""A view's answer and its drawing."""
+
 _STEPS = 6  # of the time lines
+_MOST_CHANGES = 14  # of the table
 _SPENT = [("work", "own work"), ("exchange", "exchange of gradients"), ("idle", "waiting")]
-_REST = ("cell", "at rest, as decided")
-NO_STEPS = "Own work was not measured: add StragglerMonitor() to the Trainer's callbacks."
-ONE_RANK = "One rank has nobody to be compared with."
 
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class View:
-    """A part of the page.
-
-    Attributes:
-        name: its anchor.
-        title: a few words.
-        question: that it answers.
-        answer: in a sentence; of a view without data, why there is none.
-        body: HTML; empty: there is no data.
-    """
-
-    name: str
-    title: str
-    question: str
-    answer: str
-    body: str = ""
+_WHAT = {
+    "work": "forward and backward",
+    "exchange": "what the rank that comes last sees of it",
+    "waiting": "for other ranks",
+    "between": "all else: loading, the optimizer's step, callbacks, logging",
+}
+_WHAT_OF = {
+    "balanced": {
+        "work": "loading, forward, backward, the optimizer's step",
+        "between": "all else, e.g. callbacks and logging",
+    },
+    "stale": {
+        "work": "loading, forward, backward",
+        "exchange": "the least that a rank sees of it",
+        "waiting": "for the server or an assignment, beyond that",
+        "between": "all else, e.g. callbacks and logging",
+    },
+    "federated": {
+        "work": "loading, forward, backward, the optimizer's step",
+        "exchange": "the least that a rank sees of a meeting",
+        "waiting": "for other ranks at a meeting",
+        "between": "all else, e.g. the average, callbacks and logging",
+    },
+    "pipeline": {"work": "forward and backward of its layers", "waiting": "for other stages and groups"},
+}
+"""What engines count otherwise than stock DDP does under `StragglerMonitor`."""
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -72,61 +82,34 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return f'<div class="scroll"><table><thead><tr>{cells}</tr></thead><tbody>{body}</tbody></table></div>'
 
 
-def absent(head: tuple[str, str, str], why: str) -> View:
-    """Returns a view without data: its name, title and question, and why there is none."""
-    return View(name=head[0], title=head[1], question=head[2], answer=why)
-
-
-def shown_ranks(run: Run, waiting: Waiting) -> list[int]:
-    """Returns the ranks to draw: all, or of many those with most and least work."""
-    ranks = list(range(run.ranks))
-    if len(ranks) <= _MOST_RANKS:
-        return ranks
-    by_work = sorted(ranks, key=lambda rank: -waiting.ranks[rank].compute_s)
-    half = _MOST_RANKS // 2
-    return sorted(by_work[:half] + by_work[-half:])
-
-
-def some(run: Run, ranks: Sequence[int]) -> str:
-    """Returns what to say where not all ranks are drawn."""
-    return "" if len(ranks) == run.ranks else f" Shown: the {len(ranks)} of {run.ranks} ranks with most and least work."
-
-
 # ---- where the time went --------------------------------------------------------------------------------------
 
 
-def timeline_view(run: Run, waiting: Waiting) -> View:
+def timeline(facts: RunFacts) -> Drawn:
     """Actual beside ideal, for a few steps."""
-    head = ("timeline", "Time lines", "Who works, who waits, and what would an even split look like?")
-    steps = run.complete
-    if not steps or run.ranks < 2:
-        return absent(head, ONE_RANK if run.steps and run.ranks < 2 else NO_STEPS)
+    run, steps = facts.run, facts.run.complete
+    if not steps:
+        return "No step was made by all ranks together.", ""
     first = min(int(0.75 * len(steps)), max(0, len(steps) - _STEPS))
     chosen = steps[first : first + _STEPS]
     begin_s = min(t.end_s - t.wait_s - t.compute_s for t in chosen[0].turns.values())
-    ranks, least_s = shown_ranks(run, waiting), 0.0 if run.meets else least_wait_s(run)
-    actual: dict[int, list[Span]] = {rank: [] for rank in ranks}
-    for step in chosen:
-        for rank, spent in spent_in(run, step, least_s=least_s).items():
-            if rank in actual:
-                turn = step.turns[rank]
-                tip = (
-                    f"epoch {step.epoch}, step {step.index}, rank {rank}: {turn.samples:g} samples,"
-                    f" {milliseconds(spent.compute_s)} work, {milliseconds(spent.idle_s)} waiting"
-                )
-                at_s = turn.end_s - turn.wait_s - turn.compute_s - begin_s
-                for kind, seconds in (
-                    ("work", spent.compute_s), ("idle", spent.idle_s), ("exchange", spent.exchange_s)
-                ):  # fmt: skip
-                    actual[rank].append(Span(start_s=at_s, end_s=at_s + seconds, kind=kind, tip=tip))
-                    at_s += seconds
+    least_s = least_wait_s(run)
+    actual: dict[int, list[Span]] = {rank: [] for rank in facts.ranks}
     ideal, now_s = list[Span](), 0.0
     for step in chosen:
-        work_s, exchange_s = ideal_s(run, step, least_s)
+        spent = spent_in(run, step, least_s)
+        for rank in facts.ranks:
+            turn, own = step.turns[rank], spent[rank]
+            at_s = turn.end_s - turn.wait_s - turn.compute_s - begin_s
+            tip = f"step {step.index}, rank {rank}: {turn.samples:g} samples, {milliseconds(own.compute_s)} of work"
+            for kind, seconds in (("work", own.compute_s), ("idle", own.idle_s), ("exchange", own.exchange_s)):
+                actual[rank].append(Span(start_s=at_s, end_s=at_s + seconds, kind=kind, tip=tip))
+                at_s += seconds
+        work_s, exchange_s = ideal_s(run, step, min(own.exchange_s for own in spent.values()))
         ideal.append(Span(start_s=now_s, end_s=now_s + work_s, kind="work"))
         ideal.append(Span(start_s=now_s + work_s, end_s=now_s + work_s + exchange_s, kind="exchange"))
         now_s += work_s + exchange_s
-    end_s = max(max(span.end_s for spans in actual.values() for span in spans), now_s)
+    end_s = max(now_s, *(span.end_s for spans in actual.values() for span in spans))
     rows = [(f"rank {rank}", spans) for rank, spans in actual.items()]
     drawing = time_lines(
         [*rows, ("ideal, each", ideal)],
@@ -137,18 +120,16 @@ def timeline_view(run: Run, waiting: Waiting) -> View:
     ideal_is = "the same work, spread evenly," if run.staged else "the same samples, shared so that all end together,"
     answer = (
         f"{len(chosen)} steps took {milliseconds(end_s)}; {ideal_is}"
-        f" {milliseconds(now_s)}. Epoch {chosen[0].epoch} from step {chosen[0].index} on.{some(run, ranks)}"
+        f" {milliseconds(now_s)}. Epoch {chosen[0].epoch} from step {chosen[0].index} on.{facts.shown}"
     )
-    return View(name=head[0], title=head[1], question=head[2], answer=answer, body=legend(_SPENT) + drawing)
+    return answer, legend(_SPENT) + drawing
 
 
-def ideal_s(run: Run, step: Step, least_s: float) -> tuple[float, float]:
+def ideal_s(run: RecordedRun, step: RunStep, exchange_s: float) -> tuple[float, float]:
     """Returns the work and the exchange of a step whose items are shared so that all ranks end together [s].
 
     Each rank's rate in this step holds. Where ranks hold different layers, the work is spread evenly instead.
     """
-    spent = spent_in(run, step, least_s=least_s)
-    exchange_s = min(one.exchange_s for one in spent.values())
     turns = [turn for turn in step.turns.values() if turn.compute_s > 0]
     rate = math.fsum(turn.items / turn.compute_s for turn in turns)
     if run.staged or not rate > 0:
@@ -156,153 +137,215 @@ def ideal_s(run: Run, step: Step, least_s: float) -> tuple[float, float]:
     return math.fsum(turn.items for turn in turns) / rate, exchange_s
 
 
-def spent_view(run: Run, waiting: Waiting) -> View:
-    """Compute, communication, idle, and for whom."""
-    head = ("spent", "Where the time went", "How much of each rank's time is work, exchange and waiting, and for whom?")
-    if not run.steps:
-        return absent(head, NO_STEPS)
-    ranks = shown_ranks(run, waiting)
+def spent(facts: RunFacts) -> Drawn:
+    """Work, exchange and waiting of each rank, and for whom."""
+    run, waiting = facts.run, facts.waiting
     rows: list[Bar] = []
-    for rank in ranks:
+    for rank in facts.ranks:
         own = waiting.ranks[rank]
+        parts = [("work", own.compute_s), ("exchange", own.exchange_s), ("idle", own.idle_s), ("cell", own.rest_s)]
         tip = f"work {own.compute_s:.2f} s, exchange {own.exchange_s:.2f} s, waiting {own.idle_s:.2f} s"
         part = own.idle_s / own.total_s if own.total_s > 0 else 0.0
-        rows.append(
-            Bar(
-                name=f"rank {rank}",
-                parts=[
-                    ("work", own.compute_s), ("exchange", own.exchange_s), ("idle", own.idle_s), ("cell", own.rest_s),
-                ],
-                text=f"{percent(part)} waiting",
-                tip=tip,
-            )
-        )
-    body = legend([*_SPENT, _REST] if waiting.total.rest_s > 0 else _SPENT)
+        rows.append(Bar(name=f"rank {rank}", parts=parts, text=f"{percent(part)} waiting", tip=tip))
+    body = legend([*_SPENT, ("cell", "at rest, as decided")] if waiting.total.rest_s > 0 else _SPENT)
     body += bars(rows, label="seconds of each rank by what they went into")
+    what = "a bubble of the pipeline, or a slower stage" if run.staged else "a slower rank"
+    waited, exchange = percent(waiting.waited), percent(waiting.exchange)
+    answer = f"{waited} of all ranks' time is waiting for {what}, {exchange} exchange."
     blamed, part = waiting.caused
     if blamed >= 0 and waiting.waited > 0.005:
-        caused = [
-            Bar(name=f"rank {rank}", parts=[("idle", waiting.caused_s[rank])], text=f"{waiting.caused_s[rank]:.1f} s")
-            for rank in ranks
-        ]
-        body += "<p>Waiting of the others while this rank was the slowest of a step:</p>"
-        body += bars(caused, label="waiting that each rank caused")
-    what = "a bubble of the pipeline, or a slower stage" if run.staged else "a slower rank"
-    answer = (
-        f"{percent(waiting.waited)} of all ranks' time is waiting for {what},"
-        f" {percent(waiting.exchange)} exchange."
-        + (f" {percent(part)} of the waiting was for rank {blamed}." if waiting.waited > 0.005 else "")
-        + some(run, ranks)
+        caused = [(rank, waiting.caused_s[rank]) for rank in facts.ranks]
+        body += "<p>Waiting of the others while this rank was the slowest of a step:</p>" + bars(
+            [Bar(name=f"rank {rank}", parts=[("idle", seconds)], text=f"{seconds:.1f} s") for rank, seconds in caused],
+            label="waiting that each rank caused",
+        )
+        answer += f" {percent(part)} of the waiting was for rank {blamed}."
+    return answer + facts.shown, body
+
+
+def stages(facts: RunFacts) -> Drawn:
+    """Ranks and stages of a step: rows and columns."""
+    run, times = facts.run, facts.times
+    assert times is not None
+    names, step_s = stage_names(run), times.step_s
+    columns = [names[stage.kind] for stage in times.stages]
+    rows: list[list[Cell | None]] = []
+    for rank in facts.ranks:
+        row: list[Cell | None] = []
+        for stage in times.stages:
+            seconds, ratio = stage.seconds[rank], stage.ratios[rank]
+            tip, text = f"rank {rank}, {names[stage.kind]}: {milliseconds(seconds)}", _short_ms(seconds)
+            if math.isnan(seconds):
+                row.append(None)
+            elif stage.kind == "waiting":  # by its part of a step: the rank that waits is not the slow one
+                part = min(1.0, seconds / step_s) if step_s > 0.0 else 0.0
+                row.append(Cell(text=text, kind="idle", strength=part, tip=f"{tip}, {percent(part)} of a step"))
+            else:
+                cell = ratio_cell(ratio, "", text)
+                beside = "" if math.isnan(ratio) or math.isinf(ratio) else f", {ratio:.2f} times the median"
+                tip += beside + (" of what was planned" if stage.expected and beside else "")
+                kind, strength = ("hot", 0.0) if cell is None else (cell.kind, cell.strength)
+                row.append(Cell(text=text, kind=kind, strength=strength, tip=tip))
+        rows.append(row)
+    parts = [(percent(times.part(stage)), times.part(stage)) for stage in times.stages]
+    rows.append([None if math.isnan(p) else Cell(text=told, kind="idle", strength=0.0, tip=told) for told, p in parts])
+    answer = stage_answer(times, names)
+    drawing = heat_map(
+        [*(f"rank {rank}" for rank in facts.ranks), "part"],
+        columns,
+        rows,
+        label=f"time of each rank by stage of a step, in milliseconds. {answer}",
     )
-    return View(name=head[0], title=head[1], question=head[2], answer=answer, body=body)
+    what = {**_WHAT, **_WHAT_OF.get(run.engine, {})}
+    beside = "planned, beside the others" if run.staged else "the ranks' median"
+    body = legend([("hot", f"longer than {beside}"), ("cool", "shorter"), ("idle", "waiting")]) + drawing
+    body += "<p>" + "; ".join(f"<b>{names[s.kind]}</b>: {what[s.kind]}" for s in times.stages) + ".</p>"
+    steps = f"mean over {times.steps} steps" if times.steps > 1 else "of one step"
+    if any(stage.kind == "between" for stage in times.stages):
+        steps += "; between steps the median"
+    body += (
+        f"<p>ms per step, {steps}. Full colour from 1.5 times the"
+        " median on. The last row is each stage's part of a step.</p>"
+    )
+    return answer + facts.shown, body
 
 
-# ---- who is slow ----------------------------------------------------------------------------------------------
+def _short_ms(seconds: float) -> str:
+    """Returns milliseconds in at most six letters."""
+    value = 1e3 * seconds
+    return f"{value:.0f}" if value >= 99.95 or value < 0.005 else f"{value:.1f}" if value >= 0.95 else f"{value:.2f}"
 
 
-def heat_view(run: Run, scores: Scores | None) -> View:
-    """Ranks and time: one rank, one stretch of time, or all?"""
-    head = ("heat", "Slow ranks, slow times", "Is it one rank, one stretch of time, or all?")
-    if scores is None:
-        why = "Stages differ in what an item costs them: see the pipeline's stages." if run.staged else NO_STEPS
-        return absent(head, ONE_RANK if run.steps and run.ranks < 2 else why)
-    order = sorted(range(run.ranks), key=lambda rank: -scores.typical[rank])[:_MOST_RANKS]
-    ranks = sorted(order)
-    columns = [str(first) for first in scores.first]
+# ---- who is slow, and what would help -------------------------------------------------------------------------
+
+
+def scores(facts: RunFacts) -> Drawn:
+    """Ranks and time: one rank, one stretch of time, or all; beside the others and beside itself."""
+    found = facts.scores
+    if found is None:
+        return "Stages differ in what an item costs them: see the pipeline's stages.", ""
+    ranks, columns = facts.ranks, [str(first) for first in found.first]
+    cells = [
+        [ratio_cell(v, f"rank {rank}, {column}") for v, column in zip(found.others[rank], columns, strict=True)]
+        for rank in ranks
+    ]
     drawing = heat_map(
         [f"rank {rank}" for rank in ranks],
         columns,
-        [scores.others[rank] for rank in ranks],
+        cells,
         label="seconds per item of each rank over time, beside the ranks' median",
         x_name="step",
     )
-    words: list[str] = []
-    if slow := scores.slow_ranks:
-        words.append(f"{ranks_text(slow)} {'is' if len(slow) == 1 else 'are'} slow all along".capitalize())
-    if spells := scores.spells:
-        words.append(f"{ranks_text(spells)} {'is' if len(spells) == 1 else 'are'} slow for a while".capitalize())
-    if scores.slow_windows:
-        words.append(f"All ranks are slow in {len(scores.slow_windows)} of {len(scores.first)} stretches")
-    answer = ". ".join(words) if words else "Neither: all ranks take about as long per item of work, all along"
-    body = "<p>Seconds per item of work over the ranks' median; full colour from 1.5 on.</p>" + drawing
-    return View(name=head[0], title=head[1], question=head[2], answer=answer + ".", body=body)
-
-
-def scores_view(run: Run, scores: Scores | None) -> View:
-    """Relative and individual scores."""
-    head = ("scores", "Scores", "Is a rank slower than the others, or than itself?")
-    if scores is None:
-        return absent(head, "Ranks' times do not compare in this run.")
-    ranks = sorted(sorted(range(run.ranks), key=lambda rank: -_most(scores.itself[rank]))[:8])
-    chart = lines(
-        [
-            Line(
-                name=f"rank {rank}", kind=rank_kind(rank), x=[float(n) for n in scores.first], y=scores.itself[rank]
-            )
-            for rank in ranks
-        ],
-        label="seconds per item of each rank over its own fastest fifth",
-        x_name="step",
-        y_name="times its own fastest fifth",
-        level=1.0,
-    )
-    rows = [
-        [str(rank), f"{scores.typical[rank]:.2f}", f"{_most(scores.itself[rank]):.2f}", _named(scores, rank)]
-        for rank in range(min(run.ranks, 64))
+    words = [
+        f"{ranks_text(slow)} {'is' if len(slow) == 1 else 'are'} slow {when}"
+        for slow, when in ((found.slow_ranks, "all along"), (found.spells, "for a while"))
+        if slow
     ]
-    told = table(["rank", "beside the others (median)", "beside itself (worst)", "found slow"], rows)
-    if scores.named:
-        answer = "The test of StragglerMonitor has found " + "; ".join(
-            f"rank {found.rank}, {found.slowdown:.2f} times, since epoch {found.epoch}, step {found.step}"
-            for found in scores.named
-        )
-    else:
-        answer = "The test of StragglerMonitor has found no slow rank"
-    body = legend([(rank_kind(rank), f"rank {rank}") for rank in ranks]) + chart + told
-    return View(name=head[0], title=head[1], question=head[2], answer=answer + ".", body=body)
+    if found.slow_windows:
+        words.append(f"all ranks are slow in {len(found.slow_windows)} of {len(found.first)} stretches")
+    named = {one.rank: one for one in found.named}
+    rows = [
+        [str(rank), f"{found.typical[rank]:.2f}", f"{_most(found.itself[rank]):.2f}",
+         f"epoch {named[rank].epoch}, step {named[rank].step}: {named[rank].slowdown:.2f} times"
+         if rank in named else ""]
+        for rank in ranks
+    ]  # fmt: skip
+    body = "<p>Seconds per item of work over the ranks' median; full colour from 1.5 on.</p>" + drawing
+    body += table(["rank", "beside the others (median)", "beside itself (worst)", "found slow by the monitor"], rows)
+    answer = ". ".join(map(begun, words)) or "Neither: all ranks take about as long per item of work, all along"
+    return f"{answer}.{facts.shown}", body
 
 
 def _most(values: Sequence[float]) -> float:
     return max((value for value in values if not math.isnan(value)), default=math.nan)
 
 
-def _named(scores: Scores, rank: int) -> str:
-    found = next((found for found in scores.named if found.rank == rank), None)
-    return "" if found is None else f"epoch {found.epoch}, step {found.step}"
+def what_if(facts: RunFacts) -> Drawn:
+    """Other engines, mended ranks, dropped cards."""
+    what = facts.alternatives
+    if what is None:
+        pipeline = "layers were not measured, so there is no model of the plan to ask"
+        few = "too few full global batches were recorded"
+        return f"Nothing can be said: {pipeline if facts.run.engine == 'pipeline' else few}.", ""
+    named = [(_short(name), s) for name, s in what.engines.items() if not name == what.engine == "pipeline"]
+    rows = [Bar(name="as it was", parts=[("idle", what.measured_s)], text=milliseconds(what.measured_s))]
+    rows += [Bar(name=n, parts=[("work", s)], text=milliseconds(s)) for n, s in named if not math.isnan(s)]
+    body = f"<p>A global batch of {what.samples} samples:</p>" + bars(rows, label="time of a batch by engine")
+    best, best_s = what.best
+    answer = f"No engine takes 2 % less than {STRATEGIES.get(what.engine, what.engine)}."
+    if best != what.engine:
+        answer = f"{STRATEGIES[best]}: about {milliseconds(best_s)} instead of {milliseconds(what.measured_s)}."
+    if what.mended and what.few_s > 0:
+        gains = {rank: max(0.0, 1.0 - step_s / what.few_s) for rank, step_s in what.mended.items()}
+        top = max(gains, key=lambda rank: gains[rank])
+        like = "the fastest device" if what.engine == "pipeline" else "the median of the others"
+        if gains[top] > 0.005:
+            body += f"<p>Saved under the same engine, if this rank were as fast as {like}:</p>" + bars(
+                [Bar(name=f"rank {r}", parts=[("work", 100.0 * g)], text=percent(g)) for r, g in gains.items()],
+                label="saved by a mended rank",
+            )
+        mended = f" Rank {top}, mended, would save {percent(gains[top])}."
+        answer += mended if gains[top] > 0.02 else " No single rank, mended, would save 2 %."
+    if len(what.dropped) > 1:
+        taken = {"ddp": [one.ddp_s for one in what.dropped], what.beside: [one.engine_s for one in what.dropped]}
+        count = [float(len(one.ranks)) for one in what.dropped]
+        body += "<p>The same global batch without the slowest 0, 1, 2, … cards (memory is not looked at):</p>"
+        body += legend([(f"r{i}", _short(name)) for i, name in enumerate(taken)]) + lines(
+            [
+                Line(name=_short(name), kind=f"r{i}", x=count, y=[1e3 * value for value in seconds], dots=True)
+                for i, (name, seconds) in enumerate(taken.items())
+            ],
+            label="time of a batch by cards dropped",
+            x_name="cards dropped, slowest first",
+            y_name="ms per global batch",
+        )
+        words = [_dropped(_short(name), seconds, what) for name, seconds in taken.items()]
+        answer += f" {begun('; '.join(filter(None, words)))}."
+    return answer, body
 
 
-# ---- what was decided -----------------------------------------------------------------------------------------
+def _short(engine: str) -> str:
+    return {"ddp": "stock DDP"}.get(engine, f"hetero_{engine}")
 
 
-def shares_view(run: Run) -> View:
+def _dropped(name: str, taken_s: Sequence[float], what: Alternatives) -> str:
+    """Returns in words how many cards are best dropped under an engine; nothing where that is not known."""
+    known = [(s, one.ranks) for s, one in zip(taken_s, what.dropped, strict=True) if not math.isnan(s)]
+    if not known:
+        return ""
+    seconds, ranks = min(known, key=lambda pair: pair[0])
+    saved = 1.0 - seconds / known[0][0]
+    if not ranks or saved < 0.02:
+        return f"{name} is fastest with all cards"
+    return f"{name} is fastest without {ranks_text(sorted(ranks))} ({percent(saved)} less)"
+
+
+def shares(facts: RunFacts) -> Drawn:
     """Shares over time, and each change's promise and outcome."""
-    head = ("shares", "Shares and decisions", "What was decided, why, and did it give what it promised?")
-    if not run.steps:
-        return absent(head, NO_STEPS)
-    changes, shares = changes_of(run), shares_of(run)
-    if not shares.steps or (not shares.moved and not changes):
-        return absent(head, "Shares never changed: every rank had the same samples in each full batch.")
-    order = sorted(range(run.ranks), key=lambda rank: -shares.rows[rank][-1])
-    ranks = sorted(order[:4] + order[-4:]) if run.ranks > 8 else list(range(run.ranks))
-    x = [float(n) for n in shares.steps]
-    chart = lines(
+    run, changes = facts.run, facts.run.outcomes()
+    samples = [run.samples_of(run.steps[number]) for number in run.full]
+    if not samples or (len(set(samples)) == 1 and not changes):
+        return "Shares never changed: every rank had the same samples in each full batch.", ""
+    order = sorted(range(run.ranks), key=lambda rank: -samples[-1][rank])
+    ranks = sorted(set(order[:4] + order[-4:]))
+    x = [float(number) for number in run.full]
+    body = legend([(rank_kind(rank), f"rank {rank}") for rank in ranks]) + lines(
         [
-            Line(name=f"rank {rank}", kind=rank_kind(rank), x=x, y=shares.rows[rank])
-            for rank in dict.fromkeys(ranks)
+            Line(name=f"rank {rank}", kind=rank_kind(rank), x=x, y=[float(one[rank]) for one in samples])
+            for rank in ranks
         ],
         label="samples per rank over the steps",
         x_name="step",
         y_name="samples per rank",
         marks=[(float(change.step), f"step {change.step}: {change.reason}") for change in changes[-60:]],
     )
-    body = legend([(rank_kind(rank), f"rank {rank}") for rank in dict.fromkeys(ranks)]) + chart
     held = [change for change in changes if not change.cancelled]
     known = [c for c in held if not math.isnan(c.realised_gain) and not math.isnan(c.predicted_gain)]
     answer = f"{len(held)} changes came into force"
     if not changes:
-        answer = "No change was decided: samples per rank follow from who asks for work" if run.engine == "stale" else (
-            "Samples per rank differ between batches, but no decision was recorded"
-        )
+        by_asking = "No change was decided: samples per rank follow from who asks for work"
+        answer = "Samples per rank differ between batches, but no decision was recorded"
+        answer = by_asking if run.engine == "stale" else answer
     if known:
         promised = math.fsum(c.predicted_gain for c in known) / len(known)
         given = math.fsum(c.realised_gain for c in known) / len(known)
@@ -310,17 +353,17 @@ def shares_view(run: Run) -> View:
             f"; of the {len(known)} that were measured the mean gain was {percent(given)} of a batch,"
             f" and {percent(promised)} was promised"
         )
-    if not run.staged and shares.last:
-        answer += f". The last full batch was shared {'/'.join(map(str, shares.last[:16]))}"
+    if not run.staged:
+        answer += f". The last full batch was shared {'/'.join(map(str, samples[-1][:16]))}"
     if changes:
-        rows = [_change_row(change) for change in changes[-14:]]
+        rows = [_change_row(change) for change in changes[-_MOST_CHANGES:]]
         body += table(["step", "reason", "shares", "promised", "given"], rows)
-        if len(changes) > 14:
-            body += f"<p>The last 14 of {len(changes)} changes.</p>"
-    return View(name=head[0], title=head[1], question=head[2], answer=answer + ".", body=body)
+    if len(changes) > _MOST_CHANGES:
+        body += f"<p>The last {_MOST_CHANGES} of {len(changes)} changes.</p>"
+    return answer + ".", body
 
 
-def _change_row(change: Change) -> list[str]:
-    shares = "/".join(map(str, change.shares[:16])) or change.kind
+def _change_row(change: RunChange) -> list[str]:
+    shared = "/".join(map(str, change.shares[:16])) or change.kind
     given = "given up: " + change.cancelled if change.cancelled else percent(change.realised_gain)
-    return [str(change.step), change.reason, shares, percent(change.predicted_gain), given]
+    return [str(change.step), change.reason, shared, percent(change.predicted_gain), given]

@@ -113,7 +113,7 @@ class Chain:
         sizes = np.full(len(self), most)
         sizes[-1] = self.layers.cut_sizes[-1]
         ahead, back = self.crossing_s(slice(None), sizes)
-        work = self.layers.lists[0][-1] / float(self.speeds.min())
+        work = float(self.layers.work_to[-1]) / float(self.speeds.min())
         return max(1.001 * (work + sum(self.leader_s) + float((ahead + back).sum())), TINY_S)
 
     def crossing_s(self, position: int | slice, sizes: Floats) -> tuple[Floats, Floats]:

@@ -79,30 +79,30 @@ class Layers:
 
     @cached_property
     def work_to(self) -> Floats:
-        """[2L + 2] work of the layers in front of i [s]; padded by its last value, as `least_fill` looks beyond."""
+        """[L + 1] work of the layers in front of i [s]."""
         return _sums(self.work_s, len(self))
 
     @cached_property
     def state_to(self) -> Floats:
-        """[2L + 2] state of the layers in front of i [bytes]; padded likewise."""
+        """[L + 1] state of the layers in front of i [bytes]."""
         return _sums(self.state_bytes, len(self))
 
     @cached_property
     def activation_to(self) -> Floats:
-        """[2L + 2] activations of the layers in front of i, per micro-batch in flight [bytes]; padded likewise."""
+        """[L + 1] activations of the layers in front of i, per micro-batch in flight [bytes]."""
         return _sums(self.activation_bytes, len(self))
 
     @cached_property
     def kept_to(self) -> Floats:
-        """[2L + 2] ``activation_to`` less the input of a stage that starts at i: [i, b) keeps activation_to[b] - it."""
+        """[L + 1] ``activation_to`` less the input of a stage that starts at i: [i, b) keeps activation_to[b] - it."""
         inputs: Floats = np.array(self.cut_sizes)
         inputs[0] = 0.0
         return self.activation_to - inputs
 
     @cached_property
     def cut_sizes(self) -> Floats:
-        """[2L + 2] ``cut_bytes``; padded likewise."""
-        return np.pad(np.asarray(self.cut_bytes, dtype=np.float64), (0, len(self) + 1), mode="edge")
+        """[L + 1] ``cut_bytes``."""
+        return np.asarray(self.cut_bytes, dtype=np.float64)
 
     @cached_property
     def cut_range_bytes(self) -> tuple[float, float]:
@@ -110,24 +110,15 @@ class Layers:
         inner = self.cut_sizes[1 : len(self)]
         return (float(inner.min()), float(inner.max())) if inner.size else (0.0, 0.0)
 
-    @cached_property
-    def lists(self) -> tuple[list[float], list[float], list[float], list[float], list[float]]:
-        """Work, state, activations, what a start keeps, cuts: the arrays without padding, for walks in plain Python."""
-        n = len(self) + 1
-        arrays = (self.work_to, self.state_to, self.activation_to, self.kept_to, self.cut_sizes)
-        work, state, activation, kept, sizes = (x[:n].tolist() for x in arrays)
-        return work, state, activation, kept, sizes
-
     def name(self, layer: int) -> str:
         """Returns ``layer 7 ('blocks.7')`` for messages."""
         return f"layer {layer}" + (f" ({self.names[layer]!r})" if self.names else "")
 
 
 def _sums(values: Sequence[float], n: int) -> Floats:
-    sums = np.zeros(2 * n + 2)
+    sums = np.zeros(n + 1)
     if len(values):
-        np.cumsum(values, out=sums[1 : n + 1])
-        sums[n + 1 :] = sums[n]
+        np.cumsum(values, out=sums[1:])
     return sums
 
 

@@ -43,7 +43,6 @@ from lightning_hetero.solvers.chain.layers import Floats, Ints
 from lightning_hetero.types import Status
 
 __all__ = [
-    "PERIOD_SNAP",
     "ROOM_SNAP",
     "ChainPlan",
     "Times",
@@ -58,7 +57,7 @@ __all__ = [
 ]
 
 # A round trip of exactly k periods takes k, and bytes that fill a device exactly fit, whatever the last bits say.
-PERIOD_SNAP = 1.0 - 1e-9
+_PERIOD_SNAP = 1.0 - 1e-9
 ROOM_SNAP = 1.0 - 1e-12
 
 
@@ -74,7 +73,6 @@ class ChainPlan:
         total_s: ``fill_s + (micro_batches - 1) * period_s``; ``inf`` if infeasible.
         depths: most micro-batches in flight, per stage.
         memory_bytes: per stage.
-        lower_bound_s: of what was minimised (total or period): no split of this order is below [s].
         status: whether there is a valid split.
         reason: which constraint cannot be met and what would help, in words; empty if there is a split.
     """
@@ -86,7 +84,6 @@ class ChainPlan:
     total_s: float = math.inf
     depths: tuple[int, ...] = ()
     memory_bytes: tuple[float, ...] = ()
-    lower_bound_s: float = 0.0
     status: Status = Status.OPTIMAL
     reason: str = ""
 
@@ -148,7 +145,7 @@ def depths(chain: Chain, split: Times, period_s: Floats) -> Ints:
 
 def periods(spans_s: Floats | float, period_s: Floats) -> Floats:
     """Returns how many periods begin within spans of time: ``ceil(span / period)``, and 0 of any length within 0 s."""
-    return np.ceil(spans_s / np.maximum(period_s, TINY_S) * PERIOD_SNAP)
+    return np.ceil(spans_s / np.maximum(period_s, TINY_S) * _PERIOD_SNAP)
 
 
 def room(state_bytes: Floats, activation_bytes: Floats, mem_bytes: Floats | float) -> Floats:
@@ -210,10 +207,10 @@ def _fits_one(chain: Chain, split: Times, space: Floats) -> Callable[[float], bo
         per_s = max(period_s, TINY_S)
         by_links, by_rest = 1, 0
         for i, (trip_s, rest_s, room_for) in stages:
-            by_links += 1 + math.ceil(min(trip_s / per_s * PERIOD_SNAP, most))
+            by_links += 1 + math.ceil(min(trip_s / per_s * _PERIOD_SNAP, most))
             held = by_links
             if thrifty:
-                by_rest = max(by_rest, i + max(1 + math.ceil(min(rest_s / per_s * PERIOD_SNAP, most)), 2))
+                by_rest = max(by_rest, i + max(1 + math.ceil(min(rest_s / per_s * _PERIOD_SNAP, most)), 2))
                 held = min(by_links, by_rest - i)
             if min(held, most) > room_for:
                 return False
@@ -223,7 +220,7 @@ def _fits_one(chain: Chain, split: Times, space: Floats) -> Callable[[float], bo
 
 
 def evaluate(chain: Chain, cuts: Sequence[int]) -> ChainPlan:
-    """Returns what the model says of one split; ``lower_bound_s`` stays 0, as nothing is minimised.
+    """Returns what the model says of one split.
 
     Infeasible if a stage exceeds its device's memory at any pace; the reason names the first one.
 

@@ -8,40 +8,31 @@ with T_g from `pipes` (fill and periods of `chain`, by micro-batches) and sync f
 model parallelism" (TPDS 36(2), 2025), known to us by its abstract, names the decisions: uneven data,
 communication-aware partitioning, groups. All formulas and the search are ours:
 
-    few devices    all groupings (`all_groupings`), all orders (`order`), exact borders (`split`), joint refinement
-    many           seeds and moves (`search`), the same otherwise
+    structure      first ones (`starts`), then neighbours of the best so far (`search`, the controller's too)
+    borders        drafted by even stages, the best drafts by `chain.split`
     samples        exact for the pipelines at hand (`shares`)
-    bound          `lower_bound`, printed with each plan: the gap is what may be left at most
 
 Nothing is drawn at random and ties are broken by rank, so that all ranks find the same plan.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Literal
+
+import numpy as np
 
 from lightning_hetero.solvers.apportion import as_count
-from lightning_hetero.solvers.chain.bounds import why_infeasible
 from lightning_hetero.solvers.chain.chain import DepthRule
 from lightning_hetero.solvers.chain.model import evaluate
-from lightning_hetero.solvers.placement.all_groupings import best_of_all
-from lightning_hetero.solvers.placement.lower_bound import lower_bound_s
+from lightning_hetero.solvers.chain.reasons import why_infeasible
 from lightning_hetero.solvers.placement.pipes import Pipe, Problem
-from lightning_hetero.solvers.placement.search import best_found
 from lightning_hetero.solvers.placement.shares import share
+from lightning_hetero.solvers.placement.starts import best_found
 from lightning_hetero.solvers.placement.sync import sync_s
 from lightning_hetero.types import Cluster, GroupPlan, ModelCost, PipelinePlan, Status
 
 __all__ = ["evaluate_plan", "micro_batches_of", "place", "sizes_to_try"]
-
-Groupings = Literal["auto", "exact", "search"]
-
-_FEW = 6
-_MOST_EXACT = 8
-_REFINED = 2000
 
 
 def place(
@@ -51,12 +42,10 @@ def place(
     *,
     micro_samples: Sequence[int] | None = None,
     max_groups: int | None = None,
-    groupings: Groupings = "auto",
     overlap: bool = True,
     depth: DepthRule = "per_link",
     sync_overlap: float = 0.0,
     budget: int | None = None,
-    sampled: bool = False,
 ) -> PipelinePlan:
     """Plans the training of a model on a cluster: groups, orders, borders, micro-batches, samples; devices may rest.
 
@@ -67,20 +56,17 @@ def place(
         micro_samples: sizes of full micro-batches to choose from, for each group; the last one of a group may be
             smaller. None: 1, 2, 3, 4, 6, 8, 12, ... up to the global batch.
         max_groups: most pipelines side by side; None: as many as devices. 1: one chain.
-        groupings: ``exact``: judge all groupings, for up to 8 devices; ``search``: seeds and moves; ``auto``: exact
-            for up to 6 devices.
         overlap: transfers overlap compute; False: a device is busy while its links are.
         depth: how many micro-batches are in flight: ``per_link``, or ``low_memory``.
         sync_overlap: part of the gradients' synchronisation hidden behind the last backward passes, 0 to 1.
-        budget: most moves, and most candidates of a refinement, to judge; None: so that it ends within seconds.
-        sampled: where groupings are searched, judge seeds by a few of their groups: for hundreds of devices.
+        budget: most structures to compare, besides the first ones; None: so that it ends within seconds.
 
     Returns:
         A plan with ``lower_bound_s``; or infeasible, with which constraint cannot be met and what would help.
 
     Raises:
         TypeError: a number of samples is not whole.
-        ValueError: a value out of its range, or too many devices for ``exact``.
+        ValueError: a value out of its range.
 
     >>> from lightning_hetero.types import AffineCost, Device, LayerCost, Link
     >>> free, work = AffineCost(fixed_s=0.0, per_sample_s=0.0), AffineCost(fixed_s=0.0, per_sample_s=1.0)
@@ -99,23 +85,9 @@ def place(
     samples = as_count("global_batch", global_batch, least=1)
     sizes = sizes_to_try(micro_samples, samples)
     most = len(cluster.devices) if max_groups is None else as_count("max_groups", max_groups, least=1)
-    if groupings not in ("auto", "exact", "search"):
-        raise ValueError(f"groupings={groupings!r} must be 'auto', 'exact' or 'search'")
-    n = len(cluster.devices)
-    if groupings == "exact" and n > _MOST_EXACT:
-        raise ValueError(
-            f"groupings='exact' judges all groupings of up to {_MOST_EXACT} devices, not {n}: use 'search'"
-        )
     problem = _problem(model, cluster, samples, sizes, overlap, depth, sync_overlap)
-    bound_s = lower_bound_s(problem, most)
-    pipes, judged = (), 0
-    if bound_s < math.inf:
-        if groupings == "exact" or (groupings == "auto" and n <= _FEW):
-            effort = _REFINED if budget is None else as_count("budget", budget)
-            _, pipes = best_of_all(problem, most, budget=effort)
-        else:
-            effort = None if budget is None else as_count("budget", budget)
-            _, pipes, judged = best_found(problem, most, budget=effort, sampled=sampled)
+    bound_s = _work_bound_s(problem)
+    pipes, judged = best_found(problem, most, budget=None if budget is None else as_count("budget", budget))
     if not pipes:
         return PipelinePlan(groups=(), status=Status.INFEASIBLE, lower_bound_s=bound_s, reason=_why(problem))
     shares, _ = share([problem.cost(pipe) for pipe in pipes], samples)
@@ -162,6 +134,14 @@ def micro_batches_of(samples: int, size: int) -> tuple[int, ...]:
     """
     full, rest = divmod(samples, size)
     return (size,) * full + ((rest,) if rest else ())
+
+
+def _work_bound_s(problem: Problem) -> float:
+    """Returns the time of all layers' work for the batch on all devices together [s]: no plan is below it."""
+    samples = problem.samples
+    batches = -(-samples // min(problem.sizes[-1], samples))  # in all groups together, at least
+    fixed_s, per_sample_s = problem.work_s[:, -1] + problem.leader_s
+    return float((batches * fixed_s + samples * per_sample_s) / np.sum(problem.speeds)) * (1.0 - 1e-9)
 
 
 def _group(problem: Problem, pipe: Pipe, samples: int) -> GroupPlan:

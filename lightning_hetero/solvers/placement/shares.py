@@ -11,7 +11,7 @@ import heapq
 import math
 from collections.abc import Sequence
 
-from lightning_hetero.solvers.placement.pipes import PipeCost
+from lightning_hetero.solvers.placement.pipe_cost import PipeCost
 
 __all__ = ["done", "level", "share"]
 

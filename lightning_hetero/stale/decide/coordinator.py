@@ -11,17 +11,16 @@ for answers to claims, hold whatever it decides, and make every policy exact and
 - *Liveness.* A lease without a push for long is issued again, and nobody waits longer for a worker without a lease to
   claim one; the worker stays welcome.
 
-The idea of a coordinator that bounds staleness without waiting is SaPS's (abstract only); the rules are ours.
+A coordinator that bounds staleness without waiting is SaPS's idea (abstract only); the rules are ours.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from lightning_hetero.predictors import Predictor
-from lightning_hetero.stale.decide.dispatch import Dispatch
+from lightning_hetero.stale.decide.dispatch import Dispatch, Sizing
 from lightning_hetero.stale.decide.effects import (
     Accepted,
     Contribution,
@@ -31,14 +30,13 @@ from lightning_hetero.stale.decide.effects import (
     Reissued,
     Span,
     Updated,
-)
-from lightning_hetero.stale.decide.epoch import Epoch
+)  # fmt: skip
+from lightning_hetero.stale.decide.epoch import Epoch, check_update
 from lightning_hetero.stale.decide.intervals import head
 from lightning_hetero.stale.decide.ledger import Ledger
-from lightning_hetero.stale.decide.policy import Apply, Policy, Pool, Wait
-from lightning_hetero.stale.decide.sizing import Sizing
+from lightning_hetero.stale.decide.policy import Policy
 from lightning_hetero.stale.decide.speeds import Speeds, StepTime
-from lightning_hetero.stale.decide.workers import Held, Lease, Workers, WorkerState
+from lightning_hetero.stale.decide.workers import HeldClaim, Lease, Workers, WorkerState
 
 __all__ = ["Coordinator"]
 
@@ -49,16 +47,15 @@ class Coordinator:
     Args:
         policy: who waits, who computes what, what counts.
         workers: ranks that take part from the start.
-        ahead: fix slices so many ticks early, so that workers can fetch them (`Granted.hint`).
+        ahead: fix slices so many global steps early, so that workers can fetch them (`Granted.hint`).
         predictor: model of a worker's time; None: `Kalman`.
-        liveness_factor: a lease is issued again when it takes so many times its predicted time ...
-        liveness_s: ... but not before this [s]. Before anything is known of any worker the limit is their product, as
-            it is for one that others wait for to claim work.
+        liveness_factor, liveness_s: a lease is issued again when it takes so many times its predicted time, but not
+            before so long [s]. Before anything is known, and for a claim that others wait for, it is their product.
 
     Attributes:
         epoch, tick: present batch; ``tick == len(ends)``: the epoch is over.
-        version: of the parameters, i.e. number of updates so far.
-        ends: cumulative samples behind each tick of the epoch.
+        version: of the parameters: number of updates so far.
+        ends: cumulative samples behind each global step of the epoch.
         live: ranks that are connected and not silent for longer than the limit.
         ledger: which samples are free, leased, arrived.
         step_s: smoothed time between the ends of ticks [s]; 0 before there are any.
@@ -94,7 +91,6 @@ class Coordinator:
         self.workers = Workers(ranks, speeds=self.speeds, liveness_factor=liveness_factor, liveness_s=liveness_s)
         self.version = 0
         self._step = StepTime()
-        self._update_s = math.inf  # when to ask the policy again, unless a push comes before
         self._sizing = Sizing(policy, self.workers, ahead=ahead)
         self._dispatch = Dispatch(policy, self.workers, self._sizing, self._step)
         self._books = Epoch(-1, [1], applied=[(0, 1)], tick=1)
@@ -156,7 +152,6 @@ class Coordinator:
         effects: list[Effect] = [Passed(rank=w.rank, tick=ticks) for w in self.workers if w.held is not None]
         self.workers.begin(now)
         self._books = books
-        self._update_s = math.inf
         self._step.interrupt()
         return effects
 
@@ -176,7 +171,7 @@ class Coordinator:
         if worker.grants and (tick < self.tick or self.over):
             effects.append(Passed(rank=rank, tick=self.tick))
         else:
-            worker.held = Held(tick, now)
+            worker.held = HeldClaim(tick, now)
         return effects + self._settle(now)
 
     def push(
@@ -207,12 +202,12 @@ class Coordinator:
         self.speeds.learn(rank, count, min(now - held.granted_s, held.limit_s))
         if held.claimed == self.tick and count == held.samples:
             self.workers.ended(held, now)
-        effects = self._receive(worker, held, count, finite, in_tick=tick == self.tick, now=now)
+        effects = self._receive(worker, held, count, finite, in_tick=tick == self.tick)
         effects += self._update(now)
         return effects + self._settle(now)
 
     def _receive(
-        self, worker: WorkerState, held: Lease, count: int, finite: bool, *, in_tick: bool, now: float
+        self, worker: WorkerState, held: Lease, count: int, finite: bool, *, in_tick: bool
     ) -> list[Effect]:
         staleness = self.version - held.base
         effects: list[Effect] = []
@@ -227,7 +222,7 @@ class Coordinator:
             held.part_from_twin()
         done, rest = head(held.spans, count)
         contribution = Contribution(rank=rank, lease=lease, samples=count, staleness=staleness)
-        self._books.arrive(done, contribution if finite else None, rank=rank, in_tick=in_tick, now=now)
+        self._books.arrive(done, contribution if finite else None, in_tick=in_tick)
         if finite:
             scale = self.policy.scale(staleness, len(self.workers.crew))
             effects.append(Accepted(rank=rank, lease=lease, samples=count, staleness=staleness, scale=scale))
@@ -244,15 +239,8 @@ class Coordinator:
         """Whether the gradients of a push that is not the last of its batch count; if so, that is noted.
 
         They do not if that step counts already for these samples: it came from a worker that died or was late with
-        the last push, so that the samples were issued again, or from the lease's twin.
-
-        Args:
-            lease: a valid one, see `lease`.
-            number: of the optimizer step inside the batch.
-            samples: computed samples.
-
-        Raises:
-            ValueError: ``samples`` is not in 1 to the size of the grant.
+        the last push, so that the samples were issued again, or from the lease's twin. ValueError if ``samples`` is
+        not in 1 to the size of the lease.
         """
         self._check_samples(lease, samples)
         return self.ledger.first(number, head(lease.spans, samples)[0])
@@ -308,7 +296,7 @@ class Coordinator:
 
     def wake_s(self) -> float:
         """Returns when `wake` is due next [s]; inf: only an event can change anything."""
-        return min(self.workers.wake_s(), self._update_s)
+        return self.workers.wake_s()
 
     # --- questions --------------------------------------------------------------------------------------------
 
@@ -345,10 +333,6 @@ class Coordinator:
     def hints(self, rank: int) -> list[Span]:
         """Returns what a worker will probably be granted in the next ``ahead`` ticks; (0, 0) where nothing."""
         return self._sizing.hints(self._books, rank)
-
-    def predicted_s(self, rank: int, samples: int) -> float:
-        """Returns the time from grant to push [s]; NaN while nothing is known of any worker."""
-        return self.speeds.predict_s(rank, samples)
 
     def state_dict(self) -> dict[str, Any]:
         """Returns plain types only; ``applied`` leaves out what is pooled: it will be computed again."""
@@ -388,31 +372,22 @@ class Coordinator:
 
     def _update(self, now: float) -> list[Effect]:
         """Asks the policy whether the pool becomes an update, and makes it one."""
-        self._update_s = math.inf
         if self.over:
             return []
-        pool = self._books.pool(len(self.live), now)
+        pool = self._books.pool(len(self.live))
         verdict = self.policy.update(pool)
-        if isinstance(verdict, Wait):
-            self._update_s = verdict.until_s
-        if not isinstance(verdict, Apply):
+        if verdict is None:
             return []
-        self._check(verdict, pool)
+        check_update(verdict.ends_step, pool, type(self.policy).__name__)
         self.version += 1
         contributions = self._books.empty()
-        if verdict.skip:
-            for worker in self.workers:
-                if worker.valid is not None:
-                    worker.valid.twin = None
-                    worker.valid.void = "late"
-            self.ledger.skip(self.tick)
-        if verdict.ends_tick:
+        if verdict.ends_step:
             self._books.advance(now)
             self.workers.begin_tick()
             self._step.ended(now)
         updated = Updated(
             version=self.version, tick=self.tick, samples=pool.samples, contributions=contributions,
-            worth=verdict.worth, ends_tick=verdict.ends_tick,
+            worth=verdict.worth, ends_step=verdict.ends_step,
         )  # fmt: skip
         effects: list[Effect] = [updated]
         for worker in self.workers:
@@ -420,18 +395,3 @@ class Coordinator:
             if lease is not None and not self.within_bound(lease.base):
                 effects += self._free_lease(worker, "stale")
         return effects
-
-    def _check(self, verdict: Apply, pool: Pool) -> None:
-        name = type(self.policy).__name__
-        if verdict.ends_tick and not pool.witnessed:
-            raise RuntimeError(
-                f"{name}.update ended a global step to which no worker in it contributed: see pool.witnessed"
-            )
-        if verdict.ends_tick != (verdict.skip or verdict.carry or pool.complete):
-            raise RuntimeError(
-                f"{name}.update must end the global step exactly when pool.complete, or with skip or carry: {pool}"
-            )
-        if verdict.carry and pool.last and pool.missing > 0:
-            raise RuntimeError(f"{name}.update carries samples over the end of the epoch: see pool.last: {pool}")
-        if not pool.pushes and not verdict.ends_tick:
-            raise RuntimeError(f"{name}.update made an update of an empty pool: {pool}")

@@ -1,8 +1,8 @@
-"""Answers claims, with the samples a policy gives within rules that no policy can change (P).
+"""Answers claims with what a policy gives, within rules that no policy can change; how a batch is cut (layer P).
 
-- *Once per epoch.* The first claim of a rank in an epoch is answered at once with a grant, a dummy if need be: each
+- *Once per epoch.* The first claim of a rank in an epoch is answered at once with an assignment, perhaps a dummy: each
   rank runs at least one step, else epoch-end reductions of metrics do not pair up.
-- *Room.* One sample per later tick of the epoch stays unleased, so that each of the epoch's ticks has an update.
+- *Room.* One sample per later global step of the epoch stays unassigned, so that each of them has an update.
 - *Second issue.* When no sample may be given out any more, an idle worker computes an overdue chunk a second time; the
   first result wins.
 - *Somebody works.* Workers that would all wait for one another without end do not: the first one gets a sample.
@@ -11,16 +11,69 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 
-from lightning_hetero.stale.decide.effects import Granted, Passed
+from lightning_hetero.stale.decide.effects import Granted, Passed, Span
 from lightning_hetero.stale.decide.epoch import Epoch
 from lightning_hetero.stale.decide.intervals import size
 from lightning_hetero.stale.decide.policy import Claim, Due, Grant, Hold, Policy
-from lightning_hetero.stale.decide.sizing import Sizing
 from lightning_hetero.stale.decide.speeds import StepTime
-from lightning_hetero.stale.decide.workers import Held, Lease, Workers, WorkerState
+from lightning_hetero.stale.decide.workers import HeldClaim, Lease, Workers, WorkerState, expected_in_s
 
-__all__ = ["Dispatch"]
+__all__ = ["Dispatch", "Sizing"]
+
+
+class Sizing:
+    """Shares follow speeds up to the moment of a claim; slices are fixed once, ``ahead`` ticks early.
+
+    Args:
+        policy: whether shares are equal or by speed.
+        workers: who is live, and how fast.
+        ahead: fix slices so many ticks early, so that workers can fetch them.
+    """
+
+    def __init__(self, policy: Policy, workers: Workers, *, ahead: int = 0) -> None:
+        self._policy, self._workers, self._ahead = policy, workers, ahead
+
+    def _split(self, total: int) -> Mapping[int, int]:
+        workers = self._workers
+        return workers.speeds.split(workers.ranks(), total, equal=self._policy.equal_shares)
+
+    def shares(self, books: Epoch) -> tuple[int, ...]:
+        """Returns samples per rank, from 0 to the highest, of the present batch; 0 for ranks that are not live."""
+        split = self._split(books.batch)
+        return tuple(split.get(rank, 0) for rank in range(max((w.rank for w in self._workers), default=-1) + 1))
+
+    def share(self, books: Epoch, rank: int) -> int:
+        """Returns the worker's part of the present batch [samples]."""
+        planned = books.ledger.planned(rank, books.tick)
+        if self._policy.equal_shares:
+            return planned
+        present = self._split(books.batch).get(rank, 0)
+        # Slices fixed earlier are kept unless speeds have really changed: they may have been fetched already.
+        return planned if abs(planned - present) <= max(1, present // 16) else present
+
+    def step_s(self, books: Epoch) -> float:
+        """Returns the predicted time of the present batch, its slowest share [s]; 0 while nothing is known."""
+        times = [self._workers.speeds.predict_s(r, part) for r, part in self._split(books.batch).items() if part]
+        return max((t for t in times if not math.isnan(t)), default=0.0)
+
+    def lay_out(self, books: Epoch) -> None:
+        """Fixes the slices of the present batch and of those ``ahead``, where they are not yet."""
+        for batch in range(books.tick, min(books.tick + self._ahead, len(books.ends) - 1) + 1):
+            if not books.ledger.laid_out(batch):
+                books.ledger.lay_out(batch, self._split(books.size(batch)))
+
+    def hint(self, books: Epoch, rank: int) -> Span:
+        """Returns what the worker will probably be granted ``ahead`` ticks from now; (0, 0): nothing."""
+        return books.ledger.slice(rank, books.tick + self._ahead) if self._ahead else (0, 0)
+
+    def hints(self, books: Epoch, rank: int) -> list[Span]:
+        """Returns what the worker will probably be granted in the next ``ahead`` ticks; (0, 0) where nothing."""
+        if books.over:
+            return []
+        self.lay_out(books)
+        return [books.ledger.slice(rank, books.tick + i) for i in range(self._ahead)]
 
 
 class Dispatch:
@@ -70,21 +123,23 @@ class Dispatch:
         worker.held = None
         return [self._lend(worker, first.tick, 1, books, version, now, micro=0)]
 
-    def _decide(self, worker: WorkerState, held: Held, books: Epoch, version: int, now: float) -> Granted | None:
+    def _decide(self, worker: WorkerState, held: HeldClaim, books: Epoch, version: int, now: float) -> Granted | None:
         first = worker.grants == 0
         if books.over:
             return self._dummy(worker, books, version)
         self._sizing.lay_out(books)
-        claim = self._view(worker, held, books, version, now)
+        claim = self._view(worker, held, books, now)
         answer = self._policy.claim(claim)
         if isinstance(answer, Hold):
             if first:
                 return self._dummy(worker, books, version)
-            held.starved, held.until_s = False, min(held.until_s, answer.until_s)
+            held.starved, held.until_s = False, min(held.until_s, held.since_s + answer.patience_s)
             if now < held.until_s:
                 return None
             answer = Grant(samples=1)  # a hold ends when it was to end, whatever the policy says now
-        samples = min(answer.samples, claim.room)
+        witness = claim.witnessed or any(d.current for d in claim.due)
+        room = books.room - (claim.late and not witness)  # the last sample is for a worker that can end the step
+        samples = min(answer.samples, room)
         if samples > 0:
             return self._lend(worker, held.tick, samples, books, version, now, micro=answer.micro)
         if first:
@@ -121,38 +176,29 @@ class Dispatch:
             rank=worker.rank, lease=self._workers.number(), tick=books.tick, base=version, spans=()
         )
 
-    def _view(self, worker: WorkerState, held: Held, books: Epoch, version: int, now: float) -> Claim:
+    def _view(self, worker: WorkerState, held: HeldClaim, books: Epoch, now: float) -> Claim:
         """Returns what the policy may know about a claim."""
         tick, speeds = books.tick, self._workers.speeds
-        due = self._workers.due(tick)
         reserved: list[Due] = []
         for other in self._workers.pending(worker, tick):
             if (part := books.ledger.free_in_slice(other.rank, tick)) > 0:
-                end_s = books.began_s + speeds.predict_s(other.rank, part)
-                reserved.append(Due(rank=other.rank, samples=part, end_s=end_s, current=True))
-        late = held.tick < tick
-        witness = books.witnessed or any(d.current for d in due)
+                in_s = expected_in_s(books.began_s + speeds.predict_s(other.rank, part), now)
+                reserved.append(Due(rank=other.rank, samples=part, in_s=in_s, current=True))
         clocks = [other.clock for other in self._workers.live()]
         return Claim(
             rank=worker.rank,
-            now_s=now,
-            since_s=held.since_s,
             expired=now >= held.until_s,
             first=worker.grants == 0,
-            late=late,
+            late=held.tick < tick,
             opening=tick == books.opening,
             served=worker.served == tick,
-            tick=tick,
-            version=version,
             workers=len(clocks),
             batch=books.batch,
             need=books.need,
-            room=books.room - (late and not witness),  # the last sample is for who can end the tick
             share=self._sizing.share(books, worker.rank),
             witnessed=books.witnessed,
-            due=due,
+            due=self._workers.due(tick, now),
             reserved=tuple(reserved),
-            next_need=books.next_need,
             lead=worker.clock - min(clocks, default=worker.clock),
             step_s=self._step.smoothed_s or self._sizing.step_s(books),
             cost=speeds.cost(worker.rank),

@@ -74,7 +74,7 @@ class Accepted:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Refused:
-    """A contribution is thrown away: ``gone`` (lease re-issued or cancelled), ``stale``, ``late`` or ``nonfinite``.
+    """A contribution is thrown away: ``gone`` (lease re-issued or cancelled), ``stale`` or ``nonfinite``.
 
     ``samples`` were computed in vain.
     """
@@ -114,7 +114,7 @@ class Updated:
         tick: the tick the server is in afterwards.
         samples: samples in the pool; the gradient is their mean.
         worth: learning rate of this update, as a multiple of the user's; n/B for updates of n of B samples.
-        ends_tick: whether the batch is complete with it.
+        ends_step: whether the batch is complete with it.
     """
 
     version: int
@@ -122,7 +122,7 @@ class Updated:
     samples: int
     contributions: tuple[Contribution, ...]
     worth: float = 1.0
-    ends_tick: bool = True
+    ends_step: bool = True
 
 
 Effect = Granted | Passed | Accepted | Refused | Reissued | Updated

@@ -9,7 +9,7 @@ from lightning_hetero.stale.decide.intervals import IntervalSet
 from lightning_hetero.stale.decide.ledger import Ledger
 from lightning_hetero.stale.decide.policy import Pool
 
-__all__ = ["Epoch"]
+__all__ = ["Epoch", "check_update"]
 
 
 class Epoch:
@@ -53,7 +53,6 @@ class Epoch:
         self._contributions: list[Contribution] = []
         self._pooled: list[Span] = []
         self._pushes = 0
-        self._in_s: dict[int, float] = {}  # by rank, when it first pushed for this tick while in it
 
     @property
     def over(self) -> bool:
@@ -80,26 +79,16 @@ class Epoch:
         """Samples that may be leased: one per later tick stays, so that each can have an update."""
         return self.ledger.free - (len(self.ends) - 1 - self.tick)
 
-    @property
-    def next_need(self) -> int:
-        """Samples up to the end of the next batch that nobody has claimed; <= 0: none."""
-        end = self.ends[min(self.tick + 1, len(self.ends) - 1)]
-        return min(end - self.ledger.arrived - self.ledger.leased, self.room)
-
-    def arrive(
-        self, spans: Sequence[Span], contribution: Contribution | None, *, rank: int, in_tick: bool, now: float
-    ) -> None:
+    def arrive(self, spans: Sequence[Span], contribution: Contribution | None, *, in_tick: bool) -> None:
         """Puts computed samples into the pool; without a contribution they are used up (not finite)."""
         self.ledger.arrive(spans)
         self._pooled += spans
         self._pushes += 1
         self.witnessed = self.witnessed or in_tick
-        if in_tick:
-            self._in_s.setdefault(rank, now)
         if contribution is not None:
             self._contributions.append(contribution)
 
-    def pool(self, workers: int, now: float) -> Pool:
+    def pool(self, workers: int) -> Pool:
         """Returns what has arrived since the last update, for the policy."""
         return Pool(
             contributions=len(self._contributions),
@@ -110,9 +99,6 @@ class Epoch:
             witnessed=self.witnessed,
             workers=workers,
             slices=self.ledger.owners(self.tick),
-            now_s=now,
-            began_s=self.began_s,
-            in_s=tuple(sorted(self._in_s.values())),
             last=self.tick == len(self.ends) - 1,
         )
 
@@ -129,7 +115,6 @@ class Epoch:
         self.tick += 1
         self.began_s = now
         self.witnessed = False
-        self._in_s.clear()
 
     def applied(self) -> list[list[int]]:
         """Returns the samples in applied updates as ``[start, end]``; what is only pooled is left out."""
@@ -137,3 +122,21 @@ class Epoch:
         for start, end in self._pooled:
             applied.remove(start, end)
         return [list(span) for span in applied]
+
+
+def check_update(ends_step: bool, pool: Pool, policy: str) -> None:
+    """Refuses an update that would break a rule.
+
+    Raises:
+        RuntimeError: naming the policy.
+    """
+    if ends_step and not pool.witnessed:
+        raise RuntimeError(
+            f"{policy}.update ended a global step to which no worker in it contributed: see pool.witnessed"
+        )
+    if ends_step and pool.last and pool.missing > 0:
+        raise RuntimeError(f"{policy}.update carries samples over the end of the epoch: see pool.last: {pool}")
+    if pool.complete and not ends_step:
+        raise RuntimeError(f"{policy}.update must end the global step once pool.complete: {pool}")
+    if not pool.pushes and not ends_step:
+        raise RuntimeError(f"{policy}.update made an update of an empty pool: {pool}")

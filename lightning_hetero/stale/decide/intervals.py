@@ -5,7 +5,6 @@ Cost: every operation is linear in the number of spans, however many positions t
 
 from __future__ import annotations
 
-from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 
 from lightning_hetero.stale.decide.effects import Span
@@ -92,54 +91,41 @@ class IntervalSet:
     """A set of positions as sorted, disjoint, non-touching spans."""
 
     def __init__(self, spans: Iterable[Span] = ()) -> None:
-        self._starts: list[int] = []
-        self._ends: list[int] = []
+        self._spans: list[Span] = []
         self.count = 0
         for start, end in spans:
             self.add(start, end)
 
     def __iter__(self) -> Iterator[Span]:
-        return iter(list(zip(self._starts, self._ends, strict=True)))
+        return iter(list(self._spans))
 
     def within(self, start: int, end: int) -> list[Span]:
         """Returns the spans of the set inside ``[start, end)``, cut at both ends."""
-        if start >= end:
-            return []
-        first = bisect_right(self._ends, start)
-        last = bisect_left(self._starts, end)
-        pairs = zip(self._starts[first:last], self._ends[first:last], strict=True)
-        return [(max(a, start), min(b, end)) for a, b in pairs]
+        return [(max(a, start), min(b, end)) for a, b in self._spans if max(a, start) < min(b, end)]
 
     def add(self, start: int, end: int) -> None:
         """Puts ``[start, end)`` in; ValueError if a part of it is in already."""
         if start >= end:
             return
-        at = bisect_left(self._starts, start)
-        if (at > 0 and self._ends[at - 1] > start) or (at < len(self._starts) and self._starts[at] < end):
-            raise ValueError(f"positions of [{start}, {end}) are there already: {self.within(start, end)}")
-        left = at > 0 and self._ends[at - 1] == start
-        right = at < len(self._starts) and self._starts[at] == end
-        if left and right:
-            self._ends[at - 1] = self._ends[at]
-            del self._starts[at], self._ends[at]
-        elif left:
-            self._ends[at - 1] = end
-        elif right:
-            self._starts[at] = start
-        else:
-            self._starts.insert(at, start)
-            self._ends.insert(at, end)
+        if there := self.within(start, end):
+            raise ValueError(f"positions of [{start}, {end}) are there already: {there}")
         self.count += end - start
+        apart: list[Span] = []
+        for a, b in self._spans:
+            if b == start:
+                start = a
+            elif a == end:
+                end = b
+            else:
+                apart.append((a, b))
+        self._spans = sorted([*apart, (start, end)])
 
     def remove(self, start: int, end: int) -> None:
         """Takes ``[start, end)`` out; ValueError if a part of it is not in."""
         if start >= end:
             return
-        at = bisect_right(self._starts, start) - 1
-        if at < 0 or self._ends[at] < end:
-            raise ValueError(f"not all positions of [{start}, {end}) are there: only {self.within(start, end)}")
-        a, b = self._starts[at], self._ends[at]
-        left = [(x, y) for x, y in ((a, start), (end, b)) if x < y]
-        self._starts[at : at + 1] = [x for x, _ in left]
-        self._ends[at : at + 1] = [y for _, y in left]
+        if (there := self.within(start, end)) != [(start, end)]:
+            raise ValueError(f"not all positions of [{start}, {end}) are there: only {there}")
         self.count -= end - start
+        parts = [part for a, b in self._spans for part in ((a, min(b, start)), (max(a, end), b))]
+        self._spans = [(a, b) for a, b in parts if a < b]

@@ -233,13 +233,3 @@ class Ledger:
                     raise ValueError(f"positions {found} of [{start}, {end}) are {state}, not leased")
             known.add(start, end)
         return list(known)
-
-    def skip(self, batch: int) -> int:
-        """Marks all positions up to the end of ``batch`` as arrived, leased or not; returns how many were not."""
-        before = self._arrived.count
-        stop = self.ends[batch]
-        for start, end in self._free.within(0, stop):
-            self._free.remove(start, end)
-        for start, end in outside(0, stop, self._arrived.within(0, stop)):
-            self._arrived.add(start, end)
-        return self._arrived.count - before

@@ -12,8 +12,8 @@ from lightning_hetero.base.elastic.members import Members
 from lightning_hetero.base.loaders import BoundLoader, LoaderBinder
 from lightning_hetero.data.copies import users_own
 from lightning_hetero.data.granted import EpochSampler, SampleSource, granted_loader
-from lightning_hetero.stale.fit.settings import StaleSettings
-from lightning_hetero.stale.fit.ticks import Ticks
+from lightning_hetero.stale.fit.global_steps import GlobalSteps
+from lightning_hetero.stale.fit.session import StaleSettings
 from lightning_hetero.transport.side_channel import SideChannel
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ class GrantedBinder(LoaderBinder[BoundLoader]):
 
     Attributes:
         sampler, source: order and samples of the loader; None before it is known.
-        ticks: who trains what is granted of it; None before training.
+        steps: trains what is assigned of it; None before training.
     """
 
     def __init__(self, trainer: Trainer, channel: SideChannel, members: Members, settings: StaleSettings) -> None:
@@ -42,7 +42,7 @@ class GrantedBinder(LoaderBinder[BoundLoader]):
         self._members, self._asked_batch = members, settings.shared.global_batch_size
         self.sampler: EpochSampler | None = None
         self.source: SampleSource | None = None
-        self.ticks: Ticks | None = None
+        self.steps: GlobalSteps | None = None
 
     def process(self, loader: object) -> DataLoader:
         """Returns the copy of the train loader that trains what the server grants.
@@ -59,7 +59,7 @@ class GrantedBinder(LoaderBinder[BoundLoader]):
                 "the train dataset is an IterableDataset, whose samples have no positions that could be assigned to one"
                 " rank or another; use a map-style dataset, strategy='hetero_balanced' or strategy='ddp'"
             )
-        if self.sampler is not None and self.ticks is None:
+        if self.sampler is not None and self.steps is None:
             raise TypeError(
                 "several train loaders: samples are assigned from one order, which several loaders do not have."
                 " Combine the datasets (torch.utils.data.StackDataset or ConcatDataset), or use"
@@ -79,8 +79,8 @@ class GrantedBinder(LoaderBinder[BoundLoader]):
         orders.check_position(order.global_batch_size)
         self.sampler = EpochSampler(order)
         self.source = SampleSource(loader, counted=self._counted)
-        if self.ticks is not None:
-            self.ticks.bind(self.sampler, self.source)
+        if self.steps is not None:
+            self.steps.bind(self.sampler, self.source)
         self.sampler.epoch = compat.epoch_running(self._trainer)  # for who looks at a batch before the epoch starts
         bound = BoundLoader(spec=spec, full=order.global_batch_size, order=order)
         bound.loader = granted_loader(loader, self.sampler, self.source, self._batches)
@@ -98,9 +98,9 @@ class GrantedBinder(LoaderBinder[BoundLoader]):
         return batch_size * members.world_size
 
     def _batches(self, iterator: object) -> Iterator[Any]:
-        if self.ticks is None or not compat.is_train_iterator(self._trainer, iterator):
+        if self.steps is None or not compat.is_train_iterator(self._trainer, iterator):
             return self._look()
-        return self.ticks.batches()
+        return self.steps.batches()
 
     def _look(self) -> Iterator[Any]:
         sampler, source = self.sampler, self.source

@@ -2,7 +2,7 @@
 
     before Lightning or torchmetrics reduce over ranks:   meet -> who lives, the same version for all
     somebody died since the last meeting:                 process group of those left; validation is divided again
-    somebody joins between two epochs [admission]:        process group with the newcomer
+    somebody joins between two epochs [admission]:        process group with the joining rank
 """
 
 from __future__ import annotations
@@ -25,74 +25,25 @@ from lightning_hetero.stale.runtime.messages import Met
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
 
-__all__ = ["Meetings"]
+__all__ = ["ServerMeetings"]
 
 T = TypeVar("T")
 
 _SIGNS_TO_COME = 6  # of life, one per `liveness_s`: in this time a rank comes from a meeting to its collective
 
 
-class _MeetingPoints(Callback):
-    """Before anything of Lightning or torchmetrics reduces over ranks, all live ranks meet at the server.
-
-    Then they hold the same version, and a rank that died meanwhile is out of the group. First among the callbacks.
-    """
-
-    def __init__(
-        self,
-        meetings: Meetings,
-        members: Members,
-        admission: Admission,
-        leave_step: Callable[[], None],
-        take_over_changes: Callable[[bool], None],
-    ) -> None:
-        self._meetings, self._members, self._admission = meetings, members, admission
-        self._leave_step, self._take_over_changes = leave_step, take_over_changes
-        self._validating = set[int]()
-
-    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        ranks = self._members.alive
-        self._meetings.meet("validation starts", pull=True)
-        self._meetings.agree_on_averages()
-        if self._members.alive != ranks:
-            compat.count_val_batches(trainer, begin=True)
-        self._validating = set(self._members.alive)
-
-    def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._meetings.meet(f"validation ends{self._meetings.logged()}")
-
-    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if self._validating - set(self._members.alive):
-            self._members.warn_once(
-                "a rank died during this validation: the metrics leave out the samples it was to validate; the next"
-                " validation covers all samples again"
-            )
-
-    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._leave_step()
-        self._meetings.meet(f"epoch ends{self._meetings.logged()}", pull=True)
-
-    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Before anybody's hook: a newcomer goes through all hooks of its first epoch."""
-        self._admission.admit()
-        self._take_over_changes(False)
-
-    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Before callbacks put their averages in place of the parameters."""
-        self._meetings.meet("last batch trained", pull=True)
-        self._meetings.agree_on_averages()
-        self._take_over_changes(True)
-
-
-class Meetings:
+class ServerMeetings(Callback):
     """Keeps the ranks of a run together.
+
+    Before anything of Lightning or torchmetrics reduces over ranks, all live ranks meet at the server. Then they hold
+    the same version, and a rank that died meanwhile is out of the group. First among the callbacks.
 
     Args:
         trainer: the running trainer.
         session: where they meet.
-        members: who takes part.
+        members: which ranks take part.
         groups: rebuilt without those that have died.
-        admission: told when somebody is missing.
+        admission: told when a rank is missing.
         liveness_s: silence from which on a rank counts as silent [s].
         take_over_changes: called before an epoch, and when training ends (True), for what the user's code has changed.
         leave_step: called when an epoch ends; a hook may have skipped the rest of it in the middle of a batch.
@@ -119,18 +70,52 @@ class Meetings:
         self._session, self._members = session, members
         self._groups, self._admission = groups, admission
         self._come_s = _SIGNS_TO_COME * liveness_s
+        self._leave_step, self._take_over_changes = leave_step, take_over_changes
+        self._validating = set[int]()
         self._generation = 0
         self._advised = False
         self._callbacks = compat.trainer_callbacks(trainer)
-        self._point = _MeetingPoints(self, members, admission, leave_step, take_over_changes)
-        self._callbacks.insert(0, self._point)
+        self._callbacks.insert(0, self)
+
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        ranks = self._members.alive
+        self.meet("validation starts", pull=True)
+        self.agree_on_averages()
+        if self._members.alive != ranks:
+            compat.count_val_batches(trainer, begin=True)
+        self._validating = set(self._members.alive)
+
+    def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.meet(f"validation ends{self.logged()}")
+
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if self._validating - set(self._members.alive):
+            self._members.warn_once(
+                "a rank died during this validation: the metrics leave out the samples it was to validate; the next"
+                " validation covers all samples again"
+            )
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._leave_step()
+        self.meet(f"epoch ends{self.logged()}", pull=True)
+
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Before any other hook: a joining rank goes through all hooks of its first epoch."""
+        self._admission.admit()
+        self._take_over_changes(False)
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Before callbacks put their averages in place of the parameters."""
+        self.meet("last batch trained", pull=True)
+        self.agree_on_averages()
+        self._take_over_changes(True)
 
     def meet(self, what: str, *, pull: bool = False, call: int | None = None) -> None:
         """Waits at the server for all live ranks; leaves the dead behind. Without a server nobody is waited for.
 
         Args:
             what: the purpose, the same on all ranks; a difference is an error that names both sides.
-            pull: take the newest parameters, which are the same for all as nobody computes meanwhile.
+            pull: take the current parameters, which are the same for all as nobody computes meanwhile.
             call: see `Worker.meet`.
         """
         worker = self._session.worker
@@ -168,7 +153,7 @@ class Meetings:
         return f", logged: {', '.join(names)}" if names else ""
 
     def agree_on_averages(self) -> None:
-        """Averaged weights are rank 0's on all ranks: a rank that a tick went by without has not seen its version."""
+        """Averaged weights are rank 0's on all ranks: a rank that was passed by has not seen its version."""
         if self._session.worker is not None and len(self._members.alive) > 1:
             for tensor in compat.averaged_weights(self.trainer):
                 dist.broadcast(tensor.data, 0)  # the lowest of those left
@@ -190,4 +175,4 @@ class Meetings:
 
     def close(self) -> None:
         """Takes the callback out again."""
-        self._callbacks.remove(self._point)
+        self._callbacks.remove(self)

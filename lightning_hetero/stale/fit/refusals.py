@@ -2,25 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from lightning.pytorch.utilities.types import LRSchedulerConfig
-from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from lightning_hetero.base.refusals import Refusals
 from lightning_hetero.lightning_compat.patches import patched
+from lightning_hetero.stale.runtime.work.watch import Numbers
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule
 
 __all__ = [
     "REFUSALS",
+    "SEES_NOT_ALL",
+    "Changed",
     "no_monitored_steps",
     "refuse_controller",
-    "refuse_entangled",
+    "refuse_different",
     "refuse_manual_scaling",
     "refuse_monitored_steps",
 ]
@@ -28,7 +32,7 @@ __all__ = [
 REFUSALS = Refusals(
     no_wrapper="there is no DistributedDataParallel: gradients go to a parameter server",
     comm_hooks="communication hooks change DDP's all-reduce, and there is none here: gradients go to a parameter"
-    " server. For smaller messages pass compression='bf16', 'fp16' or TopK(ratio=...)",
+    " server. For smaller messages pass compression='bf16' or 'fp16'",
     lbfgs="LBFGS evaluates the loss several times per step, and here the step is made in the parameter server;"
     " use another optimizer, or one device",
     sync_batch_norm="SyncBatchNorm makes every rank wait for all others in every batch, which is what this strategy"
@@ -49,28 +53,9 @@ def refuse_controller(given: object | None) -> None:
         raise TypeError(
             f"BoundedStalenessStrategy takes no controller (got {given!r}): ranks ask for samples when they are ready,"
             " so there are no shares to decide, nor a time of a batch that all end together. To rest a device that"
-            " costs more than it brings, use LoadBalancedStrategy(controller=...) or"
+            " costs more than it brings, use"
             " HeteroPipelineStrategy(controller=...), or do not start its rank"
         )
-
-
-_ENTANGLED = ("Adafactor", "Muon")  # an entry's step depends on other entries of its matrix
-
-
-def refuse_entangled(optimizers: Iterable[Optimizer], policy: str) -> None:
-    """Refuses, under delay compensation, an optimizer that does not treat every entry of a parameter by itself.
-
-    Those of torch are known; another one is taken to be element-wise.
-
-    Raises:
-        TypeError: with the reason.
-    """
-    for optimizer in optimizers:
-        if any(cls.__name__ in _ENTANGLED for cls in type(optimizer).__mro__):
-            raise TypeError(
-                f"policy={policy!r} compensates delays entry by entry, and {type(optimizer).__name__} makes a step of"
-                " whole matrices: use an element-wise optimizer such as SGD or AdamW, or another policy"
-            )
 
 
 def refuse_monitored_steps(configs: Iterable[LRSchedulerConfig]) -> None:
@@ -120,3 +105,73 @@ def refuse_manual_scaling(module: LightningModule) -> None:
             "precision='16-mixed' with manual optimization: the loss scale would have to be agreed between the"
             " optimizer steps of one batch; use precision='bf16-mixed'"
         )
+
+
+# ---- changes of the model between two epochs -----------------------------------------------------------------
+#
+# trained parameters                  all ranks alike: the server starts again with them; else refused
+# buffers                             the lowest rank's count, as under DDP
+# parameters that no optimizer has    stay on their rank, so all must have changed them alike, also within the epoch
+
+SEES_NOT_ALL = (
+    "Under hetero_stale a batch may go on without a rank, or come to it in several chunks, so a moving average or a"
+    " copy of parameters that each rank makes for itself becomes another one. Make it in on_train_epoch_end, or use"
+    " policy='bsp', which has all ranks see every update, or strategy='hetero_balanced'"
+)
+_ROUNDED = 64  # times, in different ways: devices may be of several kinds
+
+
+@dataclass(frozen=True, slots=True)
+class Changed:
+    """What has changed on a rank.
+
+    Attributes:
+        trained: some numbers of each changed parameter that an optimizer has, by name.
+        others: the same of those that none has.
+        buffers: names of changed buffers.
+        new: names of parameters and buffers that the module did not have, or that are others now.
+    """
+
+    trained: Mapping[str, Numbers]
+    others: Mapping[str, Numbers]
+    buffers: tuple[str, ...]
+    new: tuple[str, ...]
+
+    @property
+    def any(self) -> bool:
+        """Whether there is a change."""
+        return bool(self.trained or self.others or self.buffers or self.new)
+
+
+def refuse_different(ranks: Sequence[int], everyone: Sequence[Changed]) -> None:
+    """Refuses parameters that ranks have changed in different ways.
+
+    Raises:
+        RuntimeError: with name, ranks, reason and ways out; on all ranks alike.
+    """
+    for rank, own in zip(ranks[1:], everyone[1:], strict=True):
+        name = _different(everyone[0].trained, own.trained)
+        if name := name or next(iter({*everyone[0].new} ^ {*own.new}), None):
+            raise RuntimeError(
+                f"{name} was changed other than by an optimizer where the ranks met, and not alike on ranks {ranks[0]}"
+                f" and {rank}. Under hetero_stale there is one {name}, in the parameter server: change it on all ranks"
+                " alike, e.g. not under is_global_zero, nor with random numbers of each rank's own"
+            )
+        if name := _different(everyone[0].others, own.others):
+            raise RuntimeError(
+                f"{name} has no optimizer, was changed by your code, and has other values on ranks {ranks[0]} and"
+                f" {rank} now. {SEES_NOT_ALL}"
+            )
+
+
+def _different(some: Mapping[str, Numbers], others: Mapping[str, Numbers]) -> str | None:
+    """Returns the first name whose numbers are not alike."""
+    for name in sorted({*some, *others}):
+        if name not in some or name not in others:
+            return name
+        eps, values = some[name]
+        within = _ROUNDED * eps * max(map(abs, values), default=0.0)
+        pairs = zip(values, others[name].values, strict=True)
+        if not all(math.isclose(a, b, rel_tol=0.0, abs_tol=within) or (a != a and b != b) for a, b in pairs):
+            return name
+    return None

@@ -20,18 +20,16 @@ from lightning_hetero.cluster.score import not_working
 from lightning_hetero.stale.decide.policy import Bsp
 from lightning_hetero.stale.decide.report import summary as report
 from lightning_hetero.stale.decide.report.counts import Counts, Measures
-from lightning_hetero.stale.fit.changed import Changed, refuse_different
+from lightning_hetero.stale.fit.global_steps import GlobalSteps
 from lightning_hetero.stale.fit.gradient_hooks import watch_gradient_hooks
 from lightning_hetero.stale.fit.loaders import GrantedBinder
-from lightning_hetero.stale.fit.meetings import Meetings
-from lightning_hetero.stale.fit.optimizer_hooks import redirect_steps
+from lightning_hetero.stale.fit.meetings import ServerMeetings
+from lightning_hetero.stale.fit.optimizers import redirect_steps
 from lightning_hetero.stale.fit.parts import Parts
-from lightning_hetero.stale.fit.session import Session
-from lightning_hetero.stale.fit.settings import StaleSettings
-from lightning_hetero.stale.fit.tick_loop import TickLoop
-from lightning_hetero.stale.fit.ticks import Ticks
+from lightning_hetero.stale.fit.refusals import Changed, refuse_different
+from lightning_hetero.stale.fit.session import Session, StaleSettings
+from lightning_hetero.stale.fit.step_loop import StepLoop
 from lightning_hetero.stale.runtime.processes.start import Address
-from lightning_hetero.stale.runtime.work.loss_scale import AgreedScale
 from lightning_hetero.stale.runtime.work.single_samples import normalise_single_samples
 from lightning_hetero.stale.runtime.work.worker import Worker
 from lightning_hetero.transport.alone import guard_groups
@@ -57,8 +55,8 @@ class StaleRun(ElasticRun[GrantedBinder]):
     Attributes:
         session: this rank's end of the server.
         meetings: where ranks meet.
-        admission: where newcomers come in.
-        loop: this rank's ticks; None before training.
+        admission: where joining ranks come in.
+        loop: this rank's global steps; None before training.
     """
 
     channel_is_idle = True  # it is for set-up and for the order of an epoch
@@ -74,7 +72,7 @@ class StaleRun(ElasticRun[GrantedBinder]):
         requests = JoinRequests(settings.environment)
         groups = Groups(trainer, session, members, channel, settings)
         self.admission = Admission(trainer, session, members, groups, requests, generation=generation)
-        self.meetings = Meetings(
+        self.meetings = ServerMeetings(
             trainer,
             session,
             members,
@@ -86,7 +84,7 @@ class StaleRun(ElasticRun[GrantedBinder]):
         )
         self.admission.expect()
         self.binder = GrantedBinder(trainer, channel, members, settings)
-        self.loop: TickLoop | None = None
+        self.loop: StepLoop | None = None
         self._parts = Parts(trainer)
         self._since = report.Since()  # the last report
         self._shares: tuple[int, ...] = ()
@@ -162,20 +160,19 @@ class StaleRun(ElasticRun[GrantedBinder]):
         trainer, settings, binder = self.trainer, self._settings, self.binder
         module = self.module
         assert binder.sampler is not None and binder.source is not None
-        binder.ticks = ticks = Ticks(
+        binder.steps = steps = GlobalSteps(
             trainer,
             self.session,
             binder.sampler,
             binder.source,
-            scale=AgreedScale(getattr(trainer.precision_plugin, "scaler", None)),
             parts=self._parts,
             events=self.events,
             before_epoch=self._before_epoch,
             resume=self._stored.get("applied") or {},
         )
-        self.loop = TickLoop(
+        self.loop = StepLoop(
             trainer,
-            ticks,
+            steps,
             weight=settings.shared.weight_in(module),
             sums=settings.server.divide_by is not None,
         )
@@ -230,7 +227,7 @@ class StaleRun(ElasticRun[GrantedBinder]):
         lowest = everyone[0]
         if not (lowest.trained or lowest.buffers or lowest.new):
             if own.buffers:  # which are not the server's
-                worker.discard()
+                worker.weights.discard()
                 worker.pull()
         elif at_end:
             for buffer in self.module.buffers():
@@ -251,7 +248,7 @@ class StaleRun(ElasticRun[GrantedBinder]):
         server = self.session.state.get("coordinator", {})
         applied = {}
         if self.loop is not None and server:
-            # Lightning's tick: while a rank fails, the others may go on, and the server with them.
+            # Lightning's global step: while a rank fails, the others may go on, and the server with them.
             tick = min(server["tick"], compat.batches_trained(self.trainer))
             applied = {"epoch": server["epoch"], "tick": tick, "spans": server["applied"]}
         own = {"world_size": self._members.world_size, "applied": applied, "server": server}
@@ -260,12 +257,12 @@ class StaleRun(ElasticRun[GrantedBinder]):
     # ---- what others may ask ----------------------------------------------------------------------------------
 
     @property
-    def loop_in_use(self) -> TickLoop | None:
-        """This rank's ticks, while it trains and is connected."""
+    def loop_in_use(self) -> StepLoop | None:
+        """This rank's global steps, while it trains and is connected."""
         return self.loop if self.worker is not None and self.trainer.training else None
 
     def trained(self) -> tuple[int, int] | None:
-        return None if self.binder.ticks is None else self.binder.ticks.trained()
+        return None if self.binder.steps is None else self.binder.steps.at.trained()
 
     def current_samples(self) -> int | None:
         """Samples of the batch this rank is training on; 0 means a dummy that counts nothing."""
@@ -348,7 +345,7 @@ class StaleRun(ElasticRun[GrantedBinder]):
         self._groups.rebuild(members.alive, 0, store=store)
 
     def sizes_differ(self, error: BaseException, *again: Callable[..., Any]) -> bool:
-        return super().sizes_differ(error, TickLoop._until_passed, *again)
+        return super().sizes_differ(error, StepLoop._until_passed, *again)
 
     def fail(self, error: BaseException) -> None:
         """This rank failed: tells the others why. They go on if it was only told to go (SIGTERM), or not yet one of

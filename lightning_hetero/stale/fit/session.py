@@ -11,31 +11,64 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
+from lightning.fabric.plugins import ClusterEnvironment
 from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from lightning_hetero.base.elastic.members import Members
+from lightning_hetero.base.loaders import SharedSettings
 from lightning_hetero.stale.decide.policy import Policy
-from lightning_hetero.stale.fit.changed import Changed
-from lightning_hetero.stale.fit.held_state import hold, release
-from lightning_hetero.stale.fit.settings import StaleSettings
-from lightning_hetero.stale.runtime.memory.layout import FlatLayout
+from lightning_hetero.stale.fit.optimizers import hold, release
+from lightning_hetero.stale.fit.refusals import Changed
+from lightning_hetero.stale.runtime.memory.layout import CompressionName, FlatLayout
 from lightning_hetero.stale.runtime.messages import Met
 from lightning_hetero.stale.runtime.processes.fork import ServerProcess
-from lightning_hetero.stale.runtime.processes.start import Address, connect, start_server
+from lightning_hetero.stale.runtime.processes.start import Address, ServerSettings, connect, start_server
 from lightning_hetero.stale.runtime.work.watch import Numbers, Place, places
 from lightning_hetero.stale.runtime.work.worker import Worker
-from lightning_hetero.transport.pulse import Pulse
+from lightning_hetero.transport.link import Pulse
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
 
-__all__ = ["Session"]
+__all__ = ["Session", "StaleSettings"]
 
 _DYING_S = 2.0  # from the end of a killed process' connections to its own
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StaleSettings:
+    """Arguments of `BoundedStalenessStrategy`, and where this rank runs.
+
+    Attributes:
+        shared: arguments on batches.
+        server: what the server's process is started with.
+        compression: how gradients are sent; None: as they are.
+        agreed: what must be the same on all ranks, as words.
+        shares_memory: whether ranks on the server's node reach it through shared memory; else all use pairs.
+        host: name under which other nodes reach this one.
+        environment: tells where the ranks met at first.
+        backend, timeout: of the default process group.
+    """
+
+    shared: SharedSettings
+    server: ServerSettings
+    compression: CompressionName | None
+    agreed: Mapping[str, str]
+    shares_memory: bool
+    host: str
+    environment: ClusterEnvironment
+    backend: str
+    timeout: timedelta | None
+
+    @property
+    def patience(self) -> timedelta:
+        """How long to wait for others: the timeout, or torch's usual one."""
+        return self.timeout or timedelta(minutes=30)
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +152,7 @@ class Session:
             [(place.name, place.tensor) for place in trained],
             [(place.name, place.tensor) for place in buffers],
             optimizers=optimizers,
-            codec=self._settings.codec,
+            compression=self._settings.compression,
         )
         others = [place for i, place in named.items() if i not in owned]
         self._shared = _Shared(layout, trained, buffers, others, _numbers_of(others), self._groups_now())
@@ -189,7 +222,7 @@ class Session:
         """Returns what the user's code has changed where the ranks met, and of parameters no optimizer has at all."""
         worker, shared = self.worker, self._shared
         assert worker is not None and shared is not None
-        names, buffers = worker.changes()
+        names, buffers = worker.weights.changes()
         trained = [place for place in shared.trained if place.name in set(names)]
         known = {id(place.tensor) for place in shared.trained}
         known |= {id(place.now()) for place in (*shared.others, *shared.buffers)}  # compared by what they are

@@ -12,7 +12,8 @@ import torch
 from torch import nn
 
 from lightning_hetero.pipeline.fit.plan import planning
-from lightning_hetero.pipeline.runtime.measure.layers import profile_on_device
+from lightning_hetero.pipeline.runtime.measure.layers import Example, profile_on_device
+from lightning_hetero.types import AffineCost, LayerCost
 from tests.gpu.kit import SIMULATED, card_trainer, of_kernels, weights
 from tests.gpu.ranks import run_card_ranks
 from tests.ranks.kit import Weights, regression, single
@@ -51,7 +52,11 @@ def test_stages_that_share_a_gpu_train_the_weights_of_one_process(plan: str) -> 
 @of_kernels
 def test_layers_are_profiled_with_events() -> None:
     layers: list[Any] = [nn.Linear(1024, 1024).cuda(), nn.Linear(1024, 4096).cuda(), nn.Linear(4096, 1024).cuda()]
-    model = profile_on_device(layers, torch.randn(512, 1024, device="cuda", requires_grad=True))
+    x = torch.randn(512, 1024, device="cuda", requires_grad=True)
+    no_time = AffineCost(fixed_s=0.0, per_sample_s=0.0)
+    free = LayerCost(name="", forward=no_time, backward=no_time)
+    examples = {n: Example(x[:n].detach().requires_grad_()) for n in (128, 512)}
+    model = profile_on_device(layers, examples, names=list("abc"), before=free, head=free)
     seconds = [layer.forward.seconds(512) for layer in model.layers]
     assert all(s > 0 for s in seconds)
     assert seconds[1] > 1.5 * seconds[0]  # four times the work

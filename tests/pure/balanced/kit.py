@@ -1,11 +1,11 @@
-"""Simulated ranks around `Controller`: a main loop that draws and trains, and what the ranks send each other."""
+"""Simulated ranks around `ShareController`: a main loop that draws and trains, and what the ranks send each other."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from lightning_hetero.balanced.decide.controller import Controller, ExchangeClock, Row, Tag
+from lightning_hetero.balanced.decide.controller import ExchangeClock, Row, ShareController, Tag
 from lightning_hetero.shares.bounds import ShareBounds
 from lightning_hetero.shares.policy import BalancePolicy, Decision
 from lightning_hetero.types import SpeedSample
@@ -59,7 +59,7 @@ class Rank:
     ):
         self.rank, self.mail, self.ahead = rank, mail, ahead
         policy.start(world_size=mail.world, total=64, bounds=ShareBounds(lower=1))
-        self.controller = Controller(policy, rank=rank, world_size=mail.world, lag=lag, exchange=exchange)
+        self.controller = ShareController(policy, rank=rank, world_size=mail.world, lag=lag, exchange=exchange)
         self.shares: dict[Tag, tuple[int, ...]] = {}
         self.taken_before: dict[Tag, int] = {}
 

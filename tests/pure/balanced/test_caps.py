@@ -10,9 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_hetero import LyapunovController
-from lightning_hetero.balanced.decide.controlled import ControlledPolicy
-from lightning_hetero.balanced.decide.controller import Controller, ExchangeClock
+from lightning_hetero.balanced.decide.controller import ExchangeClock, ShareController
 from lightning_hetero.balanced.decide.rows import RankState, Row
 from lightning_hetero.shares.bounds import ShareBounds
 from lightning_hetero.shares.caps import MemoryCap, MemoryUse, held_bounds
@@ -63,15 +61,6 @@ def test_a_cap_is_found_in_few_failures_and_never_lost(first: int, holds: int) -
         assert cap.most is not None and 0.7 * holds - 1 <= cap.most <= holds
 
 
-def test_a_size_that_has_fitted_and_fails_leaves_headroom() -> None:
-    cap = MemoryCap()
-    cap.fits(40)
-    cap.fails(40)  # longer samples
-    assert cap.exceeded_by(40) and cap.most == 36
-    cap.fits(40)  # shorter ones; too late
-    assert cap.most == 36
-
-
 def test_a_resumed_run_does_not_try_again() -> None:
     cap = MemoryCap()
     cap.goes_on(5)
@@ -111,15 +100,6 @@ def test_memory_is_a_line_over_samples() -> None:
 
 def test_of_one_size_all_that_a_step_makes_is_taken_to_grow_with_samples() -> None:
     assert use_of((10, 300, 500)).most(1000 * MIB) == 30  # 300 + 20 per sample: fewer than the 50 that fit
-
-
-def test_the_last_measurement_of_a_size_counts() -> None:
-    assert use_of((10, 300, 400), (20, 300, 600), (10, 300, 500)).most(1000 * MIB) == 50
-
-
-@pytest.mark.parametrize("steps", [(), ((10, 300, 300),), ((10, 300, 500), (20, 300, 500)), ((0, 300, 500),)])
-def test_of_what_does_not_grow_nothing_follows(steps: Sequence[tuple[int, float, float]]) -> None:
-    assert use_of(*steps).most(1000 * MIB) is None
 
 
 # ---- bounds of the split --------------------------------------------------------------------------------------
@@ -231,7 +211,7 @@ def test_a_run_under_way_keeps_its_own_caps() -> None:
 
 def row(step: int, samples: int, most: float, compute_s: float = 0.1) -> Row:
     state = RankState(most_samples=most)
-    controller = Controller(policy_of(), rank=0, world_size=2)
+    controller = ShareController(policy_of(), rank=0, world_size=2)
     controller.full_shares(0, step)
     if compute_s:
         controller.measured(samples, compute_s, 0.0)
@@ -239,7 +219,7 @@ def row(step: int, samples: int, most: float, compute_s: float = 0.1) -> Row:
 
 
 def test_the_record_of_a_step_decides_the_next_batch_even_if_its_time_says_nothing() -> None:
-    controller = Controller(policy_of(), rank=0, world_size=2, exchange=ExchangeClock(every=1))
+    controller = ShareController(policy_of(), rank=0, world_size=2, exchange=ExchangeClock(every=1))
     assert controller.full_shares(0, 0) == (8, 8)
     controller.sent(0, 0, lambda: [row(0, 8, math.nan), row(0, 8, 5.0, compute_s=0.0)])
     assert controller.full_shares(0, 1) == (11, 5)
@@ -263,41 +243,3 @@ def test_all_ranks_obey_in_the_same_batch_whatever_their_read_ahead(lag: int) ->
             rank.controller.sent(0, step, lambda tag=tag: mail.read(tag))
     assert ranks[0].shares == ranks[1].shares
     assert [shares[1] > 20 for _, shares in sorted(ranks[0].shares.items())] == [s <= 4 + lag for s in range(steps)]
-
-
-# ---- with a controller ----------------------------------------------------------------------------------------
-
-
-def trained(policy: ControlledPolicy, batches: int, slow: Sequence[float], most: Sequence[int | None]) -> None:
-    for _ in range(batches):
-        shares, generation = policy.shares, policy.generation
-        told(policy, *most)
-        policy.take(records_of([n or 1 for n in shares], slow), generation=generation, batches=1)
-
-
-def test_a_controller_goes_on_within_what_ranks_hold() -> None:
-    policy = ControlledPolicy(LyapunovController())
-    policy.start(world_size=3, total=48, bounds=ShareBounds())
-    trained(policy, 60, (1.0, 1.0, 2.0), (None,) * 3)
-    assert policy.shares[0] > 16 and policy.generation >= 0
-    before = policy.generation
-    assert told(policy, None, 10, None) is not None
-    assert policy.shares[1] <= 10 and sum(policy.shares) == 48
-    assert policy.generation > before  # records of batches drawn before are told apart
-    trained(policy, 60, (1.0, 1.0, 2.0), (None, 10, None))
-    assert policy.shares[1] == 10
-    state = json.loads(json.dumps(policy.state_dict()))
-    resumed = ControlledPolicy(LyapunovController())
-    resumed.load_state_dict(state)
-    resumed.start(world_size=3, total=48, bounds=ShareBounds())
-    assert resumed.shares == policy.shares
-
-
-def test_a_rank_at_rest_stays_at_rest_when_another_runs_out_of_memory() -> None:
-    price = LyapunovController(budget={"money_per_sample": 4e-6}, prices=(1.0, 1.0, 50.0))
-    policy = ControlledPolicy(price)
-    policy.start(world_size=3, total=48, bounds=ShareBounds())
-    trained(policy, 200, (1.0, 1.0, 1.0), (None,) * 3)
-    assert policy.shares[2] == 0
-    told(policy, None, 10, None)
-    assert policy.shares == (38, 10, 0) and list(policy.at_rest) == [2]

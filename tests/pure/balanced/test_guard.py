@@ -64,28 +64,6 @@ def test_whatever_the_speeds_a_batch_costs_at_most_the_stake(
     assert stake == pytest.approx(max(0.0, ratio - 1.0))
 
 
-@given(
-    equal=st.lists(st.integers(0, 30), min_size=1, max_size=6).filter(sum),
-    credit=st.floats(0.0, 9.0),
-    quantum=st.sampled_from([1, 2, 8]),
-    room=st.integers(0, 3),
-)
-def test_limits_admit_equal_shares_and_nothing_beyond_the_stake(
-    equal: list[int], credit: float, quantum: int, room: int
-) -> None:
-    shares = tuple(n * quantum for n in equal)
-    guard = guard_of(shares, quantum=quantum)
-    guard.load_state_dict({"credit": credit, "mean_s": 1.0, "seen": 1})
-    bounds = [n + room * quantum for n in shares]
-    upper = guard.upper(bounds)
-    for n, most, bound in zip(shares, upper, bounds, strict=True):
-        assert n <= most <= bound and most % quantum == 0
-    for rank, most in enumerate(upper):
-        alone = tuple(most if r == rank else 0 for r in range(len(shares)))
-        assert guard.stake(alone) <= guard.allowed + 1e-12 or most == shares[rank]
-    assert guard.covers(shares)
-
-
 # ---- the account --------------------------------------------------------------------------------------------
 
 
@@ -111,30 +89,6 @@ def test_no_adversary_takes_more_than_the_account_holds(lag: int, every: int, se
         assert lost > 0.4, "the adversary has found something to take"
 
 
-def test_stakes_grow_with_what_was_saved_and_are_bounded() -> None:
-    guard, slow = guard_of(), (1.0, 1.0, 2.0, 4.0)
-    learn(guard, EQUAL, slow)
-    before = guard.allowed
-    allowed = []
-    for _ in range(20):
-        guard.decided((22, 22, 12, 8))
-        learn(guard, (22, 22, 12, 8), slow)
-        allowed.append(guard.allowed)
-    assert before < allowed[0] < allowed[2] == pytest.approx(before + 3 * (0.5 * BELIEVED + INCOME))  # 64 s become 32 s
-    assert allowed[-1] == allowed[-2] == 3.0
-
-
-def test_what_equal_shares_would_have_cost_follows_from_measured_times_and_the_model() -> None:
-    """Ranks of 10 s + 1 s per sample: 8 samples took rank 1 twice as long as that, 36 s; 16 would take 52 s."""
-    costs = [AffineCost(fixed_s=10.0, per_sample_s=1.0)] * 2
-    guard = guard_of((16, 16))
-    guard.decided((24, 8))
-    took = [(0, 24, 34.0), (1, 8, 36.0)]
-    guard.learn([SpeedSample(rank=r, step=0, samples=n, compute_s=s) for r, n, s in took], costs, 1)
-    assert guard.state_dict()["mean_s"] == pytest.approx(52.0)
-    assert guard.state_dict()["credit"] == pytest.approx(1.3 + INCOME + BELIEVED * (52.0 - 36.0) / 52.0)
-
-
 def test_batches_under_way_are_charged_to_the_shares_they_were_drawn_with() -> None:
     """Lag 2, a record every 3rd batch: of the first three batches after the change one has the new shares."""
     slow, new = (1.0, 1.0, 1.0, 4.0), (20, 20, 20, 4)
@@ -148,28 +102,6 @@ def test_batches_under_way_are_charged_to_the_shares_they_were_drawn_with() -> N
     guard.decided(new)
     learn(guard, new, slow, 3)
     assert guard.state_dict()["credit"] == pytest.approx(credit + 3 * INCOME + 3 * BELIEVED * 44.0 / 64.0)
-
-
-def test_what_is_under_way_and_how_late_decisions_come_lower_the_stake() -> None:
-    prompt, late = guard_of(), guard_of(lag=4)
-    for guard in (prompt, late):
-        guard.load_state_dict({"credit": 1.7, "mean_s": 16.0, "seen": 1})
-        learn(guard, EQUAL, (1.0,) * 4)
-    credit = 1.7 + INCOME
-    assert prompt.allowed == pytest.approx(credit) and late.allowed == pytest.approx(credit / 5)
-    late.decided((22, 22, 10, 10))  # stakes 6 / 16
-    for _ in range(4):
-        learn(late, EQUAL, (1.0,) * 4)
-    credit += 4 * INCOME
-    assert late.allowed == pytest.approx(credit - 4 * 6 / 16) and late.allowed < credit / 5
-
-
-def test_a_rank_without_a_share_may_get_one_for_a_stake_of_its_own() -> None:
-    guard = guard_of((8, 8, 0), quantum=8)
-    guard.load_state_dict({"credit": 0.9, "mean_s": 1.0, "seen": 1})
-    assert guard.upper([24, 24, 24]) == [8, 8, 0]
-    guard.load_state_dict({"credit": 1.0, "mean_s": 1.0, "seen": 1})
-    assert guard.upper([24, 24, 24])[2] == 8
 
 
 def test_a_smaller_last_batch_is_compared_with_its_own_equal_shares() -> None:
@@ -257,21 +189,6 @@ def test_shares_that_have_become_as_good_as_equal_ones_return_to_them() -> None:
         ends[guard] = policy.shares, [d.reason for d in decisions if d.changed]
     assert ends[True] == (EQUAL, ["equal shares are as good"])
     assert ends[False][0] != EQUAL and ends[False][1] == []
-
-
-def test_shares_that_cost_too_much_are_called_back_in_spite_of_a_cooldown() -> None:
-    decisions, over = fed(started(predictor=Wrong(0.25), cooldown=30), (1.0,) * 4, 60)
-    assert [d.reason for d in decisions if d.changed][:2] == [
-        "rebalanced",
-        "prediction does not pay: back to equal shares",
-    ]
-    assert 1.0 < over < START
-
-
-def test_the_reason_tells_how_far_shares_have_to_come_back() -> None:
-    guard = guard_of()
-    assert guard.why((17, 17, 17, 13)) == "prediction does not pay: no rank gets more than 1.06 times its equal share"
-    assert guard.why(EQUAL) == "prediction does not pay: back to equal shares"
 
 
 # ---- settings and checkpoints ---------------------------------------------------------------------------------

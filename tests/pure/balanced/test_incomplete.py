@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import pytest
 
-from lightning_hetero import LyapunovController
-from lightning_hetero.balanced.decide.controlled import ControlledPolicy, Started
-from lightning_hetero.balanced.decide.controller import Controller, ExchangeClock
-from lightning_hetero.controller.messages import Decision, Observation
+from lightning_hetero.balanced.decide.controller import ExchangeClock, ShareController
 from lightning_hetero.shares.bounds import ShareBounds
 from lightning_hetero.shares.policy import BalancePolicy
 
@@ -22,11 +18,11 @@ class Ranks:
 
     def __init__(self, policies: Sequence[BalancePolicy]) -> None:
         self.step = 0
-        self.controllers: list[Controller] = []
+        self.controllers: list[ShareController] = []
         for rank, policy in enumerate(policies):
             policy.start(world_size=WORLD, total=TOTAL, bounds=ShareBounds())
             self.controllers.append(
-                Controller(policy, rank=rank, world_size=WORLD, exchange=ExchangeClock(every=1))
+                ShareController(policy, rank=rank, world_size=WORLD, exchange=ExchangeClock(every=1))
             )
 
     def train(self, *slow: float | None) -> tuple[int, ...]:
@@ -74,44 +70,3 @@ def test_a_record_with_no_time_at_all_teaches_nothing() -> None:
     for controller in ranks.controllers:
         controller.drain()
     assert [policy.state_dict() for policy in policies] == before
-
-
-class Noting:
-    """A started controller that notes what it was told."""
-
-    def __init__(self, started: Started, seen: list[Observation]) -> None:
-        self._started, self._seen = started, seen
-
-    def step(self, seen: Observation) -> Decision:
-        self._seen.append(seen)
-        return self._started.step(seen)
-
-    def state_dict(self) -> dict[str, Any]:
-        return self._started.state_dict()
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> object:
-        return self._started.load_state_dict(state)
-
-
-def test_a_controller_steps_on_records_of_all_ranks_only() -> None:
-    policies = [ControlledPolicy(LyapunovController()) for _ in range(WORLD)]
-    ranks = Ranks(policies)
-    for _ in range(14):
-        ranks.train(1.0, 1.0)
-    for controller in ranks.controllers:
-        controller.drain()
-    seen: list[Observation] = []
-    for policy in policies:
-        assert policy._started is not None
-        policy._started = Noting(policy._started, seen)
-    for _ in range(3):
-        ranks.train(2.0, None)
-    for controller in ranks.controllers:
-        controller.drain()
-    assert not seen
-    for policy in policies:
-        assert policy.predict_s([16, 16])[0] == pytest.approx(0.32, rel=0.1)
-    ranks.train(2.0, 1.0)
-    for controller in ranks.controllers:
-        controller.drain()
-    assert len(seen) == WORLD

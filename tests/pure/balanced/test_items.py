@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_hetero.balanced.decide.tuning import TuningPolicy
 from lightning_hetero.cluster.stragglers import StragglerTest
 from lightning_hetero.shares.bounds import ShareBounds
 from lightning_hetero.shares.items import WorkPerSample
@@ -52,20 +51,6 @@ def test_work_in_samples_by_hand() -> None:
     assert in_samples(work, [record(0, 4, 400.0), record(1, 3)]) == [4.0, 3.0]
     work.add([record(0, 4), record(1, 4)])  # tells nothing
     assert work.mean == 100.0
-
-
-@given(st.integers(0, 2**31), st.sampled_from([0.5, 8.0, 1024.0]))
-def test_the_unit_of_work_does_not_matter(seed: int, unit: float) -> None:
-    rng = np.random.default_rng(seed)
-    one, other = WorkPerSample(), WorkPerSample()
-    for _ in range(60):
-        shares = [int(n) for n in rng.integers(1, 40, 3)]
-        tokens = [float(n * (1 + r) * rng.lognormal(0, 0.4)) for r, n in enumerate(shares)]
-        a = [record(r, n, w) for r, (n, w) in enumerate(zip(shares, tokens, strict=True))]
-        b = [replace(x, work=x.work * unit) for x in a]
-        one.add(a)
-        other.add(b)
-        assert in_samples(one, a) == in_samples(other, b)
 
 
 # ---- in a loop of policy and devices ---------------------------------------------------------------------------
@@ -160,23 +145,6 @@ def test_on_equal_devices_texts_of_all_lengths_move_no_shares_and_make_no_stragg
         assert len(set(course.shares)) == 1
 
 
-@pytest.mark.parametrize("make", [TuningPolicy, lambda: BalancePolicy(predictor="curve")], ids=["tuning", "curve"])
-def test_other_ways_to_decide_are_told_the_work_too(make: Callable[[], BalancePolicy]) -> None:
-    assert len(set(train((1.0,) * 4, steps=250, seed=0, make=make).shares)) == 1
-    assert train((1.0, 1.0, 2.0, 4.0), steps=250, seed=0, make=make).ratio < 0.58
-
-
-def test_counted_in_samples_the_same_texts_do_harm() -> None:
-    """What the tests around would not show if the policy were not told the work: all is surprise, and so nothing is."""
-    for seed in range(3):
-        told, untold = (
-            train((1.0,) * 4, steps=200, seed=seed, counted=counted, slower=(1, 100, 2.0)) for counted in (True, False)
-        )
-        assert untold.urgent > 190 and told.urgent < 25
-        assert told.moved_after(100) <= 4 < untold.moved_after(100)
-        assert told.ratio < untold.ratio - 0.015
-
-
 def test_a_device_that_gets_slower_is_found_within_20_steps_of_skewed_texts() -> None:
     for seed in range(20):
         course = train((1.0, 1.0), steps=160, seed=seed, slower=(1, 120, 1.3))
@@ -189,19 +157,3 @@ def test_unequal_devices_are_balanced(padded: bool, most: float) -> None:
     """Without padding, fixed time and variance the ideal is 1 / (1 + 1 + 1/2 + 1/4) = 0.36."""
     for seed in range(3):
         assert train((1.0, 1.0, 2.0, 4.0), steps=300, seed=seed, padded=padded).ratio < most
-
-
-def test_predictions_are_of_the_work_that_was_there() -> None:
-    policy = BalancePolicy()
-    policy.start(world_size=2, total=16, bounds=ShareBounds())
-    rng = np.random.default_rng(5)
-    for step in range(60):
-        tokens = [float(t) for t in rng.lognormal(6, 1.0, 2)]
-        records = [
-            SpeedSample(rank=r, step=step, samples=8, compute_s=1e-3 * t, work=t) for r, t in enumerate(tokens)
-        ]
-        if step > 40:
-            assert policy.predict_s(policy.work_in_samples(records)) == pytest.approx(
-                [1e-3 * t for t in tokens], rel=0.2
-            )
-        policy.observe(records)

@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from lightning_hetero.balanced.decide.controller import Controller
+from lightning_hetero.balanced.decide.controller import ShareController
 from lightning_hetero.balanced.decide.rows import RankState, Row
 from lightning_hetero.predictors import Kalman, Narx
 from lightning_hetero.shares.bounds import ShareBounds
@@ -90,7 +90,7 @@ def test_an_announced_load_decides_the_very_next_batch(predictor: type[Kalman]) 
 
     policy = BalancePolicy(predictor=predictor())
     policy.start(world_size=2, total=32, bounds=ShareBounds())
-    controller = Controller(policy, rank=0, world_size=2)
+    controller = ShareController(policy, rank=0, world_size=2)
     drawn: list[tuple[int, ...]] = []
     for k in range(66):
         shares = controller.full_shares(0, k)

@@ -18,7 +18,7 @@ from lightning.pytorch.plugins.environments import (
 from lightning_hetero import LoadBalancedStrategy
 from lightning_hetero.base.elastic.members import Members
 from lightning_hetero.base.nodes import launch_of
-from lightning_hetero.cluster.nodes import tasks_per_node
+from lightning_hetero.cluster.units import tasks_per_node
 
 COUNTS = (6, 1, 1)
 # (global rank, local rank, node)

@@ -10,9 +10,8 @@ import torch
 
 from benchmarks.federated import training
 from benchmarks.federated.__main__ import figures_of
-from benchmarks.federated.training import CLIENTS, SPEEDS, Course, scenario_of, train
+from benchmarks.federated.training import CLIENTS, SPEEDS, Course, scenario_of, train, weighted_mean
 from lightning_hetero.federated.decide.policy import FedAvg, LbBsp
-from lightning_hetero.federated.runtime.averaging import weighted_mean_
 
 
 def course(*accuracy: float, round_s: float) -> Course:
@@ -57,9 +56,9 @@ def test_clients_are_weighted_by_what_they_have_used_or_own(monkeypatch: pytest.
 
     def noted(copies: Any, weights: list[float]) -> Any:
         told.append(weights)
-        return weighted_mean_(copies, weights)
+        return weighted_mean(copies, weights)
 
-    monkeypatch.setattr(training, "weighted_mean_", noted)
+    monkeypatch.setattr(training, "weighted_mean", noted)
     for owned in (False, True):
         train(LbBsp(), scenario_of("steady", 1, 0), rounds=1, seed=0, owned=owned)
     assert told[0] == [160.0] * CLIENTS and sum(told[1]) == 1440.0 and len(set(told[1])) > 4

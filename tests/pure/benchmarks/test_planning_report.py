@@ -11,15 +11,16 @@ from benchmarks.report import FIELDS
 
 
 def test_parts_are_named_and_their_values_rounded() -> None:
-    raw = {"partition": {"equal to brute force": [1.0, 0.0]}, "planned": {"small": [0.9, 1.0, 1.1234567]}}
+    raw = {"partition": {"small: gap": [0.01, 0.0]}, "planned": {"small": [0.9, 1.0, 1.1234567]}}
     figures, rounded, notes = report(raw)
     assert all(tuple(figure) == FIELDS for figure in figures)
     assert [(f["name"], f["value"], f["holds"]) for f in figures] == [
-        ("partition: equal to brute force", 1, False),
+        ("partition: small: gap, mean of 2", 0.5, True),
+        ("partition: small: gap, largest", 1.0, None),
         ("planned: small, median of 3", 1.0, True),
         ("planned: small, max of 3", 1.1235, False),
     ]
-    assert rounded == {"partition: equal to brute force": [1.0, 0.0], "planned: small": [0.9, 1.0, 1.1235]}
+    assert rounded == {"partition: small: gap": [0.01, 0.0], "planned: small": [0.9, 1.0, 1.1235]}
     assert notes == f"**partition.** {partition.NOTES}\n\n**planned.** {planned.NOTES}"
 
 
@@ -46,16 +47,10 @@ def test_plans_promise_what_their_schedules_take() -> None:
 
 
 def test_partition_figures_by_hand() -> None:
-    raw = {
-        "equal to brute force": [1.0, 1.0],
-        "64 x 1000: total [ms]": [40.0, 60.0, 70.0],
-        "1000 x 4000: total [ms]": [9e3],
-        "4 x 100: best bottleneck / relaxed bound": [],
-    }
-    table = partition.figures(raw)
+    table = partition.figures({"small, caps: gap": [0.0, 0.02], "64 x 1000 [ms]": [40.0, 60.0, 70.0]})
     assert all(set(figure) == set(FIELDS) for figure in table)
     assert [(f["name"], f["value"], f["goal"], f["holds"]) for f in table] == [
-        ("equal to brute force", 2, "2", True),
-        ("64 x 1000: total", 60.0, "< 50", False),
-        ("1000 x 4000: total", 9000.0, "< 15000", True),
+        ("small, caps: gap, mean of 2", 1.0, "<= 0.5", False),
+        ("small, caps: gap, largest", 2.0, None, None),
+        ("64 x 1000", 60.0, None, None),
     ]

@@ -11,9 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_hetero.controller.settings import Budget
-from lightning_hetero.controller.structure import search
 from lightning_hetero.controller.structure.migration import MigrationModel
-from lightning_hetero.controller.structure.neighbours import (
+from lightning_hetero.controller.structure.objective import Objective, Prices, Weight
+from lightning_hetero.solvers.placement import search
+from lightning_hetero.solvers.placement.neighbours import (
     Drafts,
     Pipes,
     all_structures,
@@ -21,9 +22,8 @@ from lightning_hetero.controller.structure.neighbours import (
     count_structures,
     neighbours,
 )
-from lightning_hetero.controller.structure.objective import Objective, Prices, Weight
-from lightning_hetero.controller.structure.search import better_structure
 from lightning_hetero.solvers.placement.pipes import Pipe, Problem
+from lightning_hetero.solvers.placement.search import better_structure
 from lightning_hetero.types import Cluster, ModelCost
 from tests.pure.controller.kit import (
     best_by_force,
@@ -162,7 +162,7 @@ def test_all_structures_are_all_and_counted(layers: int, ranks: int) -> None:
 def test_neighbours_are_structures(pipes: Pipes, capped: bool) -> None:
     cluster = cluster_of([1.0, 0.5, 0.25, 1.0, 2.0], mem_bytes=4e6 if capped else 1e12)
     problem = Problem(model_of([1, 2, 1, 3, 1, 2]), cluster, 8, (1, 2))
-    drawn = [*neighbours(pipes, Drafts(problem, 2), [3], 4), *borders(pipes, [0] * len(pipes))]
+    drawn = [*neighbours(pipes, Drafts(problem, 2), [3], 4), *borders(pipes, [0] * len(pipes), 6)]
     assert drawn
     for found in drawn:
         ranks = [rank for pipe in found for rank in pipe.ranks]

@@ -6,8 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_hetero.federated.decide.bounds import client_bounds
-from lightning_hetero.federated.decide.policy import LbBsp, ScaledLr
+from lightning_hetero.federated.decide.policy import LbBsp, ScaledLr, client_bounds
 from lightning_hetero.federated.decide.rounds import Client
 
 CLIENTS = st.lists(

@@ -11,17 +11,17 @@ from hypothesis import strategies as st
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SequentialSampler
 
 from lightning_hetero.data import inspect_loader
-from lightning_hetero.federated.runtime.own import OwnBatches, OwnOrder, Place
+from lightning_hetero.federated.runtime.own import DataPlace, OwnBatches, OwnOrder
 
 
 def order_of(loader: DataLoader, seed: int = 0) -> OwnOrder:
     return OwnOrder(loader, inspect_loader(loader), seed=seed)
 
 
-START = Place()
+START = DataPlace()
 
 
-def drawn(order: OwnOrder, batches: int, place: Place = START, sizes: list[int] | None = None) -> list[list[int]]:
+def drawn(order: OwnOrder, batches: int, place: DataPlace = START, sizes: list[int] | None = None) -> list[list[int]]:
     sampler = OwnBatches(order, size=None if sizes is None else iter(sizes).__next__)
     issued = sampler.begin(place)
     found = list(islice(sampler, batches))
@@ -67,9 +67,9 @@ def test_sized_batches_take_each_sample_once_per_pass_and_go_on_from_any_place(
         assert sorted(flat[start : start + samples]) == list(range(samples))
     cut = min(cut, len(sizes) - 1)
     sampler = OwnBatches(order(), size=iter(sizes).__next__)
-    issued = sampler.begin(Place())
+    issued = sampler.begin(DataPlace())
     list(islice(sampler, cut))
-    place = issued[-1].after if cut else Place()
+    place = issued[-1].after if cut else DataPlace()
     assert drawn(order(), len(sizes) - cut, place, sizes[cut:]) == whole[cut:]
 
 
@@ -87,10 +87,10 @@ def test_a_samplers_own_generator_is_drawn_again_after_a_resume() -> None:
         return order_of(DataLoader(list(range(20)), batch_size=20, sampler=sampler))
 
     whole = drawn(order(), 3)
-    assert drawn(order(), 1, Place(2)) == [whole[2]] and whole[0] != whole[1]
+    assert drawn(order(), 1, DataPlace(2)) == [whole[2]] and whole[0] != whole[1]
 
 
 @pytest.mark.parametrize("sized", [False, True])
 def test_a_place_in_more_data_than_there_are_now_begins_anew(sized: bool) -> None:
     order = order_of(DataLoader(list(range(4)), batch_size=2))
-    assert drawn(order, 1, Place(0, 9), [2] if sized else None) == [[0, 1]]
+    assert drawn(order, 1, DataPlace(0, 9), [2] if sized else None) == [[0, 1]]

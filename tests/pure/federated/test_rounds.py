@@ -1,4 +1,4 @@
-"""A rank's way through the slots of an epoch: all ranks meet at the same ones, whoever rests."""
+"""A rank's way through the batches of an epoch: all ranks meet at the same ones, whoever rests."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_hetero.federated.decide.report import engine_metrics, step_report
 from lightning_hetero.federated.decide.rounds import (
     Client,
     ClientRow,
@@ -18,8 +17,10 @@ from lightning_hetero.federated.decide.rounds import (
     chosen_ranks,
     digest_of,
     disagreement,
+    engine_metrics,
     of_all,
     spread,
+    step_report,
 )
 
 
@@ -28,10 +29,10 @@ def plan_of(*steps: int) -> RoundPlan:
 
 
 def walk(courses: list[Course], plan: RoundPlan, chosen: frozenset[int]) -> tuple[list[list[int]], list[int]]:
-    """Returns the slots each rank trains in, and those behind which all meet."""
+    """Returns the batches each rank trains in, and those behind which all meet."""
     trained: list[list[int]] = [[] for _ in courses]
     meetings: list[int] = []
-    last = courses[0].slots - 1
+    last = courses[0].batches - 1
     for slot in range(last + 1):
         ends = set()
         for rank, course in enumerate(courses):
@@ -61,7 +62,7 @@ def test_all_ranks_meet_behind_the_same_slots_and_the_last(
     plan = plan_of(*steps)
     courses = [Course(r, clients, again=again, accumulate=accumulate) for r in range(len(clients))]
     trained, meetings = walk(courses, plan, frozenset(range(len(clients))))
-    assert courses[0].slots == max(batches) and meetings[-1] == max(batches) - 1
+    assert courses[0].batches == max(batches) and meetings[-1] == max(batches) - 1
     gaps = [b - a for a, b in zip([-1, *meetings], meetings, strict=False)]
     assert all(gap == accumulate * max(steps) for gap in gaps[:-1])
     for rank, slots in enumerate(trained):
@@ -106,7 +107,7 @@ def row(**given: float) -> ClientRow:
 def test_ranks_at_other_places_or_with_other_parameters_are_told_apart() -> None:
     assert disagreement([row(), row()]) is None
     assert disagreement([row(states=1.0), row(states=2.0)]) is None  # of what may differ
-    assert "not at the same (epoch, batch): {0: (0, 0), 1: (0, 4)}" in (disagreement([row(), row(slot=4.0)]) or "")
+    assert "not at the same (epoch, batch): {0: (0, 0), 1: (0, 4)}" in (disagreement([row(), row(batch=4.0)]) or "")
     assert "disagree" in (disagreement([row(), row(digest=digest_of("other"))]) or "")
     assert digest_of((4,), "a") != digest_of((4,), "b") and digest_of(plan_of(1)) == digest_of(plan_of(1))
 
@@ -128,16 +129,16 @@ def test_what_is_reported_is_the_mean_of_a_local_step() -> None:
 
 
 def test_a_rank_that_is_not_there_has_a_row_of_zeros_and_its_own_column() -> None:
-    rows = [row(weight=10.0, slot=3.0, epoch=1.0), row(weight=30.0, slot=3.0, epoch=1.0)]
+    rows = [row(weight=10.0, batch=3.0, epoch=1.0), row(weight=30.0, batch=3.0, epoch=1.0)]
     everyone = of_all(rows, (0, 2), 4)
-    assert [one.weight for one in everyone] == [10.0, 0.0, 30.0, 0.0] and {one.slot for one in everyone} == {3.0}
+    assert [one.weight for one in everyone] == [10.0, 0.0, 30.0, 0.0] and {one.batch for one in everyone} == {3.0}
     metrics = engine_metrics(5, everyone, 2)
     assert metrics["clients"] == 2.0 and metrics["weight/rank1"] == 0.0 and metrics["weight/rank2"] == 0.75
     assert spread((7, 9), (0, 2), 4) == (7, 0, 9, 0)
-    assert "{0: (1, 3), 2: (1, 4)}" in (disagreement([rows[0], rows[1]._replace(slot=4.0)], (0, 2)) or "")
+    assert "{0: (1, 3), 2: (1, 4)}" in (disagreement([rows[0], rows[1]._replace(batch=4.0)], (0, 2)) or "")
 
 
 def test_an_epoch_stays_as_long_when_the_rank_with_most_data_is_lost() -> None:
-    course = Course(1, [Client(20, 4, 5), Client(40, 4, 10)], again=True, slots=10)
+    course = Course(1, [Client(20, 4, 5), Client(40, 4, 10)], again=True, batches=10)
     course.rank = 0
-    assert course.slots == 10 and course.trains(9, plan_of(10), frozenset({0}))
+    assert course.batches == 10 and course.trains(9, plan_of(10), frozenset({0}))

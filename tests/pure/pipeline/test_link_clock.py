@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 
-from lightning_hetero.pipeline.decide.link_clock import LinkClock
+from lightning_hetero.pipeline.decide.links import LinkClock
 
 
 class Wire:

@@ -173,7 +173,7 @@ def test_whatever_changes_is_put_back(root: Any, seed: int) -> None:
         root.append(root)  # a circle
     parts, draw = parts_of(root), random.Random(seed)
     before = [copy.copy(look(part)) for part in parts]
-    snapshot = Snapshot([root])
+    snapshot = Snapshot([Plain(root)])
     for part in parts:
         if draw.random() < 0.7:
             change(part, draw)
@@ -204,7 +204,7 @@ def test_values_of_the_class_memory_and_what_is_left_alone() -> None:
     view = (queue := torch.zeros(2, 2))[0]
     module.queue = queue
     late = torch.zeros(2)
-    snapshot = Snapshot([module], leave=(Plain,))
+    snapshot = Snapshot([module], shared=[stranger])
     Counting.seen.append(1)
     Counting.steps += 1
     Counting.more = 1  # type: ignore[attr-defined]

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from lightning_hetero.report.run import Run, run_of
+from lightning_hetero.report.run import RecordedRun, run_of
 from lightning_hetero.types import Event
 
-BatchReport = tuple[float, float, float]
+Told = tuple[float, float, float]
 """Samples, own work [s], waiting [s] of a rank in a step."""
 
 
@@ -17,7 +17,7 @@ def opened(rank: int, ranks: int, **about: Any) -> Event:
     return Event(kind="run", rank=rank, epoch=0, step=0, t_s=0.0, data=data)
 
 
-def events_of(steps: Sequence[Sequence[BatchReport]], *, ahead_s: Sequence[float] = (), **about: Any) -> list[Event]:
+def events_of(steps: Sequence[Sequence[Told]], *, ahead_s: Sequence[float] = (), **about: Any) -> list[Event]:
     """The steps of one epoch, one behind the other; ``ahead_s``: of each rank's clock."""
     ranks = len(steps[0])
     found = [opened(rank, ranks, **about) for rank in range(ranks)]
@@ -31,7 +31,7 @@ def events_of(steps: Sequence[Sequence[BatchReport]], *, ahead_s: Sequence[float
     return found
 
 
-def run_with(steps: Sequence[Sequence[BatchReport]], more: Sequence[Event] = (), **about: Any) -> Run:
+def run_with(steps: Sequence[Sequence[Told]], more: Sequence[Event] = (), **about: Any) -> RecordedRun:
     return run_of([*events_of(steps, **about), *more], name="made")
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from lightning_hetero.report.run import Run, run_of
+from lightning_hetero.report.run import RecordedRun, run_of
 from lightning_hetero.types import Event
 from tests.pure.report.kit import decision, opened, run_with
 from tests.pure.report.stages_kit import pipeline_run
@@ -10,7 +10,7 @@ from tests.pure.report.stages_kit import pipeline_run
 __all__ = ["RUNS", "SHOWN", "balanced_run", "stale_run"]
 
 
-def stale_run() -> Run:
+def stale_run() -> RecordedRun:
     counts = {
         "updates": 40, "staleness": {"0": 300, "1": 15, "2": 5}, "discarded": {"late": 8}, "reissued": {"died": 4},
         "queue": 1, "longest_queue": 3, "apply_s": 0.4, "longest_apply_s": 0.05,
@@ -20,7 +20,7 @@ def stale_run() -> Run:
     return run_with(steps, [server], engine="stale", policy="flexible", bound=2)
 
 
-def balanced_run() -> Run:
+def balanced_run() -> RecordedRun:
     before, after = [(8, 1.0, 2.0), (8, 3.0, 0.0)], [(11, 1.4, 0.5), (5, 1.9, 0.0)]
     queues = [
         Event(kind="queue", rank=0, epoch=0, step=n, t_s=0.0, data={"queues": {"money": 0.1 * n}}) for n in range(40)
@@ -40,12 +40,12 @@ RUNS = {
     "no work measured": run_of([opened(0, 2), opened(1, 2)]),
 }
 SHOWN = {
-    "ddp": {"timeline", "spent", "stages", "what-if", "heat", "scores"},
-    "balanced": {"timeline", "spent", "stages", "what-if", "shares", "heat", "scores", "budget"},
-    "stale": {"timeline", "spent", "stages", "what-if", "heat", "scores", "staleness", "server"},
+    "ddp": {"timeline", "spent", "stages", "what-if", "scores"},
+    "balanced": {"timeline", "spent", "stages", "what-if", "shares", "scores", "budget"},
+    "stale": {"timeline", "spent", "stages", "what-if", "scores", "staleness"},
     "pipeline": {"timeline", "spent", "stages", "what-if", "pipeline"},
-    "many ranks": {"timeline", "spent", "stages", "what-if", "heat", "scores"},
+    "many ranks": {"timeline", "spent", "stages", "what-if", "scores"},
     "one rank": {"spent"},
-    "one step": {"timeline", "spent", "stages", "heat", "scores"},
+    "one step": {"timeline", "spent", "stages", "scores"},
     "no work measured": set[str](),
 }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from lightning_hetero.cluster.spec import cluster_to_plain
 from lightning_hetero.pipeline.decide.costs import model_to_plain
-from lightning_hetero.report.run import Run
+from lightning_hetero.report.run import RecordedRun
 from lightning_hetero.solvers.plans import plan_to_plain
 from lightning_hetero.types import (
     AffineCost,
@@ -25,7 +25,7 @@ ENDS = LayerCost(name="ends", forward=FREE, backward=FREE)
 MODEL = ModelCost(layers=(LAYER,) * 2, before=ENDS, head=ENDS)
 
 
-def pipeline_run(speeds: tuple[float, float], steps: list[list[tuple[float, float, float]]], samples: int = 2) -> Run:
+def pipeline_run(speeds: tuple[float, float], steps: list[list[tuple[float, float, float]]], samples: int = 2) -> RecordedRun:
     """A pipeline of two stages with a layer each, and one micro-batch."""
     devices = tuple(Device(name=f"d{i}", speed=speed) for i, speed in enumerate(speeds))
     cluster = Cluster(devices=devices, links=((Link(),) * 2,) * 2)

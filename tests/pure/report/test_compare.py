@@ -6,7 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from lightning_hetero.report.compare import compared, per_sample_s
+from lightning_hetero.report.page.engine_views import compared, per_sample_s
+from lightning_hetero.report.page.facts import RunFacts
 from lightning_hetero.report.run import run_of
 from tests.pure.report.kit import events_of, opened, run_with
 
@@ -29,9 +30,10 @@ def test_what_is_between_steps_counts_and_what_is_between_epochs_does_not() -> N
 
 def test_figures_that_one_run_has() -> None:
     results = ({"metric": {"name": "loss", "mode": "min", "value": 2.0}}, {"metric": {}})
-    found = {f.name: (f.a, f.b, f.less_is_better) for f in compared(run_with(SLOW), run_with(QUICK), results)}
-    assert found["time per 1,000 samples, within epochs [s]"] == (187.5, 125.0, True)
-    assert found["waiting [%]"] == (pytest.approx(100 * 8 / 24), 0.0, True)
+    found = {name: rest for name, *rest in compared(RunFacts(run_with(SLOW), run_with(QUICK), results))}
+    assert found["time per 1,000 samples, within epochs [s]"] == [187.5, 125.0, True]
+    assert found["waiting [%]"] == [pytest.approx(100 * 8 / 24), 0.0, True]
     assert found["loss"][0] == 2.0 and found["loss"][2] is True
     assert not any(name.startswith("fit") for name in found)
-    assert compared(run_of([opened(0, 1)]), run_of([opened(0, 1)])) == []
+    empty = run_of([opened(0, 1)])
+    assert compared(RunFacts(empty, empty, ({}, {}))) == []

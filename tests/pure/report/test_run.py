@@ -76,3 +76,37 @@ def test_a_trace_without_own_work_has_wall_times_only() -> None:
 def test_events_without_a_first_line_are_refused() -> None:
     with pytest.raises(ValueError, match="no 'run' line"):
         run_of([])
+
+
+# ---- what changes of shares promised and gave ----------------------------------------------------------------
+
+SHORT = [(2, 0.1, 0.0), (1, 0.1, 0.0)]
+BEFORE, AFTER = [(8, 1.0, 2.0), (8, 3.0, 0.0)], [(11, 2.0, 0.0), (5, 2.0, 0.0)]
+
+
+def test_the_gain_is_of_the_first_batches_under_the_new_shares() -> None:
+    """Decided in batch 4, in force from batch 6 on: 3 s before, 2 s after."""
+    run = run_with([BEFORE] * 6 + [AFTER] * 5, [decision(4, (11, 5), predicted_gain=0.3)], engine="balanced")
+    (change,) = run.outcomes()
+    assert change.predicted_gain == 0.3 and change.realised_gain == pytest.approx(1.0 / 3.0)
+
+
+def test_a_short_batch_says_nothing_of_a_change() -> None:
+    steps = [BEFORE] * 6 + [AFTER, SHORT, SHORT, SHORT, AFTER, AFTER]
+    (change,) = run_with(steps, [decision(4, (11, 5))], engine="balanced").outcomes()
+    assert change.realised_gain == pytest.approx(1.0 / 3.0)
+
+
+def test_a_change_that_never_came_into_force_gave_nothing() -> None:
+    run = run_with([BEFORE] * 8, [decision(4, (11, 5), predicted_gain=0.3)], engine="balanced")
+    (change,) = run.outcomes()
+    assert math.isnan(change.realised_gain)
+
+
+def test_of_two_changes_each_has_its_own_gain() -> None:
+    worse = [(8, 1.0, 4.0), (8, 5.0, 0.0)]
+    run = run_with(
+        [BEFORE] * 4 + [AFTER] * 4 + [worse] * 4, [decision(2, (11, 5)), decision(7, (8, 8))], engine="balanced"
+    )
+    first, second = run.outcomes()
+    assert first.realised_gain == pytest.approx(1.0 / 3.0) and second.realised_gain == pytest.approx(-1.5)

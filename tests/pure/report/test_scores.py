@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from lightning_hetero.report.run import run_of
-from lightning_hetero.report.scores import scores_of, windows
+from lightning_hetero.report.scores import scores_of
 from tests.pure.report.kit import events_of, run_with
 
 
@@ -41,9 +41,3 @@ def test_long_batches_are_no_slow_rank() -> None:
     ]
     found = scores_of(run_of(told))
     assert found is not None and found.typical == [1.0, 1.0] and found.named == ()
-
-
-def test_windows_share_the_steps() -> None:
-    run = run_with([[(8, 1.0, 0.0)] * 2] * 10)
-    assert [len(part) for part in windows(run.steps, 4)] == [2, 3, 2, 3]
-    assert scores_of(run_with([[(8, 1.0, 0.0)]] * 4)) is None

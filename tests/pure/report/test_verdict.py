@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from lightning_hetero.report.run import Run, run_of
-from lightning_hetero.report.scores import scores_of
+from lightning_hetero.report.page.facts import RunFacts
+from lightning_hetero.report.run import RecordedRun, run_of
 from lightning_hetero.report.verdict import Verdict, milliseconds, percent, ranks_text, verdict_of
-from lightning_hetero.report.waiting import waiting_of
-from lightning_hetero.report.what_if import what_if
 from tests.pure.report.kit import opened, run_with
 
 
-def judged(run: Run) -> Verdict:
-    return verdict_of(run, waiting_of(run), scores_of(run), what_if(run))
+def judged(run: RecordedRun) -> Verdict:
+    facts = RunFacts(run, None, ({}, {}))
+    return verdict_of(run, facts.waiting, facts.scores, facts.alternatives)
 
 
 def test_a_slow_device_under_stock_ddp() -> None:

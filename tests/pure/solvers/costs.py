@@ -7,7 +7,8 @@ from collections.abc import Sequence
 
 from hypothesis import strategies as st
 
-from lightning_hetero.types import AffineCost, PiecewiseLinearCost, SaturatingCost
+from benchmarks.planner.published import PiecewiseLinearCost
+from lightning_hetero.types import AffineCost, SaturatingCost
 
 SECONDS = st.one_of(
     st.sampled_from([0.0, 1.0, 2.0, 0.1, 5e-324, 1e-17, 1e17, 1e308]),

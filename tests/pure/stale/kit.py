@@ -12,6 +12,7 @@ from lightning_hetero.stale.decide.effects import (
 )
 from lightning_hetero.stale.decide.policy import (
     Apply,
+    Asynchronous,
     Claim,
     Flexible,
     Grant,
@@ -44,6 +45,25 @@ def granted(effects: list[Effect]) -> Granted:
 
 def kinds(effects: list[Effect]) -> list[str]:
     return [type(e).__name__ for e in effects]
+
+
+class Chunks(Asynchronous):
+    """Gives whoever asks so many samples."""
+
+    name = "chunks"
+
+    def __init__(self, samples: int, *, bound: int | None = None, halved: bool = False) -> None:
+        self.samples, self.bound, self.halved = samples, bound, halved
+
+    @property
+    def claims_bound(self) -> int | None:
+        return self.bound
+
+    def claim(self, claim: Claim) -> Grant | Hold:
+        return Grant(samples=self.samples)
+
+    def scale(self, staleness: int, workers: int) -> float:
+        return 0.5 if self.halved and staleness else 1.0
 
 
 class Hasty(Pooled):

@@ -18,20 +18,16 @@ from lightning_hetero.stale.decide.effects import (
 )
 from lightning_hetero.stale.decide.policy import (
     Apply,
-    Asp,
-    Backup,
     Bsp,
     Claim,
-    Drop,
     Flexible,
     Grant,
     Hold,
     Policy,
     Pooled,
-    Quorum,
     Ssp,
 )
-from tests.pure.stale.kit import Hasty, granted, kinds, only, started
+from tests.pure.stale.kit import Chunks, Hasty, granted, kinds, only, started
 from tests.pure.stale.random_workers import Case, run
 
 
@@ -60,7 +56,7 @@ def test_a_rank_that_is_late_into_the_epoch_is_granted_samples_of_the_present_ti
 
 
 def test_a_first_claim_is_never_held() -> None:
-    for policy in (Flexible(grace=math.inf), Bsp(), Ssp(bound=0), Backup()):
+    for policy in (Flexible(grace=math.inf), Bsp(), Ssp(bound=0)):
         it = started(policy, workers=3, ends=(2, 4, 6))
         for rank in range(3):
             assert granted(it.claim(rank, 0, 0.0)).rank == rank
@@ -94,12 +90,12 @@ def test_a_grant_given_back_does_not_count_as_the_step() -> None:
 
 
 def test_late_contributions_alone_never_end_a_tick() -> None:
-    it = started(Asp(chunk=2), workers=2, ends=(2, 4, 8))
+    it = started(Chunks(2), workers=2, ends=(2, 4, 8))
     late, first = granted(it.claim(1, 0, 0.0)), granted(it.claim(0, 0, 0.0))
     assert isinstance(it.push(0, first.lease, 1.0, tick=0)[1], Updated) and it.tick == 1
     effects = it.push(1, late.lease, 2.0, tick=0)
     assert it.ledger.arrived == it.ends[1] and it.tick == 1
-    assert effects[1].ends_tick is False  # type: ignore[union-attr]
+    assert effects[1].ends_step is False  # type: ignore[union-attr]
     in_tick = granted(it.claim(0, 1, 2.0))
     it.push(0, in_tick.lease, 3.0, tick=1)
     assert it.tick == 2
@@ -126,7 +122,7 @@ def test_a_worker_in_the_tick_is_granted_even_if_late_leases_cover_the_need() ->
 
 def test_the_last_sample_is_kept_for_who_can_end_the_tick() -> None:
     """A late first claim must not take the only sample that is left for a worker in the tick."""
-    it = started(Asp(chunk=1), workers=2, ends=(1, 2))
+    it = started(Chunks(1), workers=2, ends=(1, 2))
     it.push(0, granted(it.claim(0, 0, 0.0)).lease, 1.0, tick=0)
     assert it.tick == 1
     late = granted(it.claim(1, 0, 2.0))
@@ -138,13 +134,13 @@ def test_the_last_sample_is_kept_for_who_can_end_the_tick() -> None:
 
 
 def test_one_sample_per_later_tick_stays_unleased() -> None:
-    it = started(Asp(chunk=100), workers=3, ends=(4, 8, 12, 16))
+    it = started(Chunks(100), workers=3, ends=(4, 8, 12, 16))
     assert granted(it.claim(0, 0, 0.0)).samples == 13
     assert granted(it.claim(1, 0, 0.0)).spans == ()  # nothing may be leased: a dummy
     assert it.claim(1, 0, 0.1) == []
     effects = it.push(0, 1, 1.0, tick=0)
     assert effects[1] == Updated(
-        version=1, tick=1, samples=13, contributions=effects[1].contributions, worth=13 / 4, ends_tick=True
+        version=1, tick=1, samples=13, contributions=effects[1].contributions, worth=13 / 4, ends_step=True
     )  # type: ignore[union-attr]
     for tick in (1, 2, 3):
         grant = granted(it.claim(0, tick, float(tick)))
@@ -174,11 +170,11 @@ def test_an_update_comes_when_the_cumulative_count_is_reached_and_a_surplus_coun
 
 
 def test_asynchronous_updates_come_with_every_push_and_end_ticks_by_count() -> None:
-    it = started(Asp(chunk=3), workers=2, ends=(8, 16))
+    it = started(Chunks(3), workers=2, ends=(8, 16))
     seen: list[tuple[float, bool, int]] = []
     while not it.over:
         effects = it.push(0, granted(it.claim(0, it.tick, 0.0)).lease, 1.0, tick=it.tick)
-        seen += [(e.worth, e.ends_tick, e.tick) for e in effects if isinstance(e, Updated)]
+        seen += [(e.worth, e.ends_step, e.tick) for e in effects if isinstance(e, Updated)]
     w = 3 / 8
     assert seen == [
         (w, False, 0), (w, False, 0), (w, True, 1), (w, False, 1), (w, False, 1), (1 / 8, True, 2)
@@ -216,7 +212,7 @@ def test_gradients_that_are_not_finite_use_up_their_samples_and_witness_the_tick
 
 
 def test_what_is_too_old_is_issued_again_at_once_and_refused_when_it_comes() -> None:
-    it = started(Drop(bound=1, chunk=2), workers=2, ends=(20, 40))
+    it = started(Chunks(2, bound=1), workers=2, ends=(20, 40))
     slow = granted(it.claim(1, 0, 0.0))
     effects: list[Effect] = []
     for _ in range(2):
@@ -229,14 +225,14 @@ def test_what_is_too_old_is_issued_again_at_once_and_refused_when_it_comes() -> 
 
 
 def test_what_is_as_old_as_the_bound_is_accepted() -> None:
-    it = started(Drop(bound=1, chunk=2), workers=2, ends=(20, 40))
+    it = started(Chunks(2, bound=1), workers=2, ends=(20, 40))
     slow = granted(it.claim(1, 0, 0.0))
     it.push(0, granted(it.claim(0, 0, 0.0)).lease, 1.0, tick=0)
     assert it.push(1, slow.lease, 2.0, tick=0)[0] == Accepted(rank=1, lease=slow.lease, samples=2, staleness=1)
 
 
 def test_damping_scales_what_is_stale() -> None:
-    it = started(Asp(damping="dynsgd", chunk=2), workers=2, ends=(20, 40))
+    it = started(Chunks(2, halved=True), workers=2, ends=(20, 40))
     slow = granted(it.claim(1, 0, 0.0))
     it.push(0, granted(it.claim(0, 0, 0.0)).lease, 1.0, tick=0)
     assert it.push(1, slow.lease, 2.0, tick=0)[0] == Accepted(
@@ -316,7 +312,7 @@ class Forgetful(Stubborn):
     holds = "grace"
 
     def claim(self, claim: Claim) -> Grant | Hold:
-        return Hold(until_s=claim.now_s + 1.0)
+        return Hold(patience_s=1.0)
 
 
 @pytest.mark.parametrize("policy", [Stubborn(), Forgetful()])
@@ -328,63 +324,28 @@ def test_whatever_a_policy_does_the_epoch_ends(policy: Policy) -> None:
 
 
 
-def test_an_update_that_breaks_a_rule_is_an_error() -> None:
-    for verdict, words in ((Apply(), "exactly when pool.complete"), (Apply(ends_tick=False), "")):
-        it = started(Hasty(verdict), ends=(2, 4))
-        grant = granted(it.claim(0, 0, 0.0))
-        if not words:
-            assert isinstance(it.push(0, grant.lease, 1.0, tick=0)[1], Updated)
-            continue
-        with pytest.raises(RuntimeError, match=words):
-            it.push(0, grant.lease, 1.0, tick=0)
+@pytest.mark.parametrize(
+    ("verdict", "words"),
+    [(Apply(), "carries samples over the end of the epoch"), (Apply(ends_step=False), "must end the global step")],
+)
+def test_an_update_that_breaks_a_rule_is_an_error(verdict: Apply, words: str) -> None:
+    it = started(Hasty(verdict), ends=(2,))
+    with pytest.raises(RuntimeError, match=words):
+        for now in (0.0, 1.0):
+            it.push(0, granted(it.claim(0, 0, now)).lease, now + 1.0, tick=0)
 
 
-def test_samples_are_not_carried_over_the_end_of_an_epoch() -> None:
-    it = started(Hasty(Apply(carry=True)), ends=(2, 4))
-    grant = granted(it.claim(0, 0, 0.0))
+def test_what_is_missing_of_a_batch_that_ends_early_is_still_to_come() -> None:
+    it = started(Hasty(Apply()), ends=(2, 4))
+    first = granted(it.claim(0, 0, 0.0))
     it.claim(1, 0, 0.0)
-    assert it.push(0, grant.lease, 1.0, tick=0)[1:] == [
+    assert it.push(0, first.lease, 1.0, tick=0)[1:] == [
         Updated(
-            version=1, tick=1, samples=1, ends_tick=True,
-            contributions=(Contribution(rank=0, lease=grant.lease, samples=1, staleness=0),),
+            version=1, tick=1, samples=1, ends_step=True,
+            contributions=(Contribution(rank=0, lease=first.lease, samples=1, staleness=0),),
         )
     ]  # fmt: skip
-    final = granted(it.claim(0, 1, 2.0))
-    with pytest.raises(RuntimeError, match="carries samples over the end of the epoch"):
-        it.push(0, final.lease, 3.0, tick=1)
-
-
-def test_a_quorums_window_ends_by_the_clock() -> None:
-    """Two of three are in after 2 s; a tenth later the batch is over; the third one's samples count in the next."""
-    it = started(Quorum(quorum=2), workers=3, ends=(6, 12, 18))
-    leases = [granted(it.claim(rank, 0, 0.0)).lease for rank in range(3)]
-    it.push(0, leases[0], 1.0, tick=0)
-    assert math.isclose(it.wake_s(), 50.0)  # the limit of a lease of unknown length
-    assert kinds(it.push(1, leases[1], 2.0, tick=0)) == ["Accepted"]
-    assert it.wake_s() == pytest.approx(2.2)
-    assert it.wake(2.1) == [] and it.tick == 0
-    update = only(it.wake(it.wake_s()))
-    assert isinstance(update, Updated) and (update.tick, update.samples, update.worth) == (1, 4, 1.0)
-    assert it.push(2, leases[2], 2.5, tick=0)[0] == Accepted(rank=2, lease=leases[2], samples=2, staleness=1)
-    assert [granted(it.claim(rank, 1, 3.0)).samples for rank in range(2)] == [2, 2]
-    assert it.wake_s() > 3.0
-    again, state = Coordinator(Quorum(), workers=range(3)), it.state_dict()  # what is late is left for a resumed run
-    assert again.begin(0, (6, 12, 18), applied=state["applied"], tick=state["tick"], now=0.0) == []
-    assert (again.tick, again.ledger.arrived, again.ledger.free) == (1, 4, 14)
-
-
-def test_what_is_unclaimed_of_the_next_batch() -> None:
-    seen: list[int] = []
-
-    class Watched(Hasty):
-        def claim(self, claim: Claim) -> Grant | Hold:
-            seen.append(claim.next_need)
-            return Grant(samples=5)
-
-    it = started(Watched(), workers=3, ends=(4, 10, 40))
-    for rank in range(3):
-        it.claim(rank, 0, 0.0)
-    assert seen == [10, 5, 0]
+    assert it.ends[1] - it.ledger.arrived == 3
 
 
 def test_a_pause_is_not_taken_for_a_step() -> None:

@@ -136,15 +136,6 @@ def test_what_is_not_leased_neither_arrives_nor_is_released(spans: list[tuple[in
         assert (ledger.free, ledger.leased, ledger.arrived) == (20, 7, 3)
 
 
-def test_skipping_a_batch_uses_up_what_is_left_of_it() -> None:
-    ledger = laid_out()
-    ledger.arrive(ledger.take(0, 6, 0))
-    ledger.take(1, 2, 0)
-    assert ledger.skip(0) == 4
-    assert (ledger.free, ledger.leased, ledger.arrived) == (20, 0, 10)
-    assert ledger.arrived_spans() == ((0, 10),)
-
-
 def test_resumes_from_applied_spans() -> None:
     ledger = Ledger([10, 20], applied=[(15, 17), (0, 10)])
     assert (ledger.free, ledger.arrived) == (8, 12)

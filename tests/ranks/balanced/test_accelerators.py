@@ -46,9 +46,9 @@ class Noting(Scripted):
         self.whole[records[0].step] = True
         return super().observe(records)
 
-    def take_incomplete(self, records: Sequence[SpeedSample], *, generation: int) -> None:
+    def take_incomplete(self, records: Sequence[SpeedSample]) -> None:
         self.whole[records[0].step] = False
-        super().take_incomplete(records, generation=generation)
+        super().take_incomplete(records)
 
 
 def on_accelerators(rank: int, world: int, precision: Any) -> tuple[dict[int, bool], list[int], list[str], Weights]:

@@ -6,7 +6,6 @@ import logging
 from collections.abc import Sequence
 from typing import Any
 
-import pytest
 import torch
 from lightning.pytorch.callbacks import Callback
 from torch import Tensor
@@ -46,9 +45,9 @@ class Noting(Scripted):
         self._note(records)
         return super().observe(records)
 
-    def take_incomplete(self, records: Sequence[SpeedSample], *, generation: int) -> None:
+    def take_incomplete(self, records: Sequence[SpeedSample]) -> None:
         self._note(records)
-        super().take_incomplete(records, generation=generation)
+        super().take_incomplete(records)
 
 
 class Steps(Callback):
@@ -179,9 +178,3 @@ def little(rank: int, world: int) -> list[int]:
 
 def test_a_rank_has_two_samples_by_default_where_one_would_be_compiled_for_itself() -> None:
     assert run_ranks(2, little) == [[1, 2]] * 2
-
-
-@pytest.mark.parametrize("value", ["8", "automatic"])
-def test_other_words_are_no_quantum(value: str) -> None:
-    with pytest.raises(ValueError, match=f"quantum='{value}' must be a whole number >= 1, or 'auto'"):
-        balanced(quantum=value)

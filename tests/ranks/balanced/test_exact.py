@@ -13,7 +13,6 @@ from torch import Tensor
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.utils.data import DataLoader
 
-from lightning_hetero.balanced.runtime.loss_weight import LossWeight
 from tests.ranks.exact_models import (
     Accumulating,
     Gan,
@@ -24,7 +23,6 @@ from tests.ranks.exact_models import (
     OwnSampler,
     PoisonedDummy,
     SumLoss,
-    SyncNorm,
     Tokens,
     TokensByMethod,
     TwoHeads,
@@ -113,7 +111,7 @@ CASES: dict[str, tuple[int, Any, dict[str, Any], dict[str, Any]]] = {
     "gradients as views of buckets": (2, Toy, {"gradient_as_bucket_view": True}, {}),
     "groups and scheduler": (2, Groups, {}, {}),
     "communication hook": (2, Toy, {"ddp_comm_hook": allreduce_hook}, {}),
-    "batch norm over ranks": (2, Normed, {"waiting_modules": (SyncNorm,)}, {}),
+    "batch norm over ranks": (2, Normed, {}, {}),
     "no samples, NaN": (4, PoisonedDummy, {"min_samples": 0}, {}),
 }
 
@@ -185,20 +183,6 @@ def test_batch_too_large_for_the_devices_is_computed_in_pieces() -> None:
     data = regression(19 * BATCH + 7)
     outcomes = check(2, Toy, {"max_samples": 3}, data=data, max_epochs=3)
     assert len(outcomes[0][1]) == 3 * (19 + 1)
-
-
-def unweighted(rank: int, world: int) -> Outcome:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(LossWeight, "factor", lambda self: 1.0)
-        return fitted(rank, world, Toy(), regression(SAMPLES), balanced())
-
-
-def test_unweighted_uneven_shares_would_be_biased() -> None:
-    """What a sampler alone would train; were it as good, the other tests could not fail."""
-    trained, _, _ = run_ranks(2, unweighted)[0]
-    expected = Toy()
-    single(expected, regression(SAMPLES), BATCH, max_epochs=EPOCHS)
-    assert trained.distance(weights(expected)) > 1e-3
 
 
 def equal_and_stock(rank: int, world: int) -> list[tuple[Weights, Weights]]:

@@ -185,15 +185,6 @@ def several_job(rank: int, world: int) -> None:
     rank_trainer(rank, world, balanced(), max_epochs=1).fit(module, both)
 
 
-def tuning_job(rank: int, world: int) -> None:
-    fit(rank, world, Toy(), {"sample_costs": lengths(), "policy": "tuning"})
-
-
-def test_tuning_on_equal_numbers_is_refused() -> None:
-    with pytest.raises(Exception, match="gives ranks other numbers of samples in every batch"):
-        run_ranks(2, tuning_job)
-
-
 def test_costs_of_one_of_several_loaders_are_refused() -> None:
     with pytest.raises(Exception, match="cannot be combined with several train loaders"):
         run_ranks(2, several_job)

@@ -156,21 +156,6 @@ def test_torchmetrics_states_are_exact(seen: list[Seen]) -> None:
             assert epoch["weighted"] == near(float(x.mean()))
 
 
-def test_mean_metric_of_batch_means_counts_batches(seen: list[Seen]) -> None:
-    """`MeanMetric` counts each update alike unless told a weight: its own rule, and biased for uneven parts."""
-    steps = batches(seen)
-    for e in range(EPOCHS):
-        parts = [part for step in steps[e * STEPS : (e + 1) * STEPS] for part in step if part]
-        means = [math.fsum(part) / len(part) for part in parts]
-        for one in seen:
-            assert one["epochs"][e]["of_means"] == near(math.fsum(means) / len(means))
-
-
-def test_means_at_the_end_of_an_epoch_are_plain(seen: list[Seen]) -> None:
-    for one in seen:
-        assert all(epoch["at_end"] == near((len(seen) - 1) / 2) for epoch in one["epochs"])
-
-
 def test_validation_counts_samples(seen: list[Seen]) -> None:
     """50 samples in batches of 4: the ranks' last batches differ in size; the sampler pads to equal lengths."""
     world = len(seen)
@@ -178,15 +163,6 @@ def test_validation_counts_samples(seen: list[Seen]) -> None:
     padded = torch.cat([values()[:50], values()[: per_rank * world - 50]])
     for one in seen:
         assert all(epoch["val_epoch"] == near(float(padded.mean())) for epoch in one["epochs"])
-
-
-def test_plain_means_on_request() -> None:
-    """``sample_weighted_metrics=False``: per step Lightning's mean over ranks; per epoch samples count all the same."""
-    seen = run_ranks(2, logged, {"sample_weighted_metrics": False})
-    for t, step in enumerate(batches(seen)):
-        of_ranks = [math.fsum(part) / len(part) for part in step]
-        assert all(one["steps"][t]["mean_step"] == near(math.fsum(of_ranks) / 2) for one in seen)
-    assert all(epoch["mean_epoch"] == near(float(values().mean())) for one in seen for epoch in one["epochs"])
 
 
 def squared(batch: Any) -> float:

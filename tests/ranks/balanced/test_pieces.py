@@ -1,4 +1,4 @@
-"""Gradients by pieces: what they add up to, whose hooks run, and which gradients a broken pass has left."""
+"""Gradients by pieces: what they add up to, whose hooks run."""
 
 from __future__ import annotations
 
@@ -9,10 +9,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_hetero.balanced.runtime.memory import MemoryWatch
 from lightning_hetero.balanced.runtime.pieces import (
-    GradientsTaken,
-    GradientSum,
+    MemoryWatch,
+    PieceGradients,
     cut,
     leaves,
     save_buffers,
@@ -50,7 +49,7 @@ def test_gradients_of_pieces_are_those_of_the_whole_and_no_hook_runs() -> None:
     first = module[0].weight
     handles = [first.register_hook(lambda g: ran.append("hook") or 3 * g)]
     handles.append(first.register_post_accumulate_grad_hook(lambda p: ran.append("accumulated")))
-    total = GradientSum(module.parameters())
+    total = PieceGradients(module.parameters())
     for loss, weight in losses(module, x, [3, 2, 2]):
         total.add(loss, weight)
     assert ran == [] and all(p.grad is None for p in module.parameters())
@@ -82,24 +81,16 @@ def test_a_loss_that_stands_in_has_one_backward_pass() -> None:
 
 def test_parameters_that_autograd_gives_one_gradient_tensor() -> None:
     a, b = (torch.zeros(2, requires_grad=True) for _ in range(2))
-    total = GradientSum([a, b])
+    total = PieceGradients([a, b])
     for _ in range(3):
         total.add((a + b).sum(), 1.0)
     found = total.gradients()
     assert found[a].tolist() == found[b].tolist() == [3.0, 3.0]
 
 
-def test_pieces_use_different_parameters() -> None:
-    a, b, c = (torch.ones(1, requires_grad=True) for _ in range(3))
-    total = GradientSum([a, b, c])
-    total.add((2 * a).sum(), 1.0)
-    total.add((3 * b).sum(), 1.0)
-    assert {id(p): g.tolist() for p, g in total.gradients().items()} == {id(a): [2.0], id(b): [3.0]}
-
-
 def test_half_precision_is_summed_in_single_and_a_scaled_loss_does_not_underflow() -> None:
     weight = torch.zeros(1, dtype=torch.float16, requires_grad=True)
-    plain, scaled = GradientSum([weight]), GradientSum([weight], scale=2.0**16)
+    plain, scaled = PieceGradients([weight]), PieceGradients([weight], scale=2.0**16)
     for total in (plain, scaled):
         for _ in range(64):
             total.add((weight * 2**-6).sum(), 2.0**-20)
@@ -109,32 +100,9 @@ def test_half_precision_is_summed_in_single_and_a_scaled_loss_does_not_underflow
 
 def test_a_piece_of_weight_0_adds_nothing_but_uses_its_parameters() -> None:
     weight = torch.zeros(1, requires_grad=True)
-    total = GradientSum([weight])
+    total = PieceGradients([weight])
     total.add((weight / 0.0).sum() * torch.tensor(float("nan")), 0.0)
     assert total.gradients()[weight].tolist() == [0.0]
-
-
-@pytest.mark.parametrize("accumulating", [False, True])
-def test_which_gradients_a_broken_pass_has_left(accumulating: bool) -> None:
-    class Wall(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: object, x: Tensor) -> Tensor:
-            return x.clone()
-
-        @staticmethod
-        def backward(ctx: object, grad: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
-            raise torch.OutOfMemoryError("no room")
-
-    module, x = net(), torch.randn(2, 3, dtype=torch.float64)
-    if accumulating:
-        module(x).sum().backward()
-    taken = GradientsTaken(module.parameters())
-    taken.begin()
-    with pytest.raises(torch.OutOfMemoryError):
-        module[2](Wall.apply(module[:2](x))).sum().backward()
-    assert taken.taken() == {id(p) for p in module[2].parameters()}
-    taken.close()
-    assert not any(getattr(p, "_post_accumulate_grad_hooks", None) for p in module.parameters())
 
 
 def test_what_counts_as_a_lack_of_memory() -> None:

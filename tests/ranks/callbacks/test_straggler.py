@@ -12,8 +12,8 @@ from unittest import mock
 
 import pytest
 import torch.distributed as dist
-from lightning.pytorch.callbacks import Callback, RichProgressBar, TQDMProgressBar
-from lightning.pytorch.loggers import CSVLogger, Logger
+from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.loggers import Logger
 from lightning.pytorch.strategies import DDPStrategy
 from torch.utils.data import DataLoader
 
@@ -24,9 +24,8 @@ from lightning_hetero import (
     LoadBalancedStrategy,
     StragglerMonitor,
 )
-from lightning_hetero.transport.base import Ask
 from tests.ranks.harness import run_ranks
-from tests.ranks.kit import Toy, balanced, rank_trainer, regression, stale
+from tests.ranks.kit import Toy, balanced, rank_trainer, regression
 
 SAMPLES, BATCH = 80, 16
 STEPS = SAMPLES // BATCH
@@ -209,34 +208,6 @@ def test_shares_and_waiting_are_on_the_progress_bar_and_nowhere_else(monitored: 
     assert second[0].bars[-1] == second[1].bars[-1] == {}
 
 
-def bars_job(rank: int, world: int) -> list[str]:
-    """What the bars of Lightning say of it."""
-    said: list[str] = []
-
-    class Tqdm(TQDMProgressBar):
-        def on_train_batch_end(self, *args: Any) -> None:
-            super().on_train_batch_end(*args)
-            said.append(str(getattr(self.train_progress_bar, "postfix", "")))  # rank 1 has a bar that is off
-
-    class Rich(RichProgressBar):
-        def _update_metrics(self, *args: Any) -> None:
-            super()._update_metrics(*args)
-            if self._metric_component is not None:
-                said.append(", ".join(self._metric_component._generate_metrics_texts()))
-
-    for bar in (Tqdm(refresh_rate=1), Rich(refresh_rate=1)):
-        fit(rank, world, balanced(), StragglerMonitor(), bar, max_epochs=1, enable_progress_bar=True)
-        said.append("")
-    return said
-
-
-def test_both_progress_bars_of_lightning_show_them() -> None:
-    said = run_ranks(2, bars_job)[0]
-    at = said.index("")
-    assert re.search(r"shares=\d+/\d+, wait= *\d+%", said[at - 1]), said
-    assert re.search(r"shares: \d+/\d+, wait: \d+%", said[-2]), said
-
-
 def test_with_stock_ddp_the_monitor_reports_means_of_the_epoch(monitored: list[tuple[Seen, Seen]]) -> None:
     calls = monitored[0][1].calls
     assert [step for step, _ in calls] == [STEPS - 1, 2 * STEPS - 1] and not monitored[1][1].calls
@@ -361,10 +332,6 @@ def test_a_slow_rank_is_named_once_since_when_and_by_how_much(named: list[Any], 
     assert named[1][run] == ([], [])
 
 
-def test_where_the_work_is_not_counted_the_same_times_are_noise(named: list[Any]) -> None:
-    assert named[0][2][0] == []
-
-
 def useless_job(rank: int, world: int) -> list[str]:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -380,38 +347,6 @@ def test_a_cost_that_an_engine_would_not_see_is_warned_of() -> None:
 
 
 # ---- what a step costs ------------------------------------------------------------------------------------------
-
-
-def asked_job(rank: int, world: int) -> tuple[list[str], int, int]:
-    """Requests of the ranks to the stale engine's server in a fit without and with a monitor, and reports built."""
-    kinds: list[list[str]] = []
-    for monitor in ([], [StragglerMonitor(every_n_steps=3)]):
-        asked: list[str] = []
-        kinds.append(asked)
-
-        class Count(Callback):
-            def on_train_batch_start(
-                self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int, asked: list[str] = asked
-            ) -> None:
-                link = trainer.strategy._run.worker.link
-                if "call" not in vars(link):
-                    call = link.call
-                    link.call = lambda request, **kw: asked.append(request.kind.name) or call(request, **kw)
-
-        logger = Noting()
-        trainer = rank_trainer(
-            rank, world, stale(policy="bsp"), callbacks=[Count(), *monitor], max_epochs=1, logger=logger
-        )
-        trainer.fit(Toy(), loader())
-    steps = [step for step, values in logger.calls if ours(values)]
-    return sorted(set(kinds[0]) ^ set(kinds[1])), kinds[1].count(Ask.METRICS.name), len(steps)
-
-
-def test_the_stale_engines_server_is_asked_for_nothing_before_the_end() -> None:
-    """With and without a monitor each rank asks once for what is kept after the fit, rank 0 also for its last line."""
-    first, second = run_ranks(2, asked_job)
-    assert first == ([], 2, 2)  # steps 3 and 5
-    assert second == ([], 1, 0)
 
 
 class Counting(LoadBalancedStrategy):
@@ -540,22 +475,3 @@ def quiet_job(rank: int, world: int) -> list[int]:
 
 def test_the_line_is_told_once_unless_declined() -> None:
     assert run_ranks(2, quiet_job) == [[1, 0, 1, 1], [0, 0, 0, 0]]
-
-
-def csv_job(rank: int, world: int, folder: str) -> None:
-    trainer = rank_trainer(
-        rank, world, balanced(), callbacks=[StragglerMonitor()], max_epochs=2, log_every_n_steps=2,
-        logger=CSVLogger(folder, name="", version="csv"),
-    )  # fmt: skip
-    trainer.fit(Toy(), loader())
-
-
-def test_values_stand_at_lightnings_own_steps(tmp_path: Any) -> None:
-    run_ranks(2, csv_job, str(tmp_path))
-    head, *rows = [line.split(",") for line in (tmp_path / "csv" / "metrics.csv").read_text().splitlines()]
-    column = {name: i for i, name in enumerate(head)}
-    steps = {
-        name: {row[column["step"]] for row in rows if row[column[name]]} for name in ("loss_step", "hetero/imbalance")
-    }
-    assert steps["loss_step"] == {"1", "3", "5", "7", "9"}
-    assert {"5", "7", "9"} <= steps["hetero/imbalance"] <= steps["loss_step"] | {"2", "4"}

@@ -9,12 +9,10 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.strategies import SingleDeviceStrategy
+from lightning.pytorch import Trainer
 from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_hetero.callbacks.reporting import Reporting
 from lightning_hetero.callbacks.throttle import ThrottleCallback
 from lightning_hetero.callbacks.trace import HeteroTrace
 from lightning_hetero.emulate import Scenario
@@ -138,58 +136,6 @@ def test_stretched_work_counts_the_backward_pass(tmp_path: Path) -> None:
 
 
 @WARNINGS
-def test_what_a_wrapper_waits_for_in_forward_is_no_work(tmp_path: Path) -> None:
-    time = Time()
-
-    class Waiting(torch.nn.Module):
-        """As DDP, which broadcasts buffers before the module's forward."""
-
-        def __init__(self, module: LightningModule) -> None:
-            super().__init__()
-            self.module = module
-
-        def forward(self, *args: Any, **kwargs: Any) -> Any:
-            time.now_s += 7.0
-            return self.module(*args, **kwargs)
-
-    class Wrapped(SingleDeviceStrategy):
-        def setup(self, trainer: Trainer) -> None:
-            super().setup(trainer)
-            self.model = Waiting(trainer.lightning_module)
-
-    callback = ThrottleCallback(CHANGING, throttle=time.throttle, backward_per_forward=3.0)
-    model = Working(time)
-    fit(tmp_path, [callback], model, strategy=Wrapped("cpu"))
-    assert time.sleeps == pytest.approx([expected - 0.04 for expected in EXPECTED])
-    assert not model._forward_pre_hooks and not model.layer.weight._post_accumulate_grad_hooks
-
-
-class Counting(Reporting, SingleDeviceStrategy):
-    """A strategy that says what it trains on."""
-
-    samples: int | None = None
-
-    def current_samples(self) -> int | None:
-        return self.samples
-
-
-@WARNINGS
-def test_who_counts_the_samples(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    time, scenario = Time(), Scenario(sample_s=1.0)
-
-    def counted(**more: Any) -> list[float]:
-        time.sleeps.clear()
-        callback = ThrottleCallback(scenario, throttle=time.throttle, **more)
-        fit(tmp_path, [callback], max_epochs=1, strategy=Counting("cpu"))
-        return time.sleeps
-
-    assert counted(samples=lambda batch: 2 * len(batch[0])) == [8.0, 8.0, 4.0]
-    assert counted() == [4.0, 4.0, 2.0]
-    monkeypatch.setattr(Counting, "samples", 0)
-    assert counted(samples=len) == []  # nothing to compute, no fixed cost either
-
-
-@WARNINGS
 @pytest.mark.parametrize(
     ("batch", "samples"),
     [
@@ -201,49 +147,10 @@ def test_who_counts_the_samples(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     ],
 )
 def test_samples_are_counted_as_lightning_does(batch: Any, samples: int) -> None:
-    from lightning_hetero.callbacks.samples import count_samples
+    from lightning_hetero.callbacks.work import count_samples
 
     trainer: Any = SimpleNamespace(strategy=object(), train_dataloader=None)
     assert count_samples(trainer, batch) == samples
-
-
-@WARNINGS
-def test_samples_of_a_graph_batch_are_counted_by_the_loader(tmp_path: Path) -> None:
-    """The first tensor of a graph counts its nodes, here 7 per graph; 10 graphs in batches of 4 are 4, 4 and 2."""
-
-    class Graphs:
-        def __init__(self, graphs: list[Any]) -> None:
-            self.nodes = torch.stack([x for (x,) in graphs]).repeat(7, 1)
-
-    seen: list[int] = []
-
-    class Count(Callback):
-        def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
-            seen.append(count_samples(trainer, batch))
-
-        def on_train_batch_end(self, trainer: Any, pl_module: Any, *args: Any) -> None:
-            seen.append(count_samples(trainer, args[1]))
-
-    from lightning_hetero.callbacks.samples import count_samples
-
-    class OnGraphs(LightningModule):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = torch.nn.Linear(2, 1)
-
-        def training_step(self, batch: Graphs, batch_idx: int) -> Tensor:
-            return self.layer(batch.nodes).sum()
-
-        def configure_optimizers(self) -> Any:
-            return torch.optim.SGD(self.parameters(), lr=0.0)
-
-    graphs = DataLoader(TensorDataset(torch.ones(10, 2)), batch_size=4, collate_fn=Graphs)
-    trainer = Trainer(
-        accelerator="cpu", devices=1, max_epochs=1, logger=False, enable_checkpointing=False, callbacks=[Count()],
-        enable_progress_bar=False, enable_model_summary=False, default_root_dir=tmp_path,
-    )
-    trainer.fit(OnGraphs(), graphs)
-    assert seen == [4, 4, 4, 4, 2, 2]
 
 
 @WARNINGS

@@ -8,7 +8,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from lightning.pytorch import Callback
 from lightning.pytorch.strategies import SingleDeviceStrategy
@@ -58,27 +57,6 @@ def test_what_the_strategy_measured_is_drained(tmp_path: Path) -> None:
     assert [s for k, s in rows if k == "decision"] == calls
     assert [s for k, s in rows if k == "step"] == calls[::2]
     assert all(e.data.keys() <= {"call"} for e in read_events(tmp_path / "hetero")[1:])
-
-
-@WARNINGS
-def test_an_events_time_is_its_own_if_it_can_be(tmp_path: Path) -> None:
-    """By `time.perf_counter`; one from before the file was open, or none, is the time of writing."""
-    stamps: list[float] = []
-
-    def step_events(self: Any) -> list[Event]:
-        stamps.append(time.perf_counter())
-        return [Event(kind="step", rank=0, epoch=0, step=i, t_s=t, data={}) for i, t in enumerate((0.0, stamps[-1]))]
-
-    def about(self: Any) -> dict[str, Any]:
-        return {"engine": "mine", "bound": 3}
-
-    parts = {"step_events": step_events, "about": about}
-    fit(tmp_path, [HeteroTrace()], max_epochs=1, strategy=type("Mine", (Reporting, SingleDeviceStrategy), parts)("cpu"))
-    run, *events = read_events(tmp_path / "hetero")
-    assert (run.data["engine"], run.data["bound"], run.data["strategy"]) == ("mine", 3, "Mine")
-    early, own = ([e.t_s for e in events if e.step == i] for i in range(2))
-    assert np.diff(own) == pytest.approx(np.diff(stamps), abs=1e-9)
-    assert all(written >= told for written, told in zip(early, own, strict=True))
 
 
 @WARNINGS

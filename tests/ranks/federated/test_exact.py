@@ -97,29 +97,13 @@ def test_batch_weight_counts_in_the_place_of_samples() -> None:
         assert trained.distance(expected) <= EXACT
 
 
-def by_owned(rank: int, world: int) -> Weights:
-    """Rank 0 has twice the data of rank 1, and both make a step on one batch."""
-    lengths = (8, 4)
-    loader = own(range(rank * 8, rank * 8 + lengths[rank]), 4)
-    strategy = federated(local_steps=1, weight_by="owned")
-    return weights(fit(rank, world, strategy, loader, max_steps=1)[0])
-
-
-def test_weights_may_be_those_of_the_data_that_ranks_own() -> None:
-    alone = [by_hand([[list(range(start, start + 4))]], 1) for start in (0, 8)]
-    expected = Weights({k: (2 * alone[0][k] + alone[1][k]) / 3 for k in alone[0]})
-    for trained in run_ranks(2, by_owned):
-        assert trained.distance(expected) <= EXACT
-
-
 # ---- optimizer states, server, FedProx ---------------------------------------------------------------------
 
 PARTS = (range(0, 16), range(16, 32))
 
 
-def with_states(rank: int, world: int, kind: str) -> Weights:
-    strategy = federated(optimizer_state=kind)
-    return weights(fit(rank, world, strategy, own(PARTS[rank], BATCH), module=Plain(momentum=0.9))[0])
+def with_states(rank: int, world: int) -> Weights:
+    return weights(fit(rank, world, federated(), own(PARTS[rank], BATCH), module=Plain(momentum=0.9))[0])
 
 
 def averaged_states(modules: list[Any], optimizers: list[Any]) -> None:
@@ -130,22 +114,13 @@ def averaged_states(modules: list[Any], optimizers: list[Any]) -> None:
             state["momentum_buffer"] = mean.clone()
 
 
-def reset_states(modules: list[Any], optimizers: list[Any]) -> None:
-    for optimizer in optimizers:
-        optimizer.state.clear()
-
-
-@pytest.mark.parametrize(
-    ("kind", "rounds"), [("average", averaged_states), ("keep", None), ("reset", reset_states)]
-)
-def test_optimizer_states_are_averaged_kept_or_reset(kind: str, rounds: Any) -> None:
+def test_optimizer_states_are_averaged() -> None:
     clients = [chunks(part, BATCH) for part in PARTS]
-    expected = by_hand(clients, 2, make=lambda: Plain(momentum=0.9), rounds=rounds)
-    others = [by_hand(clients, 2, make=lambda: Plain(momentum=0.9), rounds=r) for r in
-              {averaged_states, None, reset_states} - {rounds}]  # fmt: skip
-    for trained in run_ranks(2, with_states, kind):
-        assert trained.distance(expected) <= EXACT
-        assert all(trained.distance(other) > 1e-6 for other in others)
+    expected, other = (
+        by_hand(clients, 2, make=lambda: Plain(momentum=0.9), rounds=rounds) for rounds in (averaged_states, None)
+    )
+    for trained in run_ranks(2, with_states):
+        assert trained.distance(expected) <= EXACT and trained.distance(other) > 1e-6
 
 
 class Halves(Plain):

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from torch.utils.data import DataLoader, Subset
 
-from lightning_hetero.federated.fit import common
+from lightning_hetero.federated.fit import averaging
 from lightning_hetero.federated.policy import FedAvgM
 from lightning_hetero.transport.base import RemoteFailureError, ServerLostError
 from lightning_hetero.transport.groups import leave_default_group
@@ -51,14 +51,14 @@ class Loses(Plain):
             if self.where == "batch":
                 self.vanish()
             else:
-                parts = [self.cut_off] if self.where == "average" else [common.average_, self.cut_off]
-                common.average_ = lambda *args: parts.pop(0)(*args)
+                parts = [self.cut_off] if self.where == "average" else [averaging.average_, self.cut_off]
+                averaging.average_ = lambda *args: parts.pop(0)(*args)
         return super().training_step(batch, batch_idx)
 
     def vanish(self) -> None:
         roll: Any = self.trainer.strategy._run.clients._roll  # type: ignore[attr-defined]
         if self.trainer.global_rank:
-            roll.vanish()
+            roll.close(bye=False)
         else:  # the store goes with its process
             roll._store = self.trainer.strategy.members.hosted = None  # type: ignore[attr-defined]
             gc.collect()
@@ -75,7 +75,7 @@ class Loses(Plain):
 
 
 def losing(rank: int, world: int, who: int, where: str, strategy: dict[str, Any], momentum: float, val: bool) -> Any:
-    average_ = common.average_
+    average_ = averaging.average_
     module = Loses(who, where, momentum)
     made = federated(**{"local_steps": TAU, "min_clients": 2, "liveness_s": LIVENESS_S, **strategy})
     loaders: Any = own(PARTS[rank], BATCH)
@@ -92,7 +92,7 @@ def losing(rank: int, world: int, who: int, where: str, strategy: dict[str, Any]
     except (RemoteFailureError, ServerLostError) as failure:
         error = f"{type(failure).__name__}: {failure}"
     finally:
-        common.average_ = average_
+        averaging.average_ = average_
         said = [str(one.message) for one in caught if "is left out" in str(one.message)]
     run = {"batches": module.batches, "said": said, "shares": made.shares, "validated": module.validated}
     return error, weights(module), run, os.getpid()

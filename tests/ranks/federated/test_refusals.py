@@ -27,8 +27,6 @@ from tests.ranks.harness import run_ranks
         ({"policy": FedAvg(), "dead_band": 0.1}, "give either a whole policy, or dead_band, not both"),
         ({"policy": "fedavg", "predictor": "ewma"}, "looks at no speeds and has no use for predictor"),
         ({"min_samples": -1}, "min_samples=-1 must be a whole number >= 0"),
-        ({"optimizer_state": "mean"}, "optimizer_state='mean' must be one of"),
-        ({"weight_by": "data"}, "weight_by='data' must be one of"),
         ({"proximal": -0.1}, "proximal=-0.1 must be a finite number >= 0"),
         ({"participation": 0}, "participation=0 must be in (0, 1]"),
         ({"server": "sgd"}, "server='sgd' must be one of"),
@@ -167,16 +165,6 @@ def test_a_learning_rate_finder_is_refused() -> None:
     """PL#19611: it was taken for several train loaders."""
     for message in run_ranks(2, finding):
         assert "a learning-rate finder needs the loss of one update after the other" in message
-
-
-def kept_anyway(rank: int, world: int) -> float:
-    module, _ = fit(rank, world, federated(optimizer_state="keep"), batches_of(rank), module=EightBit())
-    return float(sum(p.sum() for p in module.parameters()))
-
-
-def test_states_without_an_average_can_be_kept() -> None:
-    first, second = run_ranks(2, kept_anyway)
-    assert first == second
 
 
 def differing(rank: int, world: int) -> str:

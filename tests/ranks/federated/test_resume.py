@@ -39,7 +39,6 @@ CASES: dict[str, dict[str, Any]] = {
     "fedavg": {"policy": FedAvg()},
     "again": {"policy": FedAvg(again=True)},
     "sizes": {"policy": Scripted()},
-    "kept states": {"policy": FedAvg(), "optimizer_state": "keep"},
     "server": {"policy": FedAvg(again=True), "server": FedAvgM(lr=0.8, momentum=0.6), "proximal": 0.3},
     "participation": {"policy": FedAvg(again=True), "participation": 0.5},
 }

@@ -76,12 +76,6 @@ def test_ranks_are_apart_within_a_round_and_together_behind_it() -> None:
     assert first[1].steps == second[1].steps == list(range(1, 9))
 
 
-def test_the_last_weights_are_an_average_also_if_a_round_is_cut_short() -> None:
-    first, second = run_ranks(2, validating, {"max_steps": 5, "limit_val_batches": 0}, {"local_steps": 4})
-    expected = by_hand([chunks(part, BATCH)[:5] for part in PARTS], 4)
-    assert first[3].distance(expected) <= EXACT and second[3].distance(expected) <= EXACT
-
-
 # ---- resting ranks, each way ---------------------------------------------------------------------------------
 
 
@@ -145,22 +139,6 @@ def test_ranks_that_rest_neither_hang_nor_count(name: str) -> None:
         seen = [i for batch in (*mine, *others) for i in batch]
         assert notes.logged["index"] == pytest.approx(sum(seen) / len(seen))  # a mean over samples
         assert notes.logged["seen_mean"] == pytest.approx(sum(seen) / len(seen))
-
-
-def test_a_resting_rank_adds_nothing_to_the_average() -> None:
-    (first, mine, _, _), _ = run_ranks(2, resting, {"local_steps": 2}, {}, (32, 8))
-    clients = [mine, chunks(range(32, 40), BATCH)]
-    assert first.distance(Weights({**first, **by_hand(clients, 2, make=Metered)})) <= EXACT
-
-
-def test_adaptive_steps_counts_every_slot_on_all_ranks() -> None:
-    (_, mine, notes, steps), (_, others, also, as_many) = run_ranks(
-        2, resting, {"policy": Fixed(), "local_steps": 2}, {}, (32, 32)
-    )
-    assert (steps, as_many) == (8, 8)
-    assert len(mine) == 8  # 2 as the first round, then all of 3 + 3
-    assert len(others) == 2 + 1 + 1
-    assert notes.steps == also.steps == list(range(1, 9))
 
 
 # ---- sizes, measurements, callbacks ------------------------------------------------------------------------

@@ -24,7 +24,9 @@ from lightning.pytorch.strategies.launchers.subprocess_script import _Subprocess
 
 from lightning_hetero.cli.jobs import end_children
 from lightning_hetero.lightning_compat import launchers as launcher
-from lightning_hetero.lightning_compat.launchers import TolerantProcessLauncher, TolerantScriptLauncher
+from lightning_hetero.lightning_compat import process_launchers
+from lightning_hetero.lightning_compat.launchers import TolerantScriptLauncher
+from lightning_hetero.lightning_compat.process_launchers import TolerantProcessLauncher
 from lightning_hetero.transport.base import LeftBehindError
 from tests import warm
 
@@ -37,7 +39,8 @@ VERSIONS = (
 
 @pytest.fixture(autouse=True)
 def soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launcher, "GRACE_S", 0.3)
+    for module in (launcher, process_launchers):
+        monkeypatch.setattr(module, "GRACE_S", 0.3)
 
 
 # ---- script launcher: children that Lightning would have started ----------------------------------------------
@@ -117,7 +120,7 @@ def test_a_child_that_is_stopped_does_not_stay_for_ever(monkeypatch: pytest.Monk
     launcher.end_stopped_children(own)
     stopped, runs = own.procs
     os.kill(stopped.pid, signal.SIGSTOP)
-    while launcher._state(stopped.pid) != b"T":
+    while launcher.process_state(stopped.pid) != b"T":
         time.sleep(0.01)
     at_exit[0]()
     assert stopped.wait(20.0) == -signal.SIGKILL and runs.poll() is None
@@ -128,14 +131,14 @@ def test_a_child_that_is_stopped_does_not_stay_for_ever(monkeypatch: pytest.Monk
 
 def test_a_rank_that_the_others_have_left_behind_ends_alone(own_death: None, capsys: Any, caplog: Any) -> None:
     caplog.set_level(logging.INFO)
-    own = watched(f"sys.exit({launcher._LEFT_BEHIND})", "sys.exit(0)", tolerates=lambda: False)
+    own = watched(f"sys.exit({launcher.LEFT_BEHIND})", "sys.exit(0)", tolerates=lambda: False)
     own._watch_children()
-    assert [p.returncode for p in own.procs] == [launcher._LEFT_BEHIND, 0] and own.tolerated == {1}
+    assert [p.returncode for p in own.procs] == [launcher.LEFT_BEHIND, 0] and own.tolerated == {1}
     assert [r.getMessage() for r in caplog.records] == ["local rank 1 was left behind, and has ended"]
-    with pytest.raises(SystemExit, match=str(launcher._LEFT_BEHIND)), launcher._ending_alone(True):
+    with pytest.raises(SystemExit, match=str(launcher.LEFT_BEHIND)), launcher.ending_alone(True):
         raise LeftBehindError("silent for 9 s")
     assert "LeftBehindError: silent for 9 s" in capsys.readouterr().err
-    with pytest.raises(LeftBehindError), launcher._ending_alone(False):
+    with pytest.raises(LeftBehindError), launcher.ending_alone(False):
         raise LeftBehindError("silent for 9 s")
 
 
@@ -342,21 +345,21 @@ def test_a_child_that_comes_too_late_does_not_wait_for_the_dead(monkeypatch: Any
 
 
 def test_a_late_answer_is_not_that_to_the_next_question(monkeypatch: Any) -> None:
-    monkeypatch.setattr(launcher, "_ANSWER_S", 0.2)
+    monkeypatch.setattr(process_launchers, "_ANSWER_S", 0.2)
     questions, answers = mp.Pipe()
     alive, _end = mp.Pipe()
     rank_zero = SimpleNamespace(sentinel=alive)
-    assert not launcher._tolerated(questions, rank_zero)  # it takes its time
+    assert not process_launchers._tolerated(questions, rank_zero)  # it takes its time
     late = answers.recv_bytes() + b"1"
     answers.send_bytes(late)
     with ThreadPoolExecutor(1) as pool:
-        asked = pool.submit(launcher._tolerated, questions, rank_zero)
+        asked = pool.submit(process_launchers._tolerated, questions, rank_zero)
         answers.send_bytes(answers.recv_bytes() + b"0")
         assert asked.result() is False
 
 
 def test_a_rank_zero_that_cannot_say_tolerates_nothing(quiet_forks: None, monkeypatch: Any) -> None:
-    monkeypatch.setattr(launcher, "_ANSWER_S", 0.2)
+    monkeypatch.setattr(process_launchers, "_ANSWER_S", 0.2)
     codes = ["end 60", "die .1"]
     for tolerates in (lambda: 1 / 0, lambda: time.sleep(60)):
         with pytest.raises(mp.ProcessExitedException, match="process 1 terminated"):
@@ -382,8 +385,9 @@ def test_the_private_names_of_lightning() -> None:
     assert parameters(process._wrapping_function) == wrapped, VERSIONS
     assert parameters(process._recover_results_in_main_process) == ["self", "worker_output", "trainer"], VERSIONS
     assert parameters(launcher._set_num_threads_if_needed) == ["num_processes"], VERSIONS
-    assert parameters(launcher._check_bad_cuda_fork) == [] == parameters(launcher._check_missing_main_guard), VERSIONS
-    state = launcher._GlobalStateSnapshot.capture()
+    for check in (process_launchers._check_bad_cuda_fork, process_launchers._check_missing_main_guard):
+        assert parameters(check) == [], VERSIONS
+    state = process_launchers._GlobalStateSnapshot.capture()
     state.restore()
 
 

@@ -17,7 +17,8 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from lightning_hetero import lightning_compat as compat
-from lightning_hetero.lightning_compat.launchers import TolerantProcessLauncher, TolerantScriptLauncher
+from lightning_hetero.lightning_compat.launchers import TolerantScriptLauncher
+from lightning_hetero.lightning_compat.process_launchers import TolerantProcessLauncher
 from lightning_hetero.lightning_compat.strategies import (
     CheckedSettingsStrategy,
     TolerantDDPStrategy,

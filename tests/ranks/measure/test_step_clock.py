@@ -171,40 +171,6 @@ class ManualPeer(Peer):
             optimizer.step()
 
 
-class Meeting(nn.Module):
-    """Waits for the peers in forward and in backward, as SyncBatchNorm does."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return _Meet.apply(x)
-
-
-class _Meet(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        dist.barrier()
-        return x * 1.0
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
-        dist.barrier()
-        return grad
-
-
-class MeetingPeer(Peer):
-    """Slow before its ranks meet in forward, or before they meet in backward."""
-
-    def __init__(self, where: str) -> None:
-        super().__init__(where)
-        self.meeting = Meeting()
-
-    def loss(self, batch: Any) -> Tensor:
-        x, y = batch
-        hidden = self.net[:3](x)
-        time.sleep(self.delay_s("forward"))
-        hidden = _SlowGradient.apply(self.meeting(hidden), self.delay_s("backward"))
-        return nn.functional.mse_loss(self.net[3](hidden), y)
-
-
 def timed(rank: int, world: int, cases: list[tuple[Any, tuple[Any, ...], dict[str, Any]]]) -> list[Any]:
     """Returns, per case, (compute_s, wait_s) of every step but the first."""
     results = []
@@ -229,8 +195,6 @@ def test_own_time_holds_no_waiting_for_a_slow_peer() -> None:
         (Peer, ("backward",), {}),
         (ManualPeer, ("forward",), {}),
         (ManualPeer, ("backward",), {}),
-        (MeetingPeer, ("forward",), {"waiting_modules": (Meeting,)}),
-        (MeetingPeer, ("backward",), {"waiting_modules": (Meeting,)}),
         (Peer, ("forward", True), {}),
     ]
     fast, slow = run_ranks(2, timed, cases)
@@ -240,9 +204,3 @@ def test_own_time_holds_no_waiting_for_a_slow_peer() -> None:
         assert min(compute_s for compute_s, _ in peer) >= DELAY_S, (name, peer)
     for rows in fast[:4]:  # where nothing else waits, the exchange does, in the step it belongs to
         assert all(wait_s > OWN_S for _, wait_s in rows), rows
-
-
-def test_waiting_inside_a_module_must_be_declared() -> None:
-    """The counter-proof: without ``waiting_modules`` the fast rank's time holds the slow one's."""
-    fast, _ = run_ranks(2, timed, [(MeetingPeer, ("forward",), {})])
-    assert min(compute_s for compute_s, _ in fast[0]) > OWN_S

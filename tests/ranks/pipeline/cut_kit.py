@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import count
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from lightning_hetero.pipeline.runtime.step.cut import BackboneCall, BackboneCut, graphs_to_retain
-from lightning_hetero.pipeline.runtime.step.random_streams import seed_torch_streams
+from lightning_hetero.pipeline.runtime.step.random_streams import seed_streams
 from lightning_hetero.pipeline.runtime.step.resumable import (
     Carrier,
     Done,
@@ -233,8 +234,13 @@ def batches(net: Net, number: int = 3) -> list[Tensor]:
 def direct(net: Net, data: Sequence[Tensor]) -> list[Tensor]:
     losses = []
     for k, batch in enumerate(data):
-        seed_torch_streams(stream_seed(0, k))
+        seed, calls = stream_seed(0, k), count(1)
+        seed_streams(seed)
+        behind = net.backbone.register_forward_hook(
+            lambda *_, seed=seed, calls=calls: seed_streams(stream_seed(seed, next(calls)))
+        )
         loss = net.training_step(batch)
+        behind.remove()
         loss.backward()
         losses.append(loss.detach())
     return losses

@@ -1,4 +1,4 @@
-"""Profiles of a few layers, measured once, or estimated on meta tensors."""
+"""Profiles of a few layers, measured once."""
 
 from __future__ import annotations
 
@@ -7,10 +7,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map
 
 from lightning_hetero.measure.timer import Timer
-from lightning_hetero.pipeline.runtime.measure.layers import estimate_on_meta, profile_on_device
-from lightning_hetero.types import ModelCost
+from lightning_hetero.pipeline.runtime.measure.layers import Example, profile_on_device
+from lightning_hetero.types import AffineCost, LayerCost, ModelCost
 
 D = 6  # features
 F4 = 4  # bytes of a float32
@@ -18,12 +19,24 @@ BYTES = F4 * (D * D + D)  # of nn.Linear(D, D)
 CPU = torch.device("cpu")
 
 
-def profile(layers: Sequence[nn.Module], example: Any, **settings: Any) -> ModelCost:
-    return profile_on_device(layers, example, **{"repeats": 1, "warm_ups": 0, **settings})
+NONE = AffineCost(fixed_s=0.0, per_sample_s=0.0)
+AROUND = LayerCost(name="around", forward=NONE, backward=NONE)
 
 
-def on_meta(layers: Sequence[nn.Module], example: Any, **settings: Any) -> ModelCost:
-    return estimate_on_meta(layers, example, **{"flops_per_s": 1e9, **settings})
+def profile(
+    layers: Sequence[nn.Module], example: Any, *, sizes: Sequence[int] = (2, 4), **settings: Any
+) -> ModelCost:
+    """Measures layers on an example, cut or repeated to each size."""
+    rows = len(next(leaf for leaf in tree_leaves(example) if isinstance(leaf, Tensor)))
+
+    def resized(leaf: Any, samples: int) -> Any:
+        if not isinstance(leaf, Tensor) or not leaf.ndim or len(leaf) != rows:
+            return leaf
+        return leaf.detach()[torch.arange(samples) % rows].requires_grad_(leaf.requires_grad)
+
+    examples = {n: Example(tree_map(lambda leaf, n=n: resized(leaf, n), example)) for n in sizes}
+    options = {"repeats": 1, "warm_ups": 0, "names": list(map(str, range(len(layers)))), "before": AROUND}
+    return profile_on_device(layers, examples, **{**options, "head": AROUND, **settings})
 
 
 def kept(cost: ModelCost) -> list[float]:

@@ -220,7 +220,7 @@ def make_runner(case: Case, net: Net, group: GroupPlan, rank: int, name: str, **
 
 @contextmanager
 def seeded_layers(net: Net, step: int, number: int) -> Iterator[None]:
-    """Each layer draws from its own stream; what is around does not notice."""
+    """Each layer draws from its own stream, and what is behind the last one from another."""
     seed = torch.default_generator.manual_seed  # `torch.manual_seed` takes a millisecond for other backends
     seed(stream_seed(SEED, step, number))
     outside: list[Tensor] = []
@@ -234,8 +234,10 @@ def seeded_layers(net: Net, step: int, number: int) -> Iterator[None]:
             seed(layer_seed(stream_seed(SEED, step, number, *later), i))
             calls[i] += 1
 
-        def after(*_: Any) -> None:
+        def after(*_: Any, i: int = i) -> None:
             torch.set_rng_state(outside.pop())
+            if i == LAYERS - 1:  # behind the backbone, a stream for each of its calls
+                seed(stream_seed(stream_seed(SEED, step, number), calls[i]))
 
         handles += [layer.register_forward_pre_hook(before), layer.register_forward_hook(after)]
     try:

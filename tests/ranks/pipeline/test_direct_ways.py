@@ -9,9 +9,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_hetero.pipeline.decide.direct_links import RankDevice
+from lightning_hetero.pipeline.decide.links import RankDevice
 from lightning_hetero.pipeline.decide.schedule import What
-from lightning_hetero.pipeline.fit import place
+from lightning_hetero.pipeline.fit import wires
 from lightning_hetero.pipeline.runtime.execute.direct_ways import DirectWays, rank_device
 from lightning_hetero.pipeline.runtime.execute.failures import FailureBoard
 from lightning_hetero.pipeline.runtime.execute.messages import Message
@@ -156,21 +156,21 @@ def test_ways_of_a_ring_are_made_without_a_circle() -> None:
 
 def made_direct(monkeypatch: pytest.MonkeyPatch, rank: int) -> None:
     """Takes each rank's CPU for a device of its own, with gloo as its backend."""
-    monkeypatch.setattr(place, "rank_device", lambda *_: RankDevice(identity=f"own-{rank}", backend="gloo"))
+    monkeypatch.setattr(wires, "rank_device", lambda *_: RankDevice(identity=f"own-{rank}", backend="gloo"))
 
 
 def trained(rank: int, world: int, plan: str) -> Any:
     with pytest.MonkeyPatch.context() as monkeypatch:
         made_direct(monkeypatch, rank)
         connected: list[int] = []
-        original = place.DirectWays
+        original = wires.DirectWays
 
         def noted(pairs: Any, **options: Any) -> DirectWays:
             ways = original(pairs, **options)
             connected.append(len(ways.by_peer))
             return ways
 
-        monkeypatch.setattr(place, "DirectWays", noted)
+        monkeypatch.setattr(wires, "DirectWays", noted)
         found, _ = fit(rank, world, Deep(), pipeline(plan), max_epochs=2, validate=True)
     assert connected == [1 if plan == "2x2" else 2]
     return found

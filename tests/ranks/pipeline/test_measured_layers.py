@@ -7,35 +7,26 @@ from __future__ import annotations
 
 import math
 import random
-import re
-from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from torch import Tensor, nn, optim
+from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from lightning_hetero.measure.timer import Timer
-from lightning_hetero.pipeline.runtime.measure.layers import profile_on_device
-from lightning_hetero.types import AffineCost, LayerCost, ModelCost
+from lightning_hetero.types import AffineCost
 from tests.ranks.pipeline.measured_kit import (
     BYTES,
-    CPU,
     F4,
     Counting,
     D,
     Function,
     kept,
-    on_meta,
     profile,
     rows,
 )
-
-HOST = Timer(CPU)
 
 
 def with_reentrant(inner: nn.Module, x: Tensor) -> Any:
@@ -61,10 +52,7 @@ def join(inner: nn.Module, value: tuple[Tensor, tuple[Tensor, Tensor]]) -> Tenso
 
 # ---- bytes worked out by hand ------------------------------------------------------------------------------------
 
-BOTH = pytest.mark.parametrize("measure", [profile, on_meta])
 
-
-@BOTH
 @pytest.mark.parametrize(
     ("layers", "expected"),
     [
@@ -85,61 +73,54 @@ BOTH = pytest.mark.parametrize("measure", [profile, on_meta])
     ],
     ids=lambda value: "-".join(type(v).__name__ if isinstance(v, nn.Module) else str(v) for v in value),
 )
-def test_activations_are_what_autograd_keeps(
-    measure: Callable[..., ModelCost], layers: list[nn.Module], expected: list[int]
-) -> None:
-    cost = measure(layers, rows(), micro_samples=[2, 4])
+def test_activations_are_what_autograd_keeps(layers: list[nn.Module], expected: list[int]) -> None:
+    cost = profile(layers, rows(), sizes=[2, 4])
     assert kept(cost) == [F4 * n for n in expected]
 
 
-@BOTH
-def test_frozen_layers_keep_nothing_until_something_trains(measure: Callable[..., ModelCost]) -> None:
+def test_frozen_layers_keep_nothing_until_something_trains() -> None:
     frozen = nn.Linear(D, D).requires_grad_(False)
     plain = torch.randn(4, D)
-    cost = measure([frozen, nn.ReLU(), nn.Linear(D, D)], plain, optimizer=optim.Adam)
+    cost = profile([frozen, nn.ReLU(), nn.Linear(D, D)], plain, optimizer=lambda trained: 0.0)
     assert kept(cost) == [0, 0, F4 * D]
     assert cost.layers[0].backward == cost.layers[1].backward == AffineCost(fixed_s=0.0, per_sample_s=0.0)
     assert cost.layers[2].backward.seconds(8) > 0.0
     assert cost.layers[0].param_bytes == 0.0 and cost.layers[0].state_bytes == F4 * (D * D + D)
     # The same layer between trained ones hands a gradient on, for which a linear layer keeps its weight alone.
-    assert kept(measure([nn.Linear(D, D), frozen], plain))[1] == 0
+    assert kept(profile([nn.Linear(D, D), frozen], plain))[1] == 0
 
 
-@BOTH
-def test_small_models_by_hand(measure: Callable[..., ModelCost]) -> None:
+def test_small_models_by_hand() -> None:
     conv, norm = nn.Conv2d(2, 3, 3, padding=1), nn.BatchNorm2d(3)
     layers = [conv, norm, nn.ReLU(inplace=True), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(12, 5)]
-    cost = measure(layers, torch.randn(2, 2, 4, 4), micro_samples=[2, 8])
+    cost = profile(layers, torch.randn(2, 2, 4, 4), sizes=[2, 8])
     whole, pooled = 3 * 16 * F4, 3 * 4 * F4
     statistics = 2 * 3 * F4 / 8  # per micro-batch
     # An image; the convolution's output; the ReLU's, in place of the norm's; where the maxima are; the maxima.
     assert kept(cost) == [2 * 16 * F4, whole + statistics, whole, 3 * 4 * 8, 0, pooled]
     assert [layer.output_bytes for layer in cost.layers] == [whole, whole, whole, pooled, pooled, 5 * F4]
-    assert cost.before.output_bytes == 2 * 16 * F4
 
     words = torch.randint(0, 10, (4, 7))
-    cost = measure([nn.Embedding(10, D), nn.LayerNorm(D)], words)
-    assert kept(cost) == [7 * 8, 7 * (D + 2) * F4] and cost.before.output_bytes == 7 * 8
+    cost = profile([nn.Embedding(10, D), nn.LayerNorm(D)], words)
+    assert kept(cost) == [7 * 8, 7 * (D + 2) * F4]
 
 
-@BOTH
-def test_tuples_pass_through_and_what_is_not_batched_stays_whole(measure: Callable[..., ModelCost]) -> None:
-    cost = measure([Function(split, nn.Linear(D, D)), Function(join, nn.Linear(D, 2))], rows(), micro_samples=[2, 4])
+def test_tuples_pass_through_and_what_is_not_batched_stays_whole() -> None:
+    cost = profile([Function(split, nn.Linear(D, D)), Function(join, nn.Linear(D, 2))], rows(), sizes=[2, 4])
     assert [layer.output_bytes for layer in cost.layers] == [2 * D * F4 + 3 * F4 / 4, 2 * F4]
     # Both factors and the product; the first factor's twin, x, is kept by the first layer already.
     assert kept(cost) == [D * F4, 2 * D * F4]
 
 
-@BOTH
-def test_half_precision_keeps_half(measure: Callable[..., ModelCost]) -> None:
+def test_half_precision_keeps_half() -> None:
     x = rows().detach().bfloat16().requires_grad_()
-    cost = measure([nn.Linear(D, D).bfloat16()], x)
+    cost = profile([nn.Linear(D, D).bfloat16()], x)
     assert kept(cost) == [D * 2] and cost.layers[0].param_bytes == 2 * (D * D + D)
 
 
 def test_autocast_copies_of_weights_are_kept() -> None:
     with torch.autocast("cpu", torch.bfloat16):
-        cost = profile([nn.Linear(D, D, bias=False)], rows(), micro_samples=[2, 4])
+        cost = profile([nn.Linear(D, D, bias=False)], rows(), sizes=[2, 4])
     assert kept(cost) == [2 * D + 2 * D * D / 4]  # the input's copy per sample, the weight's per micro-batch of 4
 
 
@@ -179,7 +160,7 @@ class Ticking(nn.Module):
 
 def test_forward_and_backward_are_told_apart_and_fitted_over_sizes() -> None:
     timer = Counting()
-    cost = profile([Ticking(timer, 5, 3), Ticking(timer, 7, 0)], rows(), micro_samples=[2, 4, 16], timer=timer)
+    cost = profile([Ticking(timer, 5, 3), Ticking(timer, 7, 0)], rows(), sizes=[2, 4, 16], timer=timer)
     for layer, (fixed, slope) in zip(cost.layers, [(5, 3), (7, 0)], strict=True):
         for part, factor in ((layer.forward, 1), (layer.backward, 2)):
             assert (part.fixed_s, part.per_sample_s) == pytest.approx((factor * fixed, factor * slope), abs=1e-9)
@@ -218,7 +199,7 @@ def test_the_layers_see_each_size_and_gradients_as_in_training() -> None:
             return super().forward(input)
 
     with torch.no_grad():
-        profile([Spy(D, D), Spy(D, D)], torch.randn(3, D), micro_samples=[2, 5])
+        profile([Spy(D, D), Spy(D, D)], torch.randn(3, D), sizes=[2, 5])
     assert {(n, grad) for n, _, grad in seen} == {(2, True), (5, True)}
     assert [needs for _, needs, _ in seen].count(False) == 4  # the first layer, observed and timed, at two sizes
 
@@ -233,8 +214,7 @@ class Drawing(nn.Module):
         return x * torch.rand_like(x) + random.random() + np.random.rand()
 
 
-@pytest.mark.parametrize("measure", [profile, on_meta, lambda *a: profile(*a, cache_folder="kept")])
-def test_nothing_is_left_behind(measure: Callable[..., ModelCost]) -> None:
+def test_nothing_is_left_behind() -> None:
     class Recurrent(nn.LSTM):
         def forward(self, x: Tensor) -> Tensor:  # pyright: ignore
             return super().forward(x)[0]
@@ -250,7 +230,7 @@ def test_nothing_is_left_behind(measure: Callable[..., ModelCost]) -> None:
     x = rows()
     states = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist()  # pyright: ignore
 
-    measure(layers, x)
+    profile(layers, x)
 
     assert torch.equal(torch.get_rng_state(), states[0]) and random.getstate() == states[1]
     assert np.random.get_state()[1].tolist() == states[2]  # pyright: ignore
@@ -263,57 +243,6 @@ def test_nothing_is_left_behind(measure: Callable[..., ModelCost]) -> None:
     assert x.grad is None and x.requires_grad and torch.is_grad_enabled()
 
 
-# ---- meta ----------------------------------------------------------------------------------------------------
-
-
-def test_flops_become_seconds_by_hand() -> None:
-    cost = on_meta([nn.Linear(D, 2 * D), nn.ReLU(), nn.Linear(2 * D, D)], torch.randn(4, D), flops_per_s=1e3)
-    first, relu, second = cost.layers
-    product = 2 * D * 2 * D / 1e3  # FLOPs per sample
-    assert (first.forward.fixed_s, first.forward.per_sample_s) == pytest.approx((0.0, product), abs=1e-9)
-    assert first.backward.per_sample_s == pytest.approx(product)  # the input needs no gradient
-    assert second.backward.per_sample_s == pytest.approx(2 * product)
-    assert relu.forward.per_sample_s == relu.backward.per_sample_s == 0.0
-
-
-def test_traffic_counts_where_a_rate_is_given() -> None:
-    cost = on_meta([nn.ReLU(), nn.Linear(D, D)], rows(), flops_per_s=math.inf, bytes_per_s=1.0)
-    relu, linear = cost.layers
-    moved = 2 * D * F4
-    assert (relu.forward.fixed_s, relu.forward.per_sample_s) == pytest.approx((0.0, moved), abs=1e-6)
-    assert (linear.forward.fixed_s, linear.forward.per_sample_s) == pytest.approx((BYTES, moved))
-    assert (linear.backward.fixed_s, linear.backward.per_sample_s) == pytest.approx((2 * BYTES, 2 * moved))
-
-
-def test_a_model_larger_than_any_memory_is_planned_on_meta() -> None:
-    with torch.device("meta"):
-        layers = [nn.Linear(1 << 20, 1 << 20) for _ in range(3)]
-        example = torch.empty(2, 1 << 20)
-    cost = on_meta(layers, example, optimizer=optim.Adam, flops_per_s=1e15)
-    assert cost.layers[0].param_bytes == F4 * (2**40 + 2**20)
-    assert cost.layers[0].state_bytes == 4 * cost.layers[0].param_bytes
-    assert cost.layers[1].forward.per_sample_s == pytest.approx(2**41 / 1e15)
-
-
-def attention(inner: nn.Module, x: Tensor) -> Tensor:
-    return F.scaled_dot_product_attention(x, x, x)
-
-
-def test_attention_and_recomputation_are_counted() -> None:
-    x = torch.randn(2, 2, 8, D, requires_grad=True)
-    (plain,) = on_meta([Function(attention)], x, flops_per_s=1.0).layers
-    assert plain.forward.per_sample_s == pytest.approx(2 * (2 * 2 * 8 * 8 * D))  # queries by keys, weights by values
-    inner = nn.Sequential(nn.Linear(D, D), nn.Tanh())
-    once = on_meta([inner], rows(), flops_per_s=1.0).layers[0]
-    twice = on_meta([Function(without_reentrant, inner)], rows(), flops_per_s=1.0).layers[0]
-    assert twice.forward.per_sample_s == once.forward.per_sample_s
-    assert twice.backward.per_sample_s == pytest.approx(once.backward.per_sample_s + once.forward.per_sample_s)
-
-
-def needs_values(inner: nn.Module, x: Tensor) -> Tensor:
-    return x if float(x.sum()) > 0 else -x
-
-
 def fails_with_many(inner: nn.Module, x: Tensor) -> Tensor:
     if len(x) > 4:
         raise torch.OutOfMemoryError("no more")
@@ -321,40 +250,54 @@ def fails_with_many(inner: nn.Module, x: Tensor) -> Tensor:
 
 
 def test_a_layer_that_fails_is_named() -> None:
-    with pytest.raises(RuntimeError, match=r"layer 'blocks\.1' fails with 2 samples"):
-        on_meta([nn.ReLU(), Function(needs_values)], rows(), names=["blocks.0", "blocks.1"])
     with pytest.raises(RuntimeError, match=r"layer '1' fails .* shapes cannot be multiplied"):
         profile([nn.Linear(D, D), nn.Linear(D + 1, D)], rows())
     with pytest.raises(torch.OutOfMemoryError, match="layer '0' does not fit with 8 samples: profile smaller"):
-        profile([Function(fails_with_many)], rows())
+        profile([Function(fails_with_many)], rows(), sizes=[2, 8])
 
 
-# ---- what is given, and kept -----------------------------------------------------------------------------------
+# ---- equal layers ----------------------------------------------------------------------------------------------
 
 
-def test_costs_around_the_backbone_are_the_callers() -> None:
-    time = AffineCost(fixed_s=1.0, per_sample_s=2.0)
-    mine = LayerCost(name="embed", forward=time, backward=time)
-    cost = profile([nn.ReLU()], rows(), before=mine, head=replace(mine, name="loss"), names=["relu"])
-    assert cost.before is mine and cost.head.name == "loss" and cost.layers[0].name == "relu"
-    bare = profile([nn.ReLU()], rows())
-    assert bare.before.output_bytes == D * F4 and bare.before.forward.seconds(9) == bare.head.backward.seconds(9) == 0.0
+class Windowed(nn.Module):
+    def __init__(self, window: Any) -> None:
+        super().__init__()
+        self.window = window
+
+    def forward(self, x: Tensor) -> Tensor:
+        return 1.0 * x
+
+
+OBJECT = Counting()
 
 
 @pytest.mark.parametrize(
-    ("change", "error", "words"),
+    ("a", "b", "same"),
     [
-        ({"layers": []}, ValueError, "layers is empty"),
-        ({"names": ["a", "b"]}, ValueError, "names=['a', 'b'] must be one per layer: there are 1 layers"),
-        ({"micro_samples": [4]}, ValueError, "micro_samples=[4] must be two or more different sizes"),
-        ({"micro_samples": [0, 4]}, ValueError, "micro_samples=[0, 4] must be"),
-        ({"example": torch.tensor(1.0)}, TypeError, "example is a Tensor without a tensor whose first dimension"),
-        ({"example": (3, "x")}, TypeError, "example is a tuple without"),
-        ({"repeats": 0}, ValueError, "repeats=0 must be >= 1"),
+        (nn.Linear(D, D), nn.Linear(D, D), True),
+        (nn.Linear(D, D), nn.Linear(D, D, bias=False), False),
+        (nn.Linear(D, D), nn.Linear(D, D).requires_grad_(False), False),
+        (nn.Dropout(0.1), nn.Dropout(0.2), False),
+        (nn.Dropout(0.1), nn.Dropout(0.1).eval(), False),
+        (Windowed(3), Windowed(4), False),
+        (Windowed({"a": [1, None]}), Windowed({"a": [1, None]}), True),
+        (Windowed(OBJECT), Windowed(OBJECT), True),
+        (Windowed(F.relu), Windowed(F.gelu), False),
+        (Windowed(lambda: 1), Windowed(lambda: 1), False),
+        (Windowed(torch.zeros(2)), Windowed(torch.ones(2)), True),
+        (Windowed(torch.zeros(2)), Windowed(torch.zeros(3)), False),
+        (nn.Sequential(nn.ReLU(), nn.Tanh()), nn.Sequential(nn.Tanh(), nn.ReLU()), False),
     ],
 )
-def test_nonsense_is_refused(change: dict[str, Any], error: type[Exception], words: str) -> None:
-    with pytest.raises(error, match=re.escape(words)):
-        profile_on_device(**{"layers": [nn.ReLU()], "example": rows(), **change})
-    with pytest.raises(ValueError, match=re.escape("flops_per_s=0 must be > 0")):
-        on_meta([nn.ReLU()], rows(), flops_per_s=0)
+def test_layers_are_told_apart_by_what_they_do(a: nn.Module, b: nn.Module, same: bool) -> None:
+    timer = Counting()
+    profile([a, b], rows(), timer=timer, repeats=1)
+    assert timer.marks == 2 * 3 * (1 if same else 2)
+
+
+def test_ties_are_part_of_the_structure() -> None:
+    timer = Counting()
+    tied, free = (nn.Sequential(nn.Linear(D, D), nn.Linear(D, D)) for _ in range(2))
+    tied[1].weight = tied[0].weight  # pyright: ignore
+    profile([tied, free], rows(), timer=timer)
+    assert timer.marks == 2 * 3 * 2

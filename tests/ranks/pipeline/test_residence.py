@@ -24,7 +24,7 @@ from lightning_hetero.measure import timer
 from lightning_hetero.measure.device import Device as HostDevice
 from lightning_hetero.pipeline.fit.plan import rehearsal as rehearsing
 from lightning_hetero.pipeline.fit.plan.rehearsal import Rehearsal, measure_model, measure_series
-from lightning_hetero.pipeline.runtime.measure import one_layer, residence
+from lightning_hetero.pipeline.runtime.measure import layers, memory
 from lightning_hetero.pipeline.runtime.step.backbone import find_backbone
 from lightning_hetero.pipeline.runtime.step.undivided import find_layers, undivided
 from tests.ranks.kit import FEATURES, quiet_trainer, regression
@@ -94,7 +94,7 @@ class Device:
 @pytest.fixture
 def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[Device]:
     found = Device()
-    for module in (residence, one_layer):
+    for module in (memory, layers):
         monkeypatch.setattr(module, "copied_to", found.copied_to)
     yield found
     gc.collect()  # tracebacks of errors, where there were some

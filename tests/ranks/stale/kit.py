@@ -28,7 +28,8 @@ from lightning_hetero.stale.decide.coordinator import Coordinator
 from lightning_hetero.stale.decide.effects import Effect, Granted, Updated
 from lightning_hetero.stale.decide.policy import Policy
 from lightning_hetero.stale.runtime.memory.layout import FlatLayout
-from lightning_hetero.stale.runtime.serve.server import ParameterServer, serve
+from lightning_hetero.stale.runtime.processes.start import serve
+from lightning_hetero.stale.runtime.serve.server import ParameterServer
 from lightning_hetero.stale.runtime.work.worker import Worker
 from lightning_hetero.transport.base import (
     Arrived,
@@ -188,18 +189,18 @@ class Setting:
         model: initial values; copied.
         make: the optimizers of a copy.
         policy, workers: who decides, how many.
-        codec, options: of the layout; of the server.
+        compression, options: of the layout; of the server.
     """
 
     def __init__(
-        self, model: nn.Module, make: MakeOptimizers, policy: Policy, workers: int = 1, *, codec: Any = None,
+        self, model: nn.Module, make: MakeOptimizers, policy: Policy, workers: int = 1, *, compression: Any = None,
         ahead: int = 0, liveness_s: float = 5.0, **options: Any,
     ) -> None:  # fmt: skip
         self.make, self.initial = make, model
         self.model = copy.deepcopy(model)
         self.optimizers = list(make(self.model))
         named, buffers = list(self.model.named_parameters()), list(self.model.named_buffers())
-        self.layout = FlatLayout.of(named, buffers, optimizers=self.optimizers, codec=codec)
+        self.layout = FlatLayout.of(named, buffers, optimizers=self.optimizers, compression=compression)
         self.area = torch.zeros(self.layout.bytes, dtype=torch.uint8)
         self.layout.adopt(self.area, [t for _, t in named] + [t for _, t in buffers])
         index = {id(p): i for i, (_, p) in enumerate(named)}
@@ -432,7 +433,7 @@ class Script(Listener):
     def share_state(self, data: bytes) -> None:
         self.state = data
 
-    def disconnect(self, rank: int) -> None:
+    def dismiss(self, rank: int, reason: str) -> None:
         raise NotImplementedError
 
     def wake(self) -> None:

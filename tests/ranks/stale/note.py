@@ -61,9 +61,7 @@ class Note(WorkerLink):
             flags, buffers = (f.tolist() for f in layout.flags_of(self.gradient))
             gradients: list[Tensor | None] = []
             for i, entry in enumerate(layout.parameters):
-                pool = entry.empty().zero_()
-                if flags[i]:
-                    layout.codec.add_to(pool, layout.gradient_of(self.gradient, i), entry, 1.0)
+                pool = entry.empty().copy_(layout.gradient_of(self.gradient, i))
                 gradients.append(pool if flags[i] else None)
             values = [
                 layout.buffer_of(self.gradient, i).clone() if f else None for i, f in enumerate(buffers)
@@ -89,12 +87,12 @@ class Note(WorkerLink):
 
 
 def start(
-    codec: Any = None, overlap: bool | None = True, device: str = "cpu", **options: Any
+    overlap: bool | None = True, device: str = "cpu", **options: Any
 ) -> tuple[nn.Sequential, Note, Pusher]:
     model = mlp().to(device)
     optimizers = sgd(model)
     layout = FlatLayout.of(
-        list(model.named_parameters()), list(model.named_buffers()), optimizers=optimizers, codec=codec
+        list(model.named_parameters()), list(model.named_buffers()), optimizers=optimizers
     )
     link = Note(layout)
     worker = Pusher(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import math
 from collections.abc import Callable, Sequence
 
 import torch
@@ -86,19 +85,8 @@ def equal_speed(rank: int, samples: int, now_s: float) -> float:
     return 1.0 + samples
 
 
-def replay(
-    setting: Setting, script: Script, x: Tensor, y: Tensor, *, compensation: float = 0.0, limit: float = math.inf,
-) -> nn.Module:  # fmt: skip
+def replay(setting: Setting, script: Script, x: Tensor, y: Tensor) -> nn.Module:
     """Recomputes a run with SGD from what the coordinator decided: each contribution at the parameters of its base."""
-    if setting.coordinator.policy.completes(linear=True):
-        return replay_completing(setting, script, x, y)[0]
-    return replay_joining(setting, script, x, y, compensation=compensation, limit=limit)
-
-
-def replay_joining(
-    setting: Setting, script: Script, x: Tensor, y: Tensor, *, compensation: float = 0.0, limit: float = math.inf,
-) -> nn.Module:  # fmt: skip
-    """The same where late contributions join the mean of the update they come to."""
     model = copy.deepcopy(setting.initial)
     (optimizer,) = setting.make(model)
     positions = {lease: some for t in script.trainees for lease, _, some in t.log}
@@ -114,7 +102,6 @@ def replay_joining(
                 g = q.grad
                 if g is None:
                     continue
-                g = g + g * (compensation * g * (p - q).detach()).clamp(-limit, limit)
                 p.grad = scale * g if p.grad is None else p.grad + scale * g
         lr = optimizer.param_groups[0]["lr"]
         optimizer.param_groups[0]["lr"] = lr * updated.worth
@@ -122,42 +109,6 @@ def replay_joining(
         optimizer.param_groups[0]["lr"] = lr
         history.append(copy.deepcopy(model))
     return model
-
-
-def replay_completing(setting: Setting, script: Script, x: Tensor, y: Tensor) -> tuple[nn.Module, int]:
-    """The same where late contributions complete the mean of the update they missed; returns their number, too.
-
-    Means are made anew out of all that is in them, not moved step by step.
-    """
-    model = copy.deepcopy(setting.initial)
-    (optimizer,) = setting.make(model)
-    positions = {lease: some for t in script.trainees for lease, _, some in t.log}
-    history = [copy.deepcopy(model)]
-    computed: dict[int, list[list[Tensor]]] = {}  # version -> gradient of each sample that was computed with it
-    late = 0
-
-    def mean(version: int) -> list[Tensor]:
-        return [torch.stack(some).mean(0) for some in zip(*computed[version], strict=True)]
-
-    for updated in setting.coordinator.updates:
-        version = updated.version - 1
-        before = {base: mean(base) for base in computed}
-        for c in updated.contributions:
-            base = history[version - c.staleness]
-            late += c.staleness > 0
-            for i in positions[c.lease][: c.samples]:
-                base.zero_grad()
-                mse(base, x[i : i + 1], y[i : i + 1]).backward()
-                one = [torch.zeros_like(p) if p.grad is None else p.grad.clone() for p in base.parameters()]
-                computed.setdefault(version - c.staleness, []).append(one)
-        now = {base: mean(base) for base in computed}
-        moves = [now[version]] if version in now else []
-        moves += [[a - b for a, b in zip(now[base], before[base], strict=True)] for base in before]
-        for p, *parts in zip(model.parameters(), *moves, strict=True):
-            p.grad = torch.stack(parts).sum(0)
-        optimizer.step()
-        history.append(copy.deepcopy(model))
-    return model, late
 
 
 def unequal(rank: int, samples: int, now_s: float) -> float:

@@ -280,7 +280,7 @@ class Counts(Callback):
 
     def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
         self.steps.append(trainer.global_step - self._before)
-        self.passed.append(int(trainer.strategy._run.binder.ticks._counts_step()))
+        self.passed.append(int(trainer.strategy._run.binder.steps._counts_step()))
 
 
 COUNTED: dict[str, tuple[dict[str, Any], Callable[[], list[Callback]]]] = {

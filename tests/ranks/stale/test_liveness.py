@@ -10,8 +10,9 @@ import pytest
 from torch import Tensor
 
 from lightning_hetero.stale.decide.policy import Bsp
+from lightning_hetero.stale.runtime.processes.start import serve
 from lightning_hetero.stale.runtime.serve.agreement import Limits, LiveWorkers, Meeting
-from lightning_hetero.stale.runtime.serve.server import ParameterServer, serve
+from lightning_hetero.stale.runtime.serve.server import ParameterServer
 from lightning_hetero.transport.base import (
     Alive,
     Arrived,
@@ -25,7 +26,7 @@ from lightning_hetero.transport.base import (
     Say,
     WorkerLink,
 )
-from lightning_hetero.transport.pulse import Pulse
+from lightning_hetero.transport.link import Pulse
 from tests.ranks.stale.kit import Setting
 from tests.ranks.stale.reference import mlp, sgd
 
@@ -50,8 +51,6 @@ class Board(Listener):
     def publish(self, version: int, parameters: Tensor) -> None: ...
 
     def share_state(self, data: bytes) -> None: ...
-
-    def disconnect(self, rank: int) -> None: ...
 
     def dismiss(self, rank: int, reason: str) -> None:
         self.dismissed[rank] = reason

@@ -9,8 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_hetero.stale.runtime.memory.codecs import TopK
-from lightning_hetero.stale.runtime.memory.entry import ALIGN_BYTES
+from lightning_hetero.stale.runtime.memory.entry import ALIGN_BYTES, is_finite
 from lightning_hetero.stale.runtime.memory.hyper_parameters import HyperParameters
 from lightning_hetero.stale.runtime.memory.layout import FlatLayout
 from tests.ranks.stale.note import mlp, sgd
@@ -76,13 +75,12 @@ def test_the_digest_tells_whatever_matters() -> None:
         named = [(changes.get("name", "weight"), weight)]
         buffers = [] if changes.get("parameter") else [("b", torch.zeros(2))]
         more = [("b", torch.zeros(2))] if changes.get("parameter") else []
-        return FlatLayout.of(named + more, buffers, optimizers=optimizers, codec=changes.get("codec"))
+        return FlatLayout.of(named + more, buffers, optimizers=optimizers, compression=changes.get("compression"))
 
     assert make().digest == make().digest
     changes = [
         {"shape": (4, 3)}, {"dtype": torch.float64}, {"name": "w"}, {"transposed": True}, {"parameter": True},
-        {"optimizer": torch.optim.Adam}, {"codec": "bf16"}, {"codec": "fp16"}, {"codec": TopK(0.1)},
-        {"codec": TopK(0.2)},
+        {"optimizer": torch.optim.Adam}, {"compression": "bf16"}, {"compression": "fp16"},
     ]  # fmt: skip
     assert len({make(**change).digest for change in [{}, *changes]}) == len(changes) + 1
 
@@ -90,13 +88,39 @@ def test_the_digest_tells_whatever_matters() -> None:
 def test_the_slot_has_room_for_everything_without_overlap() -> None:
     model = mlp()
     layout = FlatLayout.of(
-        list(model.named_parameters()), list(model.named_buffers()), optimizers=sgd(model), codec=TopK(0.3)
+        list(model.named_parameters()), list(model.named_buffers()), optimizers=sgd(model), compression="bf16"
     )
     ranges = [layout.present, layout.number_range, *layout.buffer_ranges, *layout.gradient_ranges]
     assert all(start % ALIGN_BYTES == 0 for start, _ in ranges)
     assert all(a[1] <= b[0] for a, b in pairwise(ranges))
     assert ranges[-1][1] <= layout.slot_bytes
     assert layout.number_range[1] - layout.number_range[0] == 8 * HyperParameters(sgd(model)).size
+
+
+@pytest.mark.parametrize(("compression", "tolerance"), [(None, 0.0), ("bf16", 2**-8), ("fp16", 2**-11)])
+def test_gradients_travel_in_their_own_format_or_in_16_bits(compression: Any, tolerance: float) -> None:
+    named = [(name, tensor) for name, tensor in all_kinds() if tensor.dtype.is_floating_point or tensor.is_complex()]
+    layout = FlatLayout.of(named, compression=compression)
+    slot = torch.zeros(layout.slot_bytes, dtype=torch.uint8)
+    for i, (_, gradient) in enumerate(named):
+        sent = layout.gradient_of(slot, i)
+        sent.copy_(gradient)
+        narrow = compression is not None and gradient.dtype in (torch.float32, torch.float64)
+        assert sent.dtype == (gradient.dtype if not narrow else sent.dtype) and (sent.element_size() == 2 or not narrow)
+        assert ((sent.to(gradient.dtype) - gradient).abs() <= (tolerance if narrow else 0.0) * gradient.abs()).all()
+    with pytest.raises(ValueError, match="compression='int8' must be None, 'bf16' or 'fp16'"):
+        FlatLayout.of(named, compression="int8")  # type: ignore[arg-type]
+    with pytest.raises(ImportError, match=r"TopK any more.*'bf16'"):
+        from lightning_hetero.stale.compress import TopK  # noqa: F401
+
+
+@pytest.mark.parametrize(("dtype", "large"), [(torch.float16, 6e4), (torch.float32, 3e38), (torch.float64, 1.7e308)])
+def test_a_single_bad_number_is_found_and_a_sum_that_overflows_blames_nobody(dtype: torch.dtype, large: float) -> None:
+    gradient = torch.full((100,), large, dtype=dtype)
+    assert is_finite(gradient)
+    for bad in (torch.nan, torch.inf, -torch.inf):
+        gradient[17] = bad
+        assert not is_finite(gradient)
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from lightning.pytorch.callbacks import Callback, LearningRateFinder
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from lightning_hetero.transport.shared_memory.directory import _MEMORY, _PREFIX
+from lightning_hetero.transport.memory import _MEMORY, _PREFIX
 from tests.ranks.harness import run_ranks
 from tests.ranks.kit import Toy, rank_trainer, regression, stale
 

@@ -14,9 +14,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
 
+from benchmarks.stale.simulator import Hooks, simulate
 from lightning_hetero.stale.decide.coordinator import Coordinator
+from lightning_hetero.stale.decide.effects import Granted
 from lightning_hetero.stale.decide.policy import by_name
-from lightning_hetero.stale.decide.simulate.simulator import simulate
 from tests.ranks.harness import run_ranks
 from tests.ranks.stale.fits import Noting, fit
 from tests.ranks.stale.models import Constant
@@ -77,18 +78,20 @@ def work_s(rank: int, step: int, now_s: float, samples: int) -> float:
 
 def simulated(name: str, world: int) -> list[Course]:
     order = torch.randperm(SAMPLES, generator=torch.Generator().manual_seed(0)).tolist()  # of stock Lightning
-    trace = simulate(
-        Coordinator(by_name(name), workers=range(world), predictor=Constant()),
-        work_s,
-        workers=range(world),
-        epochs=[[BATCH * (step + 1) for step in range(STEPS)]],
-    )
     courses = [Course() for _ in range(world)]
-    for event in trace.events:
-        if event.kind == "grant" and event.data["spans"]:
-            numbers = [order[at] for start, end in event.data["spans"] for at in range(start, end)]
-            courses[event.rank].batches.append((event.data["at"], numbers))
-            courses[event.rank].due_s.append(event.t_s + work_s(event.rank, 0, event.t_s, len(numbers)))
+    coordinator = Coordinator(by_name(name), workers=range(world), predictor=Constant())
+
+    class Followed(Hooks):
+        def granted(self, granted: Granted, now_s: float) -> None:
+            if granted.spans:
+                numbers = [order[at] for start, end in granted.spans for at in range(start, end)]
+                courses[granted.rank].batches.append((granted.tick, numbers))
+                courses[granted.rank].due_s.append(now_s + work_s(granted.rank, 0, now_s, len(numbers)))
+
+    simulate(
+        coordinator, work_s, workers=range(world), epochs=[[BATCH * (step + 1) for step in range(STEPS)]],
+        hooks=Followed(),
+    )  # fmt: skip
     return courses
 
 

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import re
-import threading
-import time
 from collections.abc import Iterator
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +11,6 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from lightning_hetero.transport.base import Arrived, Ask, Reply, Request, Say
-from lightning_hetero.transport.pairs.listener import PairLink, PairListener
-from lightning_hetero.transport.store import host_store
 from tests.e2e.stale.scripts import launch_externally, nothing_left
 from tests.ranks.exact_models import Gan, Groups
 from tests.ranks.harness import run_ranks
@@ -95,35 +89,6 @@ def test_the_servers_state_comes_back_over_the_pair(tmp_path: Path, now: int) ->
     single(module, regression(SAMPLES), BATCH, max_epochs=EPOCHS)
     for result in run_ranks(now, resuming_job, str(path)):
         assert result.distance(weights(module)) <= EXACT
-
-
-def test_the_last_answer_reaches_a_worker_that_is_late_to_receive_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The server ends when the last worker has left: it must not cut off its own answer, or that worker fails."""
-    token = bytes(16)
-    store = host_store("127.0.0.1", timedelta(seconds=20))
-    listener = PairListener(store, ranks=[0], slot_bytes=8, parameter_bytes=8, token=token)
-
-    def answer_and_end() -> None:
-        while not any(isinstance(event, Arrived) for event in listener.events(None)):
-            pass
-        listener.reply(0, Reply(kind=Say.DONE))
-        listener.close()
-
-    server = threading.Thread(target=answer_and_end)
-    server.start()
-    link = PairLink(listener.address, 0, token=token)
-    expect = link._expect
-
-    def late(*args: Any) -> Any:
-        time.sleep(0.05)
-        return expect(*args)
-
-    monkeypatch.setattr(link, "_expect", late)
-    try:
-        assert link.call(Request(kind=Ask.LEAVE)).kind is Say.DONE
-    finally:
-        link.close()
-        server.join()
 
 
 @pytest.fixture

@@ -75,15 +75,6 @@ class Zero(Toy):
         return ZeroRedundancyOptimizer(self.parameters(), torch.optim.SGD, lr=0.1)
 
 
-class Factored(Toy):
-    def configure_optimizers(self) -> Any:
-        return torch.optim.Adafactor(self.parameters())
-
-
-def compensated() -> dict[str, Any]:
-    return {"policy": "dc_asgd"}
-
-
 class StepsLater(Manual):
     """Steps once more where there is no batch."""
 
@@ -95,7 +86,6 @@ REFUSED: dict[str, tuple[Any, Any, Any, dict[str, Any], str, tuple[str, ...]]] =
     "LBFGS": (Newton, loader, dict, {}, "TypeError", ("LBFGS", "parameter server", "another optimizer")),
     "SyncBatchNorm": (Synced, loader, dict, {}, "TypeError", ("SyncBatchNorm", "GroupNorm", "hetero_balanced")),
     "ZeRO": (Zero, loader, dict, {}, "TypeError", ("ZeroRedundancyOptimizer", "Use the optimizer that it wraps")),
-    "delay compensation": (Factored, loader, compensated, {}, "TypeError", ("dc_asgd", "Adafactor", "AdamW")),
     "step without a batch": (StepsLater, loader, dict, {}, "RuntimeError", ("outside of a training batch",)),
     "sync_batchnorm": (Plain, loader, dict, {"sync_batchnorm": True}, "TypeError", ("SyncBatchNorm", "GroupNorm")),
     "16-mixed, manual": (Manual, loader, scaled, {}, "TypeError", ("16-mixed", "manual", "bf16-mixed")),

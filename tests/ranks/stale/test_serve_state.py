@@ -202,7 +202,6 @@ class _Nowhere:
     ("options", "words"),
     [
         ({"nonfinite": "ignore"}, "ignore.*'stop' or 'skip'"),
-        ({"compensation": -1.0}, "-1.0.*>= 0"),
         ({"shards": 0}, "shards=0.*>= 1"),
         ({"divide_by": 0.0}, "divide_by=0.0"),
     ],

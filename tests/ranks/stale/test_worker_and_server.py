@@ -10,8 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_hetero.stale.decide.policy import Bsp, Flexible, Saps
-from lightning_hetero.stale.runtime.memory.codecs import TopK
-from lightning_hetero.stale.runtime.serve.server import serve
+from lightning_hetero.stale.runtime.processes.start import serve
 from lightning_hetero.transport.base import RemoteFailureError, Reply, ServerLostError
 from tests.ranks.stale.kit import Script, Setting, Trainee, automatic, ends_of, threads
 from tests.ranks.stale.note import mlp, sgd
@@ -49,20 +48,19 @@ def test_training_with_compressed_pushes_approaches_that_without() -> None:
     ends = ends_of(48, 12)
     model = nn.Linear(5, 2)
     finals: dict[str, float] = {}
-    for codec in (None, "bf16", "fp16", TopK(0.3)):
-        setting = Setting(model, lambda m: [torch.optim.SGD(m.parameters(), lr=0.1)], Bsp(), 2, codec=codec)
+    for compression in (None, "bf16", "fp16"):
+        setting = Setting(model, lambda m: [torch.optim.SGD(m.parameters(), lr=0.1)], Bsp(), 2, compression=compression)
 
         def body(trainee: Trainee) -> None:
             for epoch in range(12):
                 trainee.epoch(epoch, ends)
 
         Script(setting, automatic(x, y, loss), body, workers=2, work_s=constant).run()
-        finals[repr(codec)] = float(loss(setting.model, x, y).detach())
+        finals[repr(compression)] = float(loss(setting.model, x, y).detach())
     initial = float(loss(model, x, y).detach())
     assert finals["None"] < 0.01 * initial
     assert finals["'bf16'"] == pytest.approx(finals["None"], rel=0.2, abs=1e-4)
     assert finals["'fp16'"] == pytest.approx(finals["None"], rel=0.05, abs=1e-4)
-    assert finals["TopK(ratio=0.3)"] < 0.05 * initial
 
 
 def test_state_and_metrics_reach_a_worker() -> None:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -17,13 +16,12 @@ from lightning_hetero.transport.base import (
     Gone,
     Happened,
     Joined,
-    QueuedListener,
+    Listener,
     Reply,
     Request,
     ServerLostError,
     WorkerLink,
 )
-from lightning_hetero.transport.mailbox import Mailbox
 from lightning_hetero.transport.seqlock import ParameterArea, Slot, check_sizes
 
 __all__ = ["InProcess", "InProcessLink", "InProcessListener"]
@@ -70,6 +68,31 @@ class InProcess:
         self._switchboard.hang_up(rank, "killed")
 
 
+class _Mailbox:
+    """A queue of events. Every method may be called from any thread; `collect` is meant for one."""
+
+    def __init__(self) -> None:
+        self._filled = threading.Condition()
+        self._events: list[Happened] = []
+        self._woken = False
+
+    def put(self, event: Happened) -> None:
+        with self._filled:
+            self._events.append(event)
+            self._filled.notify_all()
+
+    def wake(self) -> None:
+        with self._filled:
+            self._woken = True
+            self._filled.notify_all()
+
+    def collect(self, timeout_s: float | None) -> list[Happened]:
+        with self._filled:
+            self._filled.wait_for(lambda: self._events or self._woken, timeout_s)
+            events, self._events, self._woken = self._events, [], False
+            return events
+
+
 class _Switchboard:
     """What both ends share: memory, the server's mailbox, and one desk per connected worker."""
 
@@ -79,7 +102,7 @@ class _Switchboard:
             torch.zeros(ParameterArea.size(parameter_bytes), dtype=torch.uint8), parameter_bytes
         )
         self.state = b""
-        self.mailbox = Mailbox()
+        self.mailbox = _Mailbox()
         self.open = True
         self.changed = threading.Condition()
         self._links: dict[int, InProcessLink] = {}
@@ -178,7 +201,7 @@ class InProcessLink(WorkerLink):
         self._switchboard.hang_up(self.rank, "closed the connection", self)
 
 
-class InProcessListener(QueuedListener):
+class InProcessListener(Listener):
     """The server's end; made by `InProcess`."""
 
     def __init__(self, switchboard: _Switchboard) -> None:
@@ -190,10 +213,6 @@ class InProcessListener(QueuedListener):
 
     def wake(self) -> None:
         self._switchboard.mailbox.wake()
-
-    def subscribe(self, notify: Callable[[], None]) -> None:
-        """Has ``notify`` called, by any thread, when `events` has something to return."""
-        self._switchboard.mailbox.subscribe(notify)
 
     def reply(self, rank: int, reply: Reply) -> None:
         self._switchboard.deliver(rank, reply)
@@ -207,8 +226,8 @@ class InProcessListener(QueuedListener):
     def share_state(self, data: bytes) -> None:
         self._switchboard.state = bytes(data)
 
-    def disconnect(self, rank: int) -> None:
-        self._switchboard.hang_up(rank, "disconnected by the server")
+    def dismiss(self, rank: int, reason: str) -> None:
+        self._switchboard.hang_up(rank, reason)
 
     def close(self) -> None:
         self._switchboard.close()

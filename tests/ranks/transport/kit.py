@@ -19,19 +19,17 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
-from torch.distributed import TCPStore
 
 from lightning_hetero.transport.base import Arrived, Happened, Listener, Reply, Say, WorkerLink
-from lightning_hetero.transport.pairs.listener import PairLink, PairListener
-from lightning_hetero.transport.shared_memory.listener import SharedMemoryLink, SharedMemoryListener
+from lightning_hetero.transport.link import connect
+from lightning_hetero.transport.listener import ServerListener
 from tests.ranks import harness
 from tests.ranks.transport.in_process import InProcess
 
-__all__ = ["CONTINUE", "DONE", "KINDS", "PATIENCE_S", "STOP", "TOKEN", "Crew", "Place", "open_place", "spawn"]
+__all__ = ["CONTINUE", "DONE", "KINDS", "PATIENCE_S", "STOP", "Crew", "Place", "make_listener", "open_place", "spawn"]
 
-KINDS = ("in_process", "shared_memory", "pairs")
+KINDS = ("in_process", "shared_memory", "wire")
 PATIENCE_S = 30.0  # for what must happen; a busy machine takes its time
-TOKEN = b"0123456789abcdef"
 
 DONE = Reply(kind=Say.DONE)
 STOP, CONTINUE = getattr(signal, "SIGSTOP", 19), getattr(signal, "SIGCONT", 18)
@@ -92,13 +90,6 @@ class Crew:
         self.talk.close()
 
 
-def connect(kind: str, address: str, rank: int) -> WorkerLink:
-    if kind == "shared_memory":
-        return SharedMemoryLink(address, rank, connect_timeout_s=PATIENCE_S)
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    return PairLink(address, rank, token=TOKEN, connect_timeout_s=PATIENCE_S)
-
-
 def _run(connected: Callable[[], WorkerLink], worker: Worker, talk: Connection, args: tuple[Any, ...]) -> None:
     try:
         link = connected()
@@ -112,9 +103,9 @@ def _run(connected: Callable[[], WorkerLink], worker: Worker, talk: Connection, 
             talk.send(("raised", repr(error)))
 
 
-def _process(kind: str, address: str, rank: int, worker: Worker, talk: Connection, args: tuple[Any, ...]) -> None:
+def _process(address: str, rank: int, worker: Worker, talk: Connection, args: tuple[Any, ...]) -> None:
     torch.set_num_threads(1)
-    _run(lambda: connect(kind, address, rank), worker, talk, args)
+    _run(lambda: connect(address, rank, PATIENCE_S), worker, talk, args)
 
 
 def spawn(target: Callable[..., None], *args: Any) -> Any:
@@ -144,7 +135,7 @@ class Place:
             crew = Crew(rank, mine, thread=thread, _kill=lambda: hub.kill(rank))
             thread.start()
         else:
-            process = spawn(_process, self.kind, self.address, rank, worker, its, args)
+            process = spawn(_process, self.address, rank, worker, its, args)
             its.close()
             crew = Crew(rank, mine, process=process)
         self.crews.append(crew)
@@ -182,31 +173,21 @@ def open_place(
     kind: str, workers: int = 3, slot_bytes: int = 1 << 16, parameter_bytes: int = 1 << 16
 ) -> Iterator[Place]:
     """Opens a listener for ranks 0..workers-1; ends what is left of them afterwards."""
-    store, before = None, os.environ.get("GLOO_SOCKET_IFNAME")
     if kind == "in_process":
         hub = InProcess(workers, slot_bytes, parameter_bytes)
         place = Place(kind, hub.listener, "", hub)
-    elif kind == "shared_memory":
-        listener = SharedMemoryListener.create(
-            None, ranks=range(workers), slot_bytes=slot_bytes, parameter_bytes=parameter_bytes
-        )
-        place = Place(kind, listener, listener.address)
     else:
-        os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-        store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        pairs = PairListener(
-            store, ranks=range(workers), slot_bytes=slot_bytes, parameter_bytes=parameter_bytes, token=TOKEN
-        )
-        place = Place(kind, pairs, pairs.address)
+        listener = make_listener(kind, workers, slot_bytes=slot_bytes, parameter_bytes=parameter_bytes)
+        place = Place(kind, listener, listener.near_address or listener.far_address)
     try:
         yield place
     finally:
         place.listener.close()
         for crew in place.crews:
             crew.end()
-        if kind == "pairs":
-            if before is None:
-                del os.environ["GLOO_SOCKET_IFNAME"]
-            else:
-                os.environ["GLOO_SOCKET_IFNAME"] = before
-        del store
+
+
+def make_listener(kind: str, workers: int, directory: str | None = None, **sizes: int) -> ServerListener:
+    """Returns a listener for ranks 0..workers-1, all of this node or all of others."""
+    ranks: dict[str, Any] = {"near" if kind == "shared_memory" else "far": range(workers)}
+    return ServerListener(directory, **ranks, **sizes)

@@ -25,8 +25,8 @@ from lightning_hetero.transport.base import (
     TornSlotError,
     WorkerLink,
 )
-from lightning_hetero.transport.pulse import Pulse
-from tests.ranks.transport.kit import CONTINUE, DONE, KINDS, STOP, Place, open_place
+from lightning_hetero.transport.link import Pulse
+from tests.ranks.transport.kit import CONTINUE, DONE, KINDS, PATIENCE_S, STOP, Place, open_place
 
 REQUEST = Request(
     kind=Ask.PUSH, epoch=3, tick=70_000, substep=2, lease=9, samples=4, weight=2.5, compute_s=0.125, flags=3,
@@ -219,12 +219,15 @@ def test_published_parameters_are_never_torn(kind: str) -> None:
         crews = [place.start(rank, hammer, last) for rank in (0, 1)]
         meeting = Request(kind=Ask.MEET)
         place.until(Arrived(0, meeting), Arrived(1, meeting))
-        parameters = torch.zeros(PARAMETERS, dtype=torch.uint8)
+        parameters, gone = torch.zeros(PARAMETERS, dtype=torch.uint8), list[Gone]()
         for version in range(last + 1):
             place.listener.publish(version, parameters.fill_(version % 251))
             if version == 0:
                 for rank in (0, 1):
                     place.listener.reply(rank, DONE)
+            gone += [event for event in place.listener.events(0.0) if isinstance(event, Gone)]
+        while len(gone) < 2:
+            gone += [event for event in place.listener.events(PATIENCE_S) if isinstance(event, Gone)]
         assert all(crew.result() >= 1 for crew in crews)
         with pytest.raises(ValueError, match="shape"):
             place.listener.publish(0, parameters[:-1])
@@ -246,6 +249,7 @@ def test_shared_state_is_what_was_shared_last(place: Place) -> None:
         place.until(Arrived)
         place.listener.share_state(data)
         place.listener.reply(0, Reply(kind=Say.STATE))
+    place.until(Gone(0))
     assert crew.result() == [b"", bytes(range(256)) * 1000]
 
 
@@ -369,8 +373,8 @@ def test_a_worker_that_is_disconnected_knows_and_others_do_not_care(place: Place
     crew = place.start(1, called_lost)
     meeting = Arrived(1, Request(kind=Ask.MEET))
     place.until(Joined(0), Joined(1), meeting, answer=lambda event: DONE if event.rank == 0 else None)
-    place.listener.disconnect(1)
-    place.listener.disconnect(2)  # never was here
+    place.listener.dismiss(1, "of no use")
+    place.listener.dismiss(2, "never was here")
     assert told(place, 1) == [Gone(1)]
     assert crew.result()
     place.until(*[Arrived] * 10, answer=lambda _: DONE)
@@ -380,7 +384,7 @@ def test_a_worker_that_is_disconnected_knows_and_others_do_not_care(place: Place
 
 
 def test_closing_ends_every_connection_and_leaves_nothing(place: Place) -> None:
-    before = {thread for thread in threading.enumerate() if thread.name.startswith("pair")}
+    before = {thread for thread in threading.enumerate() if thread.name.startswith("worker-")}
     crews = [place.start(rank, called_lost) for rank in (0, 1)]
     meeting = Request(kind=Ask.MEET)
     place.until(Arrived(0, meeting), Arrived(1, meeting))
@@ -389,7 +393,7 @@ def test_closing_ends_every_connection_and_leaves_nothing(place: Place) -> None:
     place.listener.close()
     assert time.monotonic() - started < 5.0
     assert all("server" in crew.result() for crew in crews)
-    left = {thread for thread in threading.enumerate() if thread.name.startswith("pair")} - before
+    left = {thread for thread in threading.enumerate() if thread.name.startswith("worker-")} - before
     assert left == set()
 
 

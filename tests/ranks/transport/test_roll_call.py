@@ -91,7 +91,7 @@ def test_nothing_piles_up_in_the_store(crew: Crew) -> None:
 
 def test_one_that_is_silent_is_left_out_in_time_and_the_others_go_on(crew: Crew) -> None:
     crew.meet([0, 1, 2])
-    crew.guests[2].vanish()
+    crew.guests[2].close(bye=False)
     started_s = time.monotonic()
     told = crew.meet([0, 1])
     assert LIVENESS_S / 2 < time.monotonic() - started_s < LIVENESS_S + 5.0
@@ -122,13 +122,13 @@ def test_one_that_lives_and_does_not_come_is_not_waited_for_ever() -> None:
 
 
 def test_who_comes_again_is_another_one_than_who_was_lost(crew: Crew) -> None:
-    crew.guests[2].vanish()
+    crew.guests[2].close(bye=False)
     crew.meet([0, 1])
     for roll in (crew.host, crew.guests[1]):
         roll.expect(2)
     lost, crew.guests[2] = crew.guests[2], crew.guest(2, {0: 0, 1: 0, 2: 1}, met=1)
     assert crew.meet([0, 1, 2])[2].present == (0, 1, 2)
-    crew.guests[2].vanish()
+    crew.guests[2].close(bye=False)
     assert crew.meet([0, 1])[0].lost[0][0] == 2
     del lost
 
@@ -136,7 +136,7 @@ def test_who_comes_again_is_another_one_than_who_was_lost(crew: Crew) -> None:
 def test_too_few_left_end_the_run_for_all() -> None:
     crew = Crew(least=3)
     try:
-        crew.guests[2].vanish()
+        crew.guests[2].close(bye=False)
         for error in crew.meet([0, 1]).values():
             assert isinstance(error, RemoteFailureError)
             assert "2 ranks are left, and min_clients=3 must be (rank 2: no sign of life" in str(error)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from dataclasses import fields
 
 import pytest
@@ -11,14 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_hetero.transport import seqlock as areas
-from lightning_hetero.transport.base import Arrived, Ask, Gone, Joined, Reply, Request, Say, TornSlotError
-from lightning_hetero.transport.mailbox import Mailbox
-from lightning_hetero.transport.pairs.frames import Frame, Kind
-from lightning_hetero.transport.pairs.handshake import check_hello, hello
-from lightning_hetero.transport.pairs.link import _gaps
-from lightning_hetero.transport.pairs.snapshots import Snapshots
+from lightning_hetero.transport.base import Ask, Reply, Request, Say, TornSlotError
+from lightning_hetero.transport.link import _gaps
 from lightning_hetero.transport.seqlock import PAGE_BYTES, ParameterArea, Slot
-from lightning_hetero.transport.sockets import Hello, WireError
 
 int32, int64 = st.integers(-(1 << 31), (1 << 31) - 1), st.integers(-(1 << 63), (1 << 63) - 1)
 uint16, uint32 = st.integers(0, (1 << 16) - 1), st.integers(0, (1 << 32) - 1)
@@ -67,31 +61,6 @@ def test_a_payload_of_another_size_is_refused(message: Request | Reply) -> None:
 def test_a_number_too_large_for_its_field_is_named(field: str) -> None:
     with pytest.raises(ValueError, match=rf"{field}={1 << 64}"):
         Request(kind=Ask.PUSH, **{field: 1 << 64}).pack()
-
-
-def test_greetings_survive_packing_and_others_do_not() -> None:
-    greeting = Hello(3, bytes(range(16)))
-    assert Hello.unpack(greeting.pack()) == greeting
-    with pytest.raises(WireError, match="protocol"):
-        Hello.unpack(b"x" * len(greeting.pack()))
-    check_hello(hello(3, 2, b"secret" * 3), 3, 2, b"secret" * 3)
-    for rank, generation, token in ((4, 2, b"secret" * 3), (3, 1, b"secret" * 3), (3, 2, b"public" * 3)):
-        with pytest.raises(WireError, match="token"):
-            check_hello(hello(3, 2, b"secret" * 3), rank, generation, token)
-    with pytest.raises(WireError, match="protocol"):
-        check_hello(b"", 3, 2, b"secret" * 3)
-
-
-@given(st.sampled_from(Kind), int64, int64, st.integers(0, 1 << 40), st.binary(max_size=Frame.INLINE_BYTES))
-def test_frames_have_one_size_and_survive_packing(kind: Kind, first: int, second: int, size: int, body: bytes) -> None:
-    for frame in (Frame(kind, first, second, len(body), body), Frame(kind, first, second, 1000 + size)):
-        assert len(frame.pack()) == Frame.SIZE and Frame.unpack(frame.pack()) == frame
-
-
-@given(st.binary(min_size=200, max_size=300))
-def test_what_is_no_frame_is_refused(data: bytes) -> None:
-    with pytest.raises(WireError):
-        Frame.unpack(data)
 
 
 @given(st.lists(st.tuples(st.integers(0, 20), st.integers(0, 20)).map(lambda p: (min(p), max(p)))))
@@ -181,42 +150,3 @@ def test_threads_copy_every_byte_and_no_other(
     memory = torch.full((size_bytes + 2,), 99, dtype=torch.uint8)
     areas.copy_bytes(memory[1:-1], source, threads)
     assert torch.equal(memory[1:-1], source) and memory[0] == memory[-1] == 99
-
-
-def test_a_snapshot_stays_whole_while_it_is_lent() -> None:
-    snapshots = Snapshots(4)
-    with snapshots.borrow() as lent:
-        assert lent == (-1, None) and snapshots.version == -1
-    snapshots.publish(0, torch.full((4,), 0, dtype=torch.uint8))
-    with snapshots.borrow() as (first, data):
-        for version in range(1, 10):
-            snapshots.publish(version, torch.full((4,), version, dtype=torch.uint8))
-        assert first == 0 and data is not None and data.tolist() == [0] * 4 and snapshots.version == 9
-        with snapshots.borrow() as (newest, other):
-            assert newest == 9 and other is not None and other.tolist() == [9] * 4
-    addresses = set()
-    for version in range(10, 20):
-        snapshots.publish(version, torch.full((4,), version, dtype=torch.uint8))
-        with snapshots.borrow() as (_, data):
-            assert data is not None and data.tolist() == [version] * 4
-            addresses.add(data.data_ptr())
-    assert len(addresses) <= 2  # memory is used again
-
-
-# ---- mailbox ----------------------------------------------------------------------------------------------
-
-
-def test_a_mailbox_keeps_the_order_and_wakes_who_waits() -> None:
-    box = Mailbox()
-    told: list[int] = []
-    box.put(Joined(0))
-    box.subscribe(lambda: told.append(1))
-    assert told == [1]
-    box.put(Gone(0))
-    assert box.collect(None) == [Joined(0), Gone(0)] and box.collect(0.0) == [] and told == [1, 1]
-    box.wake()
-    assert box.collect(None) == [] and len(told) == 3
-    later = threading.Timer(0.02, lambda: box.put(Arrived(1, Request(kind=Ask.MEET))))
-    later.start()
-    assert box.collect(None) == [Arrived(1, Request(kind=Ask.MEET))]
-    later.join()

@@ -1,4 +1,4 @@
-"""What rank 0 finds goes to all, and a plan is one whose memory they get (layer L)."""
+"""What one rank finds goes to all: how batches are cut, and a plan whose memory all ranks get (layer L)."""
 
 from __future__ import annotations
 
@@ -8,41 +8,47 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.utils.data import DataLoader
 
 from lightning_hetero.cluster.spec import override_cluster
 from lightning_hetero.cluster.units import bytes_text
+from lightning_hetero.data.layouts import Layout, first_samples, learn_layout
 from lightning_hetero.measure.device import device_of, is_out_of_memory
 from lightning_hetero.pipeline.decide.plans import beside_bytes, held_bytes, with_room
 from lightning_hetero.pipeline.fit.leader_step import add_hint
+from lightning_hetero.pipeline.fit.plan.rehearsal import nobody_notices
 from lightning_hetero.types import Cluster, ModelCost, PipelinePlan
 
 if TYPE_CHECKING:
+    from lightning.pytorch import LightningModule
+
     from lightning_hetero.transport.side_channel import SideChannel
 
-__all__ = ["first_finds", "plan_with_room"]
+__all__ = ["agree_layout", "first_finds", "plan_with_room"]
 
+_SAMPLES = 4  # that a layout is learned from
 _TRIES, _LESS = 3, 0.8  # further plans, with so much of the memory that could not be had
 
 Found = TypeVar("Found")
 
 
-def first_finds(channel: SideChannel, find: Callable[[], Found]) -> Found:
-    """Returns what rank 0 finds; raises on all ranks if it fails. Collective."""
+def first_finds(channel: SideChannel, find: Callable[[], Found], *, rank: int = 0) -> Found:
+    """Returns what one rank finds, rank 0 if no other is named; raises on all ranks if it fails. Collective."""
     answer: tuple[str, Found | None] = ("", None)
     error: Exception | None = None
-    if channel.rank == 0:
+    if channel.rank == rank:
         try:
             answer = ("", find())
         except Exception as caught:  # told to all ranks, or they would wait
             add_hint(caught)
             error, answer = caught, (f"{type(caught).__name__}: {caught}", None)
     told: list[tuple[str, Any]] = [answer]
-    dist.broadcast_object_list(told, src=0, group=channel.group)
+    dist.broadcast_object_list(told, src=rank, group=channel.group)
     if error is not None:
         raise error
     reason, found = told[0]
     if reason:
-        raise RuntimeError(f"rank 0 could not plan the pipeline: {reason}")
+        raise RuntimeError(f"rank {rank} could not plan the pipeline: {reason}")
     return found
 
 
@@ -110,3 +116,49 @@ def _allocated(device: torch.device, size_bytes: float) -> tuple[Tensor | None, 
         if not is_out_of_memory(error):
             raise
         return None, str(error)
+
+
+def agree_layout(
+    loader: DataLoader,
+    module: LightningModule,
+    *,
+    channel: SideChannel,
+    leader: int,
+    device: torch.device,
+    to_device: Callable[[Any], Any],
+    needed: bool,
+) -> Layout | None:
+    """Returns how the batches of a loader are cut, the same on all ranks; None: it is not known. Collective.
+
+    Args:
+        loader: the user's.
+        module: whose hooks see a batch on its way to the device.
+        channel: over all ranks.
+        leader: the rank that reads a few samples; it holds what is outside of the layers.
+        device: of this rank.
+        to_device: moves a batch, with all hooks of the user.
+        needed: a plan cuts them, or another one may.
+
+    Raises:
+        TypeError: they cannot be cut, but must be; on all ranks, with the way out.
+    """
+    causes: list[Exception] = []
+
+    def learned() -> Layout | str:
+        try:
+            with nobody_notices(module, loader, device, leave=(Tensor,)):
+                samples = first_samples(loader, _SAMPLES)
+                return learn_layout(lambda part: to_device(loader.collate_fn(part)), samples)
+        except Exception as error:
+            causes.append(error)
+            return f"{'' if isinstance(error, TypeError) else type(error).__name__ + ': '}{error}"
+
+    layout = first_finds(channel, learned, rank=leader)
+    if not isinstance(layout, str):
+        return layout
+    if not needed:
+        return None
+    raise TypeError(
+        f"the batches of the train loader cannot be cut into micro-batches: {layout}. Or use"
+        " strategy='hetero_balanced', which gives training_step the batch of a rank as it is"
+    ) from (causes[0] if causes else None)

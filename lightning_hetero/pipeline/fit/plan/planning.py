@@ -25,7 +25,7 @@ from lightning_hetero.controller.lyapunov import LyapunovController
 from lightning_hetero.emulate.scenario import Scenario
 from lightning_hetero.measure.probe import probe_cluster
 from lightning_hetero.pipeline.decide.costs import recorded
-from lightning_hetero.pipeline.decide.direct_links import MOST_COMMUNICATORS
+from lightning_hetero.pipeline.decide.links import MOST_COMMUNICATORS
 from lightning_hetero.pipeline.decide.plans import best_plan, check_plan, emulated, in_one_piece, unit_costs
 from lightning_hetero.pipeline.fit.plan.fitting import first_finds, plan_with_room
 from lightning_hetero.pipeline.fit.plan.rehearsal import Rehearsal, calls_in, measure_model

@@ -11,10 +11,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from lightning.fabric.utilities.rank_zero import rank_zero_warn
-from lightning.pytorch import Trainer
-from lightning.pytorch.loggers import Logger
-from lightning.pytorch.strategies import Strategy
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
 from torchmetrics import Metric
@@ -23,13 +20,15 @@ from lightning_hetero import lightning_compat as compat
 from lightning_hetero.data.layouts import first_samples
 from lightning_hetero.measure.device import device_of, is_out_of_memory
 from lightning_hetero.pipeline.fit.leader_step import leader_runs
-from lightning_hetero.pipeline.runtime.measure.around_backbone import count_calls, measure_outside
+from lightning_hetero.pipeline.runtime.measure.around_backbone import (
+    count_calls,
+    measure_outside,
+    measure_whole,
+)
+from lightning_hetero.pipeline.runtime.measure.around_backbone import measure_series as series_of
 from lightning_hetero.pipeline.runtime.measure.layers import Example, profile_on_device
-from lightning_hetero.pipeline.runtime.measure.memory import OptimizerSpec, optimizer_bytes
-from lightning_hetero.pipeline.runtime.measure.residence import move_but
+from lightning_hetero.pipeline.runtime.measure.memory import OptimizerSpec, move_but, optimizer_bytes
 from lightning_hetero.pipeline.runtime.measure.snapshot import Snapshot
-from lightning_hetero.pipeline.runtime.measure.whole_step import measure_series as series_of
-from lightning_hetero.pipeline.runtime.measure.whole_step import measure_whole
 from lightning_hetero.pipeline.runtime.step.backbone import Backbone
 from lightning_hetero.pipeline.runtime.step.layer_calls.route import RoutedCall
 from lightning_hetero.pipeline.runtime.step.random_streams import nothing_drawn
@@ -194,7 +193,7 @@ def _measured(
         model = profile_on_device(
             layers,
             {
-                n: Example(value, RoutedCall(route, layers, again), f"{route.text}{checkpoint_layers}")
+                n: Example(value, RoutedCall(route, layers, again))
                 for n, (route, value) in outside.first.items()
             },
             names=step.backbone.names,
@@ -223,7 +222,7 @@ def _refuse_size(step: Rehearsal, samples: int, error: Exception) -> NoReturn:
     raise torch.OutOfMemoryError(
         f"what is outside of the layers, with one layer at a time and {samples} samples, does not fit {step.device}:"
         " name more of the model in backbone=, take a smaller micro_batch_size=, or pass profile= with costs measured"
-        f" elsewhere, e.g. estimated with lightning_hetero.pipeline.runtime.measure.layers.estimate_on_meta ({error})"
+        f" elsewhere ({error})"
     ) from error
 
 
@@ -261,7 +260,7 @@ def _known(parameters: Sequence[nn.Parameter], optimizers: Sequence[torch.optim.
 
 @contextmanager
 def nobody_notices(
-    module: LightningModule, loader: object, device: torch.device, *, leave: Sequence[type] = ()
+    module: LightningModule, loader: object, device: torch.device, *, leave: tuple[type[Tensor], ...] = ()
 ) -> Iterator[None]:
     """Inside, steps log nothing; what they leave behind is put back, and what is drawn nobody has drawn afterwards.
 
@@ -269,14 +268,13 @@ def nobody_notices(
         module: whose steps they are.
         loader: of the samples.
         device: of this rank.
-        leave: types whose instances do not change.
+        leave: types of tensors that do not change.
     """
     trainer = module.trainer
     data = [loader, getattr(trainer, "datamodule", None)]
     with ExitStack() as stack:
-        snapshot = Snapshot(
-            [module, *compat.trainer_callbacks(trainer)], data=data, leave=(Trainer, Strategy, Logger, *leave)
-        )
+        shared = [trainer, trainer.strategy, *trainer.loggers]
+        snapshot = Snapshot([module, *compat.trainer_callbacks(trainer)], data=data, shared=shared, leave=leave)
         stack.callback(device_of(device).empty_cache)  # other processes on it may have what measuring took
         stack.callback(snapshot.put_back)
         for metric in (m for m in module.modules() if isinstance(m, Metric)):

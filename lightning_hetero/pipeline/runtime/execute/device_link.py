@@ -29,8 +29,7 @@ from lightning_hetero.pipeline.runtime.execute.stage_link import (
     Job,
     StageLink,
 )
-from lightning_hetero.transport.pairs.frames import FOREVER
-from lightning_hetero.transport.sockets import first_line
+from lightning_hetero.transport.sockets import FOREVER, first_line
 
 __all__ = ["DeviceLink"]
 

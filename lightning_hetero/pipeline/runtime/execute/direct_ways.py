@@ -32,9 +32,9 @@ from torch import Tensor
 from torch import distributed as dist
 
 from lightning_hetero.measure.device import device_of
-from lightning_hetero.pipeline.decide.direct_links import RankDevice
+from lightning_hetero.pipeline.decide.links import RankDevice
 from lightning_hetero.transport.groups import make_group
-from lightning_hetero.transport.pairs.frames import FOREVER
+from lightning_hetero.transport.sockets import FOREVER
 
 __all__ = ["DirectWay", "DirectWays", "rank_device"]
 

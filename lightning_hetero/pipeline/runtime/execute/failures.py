@@ -18,8 +18,7 @@ from typing import Any, TypeVar
 from torch import distributed as dist
 
 from lightning_hetero.transport.one_round import Waited
-from lightning_hetero.transport.pairs.frames import FOREVER
-from lightning_hetero.transport.sockets import first_line
+from lightning_hetero.transport.sockets import FOREVER, first_line
 
 __all__ = ["FailureBoard", "RemoteTraceback"]
 

@@ -29,12 +29,11 @@ from torch import Tensor
 from torch import distributed as dist
 
 from lightning_hetero.measure.device import Device, Stamp
-from lightning_hetero.pipeline.decide.link_clock import LinkClock
+from lightning_hetero.pipeline.decide.links import LinkClock
 from lightning_hetero.pipeline.runtime.execute.failures import FailureBoard
 from lightning_hetero.pipeline.runtime.execute.messages import Message, pack, unpack
-from lightning_hetero.transport.pairs.frames import FOREVER
 from lightning_hetero.transport.patience import Patience
-from lightning_hetero.transport.sockets import first_line
+from lightning_hetero.transport.sockets import FOREVER, first_line
 
 __all__ = ["CLOSED", "HEAD_BYTES", "LOOK_S", "Block", "Job", "StageLink", "Watch", "close_connections"]
 

@@ -11,7 +11,7 @@ from torch import distributed as dist
 
 from lightning_hetero.controller.messages import LinkTime
 from lightning_hetero.measure.device import device_of
-from lightning_hetero.pipeline.decide.link_clock import LinkClock
+from lightning_hetero.pipeline.decide.links import LinkClock
 from lightning_hetero.pipeline.runtime.execute.device_link import DeviceLink
 from lightning_hetero.pipeline.runtime.execute.direct_ways import DirectWay
 from lightning_hetero.pipeline.runtime.execute.failures import FailureBoard

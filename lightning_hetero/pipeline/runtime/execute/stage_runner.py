@@ -321,7 +321,7 @@ class StageRunner(LeaderRunner):
                 " and evaluates, the others serve"
             )
         try:
-            with streams_kept(), self._carrier.streams_left() if self._carrier is not None else nullcontext():
+            with streams_kept():
                 yield
             if self._local.links is not None:
                 self._local.links.settle()

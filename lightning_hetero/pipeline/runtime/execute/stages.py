@@ -22,8 +22,8 @@ from lightning_hetero.pipeline.runtime.measure.layer_clock import LayerClock
 from lightning_hetero.pipeline.runtime.step.graph_input import GraphInput
 from lightning_hetero.pipeline.runtime.step.layer_calls.route import PLAIN, Route
 from lightning_hetero.pipeline.runtime.step.random_streams import (
-    HostStreams,
     layer_seed,
+    nothing_drawn,
     seed_streams,
     stream_seed,
 )
@@ -282,9 +282,9 @@ def _seeded(layer: nn.Module, seed: int, /, *args: Any, **kwargs: Any) -> Any:
 @contextmanager
 def streams_kept() -> Iterator[None]:
     """Puts the caller's random streams and switches back afterwards: layers are seeded before they run."""
-    switches, host = Switches.now(), HostStreams()
-    try:
-        yield
-    finally:
-        switches.put()
-        host.put_back()
+    switches = Switches.now()
+    with nothing_drawn():
+        try:
+            yield
+        finally:
+            switches.put()

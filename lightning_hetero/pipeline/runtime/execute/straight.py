@@ -17,8 +17,6 @@ from lightning_hetero.pipeline.runtime.execute.stages import Stage
 from lightning_hetero.pipeline.runtime.execute.work import LeaderWork, Pace, began, paced, wrong_count
 from lightning_hetero.pipeline.runtime.step.cut import BackboneCut
 from lightning_hetero.pipeline.runtime.step.random_streams import (
-    TorchStreams,
-    seed_host_streams,
     seed_streams,
     stream_seed,
 )
@@ -132,10 +130,8 @@ class InPlaceExecution(StraightExecution):
         if self._goes_back:  # the step checkpoints it
             return self._stage.in_place(args, kwargs, step=step, number=number, again=True)
         self._calls += 1
-        streams = TorchStreams()
         output = self._stage.in_place(args, kwargs, step=step, number=number)
-        streams.put_back()
-        seed_host_streams(stream_seed(self._body_seed(), self._calls))
+        seed_streams(stream_seed(self._body_seed(), self._calls))
         self._end(Kind.FORWARD, 0)
         self._begin()
         return output

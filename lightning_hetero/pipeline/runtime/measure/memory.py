@@ -7,8 +7,9 @@ it its input), and without the storages of parameters and buffers, which are the
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable, Iterable, Sequence
+import types
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, TypeAlias
 
 import torch
@@ -16,11 +17,20 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.optim import Optimizer
 
-__all__ = ["Kept", "OptimizerSpec", "optimizer_bytes", "state_bytes", "storage_of", "tensor_bytes", "trained_bytes"]
+__all__ = [
+    "Kept",
+    "OptimizerSpec",
+    "copied_to",
+    "move_but",
+    "optimizer_bytes",
+    "resident",
+    "state_bytes",
+    "storage_of",
+    "tensor_bytes",
+    "trained_bytes",
+]
 
-OptimizerSpec: TypeAlias = (
-    "Optimizer | type[Optimizer] | Callable[[Sequence[nn.Parameter]], Optimizer | float] | None"
-)
+OptimizerSpec: TypeAlias = "Optimizer | Callable[[Sequence[nn.Parameter]], float] | None"
 
 
 def tensor_bytes(tensors: Iterable[Tensor]) -> int:
@@ -115,47 +125,76 @@ def optimizer_bytes(parameters: Sequence[nn.Parameter], optimizer: OptimizerSpec
 
     Args:
         parameters: trained ones.
-        optimizer: an instance (its settings per parameter count; parameters it does not have cost nothing), a class of
-            `torch.optim` (its default settings), a callable that takes parameters and returns either the size [bytes]
-            or an optimizer, which then takes one step on copies of the parameters on the CPU and is measured; or
-            ``None`` for no state.
+        optimizer: its settings per parameter count; parameters it does not have cost nothing. Or a callable that takes
+            parameters and returns the size [bytes], or ``None`` for no state.
 
     Raises:
-        ValueError: an optimizer that is not known; a callable that measures it is the way out.
+        ValueError: an optimizer that is not known; a callable is the way out.
     """
     parameters = list({id(p): p for p in parameters}.values())
     if optimizer is None or not parameters:
         return 0.0
-    if isinstance(optimizer, Optimizer):
-        settings = {id(p): group for group in optimizer.param_groups for p in group["params"]}
-        copies = _copies_of(type(optimizer))
-        return float(sum(copies(settings[id(p)]) * tensor_bytes([p]) for p in parameters if id(p) in settings))
-    if inspect.isclass(optimizer) and issubclass(optimizer, Optimizer):
-        arguments = inspect.signature(optimizer.__init__).parameters
-        defaults = {name: a.default for name, a in arguments.items() if a.default is not a.empty}
-        return float(_copies_of(optimizer)(defaults) * tensor_bytes(parameters))
-    if not callable(optimizer):
+    if not isinstance(optimizer, Optimizer):
+        return float(optimizer(parameters))
+    settings = {id(p): group for group in optimizer.param_groups for p in group["params"]}
+    copies = next((_COPIES[k.__name__] for k in type(optimizer).__mro__ if _is_known(k)), None)
+    if copies is None:
         raise ValueError(
-            f"optimizer={optimizer!r} must be an optimizer, a class of torch.optim, or a callable that takes"
-            " parameters and returns an optimizer or a number of bytes"
+            f"how much state {type(optimizer).__name__} keeps is not known (known: {', '.join(_COPIES)}): give a"
+            " callable that returns the bytes for some parameters"
         )
-    answer = optimizer(copied := [nn.Parameter(torch.zeros_like(p, device="cpu")) for p in parameters])
-    return _step_and_measure(answer, copied) if isinstance(answer, Optimizer) else float(answer)
+    return float(sum(copies(settings[id(p)]) * tensor_bytes([p]) for p in parameters if id(p) in settings))
 
 
-def _copies_of(kind: type[Optimizer]) -> Callable[[dict[str, Any]], int]:
-    for base in kind.__mro__:
-        if base.__module__.startswith("torch.optim") and base.__name__ in _COPIES:
-            return _COPIES[base.__name__]
-    raise ValueError(
-        f"how much state {kind.__name__} keeps is not known (known: {', '.join(_COPIES)}): give a callable that makes"
-        f" one, e.g. optimizer=lambda parameters: {kind.__name__}(parameters), and it is measured"
-    )
+def _is_known(kind: type) -> bool:
+    return kind.__module__.startswith("torch.optim") and kind.__name__ in _COPIES
 
 
-def _step_and_measure(optimizer: Optimizer, parameters: Sequence[nn.Parameter]) -> float:
-    for p in parameters:
-        p.grad = torch.zeros_like(p)
-    optimizer.step()
-    kept = [v for state in optimizer.state.values() for v in state.values() if isinstance(v, Tensor) and v.ndim]
-    return float(tensor_bytes(kept))
+# ---- what is on the device while a model is measured -------------------------------------------------------------
+# Never more than has to be: of a step what is outside of the layers; each layer while it computes, alone. The model
+# itself stays where it is, on the CPU: what goes to the device are copies, which are thrown away.
+
+
+def copied_to(tensor: Tensor, device: torch.device) -> Tensor:
+    """Returns the tensor's values on the device: itself, if it is there. Everything measured goes through here."""
+    return tensor.detach() if tensor.device == device else tensor.detach().to(device)
+
+
+@contextmanager
+def resident(module: nn.Module, device: torch.device) -> Iterator[None]:
+    """Inside, parameters and buffers have their values on the device; what is elsewhere, in copies.
+
+    Afterwards they are what they were: changes of copies are lost.
+    """
+    tensors = {id(t): t for t in (*module.parameters(), *module.buffers()) if not t.is_meta and t.device != device}
+    before = [(t, t.data) for t in tensors.values()]
+    try:
+        for tensor, values in before:
+            tensor.data = copied_to(values, device)
+        yield
+    finally:
+        for tensor, values in before:
+            tensor.data = values
+
+
+def move_but(module: nn.Module, left: Iterable[Tensor], device: torch.device) -> None:
+    """Calls ``module.to(device)`` for all but some tensors, which stay where they are.
+
+    Modules that do more there do it, such as a LightningModule's ``device`` or the states of metrics. There is no way
+    back but a `Snapshot` from before.
+    """
+    stay = {id(tensor): tensor for tensor in left}
+
+    def apply(module: nn.Module, move: Callable[[Tensor], Tensor], *args: Any, **kwargs: Any) -> nn.Module:
+        del move
+
+        def moved(tensor: Tensor) -> Tensor:
+            return tensor if id(tensor) in stay or tensor.is_meta else copied_to(tensor, device)
+
+        return type(module)._apply(module, moved, *args, **kwargs)
+
+    vars(module)["_apply"] = types.MethodType(apply, module)
+    try:
+        module.to(device)
+    finally:
+        del vars(module)["_apply"]

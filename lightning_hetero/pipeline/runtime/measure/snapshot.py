@@ -1,27 +1,23 @@
-"""What objects look like now, to be put back into the same objects later (layer T).
+"""Objects are copied deeply before a rehearsal, and get their state back from the copies (layer T).
 
-    snapshot = Snapshot([module, *callbacks], leave=(Trainer,))
+    snapshot = Snapshot([module, *callbacks], shared=[trainer])
     ...                                                # steps append to lists, count, draw, update statistics
     snapshot.put_back()                                # the same list, with what it held
 
-Everything that can be reached is visited once: attributes (of modules and of any other object), dicts, lists, sets,
-deques, arrays, tensors, generators of random numbers. Objects keep their identity, so whoever else refers to one sees
-it put back, too. Data sets are large and read only: of their tensors and arrays no copies are made.
-
-Cannot be put back: files, iterators, what C libraries keep, variables of a Python module or in a function's closure.
+`copy.deepcopy` tells which object has become which copy: each object gets back what its copy holds, and keeps its
+identity, so whoever else refers to it sees it put back, too. What cannot be copied (files, locks, tensors with a graph)
+stays as it is, and so does what can only be reached through it. Data sets are large and read only: of them attributes
+and generators of random numbers are put back.
 """
 
 from __future__ import annotations
 
-import array
-import functools
-import logging
+import copy
 import random
-import threading
-import types
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from enum import Enum
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+from types import MemberDescriptorType
 from typing import Any
 
 import numpy as np
@@ -32,113 +28,108 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 
 __all__ = ["Snapshot"]
 
-_LARGEST = 100_000  # entries of a container that are looked into; of larger ones only which they are is noted
-_ATOMS = (
-    type(None), bool, int, float, complex, str, bytes, type, range, slice, Enum, torch.dtype, torch.device, torch.Size,
-    np.dtype, np.generic, types.ModuleType, types.BuiltinFunctionType, types.CodeType, threading.Thread,
-    logging.Logger, logging.Handler,
-)  # fmt: skip
+_DATA = (Dataset, DataLoader, Sampler)
 _MACHINERY = ("torch._", "torch.distributed")  # objects of these modules are torch's own business
 _LIBRARIES = frozenset({"builtins", "torch", "lightning", "pytorch_lightning", "torchmetrics", "abc", "typing"})
-_DATA = (Dataset, DataLoader, Sampler)
-_Restore = Callable[[], object]
 
 
 class Snapshot:
-    """The state of everything that can be reached from some objects.
+    """The state of some objects.
 
     Args:
-        roots: the objects.
-        data: further objects, which are taken for data sets.
-        leave: types whose instances are not looked into, e.g. of what the objects belong to.
+        owners: modules, with all their submodules, and other objects.
+        data: data sets and loaders.
+        shared: what is not copied wherever it is met, e.g. what the objects belong to.
+        leave: types of tensors that do not change.
     """
 
     def __init__(
-        self, roots: Iterable[object], *, data: Iterable[object] = (), leave: Sequence[type] = ()
+        self,
+        owners: Iterable[object],
+        *,
+        data: Iterable[object] = (),
+        shared: Iterable[object] = (),
+        leave: tuple[type[Tensor], ...] = (),
     ) -> None:
-        self._leave = (*leave, *_ATOMS)
-        self._restore: list[_Restore] = []
-        self._seen: dict[int, object] = {}  # held, or an id might be given to another
-        pending = list(data)
-        self._look_into(list(roots), pending)
-        self._look_into(pending, None)
+        self._undo: list[Callable[[], object]] = []
+        parts = list(_parts(owners))
+        pending = [*data, *(v for part in parts for v in vars(part).values() if isinstance(v, _DATA))]
+        sets = list(_data_sets(pending))
+        self._copied: list[object] = []  # of which there are copies
+        self._memo: dict[int, Any] = {id(x): x for x in (*parts, *sets, *shared) if x is not None}
+        self._memo[id(self._memo)] = self._copied  # where `copy.deepcopy` keeps them
+        for tensor in (t for part in parts if isinstance(part, nn.Module) for t in _own_tensors(part)):
+            if id(tensor) not in self._memo:
+                self._memo[id(tensor)] = tensor
+                if not isinstance(tensor, leave):
+                    self._undo.append(_TensorState(tensor))
+        for one in sets:
+            self._undo.append(partial(_refill, vars(one), dict(vars(one))))
+            self._undo += [put for value in vars(one).values() if (put := _generator(value, value)) is not None]
+        for part in parts:
+            self._undo.append(partial(_refill, vars(part), dict(vars(part))))
+            for value in vars(part).values():
+                self._copy(value)
+        for kind in {k: 0 for part in parts if isinstance(part, nn.Module) for k in type(part).__mro__}:
+            self._keep_class(kind)
+        copies = [self._memo[id(x)] for x in self._copied]
+        originals = {id(y): x for x, y in zip(self._copied, copies, strict=True)}
+        for x, y in zip(self._copied, copies, strict=True):
+            self._undo += _restores(x, y, originals)
 
     def put_back(self) -> None:
-        """Gives all objects visited the state that they had."""
+        """Gives all objects the state that they had."""
         with torch.no_grad():
-            for restore in self._restore:
-                restore()
+            for undo in self._undo:
+                undo()
 
-    def _look_into(self, pending: list[Any], data: list[object] | None) -> None:
-        """Notes all that can be reached from ``pending``; data sets are put into ``data``, or this is the data."""
-        while pending:
-            value = pending.pop()
-            if id(value) in self._seen or isinstance(value, self._leave):
-                continue
-            if data is not None and isinstance(value, _DATA):
-                data.append(value)
-                continue
-            self._seen[id(value)] = value
-            pending += self._keep(value, copies=data is not None)
+    def _copy(self, value: object) -> None:
+        """Copies a value; of one that cannot be copied nothing is."""
+        if type(value).__module__.startswith(_MACHINERY) and not isinstance(value, torch.Generator):
+            return
+        known, count = len(self._memo), len(self._copied)
+        try:
+            copy.deepcopy(value, self._memo)
+        except Exception:
+            while len(self._memo) > known:
+                self._memo.popitem()
+            del self._copied[count:]
 
-    def _keep(self, value: Any, copies: bool) -> list[Any]:
-        """Notes one object's own state; returns what it refers to."""
-        if isinstance(value, Tensor):
-            if copies and not is_lazy(value) and value.layout is torch.strided:
-                self._restore.append(_Tensor(value))
-            return list(vars(value).values())
-        if isinstance(value, np.ndarray):
-            if copies and value.flags.writeable:
-                self._restore.append(_Array(value))
-            return _few(value.ravel().tolist()) if value.dtype == object else []
-        if (restore := _generator(value)) is not None:
-            self._restore.append(restore)
-            return []
-        further = self._keep_contents(value, copies)
-        if type(value).__module__.startswith(_MACHINERY):
-            return further
-        if isinstance(attributes := getattr(value, "__dict__", None), dict):
-            self._restore.append(_Dict(attributes))
-            further += attributes.values()
-        for slot in _slots(type(value)):
-            self._restore.append(_Slot(value, slot))
-            further.append(slot.__get__(value) if _is_set(value, slot) else None)
-        if isinstance(value, nn.Module):
-            for kind in type(value).__mro__:
-                further += self._keep_class(kind)
-        return further
-
-    def _keep_contents(self, value: Any, copies: bool) -> list[Any]:
-        """Notes the entries of a container; returns what of them is to be looked into."""
-        if isinstance(value, tuple | frozenset):
-            return _few(value)
-        if isinstance(value, types.MethodType):
-            return [value.__self__]
-        if isinstance(value, functools.partial):
-            return [value.func, value.args, value.keywords]
-        if isinstance(value, dict):
-            self._restore.append(_Dict(value))
-            return _few(dict.values(value))
-        for kind in (list, deque, set):
-            if isinstance(value, kind):
-                self._restore.append(_Entries(value, kind))
-                return _few(value)
-        if isinstance(value, bytearray | array.array) and copies:
-            self._restore.append(_Buffer(value))
-        return []
-
-    def _keep_class(self, kind: type) -> list[Any]:
+    def _keep_class(self, kind: type) -> None:
         """Notes what a user's class holds for all of its instances: counters, lists."""
-        if id(kind) in self._seen or kind.__module__.partition(".")[0] in _LIBRARIES:
-            return []
-        self._seen[id(kind)] = kind
+        if kind.__module__.partition(".")[0] in _LIBRARIES:
+            return
         held = {name: value for name, value in vars(kind).items() if _is_plain(name, value)}
-        self._restore.append(_Class(kind, held))
-        return list(held.values())
+        for value in held.values():
+            self._copy(value)
+        self._undo.append(partial(_put_back_class, kind, held))
 
 
-def _few(entries: Any) -> list[Any]:
-    return list(entries) if len(entries) <= _LARGEST else []
+def _parts(owners: Iterable[object]) -> Iterator[Any]:
+    """Yields objects with attributes, each once: all submodules of modules, also of those that an object refers to."""
+    seen: set[int] = set()
+    for owner in owners:
+        modules = [v for v in vars(owner).values() if isinstance(v, nn.Module)]
+        for root in (owner, *(() if isinstance(owner, nn.Module) else modules)):
+            for part in root.modules() if isinstance(root, nn.Module) else [root]:
+                if id(part) not in seen:
+                    seen.add(id(part))
+                    yield part
+
+
+def _data_sets(pending: list[Any]) -> Iterator[Any]:
+    """Yields data sets, loaders and samplers, and what they are made of."""
+    seen: set[int] = set()
+    while pending:
+        one = pending.pop()
+        if one is not None and id(one) not in seen and hasattr(one, "__dict__"):
+            seen.add(id(one))
+            yield one
+            pending += [value for value in vars(one).values() if isinstance(value, _DATA)]
+
+
+def _own_tensors(module: nn.Module) -> Iterator[Tensor]:
+    yield from (t for t in (*module._parameters.values(), *module._buffers.values()) if t is not None)
 
 
 def _is_plain(name: str, value: object) -> bool:
@@ -146,121 +137,101 @@ def _is_plain(name: str, value: object) -> bool:
     return not (name.startswith("__") or callable(value) or hasattr(value, "__get__"))
 
 
+def _put_back_class(kind: type, held: dict[str, Any]) -> None:
+    for name in [n for n, v in vars(kind).items() if _is_plain(n, v) and n not in held]:
+        delattr(kind, name)
+    for name, value in held.items():
+        if vars(kind).get(name) is not value:
+            setattr(kind, name, value)
+
+
+# ---- from a copy to its original -------------------------------------------------------------------------------
+
+
+def _restores(x: Any, y: Any, originals: dict[int, Any]) -> Iterator[Callable[[], object]]:
+    """Yields what gives an object the state of its copy.
+
+    Args:
+        x, y: both.
+        originals: of all copies, by their ids.
+    """
+
+    def back(value: Any) -> Any:
+        return originals.get(id(value), value)
+
+    if isinstance(x, Tensor):
+        yield _TensorState(x, y)
+    elif isinstance(x, np.ndarray):
+        yield lambda: np.copyto(x, y) if x.shape == y.shape and x.dtype != object else None
+    elif (put := _generator(x, y)) is not None:
+        yield put
+    elif isinstance(x, dict):
+        items = [(key, back(value)) for key, value in (OrderedDict if isinstance(y, OrderedDict) else dict).items(y)]
+        yield partial(_refill, x, items)
+    elif isinstance(x, list | deque | set):
+        yield partial(_refill, x, [back(entry) for entry in y])
+    elif isinstance(x, bytearray):
+        yield lambda: x.__setitem__(slice(None), y)
+    if isinstance(x, Tensor | np.ndarray):
+        return
+    if isinstance(held := getattr(y, "__dict__", None), dict):
+        yield partial(_refill, vars(x), {key: back(value) for key, value in held.items()})
+    for slot in _slots(type(x)):
+        yield partial(_put_slot, x, y, slot, back)
+
+
+def _refill(target: Any, entries: Any) -> None:
+    """Puts the entries of a container back; methods of a subclass, which may do something else, are not asked."""
+    kinds: tuple[Any, ...] = OrderedDict, dict, list, deque, set
+    kind = next(k for k in kinds if isinstance(target, k))
+    kind.clear(target)
+    if kind in (OrderedDict, dict):
+        for key, value in dict(entries).items():
+            kind.__setitem__(target, key, value)
+    else:
+        getattr(kind, "update" if kind is set else "extend")(target, entries)
+
+
 def _slots(kind: type) -> Iterator[Any]:
     for base in kind.__mro__:
         if "__slots__" in vars(base):
-            yield from (v for v in vars(base).values() if isinstance(v, types.MemberDescriptorType))
+            yield from (v for v in vars(base).values() if isinstance(v, MemberDescriptorType))
 
 
-def _is_set(owner: object, slot: Any) -> bool:
+def _put_slot(x: Any, y: Any, slot: Any, back: Callable[[Any], Any]) -> None:
     try:
-        slot.__get__(owner)
-    except AttributeError:
-        return False
-    return True
+        slot.__set__(x, back(slot.__get__(y)))
+    except AttributeError:  # the copy has no value there
+        if hasattr(x, slot.__name__):
+            slot.__delete__(x)
 
 
-def _generator(value: Any) -> _Restore | None:
-    """Returns what puts a generator of random numbers back; None for all else."""
-    if isinstance(value, torch.Generator):
-        return functools.partial(value.set_state, value.get_state())
-    if isinstance(value, random.Random):
-        return functools.partial(value.setstate, value.getstate())
-    if isinstance(value, np.random.RandomState):
-        return functools.partial(value.set_state, value.get_state())
-    bits = value.bit_generator if isinstance(value, np.random.Generator) else value
-    if isinstance(bits, np.random.BitGenerator):
-        return functools.partial(setattr, bits, "state", bits.state)
+def _generator(x: Any, y: Any) -> Callable[[], object] | None:
+    """Returns what gives a generator of random numbers the state of ``y``, of now; None for all else."""
+    if isinstance(x, torch.Generator):
+        return partial(x.set_state, y.get_state())
+    if isinstance(x, random.Random):
+        return partial(x.setstate, y.getstate())
+    if isinstance(x, np.random.RandomState):
+        return partial(x.set_state, y.get_state())
+    if isinstance(x, np.random.Generator):
+        return partial(setattr, x.bit_generator, "state", y.bit_generator.state)
     return None
 
 
-# ---- what is noted of one object -------------------------------------------------------------------------------
+class _TensorState:
+    """A tensor's values, in which memory they are, its gradient, and whether it wants one.
 
+    Args:
+        tensor: whose.
+        values: a copy of them that there is already.
+    """
 
-class _Dict:
-    """The keys and values of a dict, or of an object's attributes, in order."""
-
-    def __init__(self, target: dict[Any, Any]) -> None:
-        # The methods of the builtin class: a subclass's own may do something else. (OrderedDict has an order besides.)
-        self._kind: Any = OrderedDict if isinstance(target, OrderedDict) else dict
-        self._target, self._items = target, list(self._kind.items(target))
-
-    def __call__(self) -> None:
-        now = list(self._kind.items(self._target))
-        if not _same([x for item in now for x in item], [x for item in self._items for x in item]):
-            self._kind.clear(self._target)
-            for key, value in self._items:
-                self._kind.__setitem__(self._target, key, value)
-
-
-class _Entries:
-    """The entries of a list, a deque or a set."""
-
-    def __init__(self, target: Any, kind: Any) -> None:
-        self._target, self._kind, self._entries = target, kind, list(kind.__iter__(target))
-
-    def __call__(self) -> None:
-        if not _same(list(self._kind.__iter__(self._target)), self._entries):
-            self._kind.clear(self._target)
-            (set.update if self._kind is set else self._kind.extend)(self._target, self._entries)
-
-
-class _Slot:
-    """One attribute of an object without a dict of them."""
-
-    def __init__(self, owner: object, slot: Any) -> None:
-        self._owner, self._slot = owner, slot
-        self._held = (slot.__get__(owner),) if _is_set(owner, slot) else ()
-
-    def __call__(self) -> None:
-        if self._held:
-            self._slot.__set__(self._owner, *self._held)
-        elif _is_set(self._owner, self._slot):
-            self._slot.__delete__(self._owner)
-
-
-class _Class:
-    """The values of a class."""
-
-    def __init__(self, kind: type, held: dict[str, Any]) -> None:
-        self._kind, self._held = kind, held
-
-    def __call__(self) -> None:
-        for name in [n for n, v in vars(self._kind).items() if _is_plain(n, v) and n not in self._held]:
-            delattr(self._kind, name)
-        for name, value in self._held.items():
-            if vars(self._kind).get(name) is not value:
-                setattr(self._kind, name, value)
-
-
-class _Buffer:
-    """The values of a bytearray or an array."""
-
-    def __init__(self, target: Any) -> None:
-        self._target, self._values = target, target[:]
-
-    def __call__(self) -> None:
-        self._target[:] = self._values
-
-
-class _Array:
-    """The values of a NumPy array."""
-
-    def __init__(self, target: np.ndarray) -> None:
-        self._target, self._values = target, target.copy()
-
-    def __call__(self) -> None:
-        if self._target.shape == self._values.shape:  # else somebody has resized it, who must know
-            np.copyto(self._target, self._values)
-
-
-class _Tensor:
-    """A tensor's values, in which memory they are, its gradient, and whether it wants one."""
-
-    def __init__(self, tensor: Tensor) -> None:
+    def __init__(self, tensor: Tensor, values: Tensor | None = None) -> None:
         self._tensor = tensor
+        dense = not is_lazy(tensor) and tensor.layout is torch.strided and not tensor.is_meta
         self._memory = tensor.data  # the same memory, and a count of its own of changes in place
-        self._values = None if tensor.is_meta else self._memory.clone()
+        self._values = (self._memory.clone() if values is None else values.detach()) if dense else None
         self._attributes = dict(vars(tensor))
         self._leaf, self._trained = tensor.is_leaf, tensor.requires_grad
         self._grad = tensor.grad if tensor.is_leaf else None
@@ -292,7 +263,3 @@ def _same_memory(a: Tensor, b: Tensor) -> bool:
 def _overwrite(target: Tensor, values: Tensor | None) -> None:
     if values is not None and not torch.equal(target, values):  # NaN is not equal to itself: written again
         target.copy_(values)
-
-
-def _same(now: Sequence[Any], then: Sequence[Any]) -> bool:
-    return len(now) == len(then) and all(a is b for a, b in zip(now, then, strict=True))

@@ -164,12 +164,12 @@ class Migration:
         outgoing: dict[int, list[Tensor]] = {}
         incoming: dict[int, list[Tensor]] = {}
         described: dict[int, Any] = {}
-        text = b""
+        text = packed(described)
         try:
             self._refuse_copies()
             for target in sorted({move.target for move in self.moves if move.source == rank}):
                 described[target], outgoing[target] = _described(self._values(target), self._device)
-            text = packed(described).numpy().tobytes()
+            text = packed(described)
         except Exception as error:
             problem = error
         offers = gathered((ticket, _said(problem), text), self._group, self._wait)
@@ -180,7 +180,7 @@ class Migration:
                 f" {offers[others[0]][0]} and {offers[0][0]}; this is a bug of lightning_hetero"
             )
         _cancel_if([said for _, said, _ in offers], problem)
-        manifests = [unpacked(torch.frombuffer(bytearray(text), dtype=torch.uint8)) for _, _, text in offers]
+        manifests: list[dict[int, Any]] = [unpacked(text) for _, _, text in offers]
         try:
             for source in (s for s, to in enumerate(manifests) if rank in to):
                 incoming[source] = _rooms(manifests[source][rank], self._device)
@@ -190,33 +190,29 @@ class Migration:
         self._transfer(outgoing, incoming)
         self._agree(None)  # all have what they are to hold
         self.sent_bytes = {
-            (source, target): sum(note.shape.numel() * note.dtype.itemsize for note in _notes(manifest))
+            (source, target): sum(tensor.nbytes for tensor in _absent(manifest))
             for source, to in enumerate(manifests)
             for target, manifest in to.items()
         }
         self._staged = {}
         for source, rooms in incoming.items():
-            came = iter(rooms)
-            self._staged.update(
-                pytree.tree_map(lambda leaf, came=came: next(came) if isinstance(leaf, _Note) else leaf,
-                                manifests[source][rank])
-            )  # fmt: skip
+            self._staged.update(_filled(manifests[source][rank], rooms))
 
     def _transfer(self, outgoing: dict[int, list[Tensor]], incoming: dict[int, list[Tensor]]) -> None:
         """Sends and receives all tensors at once, from host to host."""
-        works: list[dist.Work | None] = []
-        for target, tensors in outgoing.items():
-            works += [dist.isend(as_bytes(t), target, group=self._group) for t in tensors if t.numel()]
-        landed: list[tuple[Tensor, Tensor]] = []
-        for source, rooms in incoming.items():
-            for room in rooms:
-                if room.numel():
-                    landed.append((room, room if room.device.type == "cpu" else torch.empty_like(room, device="cpu")))
-                    works.append(dist.irecv(_memory(landed[-1][1]), source, group=self._group))
+        works = [
+            dist.isend(as_bytes(tensor), target, group=self._group)
+            for target, tensors in outgoing.items()
+            for tensor in tensors
+            if tensor.numel()
+        ]
+        rooms = [(source, room) for source, rooms in incoming.items() for room in rooms if room.numel()]
+        landed = [as_bytes(room) for _, room in rooms]  # the room's own memory, if that is on the host and in order
+        works += [dist.irecv(data, s, group=self._group) for (s, _), data in zip(rooms, landed, strict=True)]
         self._wait_for_peer(_Together(works))
-        for room, host in landed:
-            if room is not host:
-                room.copy_(host)
+        for (_, room), data in zip(rooms, landed, strict=True):
+            if data.data_ptr() != room.data_ptr():
+                room.copy_(data.view(room.dtype).view(room.shape))
 
     def _refuse_copies(self) -> None:
         """What the user has made of tensors that others hold would be where they were, while they move."""
@@ -298,30 +294,17 @@ class Migration:
 # ---- what travels ---------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class _Note:
-    """Stands for a tensor in what a rank says it will send.
-
-    Attributes:
-        shape, dtype, stride: of the tensor, whose elements lie densely.
-        on_host: it is on the CPU though the rank's layers are not, such as an optimizer's counter.
-    """
-
-    shape: torch.Size
-    dtype: torch.dtype
-    stride: tuple[int, ...]
-    on_host: bool
-
-
 def _described(values: dict[Any, Any], device: torch.device) -> tuple[dict[Any, Any], list[Tensor]]:
-    """Returns values with notes in the place of their tensors, and these, in an order in which their memory is.
+    """Returns values with tensors on the meta device in the place of those that are sent, and these.
+
+    What is on the host though the rank's layers are not, such as an optimizer's counter, stays in the values.
 
     Raises:
         TypeError: a tensor that is not dense.
     """
     tensors: list[Tensor] = []
 
-    def note(leaf: Any) -> Any:
+    def described(leaf: Any) -> Any:
         if not isinstance(leaf, Tensor):
             return leaf
         if leaf.layout is not torch.strided or leaf.is_quantized or leaf.is_meta:
@@ -329,30 +312,27 @@ def _described(values: dict[Any, Any], device: torch.device) -> tuple[dict[Any, 
                 f"a tensor of layout {leaf.layout} on {leaf.device} and of shape {tuple(leaf.shape)} cannot be"
                 " sent to another rank, only dense ones"
             )
-        order = sorted(range(leaf.dim()), key=lambda i: -leaf.stride(i))  # e.g. of `channels_last`
-        dense = leaf.detach() if leaf.permute(order).is_contiguous() else leaf.detach().contiguous()
-        tensors.append(_in_memory_order(dense))
-        return _Note(leaf.shape, leaf.dtype, dense.stride(), leaf.device.type != device.type)
+        if leaf.device.type != device.type:
+            return leaf
+        tensors.append(leaf.detach())
+        return torch.empty_like(tensors[-1], device="meta")
 
-    return pytree.tree_map(note, values), tensors
-
-
-def _in_memory_order(dense: Tensor) -> Tensor:
-    return dense.permute(sorted(range(dense.dim()), key=lambda i: -dense.stride(i)))
+    return pytree.tree_map(described, values), tensors
 
 
-def _notes(described: Any) -> list[_Note]:
-    return [leaf for leaf in pytree.tree_leaves(described) if isinstance(leaf, _Note)]
+def _absent(described: Any) -> list[Tensor]:
+    return [leaf for leaf in pytree.tree_leaves(described) if isinstance(leaf, Tensor) and leaf.is_meta]
 
 
 def _rooms(described: Any, device: torch.device) -> list[Tensor]:
     """Returns new tensors for those that will come."""
-    places = [(note, torch.device("cpu") if note.on_host else device) for note in _notes(described)]
-    return [torch.empty_strided(n.shape, n.stride, dtype=n.dtype, device=where) for n, where in places]
+    return [torch.empty_like(leaf, device=device) for leaf in _absent(described)]
 
 
-def _memory(dense: Tensor) -> Tensor:
-    return as_bytes(_in_memory_order(dense))
+def _filled(described: Any, rooms: Sequence[Tensor]) -> Any:
+    """Returns the values that were described, with what has come."""
+    come = iter(rooms)
+    return pytree.tree_map(lambda leaf: next(come) if isinstance(leaf, Tensor) and leaf.is_meta else leaf, described)
 
 
 class _Together:

@@ -18,16 +18,7 @@ import torch
 
 from lightning_hetero.measure.device import device_in_use, device_of
 
-__all__ = [
-    "HostStreams",
-    "TorchStreams",
-    "layer_seed",
-    "nothing_drawn",
-    "seed_host_streams",
-    "seed_streams",
-    "seed_torch_streams",
-    "stream_seed",
-]
+__all__ = ["layer_seed", "nothing_drawn", "seed_streams", "stream_seed"]
 
 
 def stream_seed(seed: int, *numbers: int) -> int:
@@ -75,60 +66,30 @@ def layer_seed(seed: int, index: int) -> int:
 
 
 def seed_streams(seed: int) -> None:
-    """Seeds all streams, torch's and the host's."""
-    seed_torch_streams(seed)
-    seed_host_streams(seed)
-
-
-def seed_torch_streams(seed: int) -> None:
-    """Seeds torch's CPU generator and, where an accelerator is in use, that of the current device.
+    """Seeds torch's CPU generator, an accelerator's that is in use, and the global streams of `random` and of NumPy.
 
     ``torch.manual_seed`` would seed those of all devices and look for other backends (0.2 ms).
     """
     torch.default_generator.manual_seed(seed)
     device_in_use().seed(seed)
-
-
-def seed_host_streams(seed: int) -> None:
-    """Seeds the global streams of `random` and of NumPy (which takes 32 bits)."""
     random.seed(seed)
     np.random.seed(seed & 0xFFFF_FFFF)  # noqa: NPY002 (the global stream is what users draw from)
 
 
-class HostStreams:
-    """The state of the global streams of `random` and of NumPy, as of its making."""
-
-    def __init__(self) -> None:
-        self._python, self._numpy = random.getstate(), np.random.get_state()  # noqa: NPY002
-
-    def put_back(self) -> None:
-        """Lets both streams go on from there."""
-        random.setstate(self._python)
-        np.random.set_state(self._numpy)  # noqa: NPY002
-
-
-class TorchStreams:
-    """The state of torch's CPU generator and of an accelerator's that is in use, as of its making."""
-
-    def __init__(self) -> None:
-        self._cpu = torch.default_generator.get_state()
-        self._device = device_in_use()
-        self._state = self._device.random_state()
-
-    def put_back(self) -> None:
-        """Lets both go on from there."""
-        torch.default_generator.set_state(self._cpu)
-        self._device.set_random_state(self._state)
-
-
 @contextmanager
-def nothing_drawn(device: torch.device) -> Iterator[None]:
-    """What is drawn inside, from torch on the CPU and the device, `random` or NumPy, nobody has drawn afterwards."""
-    host, cpu, own = HostStreams(), torch.default_generator.get_state(), device_of(device)
-    state = own.random_state()
+def nothing_drawn(device: torch.device | None = None) -> Iterator[None]:
+    """What is drawn inside, from torch on the CPU and the device, `random` or NumPy, nobody has drawn afterwards.
+
+    Args:
+        device: one; None: that in use.
+    """
+    own = device_in_use() if device is None else device_of(device)
+    state, cpu = own.random_state(), torch.default_generator.get_state()
+    python, numpy = random.getstate(), np.random.get_state()  # noqa: NPY002
     try:
         yield
     finally:
         torch.default_generator.set_state(cpu)
         own.set_random_state(state)
-        host.put_back()
+        random.setstate(python)
+        np.random.set_state(numpy)  # noqa: NPY002

@@ -17,8 +17,8 @@ from __future__ import annotations
 
 import contextvars
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from enum import Enum
 from operator import index
@@ -27,12 +27,7 @@ from typing import Any
 import torch
 from greenlet import getcurrent, greenlet
 
-from lightning_hetero.pipeline.runtime.step.random_streams import (
-    HostStreams,
-    seed_host_streams,
-    seed_streams,
-    stream_seed,
-)
+from lightning_hetero.pipeline.runtime.step.random_streams import seed_streams, stream_seed
 from lightning_hetero.pipeline.runtime.step.torch_state import Surroundings, Switches, hooks_taken_off
 
 __all__ = ["Carrier", "Done", "ResumableStep", "StepClosed", "Suspended", "current_step", "stream_seed"]
@@ -86,15 +81,10 @@ class Carrier:
     """The steps that are open, which their owner closes with it; usable as a context manager.
 
     Not left to the garbage collector: it does not see into the stack of a suspended step, which holds its carrier.
-
-    While any step is open, the streams of `random` and of NumPy are the steps'; they go on as they were before once
-    the last one has ended.
     """
 
     def __init__(self) -> None:
         self._open: dict[int, ResumableStep] = {}  # in order of opening
-        self._host: HostStreams | None = None
-        self._keeps = True
         self._closed = False
 
     def opened(self, step: ResumableStep) -> None:
@@ -105,25 +95,11 @@ class Carrier:
         """
         if self._closed:
             raise RuntimeError("this carrier is closed: make a new one for further steps")
-        if self._keeps and not self._open:
-            self._host = HostStreams()
         self._open[id(step)] = step
 
     def ended(self, step: ResumableStep) -> None:
         """Takes note of a step's end."""
         self._open.pop(id(step), None)
-        if not self._open and self._host is not None:
-            self._host.put_back()
-            self._host = None
-
-    @contextmanager
-    def streams_left(self) -> Iterator[None]:
-        """Inside, the caller keeps those streams: to read and put them takes longer than several switches."""
-        keeps, self._keeps = self._keeps, False
-        try:
-            yield
-        finally:
-            self._keeps = keeps
 
     def close_steps(self) -> None:
         """Closes every step still suspended, the last one begun first, so that its ``finally`` blocks run.
@@ -156,9 +132,8 @@ class ResumableStep:
     """Runs ``body`` in pieces.
 
     The body starts with the switches of torch that are in force at `start` (grad mode, autocast, ...), in a copy of
-    the caller's `contextvars` context, and keeps its own from then on. It draws random numbers from streams of its
-    own; the caller's generators are afterwards as they were before (those of `random` and of NumPy: once no step of
-    the carrier is open).
+    the caller's `contextvars` context, and keeps its own from then on. Random streams are seeded for it at `start`, and
+    anew when it is resumed; the caller keeps its own, see `nothing_drawn`.
 
     Args:
         body: called without arguments.
@@ -310,7 +285,7 @@ class ResumableStep:
         message = self._stack.parent.switch(Suspended(value))
         self._phase = _Phase.RUNNING
         switches.put(over=self._in_force)
-        seed_host_streams(stream_seed(self._seed, self._suspensions))
+        seed_streams(stream_seed(self._seed, self._suspensions))
         if isinstance(message, _Throw):
             self._closing = True
             raise message.error

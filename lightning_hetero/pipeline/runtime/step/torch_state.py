@@ -1,15 +1,14 @@
-"""What surrounds a training step without being passed to it: torch's per-thread switches and random streams (layer T).
+"""What surrounds a training step without being passed to it: torch's per-thread switches (layer T).
 
 A training step that is suspended in the middle (see `resumable`) must take these along, or a ``no_grad``
 that it holds open would hold for everything which runs meanwhile. They fall into three classes:
 
-- **swapped** at every switch (`Switches`): grad mode, autocast (enabled, dtype, cache, nesting), the number of
-  intra-op threads, torch's generators, of an accelerator also the current device, stream and generator;
+- **swapped** at every switch (`Switches`): grad mode, autocast (enabled, dtype, cache, nesting), of an accelerator
+  also the current device and stream;
 - **refused** when a step changed them and calls the backbone meanwhile (`Surroundings`): they cannot be swapped, or
   mean nothing to layers that are computed elsewhere: ``inference_mode``, saved-tensor hooks, ``with torch.device``,
   the default dtype, ...;
-- **reseeded** at every entry (`random_streams.seed_host_streams`): the global streams of `random` and of NumPy, whose
-  states are too expensive to swap (0.1 ms).
+- **reseeded** at every entry (`random_streams.seed_streams`): the random streams of torch, `random` and NumPy.
 
 The private names of torch needed for this are the functions ``_private_*`` here and nothing else;
 ``tests/ranks/pipeline/test_resumable.py`` pins them to the installed torch. Verified with torch 2.13.
@@ -27,7 +26,6 @@ from torch._C import _autograd
 from torch._C._functorch import maybe_current_level
 
 from lightning_hetero.measure.device import autocast_kinds, device_in_use
-from lightning_hetero.pipeline.runtime.step.random_streams import TorchStreams
 
 __all__ = [
     "Surroundings",
@@ -65,8 +63,6 @@ class Switches:
     autocast: tuple[tuple[str, bool, torch.dtype], ...]
     autocast_cache: bool
     autocast_nesting: int
-    threads: int
-    streams: TorchStreams
     put_device: Callable[[], None]
 
     @classmethod
@@ -77,8 +73,6 @@ class Switches:
             autocast=_autocast(),
             autocast_cache=torch.is_autocast_cache_enabled(),
             autocast_nesting=_autocast_nesting(),
-            threads=torch.get_num_threads(),
-            streams=TorchStreams(),
             put_device=device_in_use().here(),
         )
 
@@ -86,14 +80,13 @@ class Switches:
         """Sets the switches of this thread.
 
         Args:
-            over: what is in force, but for the random streams, if that is known: then what is the same is left.
+            over: what is in force, if that is known: then what is the same is left.
         """
         if over is None or not self._is_like(over):
             self._put_modes()
         # Autocast's cache of cast weights is one for the process, and emptied where this thread's outermost block ends:
         # what one step has cast must not serve another, e.g. after the latter has changed the weights.
         torch.clear_autocast_cache()
-        self.streams.put_back()
         self.put_device()
 
     def _is_like(self, other: Switches) -> bool:
@@ -102,7 +95,6 @@ class Switches:
             and self.autocast == other.autocast
             and self.autocast_cache == other.autocast_cache
             and self.autocast_nesting == other.autocast_nesting
-            and self.threads == other.threads
         )
 
     def _put_modes(self) -> None:
@@ -111,11 +103,6 @@ class Switches:
             torch.set_autocast_enabled(kind, enabled)
             torch.set_autocast_dtype(kind, dtype)
         torch.set_autocast_cache_enabled(self.autocast_cache)
-        self._put_nesting()
-        if torch.get_num_threads() != self.threads:  # of this thread: OpenMP's number is not the process's
-            torch.set_num_threads(self.threads)
-
-    def _put_nesting(self) -> None:
         nesting = _autocast_nesting()
         for _ in range(nesting, self.autocast_nesting):
             torch.autocast_increment_nesting()

@@ -121,7 +121,7 @@ class Measures:
         part = -(-sum(shares) // max(1, len(live)))
 
         def seconds(rank: int, samples: int) -> float:
-            return coordinator.predicted_s(rank, samples) if rank in live else math.nan
+            return coordinator.speeds.predict_s(rank, samples) if rank in live else math.nan
 
         return cls(
             counts=counts,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import cmath
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn.parameter import is_lazy
 
-__all__ = ["ALIGN_BYTES", "CHANGE", "FINITE", "NONFINITE", "STATISTICS", "VALUE", "Entry"]
+__all__ = ["ALIGN_BYTES", "CHANGE", "FINITE", "NONFINITE", "STATISTICS", "VALUE", "Entry", "is_finite", "pool_dtype"]
 
 ALIGN_BYTES = 64
 """A cache line, and enough for every dtype and vector unit."""
@@ -23,6 +24,18 @@ FINITE, NONFINITE = 1, 2
 
 CHANGE, VALUE = 1, 2
 """What a push has of a buffer: what to add to it, or what it is to be."""
+
+
+def pool_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Returns the dtype in which gradients of ``dtype`` are summed: 16 bits in float32, others in their own."""
+    return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
+
+
+def is_finite(gradient: Tensor) -> bool:
+    """Whether a gradient on the host is finite; one reduction as a rule."""
+    total = gradient.sum(dtype=pool_dtype(gradient.dtype)).item()
+    # A sum of finite numbers may overflow, too: look closer before anybody is blamed.
+    return cmath.isfinite(total) or bool(gradient.isfinite().all())
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -71,9 +84,9 @@ class Entry:
     def bytes(self) -> int:
         return self.numel * self.dtype.itemsize
 
-    def view(self, data: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-        """Returns ``data`` (uint8, the entry's bytes in ``dtype``) in the entry's shape and strides."""
-        flat = data.view(dtype or self.dtype)
+    def view(self, data: Tensor) -> Tensor:
+        """Returns ``data`` (uint8, the entry's bytes) in the entry's dtype, shape and strides."""
+        flat = data.view(self.dtype)
         return flat.as_strided(self.shape, self.stride, flat.storage_offset())
 
     def empty(self, dtype: torch.dtype | None = None) -> Tensor:

@@ -13,18 +13,38 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import accumulate
+from typing import Literal, TypeAlias
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_hetero.stale.runtime.memory.codecs import Codec, by_name
 from lightning_hetero.stale.runtime.memory.entry import ALIGN_BYTES, Entry
 from lightning_hetero.stale.runtime.memory.hyper_parameters import HyperParameters
 
-__all__ = ["FlatLayout"]
+__all__ = ["CompressionName", "FlatLayout", "check_compression"]
+
+CompressionName: TypeAlias = Literal["bf16", "fp16"]
+
+_NARROW = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def check_compression(name: CompressionName | None) -> None:
+    """Raises ValueError unless pushed gradients can be sent in this way; None: in the parameters' own dtype."""
+    if name is not None and name not in _NARROW:
+        raise ValueError(f"compression={name!r} must be None, {' or '.join(map(repr, _NARROW))}")
+
+
+def _sent(entry: Entry, compression: CompressionName | None) -> Entry:
+    """Returns an entry as its gradient is sent; complex and 16-bit ones stay as they are.
+
+    float16 overflows above 65504 (as under DDP's ``fp16_compress_hook``); bfloat16 does not.
+    """
+    if compression is None or not entry.dtype.is_floating_point or entry.dtype.itemsize <= 2:
+        return entry
+    return replace(entry, dtype=_NARROW[compression])
 
 
 def _align(offset: int) -> int:
@@ -43,7 +63,7 @@ class FlatLayout:
 
     Attributes:
         parameters, buffers: the entries, each tensor once.
-        codec: how gradients are written into the slot.
+        gradients: of each parameter, how its gradient is written into the slot.
         numbers: how many hyper-parameters a push carries.
         ranges: bytes ``[start, stop)`` in the area of each parameter, then of each buffer.
         parameter_bytes: end of the parameters in the area = start of the buffers.
@@ -51,14 +71,15 @@ class FlatLayout:
         present, number_range: bytes of the flags and of the hyper-parameters in the slot.
         buffer_ranges, gradient_ranges: bytes of each in the slot.
         slot_bytes: size of the slot.
-        digest: hex digest of names, shapes, strides, dtypes, hyper-parameters and codec; equal layouts have equal ones.
+        digest: hex digest of all that both sides must agree on; equal layouts have equal ones.
     """
 
     parameters: tuple[Entry, ...]
     buffers: tuple[Entry, ...]
-    codec: Codec
+    compression: CompressionName | None
     numbers: int
     meaning: str = ""  # digest of what the numbers mean
+    gradients: tuple[Entry, ...] = field(init=False)
     ranges: tuple[tuple[int, int], ...] = field(init=False)
     parameter_bytes: int = field(init=False)
     bytes: int = field(init=False)
@@ -70,14 +91,16 @@ class FlatLayout:
     digest: str = field(init=False)
 
     def __post_init__(self) -> None:
+        sent = tuple(_sent(entry, self.compression) for entry in self.parameters)
         first, middle = _place([entry.bytes for entry in self.parameters])
         second, end = _place([entry.bytes for entry in self.buffers], middle)
         (present, numbers), at = _place([len(self.parameters) + len(self.buffers), 8 * self.numbers])
         buffers, at = _place([entry.bytes for entry in self.buffers], at)
-        gradients, at = _place([self.codec.bytes(entry) for entry in self.parameters], at)
+        gradients, at = _place([entry.bytes for entry in sent], at)
         described = [(e.name, e.shape, e.stride, str(e.dtype)) for e in (*self.parameters, *self.buffers)]
-        text = repr((len(self.parameters), described, self.codec, self.numbers, self.meaning))
+        text = repr((len(self.parameters), described, self.compression, self.numbers, self.meaning))
         values = {
+            "gradients": sent,
             "ranges": first + second,
             "parameter_bytes": middle,
             "bytes": max(end, ALIGN_BYTES),
@@ -98,24 +121,25 @@ class FlatLayout:
         buffers: Sequence[tuple[str, Tensor]] = (),
         *,
         optimizers: Sequence[Optimizer] = (),
-        codec: Codec | str | None = None,
+        compression: CompressionName | None = None,
     ) -> FlatLayout:
         """Lays out named tensors in the order given; one that occurs again (tied weights) counts once.
 
         Args:
             optimizers: whose hyper-parameters travel with each push.
-            codec: see `codecs.by_name`.
+            compression: see `check_compression`.
 
         Raises:
-            ValueError: a tensor is sparse, quantised or not initialised, or the codec is unknown.
+            ValueError: a tensor is sparse, quantised or not initialised, or the compression is unknown.
         """
+        check_compression(compression)
         seen: set[int] = set()
 
         def entries(named: Sequence[tuple[str, Tensor]]) -> tuple[Entry, ...]:
             return tuple(Entry.of(n, t) for n, t in named if not (id(t) in seen or seen.add(id(t))))
 
         hyper = HyperParameters(optimizers)
-        return cls(entries(parameters), entries(buffers), by_name(codec), hyper.size, hyper.digest)
+        return cls(entries(parameters), entries(buffers), compression, hyper.size, hyper.digest)
 
     # ---- the area ---------------------------------------------------------------------------------------------
 
@@ -150,11 +174,9 @@ class FlatLayout:
         return self.buffers[index].view(slot[slice(*self.buffer_ranges[index])])
 
     def gradient_of(self, slot: Tensor, index: int) -> Tensor:
-        """Returns the bytes of gradient ``index`` as the codec wrote them (a view)."""
-        return slot[slice(*self.gradient_ranges[index])]
+        """Returns gradient ``index`` (a view)."""
+        return self.gradients[index].view(slot[slice(*self.gradient_ranges[index])])
 
     def values_of(self, slot: Tensor) -> list[Tensor]:
-        """Returns the floating numbers of every gradient in the slot (views). Costs more than reading them: keep it."""
-        return [
-            self.codec.values(self.gradient_of(slot, i), entry) for i, entry in enumerate(self.parameters)
-        ]
+        """Returns every gradient in the slot (views). Costs more than reading them: keep it."""
+        return [self.gradient_of(slot, i) for i in range(len(self.parameters))]

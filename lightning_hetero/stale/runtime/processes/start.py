@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import secrets
+import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Literal
@@ -19,14 +19,13 @@ from lightning_hetero.stale.decide.policy import Policy
 from lightning_hetero.stale.runtime.memory.layout import FlatLayout
 from lightning_hetero.stale.runtime.processes.fork import ServerProcess, fork_server
 from lightning_hetero.stale.runtime.serve.agreement import Limits
-from lightning_hetero.stale.runtime.serve.server import ParameterServer, serve
-from lightning_hetero.transport.base import Listener, WorkerLink
-from lightning_hetero.transport.merged import Several
-from lightning_hetero.transport.pairs.listener import PairLink, PairListener
-from lightning_hetero.transport.shared_memory.listener import SharedMemoryLink, SharedMemoryListener
+from lightning_hetero.stale.runtime.serve.server import ParameterServer
+from lightning_hetero.transport.base import Alive, Listener, WorkerLink
+from lightning_hetero.transport.link import connect as connect_to
+from lightning_hetero.transport.listener import ServerListener
 from lightning_hetero.transport.store import host_store
 
-__all__ = ["Address", "ServerSettings", "connect", "start_server"]
+__all__ = ["Address", "ServerSettings", "connect", "serve", "start_server"]
 
 _CONNECT_S = 60.0  # for a worker that was told the address
 _AWAITED_S = 90.0  # what the server allows: a worker that cannot connect gives up first
@@ -55,16 +54,15 @@ class Address:
     """Where workers find the server.
 
     Attributes:
-        directory: of the shared-memory transport on the server's node; empty if nobody uses it.
-        host, port: of its store, for pairs and for rebuilding the ranks' own group after a death.
-        token: shared secret of this run, 16 bytes in hexadecimal digits.
-        near: ranks that use shared memory; the others use pairs.
+        near_server: for the ranks in ``near``, which share memory with it.
+        far_server: for all others.
+        host, port: of its store, for rebuilding the ranks' own group after a death.
     """
 
-    directory: str
+    near_server: str
+    far_server: str
     host: str
     port: int
-    token: str
     near: tuple[int, ...]
 
     @classmethod
@@ -96,19 +94,16 @@ def start_server(
         optimizers: over these parameters; they stay untouched in this process.
         settings: see `ServerSettings`.
         ranks: the workers that take part from the start.
-        near: all that may come from this node; they use shared memory.
-        far: all that may come from elsewhere; they use pairs.
+        near: all that may come from this node; they share memory with the server.
+        far: all that may come from elsewhere, or share none.
         ahead: batches that workers fetch ahead.
         state: of the coordinator, from a checkpoint; else empty.
         host: name under which other nodes reach this one.
         timeout: of the store; and how long workers wait at a meeting for one that lives and does not come.
     """
-    token = secrets.token_hex(16)
-    shared = None  # nobody uses it with transport="pairs"
-    if near:
-        shared = SharedMemoryListener.create(
-            None, ranks=near, slot_bytes=layout.slot_bytes, parameter_bytes=layout.bytes
-        )
+    listener = ServerListener(
+        near=near, far=far, host=host, slot_bytes=layout.slot_bytes, parameter_bytes=layout.bytes
+    )
     area = torch.empty(layout.bytes, dtype=torch.uint8)
     for view, tensor in zip(layout.views(area), [*parameters, *buffers], strict=True):
         view.copy_(tensor.detach())
@@ -137,29 +132,16 @@ def start_server(
         )
         if state:
             coordinator.load_state_dict(state)
-        listeners: list[Listener] = [] if shared is None else [shared]
-        if far:
-            listeners.append(
-                PairListener(
-                    store,
-                    ranks=far,
-                    slot_bytes=layout.slot_bytes,
-                    parameter_bytes=layout.bytes,
-                    token=bytes.fromhex(token),
-                )
-            )
-        merged = listeners[0] if len(listeners) == 1 else Several(listeners)
         server = ParameterServer(
             layout=layout,
             area=area,
             optimizers=optimizers,
             optimizer_parameters=owned,
-            listener=merged,
+            listener=listener,
             coordinator=coordinator,
             divide_by=settings.divide_by,
             nonfinite=settings.nonfinite,
             shards=settings.shards,
-            compensation=settings.policy.compensation,
             limits=Limits(
                 connect_s=_AWAITED_S,
                 silence_s=_SILENT_SIGNS * settings.liveness_s,
@@ -168,33 +150,25 @@ def start_server(
         )
         ready({"port": store.port})
         try:
-            serve(server, merged, time.monotonic, orphaned=orphaned)
+            serve(server, listener, time.monotonic, orphaned=orphaned)
         finally:
-            merged.close()
+            listener.close()
 
-    if shared is None:
-        process, directory = fork_server(body, keep=[]), ""
-    else:
-        try:
-            process = fork_server(body, keep=shared.fileno_list(), clean_up=shared.remove)
-        except BaseException:
-            shared.close()
-            raise
-        shared.detach()
-        directory = shared.address
-    address = Address(
-        directory=directory, host=host, port=process.details["port"], token=token, near=tuple(near)
-    )
-    return process, address
+    try:
+        process = fork_server(body, keep=listener.fileno_list(), clean_up=listener.remove)
+    except BaseException:
+        listener.close()
+        raise
+    listener.detach()
+    return process, Address(
+        near_server=listener.near_address, far_server=listener.far_address, host=host, port=process.details["port"],
+        near=tuple(near),
+    )  # fmt: skip
 
 
 def connect(address: Address, rank: int) -> WorkerLink:
     """Returns this worker's link; raises ServerLostError if the server does not answer within a minute."""
-    if rank in address.near:
-        return SharedMemoryLink(address.directory, rank, connect_timeout_s=_CONNECT_S)
-    return PairLink(
-        f"{address.host}:{address.port}", rank, token=bytes.fromhex(address.token), connect_timeout_s=_CONNECT_S
-    )
+    return connect_to(address.near_server if rank in address.near else address.far_server, rank, _CONNECT_S)
 
 
 def _on_cpu(value: Any) -> Any:
@@ -204,3 +178,42 @@ def _on_cpu(value: Any) -> Any:
     if type(value) is dict:
         return {key: _on_cpu(each) for key, each in value.items()}
     return type(value)(map(_on_cpu, value)) if type(value) in (list, tuple) else value
+
+
+def serve(
+    server: ParameterServer,
+    listener: Listener,
+    clock: Callable[[], float],
+    *,
+    orphaned: Callable[[], bool] | None = None,
+    look_s: float = 1.0,
+) -> None:
+    """Serves until all workers have left or are gone, then closes the server; the listener is the caller's.
+
+    Args:
+        clock: monotonic time [s].
+        orphaned: whether whoever started the server is gone; then it ends as soon as it has no worker, or all of them
+            have been silent for so long as a meeting waits for one.
+        look_s: how often to ask that [s].
+    """
+    try:
+        while not server.finished:
+            wait_s: float | None = server.wake_s() - clock()
+            if orphaned is not None:
+                alone = orphaned()  # asked in any case: it is taken for a sign of life
+                if alone and (server.deserted or server.abandoned(clock())):
+                    return
+                wait_s = min(wait_s, look_s)
+            events = listener.events(None if math.isinf(wait_s) else max(0.0, wait_s))
+            server.counts.waiting(sum(not isinstance(event, Alive) for event in events))
+            while events:
+                for event in events:
+                    server.handle(event, clock())
+                # Of two that die together, the death of one must not let the other one be met.
+                events = listener.events(0.0) if server.meets else []
+            server.wake(clock())
+    except Exception as error:
+        server.fail(f"the parameter server failed: {type(error).__name__}: {error}")
+        raise
+    finally:
+        server.close()

@@ -12,14 +12,11 @@ Memory is what limits all this, so contributions are not added one by one: they 
 stay as they are, and those that came together are added in one pass, block by block, each block in the cache until all
 are in it and it is divided. Every number meets the same operations in the same order as if they were not.
 
-Late contributions that complete the mean of an earlier update are in neither sum; what they change is added at the end.
-
 What becomes of the buffers is in `PushedBuffers`.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -27,9 +24,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lightning_hetero.stale.runtime.memory.codecs import pool_dtype
+from lightning_hetero.stale.runtime.memory.entry import pool_dtype
 from lightning_hetero.stale.runtime.memory.layout import FlatLayout
-from lightning_hetero.stale.runtime.serve.kept_mean import Changes, KeptMean
 from lightning_hetero.stale.runtime.serve.pushed_buffers import PushedBuffers
 
 __all__ = ["BLOCK", "GradientSum", "Spares", "runs"]
@@ -97,8 +93,6 @@ class GradientSum:
         overflow: a contribution overflowed; the update is skipped.
         numbers: hyper-parameters of the newest push of the present tick.
         ranks: who is in it.
-        changes: of the means of earlier updates by late contributions that complete them; not in units of anything.
-        mean: where the update's own mean is to be kept, if it is.
         buffers: what the contributions say of the buffers.
     """
 
@@ -113,15 +107,12 @@ class GradientSum:
     overflow: bool = False
     numbers: list[float] | None = None
     ranks: set[int] = field(default_factory=set[int])
-    changes: Changes = field(init=False)
-    mean: KeptMean | None = None
     buffers: PushedBuffers = field(init=False)
     _unit: float = 0.0
     _waiting: list[_Waiting] = field(default_factory=list[_Waiting])
 
     def __post_init__(self) -> None:
         self.sums = [None] * len(self.layout.parameters)
-        self.changes = [None] * len(self.layout.parameters)
         self.buffers = PushedBuffers(self.layout)
 
     def count(self, weight: float, samples: int, scale: float) -> float:
@@ -133,22 +124,8 @@ class GradientSum:
             self._unit = factor
         return factor / self._unit if self._unit != 0.0 else 0.0
 
-    def add(self, index: int, slot: Tensor, factor: float) -> None:
-        """Adds a gradient out of a slot. Different parameters may be added from different threads.
-
-        Args:
-            factor: from `count`.
-        """
-        layout = self.layout
-        entry, data, total = layout.parameters[index], layout.gradient_of(slot, index), self.sums[index]
-        if total is None:
-            self.sums[index] = total = self.spares.take(index)
-            layout.codec.put(total, data, entry, factor)
-        else:
-            layout.codec.add_to(total, data, entry, factor)
-
     def wait(self, present: Sequence[int], values: Sequence[Tensor], factor: float) -> None:
-        """Notes a contribution of numbers, for codecs that keep every entry; `sum_up` adds it.
+        """Notes a contribution; `sum_up` adds it.
 
         Args:
             present: of each parameter, 0 if there is no gradient.
@@ -218,43 +195,10 @@ class GradientSum:
             for i, total in zip(new, fresh, strict=True):
                 self.sums[i] = total
 
-    def add_compensated(
-        self, index: int, slot: Tensor, factor: float, shift: Tensor, strength: float, limit: float = math.inf
-    ) -> None:
-        """Adds g + lambda g*g*(w_now - w_then), DC-ASGD's first-order correction (Zheng et al. 2017).
-
-        Args:
-            shift: w_now - w_then, how far the parameter has moved since the gradient was computed.
-            strength: lambda.
-            limit: most that an entry may change by, in multiples of itself; inf: no limit.
-        """
-        entry, exact = self.layout.parameters[index], self.spares.take(index)
-        self.layout.codec.put(exact, self.layout.gradient_of(slot, index), entry, 1.0)
-        if math.isinf(limit):
-            exact.addcmul_(exact * exact, shift.to(exact.dtype), value=strength)
-        else:
-            relative = (exact * shift.to(exact.dtype)).mul_(strength).clamp_(-limit, limit)
-            exact.addcmul_(exact, relative)
-        total = self.sums[index]
-        if total is None:
-            self.sums[index] = exact.mul_(factor)
-        else:
-            total.add_(exact, alpha=factor)
-            self.spares.give(index, exact)
-
     def factor(self, divide_by: float | None) -> float:
         """Returns what `sum_up` turns a sum of the pool into its part of the gradient with."""
         divisor = self.weight if divide_by is None else divide_by
         return self._unit / divisor if divisor != 0.0 else 0.0
-
-    def change(self, index: int) -> None:
-        """Keeps a parameter's mean, which `sum_up` has divided, if it is to be kept, and adds the changes of others."""
-        total, change = self.sums[index], self.changes[index]
-        if self.mean is not None and total is not None:
-            self.mean.keep(index, total)
-        if change is not None:
-            self.sums[index] = change if total is None else total.add_(change)
-            self.changes[index] = None
 
     def give_to(self, index: int, parameter: Tensor) -> None:
         """Adds a parameter's sum to its ``.grad``; nothing if nobody had a gradient for it."""

@@ -126,7 +126,6 @@ class Executor:
             elif isinstance(effect, Updated):
                 if (word := self._batch.update(effect)) is not None:
                     self._epochs.tick_over(word)
-                self._batch.keep_only(self._coordinator.bases())
                 self._replies.publish()
                 self._manual_steps.applied()
             elif isinstance(effect, Refused):
@@ -155,8 +154,6 @@ class Executor:
 
     def _granted(self, granted: Granted, now: float) -> None:
         self._answered(granted.rank, now)
-        if granted.spans:
-            self._batch.granted(granted.base)
         self._replies.answer(
             granted.rank, Say.GRANT, tick=granted.tick, version=granted.base, lease=granted.lease, micro=granted.micro,
             numbers=[number for span in granted.spans for number in span], hint=granted.hint,

@@ -22,7 +22,6 @@ from lightning_hetero.stale.decide.coordinator import Coordinator
 from lightning_hetero.stale.decide.effects import Accepted, Updated
 from lightning_hetero.stale.decide.report.counts import Counts
 from lightning_hetero.stale.runtime.serve.accumulator import GradientSum
-from lightning_hetero.stale.runtime.serve.kept_mean import KeptMean
 from lightning_hetero.stale.runtime.serve.update import Updater, bits
 from lightning_hetero.transport.base import Request
 from lightning_hetero.transport.flags import PushFlag, Word
@@ -41,7 +40,6 @@ class OpenBatch:
         updater: applies pools.
         coordinator: knows tick and version.
         counts: where updates are counted.
-        compensation: lambda of DC-ASGD; above 0 a copy of the parameters is kept per version still computed on.
     """
 
     def __init__(
@@ -49,12 +47,8 @@ class OpenBatch:
         updater: Updater,
         coordinator: Coordinator,
         counts: Counts,
-        *,
-        compensation: float = 0.0,
     ) -> None:
         self._updater, self._coordinator, self._counts = updater, coordinator, counts
-        self._compensation = compensation
-        self._completes = updater.divides_by_weight and coordinator.policy.completes(linear=updater.linear)
         self.begin()
 
     def begin(self) -> None:
@@ -67,8 +61,6 @@ class OpenBatch:
         self._flags: tuple[int, int] | None = (
             None  # steps and zeroes of this tick, once one of its workers has pushed
         )
-        self._then: dict[int, Tensor] = {}  # parameters of versions somebody still computes on
-        self._means: dict[int, KeptMean] = {}  # of the updates that these missed, if late contributions complete them
         self._unread: set[int] = set()  # workers whose slot waits to be added
         self._count_need()
 
@@ -82,11 +74,6 @@ class OpenBatch:
 
     # ---- contributions ----------------------------------------------------------------------------------------
 
-    def granted(self, base: int) -> None:
-        """Somebody computes on version ``base`` now, which is the present one."""
-        if self._compensation > 0.0 and base not in self._then:
-            self._then[base] = self._updater.area[: self._updater.layout.parameter_bytes].clone()
-
     def announce(self, request: Request, slot: Tensor) -> None:
         """A push of the tick's last step has arrived from a worker in this tick, whether it will be accepted or not."""
         self._take_flags(self._pool, request, slot)
@@ -99,14 +86,7 @@ class OpenBatch:
         if not pool.current:  # not for optimizers that accumulate: whether they step is this tick's to say
             pool.steps = pool.zeroes = pool.steps | (request.steps & request.zeroes)
         pool.ranks.add(accepted.rank)
-        finite = not request.flags & PushFlag.OVERFLOW
-        if finite and (mean := self._means.get(base)) is not None:
-            pool.buffers.add(slot, samples=request.samples, base=base, rank=accepted.rank)
-            self._updater.complete(pool, mean, slot, weight=request.weight, samples=request.samples)
-            return
-        self._add(
-            pool, accepted.rank, request, slot, base, stale=accepted.staleness > 0, finite=True, scale=accepted.scale
-        )
+        self._add(pool, accepted.rank, request, slot, base, finite=True, scale=accepted.scale)
 
     def add_substep(
         self, rank: int, request: Request, slot: Tensor, base: int, *, finite: bool, counts: bool
@@ -127,7 +107,7 @@ class OpenBatch:
             pool.steps, pool.zeroes = request.steps, request.zeroes
         pool.ranks.add(rank)
         if counts:
-            self._add(pool, rank, request, slot, base, stale=base < self._coordinator.version, finite=finite)
+            self._add(pool, rank, request, slot, base, finite=finite)
         else:
             pool.samples += request.samples
 
@@ -172,7 +152,6 @@ class OpenBatch:
         slot: Tensor,
         base: int,
         *,
-        stale: bool,
         finite: bool,
         scale: float = 1.0,
     ) -> None:
@@ -182,11 +161,7 @@ class OpenBatch:
             pool.samples += request.samples
             return
         pool.buffers.add(slot, samples=request.samples, base=base, rank=rank)
-        then = self._then.get(base) if stale else None
-        self._updater.add(
-            pool, slot, weight=request.weight, samples=request.samples, scale=scale, then=then,
-            strength=self._compensation, limit=self._coordinator.policy.correction_limit,
-        )  # fmt: skip
+        self._updater.add(pool, slot, weight=request.weight, samples=request.samples, scale=scale)
         if pool.waits:
             self._unread.add(rank)
 
@@ -226,13 +201,8 @@ class OpenBatch:
         pool, self._pool = self._pool, self._new_pool()
         if self._flags is not None:
             pool.steps, pool.zeroes = self._flags
-        base = updated.version - 1
-        if self._completes and pool.weight > 0.0 and base in self._coordinator.bases():
-            pool.mean = KeptMean(self._updater.layout, pool.weight)
-        self._apply(pool, -1, worth=updated.worth, last=updated.ends_tick)
-        if pool.mean is not None and not pool.overflow:
-            self._means[base] = pool.mean
-        if not updated.ends_tick:
+        self._apply(pool, -1, worth=updated.worth, last=updated.ends_step)
+        if not updated.ends_step:
             return None
         self._flags = None
         word = Word.of(steps=len(self._stepped), overflow=self._overflowed)
@@ -244,11 +214,6 @@ class OpenBatch:
             late.ranks.clear()
         self._count_need()
         return word
-
-    def keep_only(self, bases: AbstractSet[int]) -> None:
-        """Drops copies of parameters, and means, of versions that nobody computes on any more."""
-        self._then = {version: then for version, then in self._then.items() if version in bases}
-        self._means = {version: mean for version, mean in self._means.items() if version in bases}
 
     def _apply(self, pool: GradientSum, substep: int, *, worth: float = 1.0, last: bool = True) -> None:
         began_s = time.perf_counter()

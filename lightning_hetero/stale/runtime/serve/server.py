@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, Literal
 
 from torch import Tensor
@@ -32,13 +32,11 @@ from lightning_hetero.stale.runtime.serve.agreement import (
 from lightning_hetero.stale.runtime.serve.executor import Executor, Pushed
 from lightning_hetero.stale.runtime.serve.manual_steps import ManualSteps
 from lightning_hetero.stale.runtime.serve.open_batch import HalfUpdateError, OpenBatch
-from lightning_hetero.stale.runtime.serve.own_methods import call_own_method
 from lightning_hetero.stale.runtime.serve.push_checks import NonFiniteError, PushChecks
 from lightning_hetero.stale.runtime.serve.replies import Replies
 from lightning_hetero.stale.runtime.serve.thread_shards import ThreadShards
-from lightning_hetero.stale.runtime.serve.update import Updater
+from lightning_hetero.stale.runtime.serve.update import OwnMethodError, Updater, bits
 from lightning_hetero.transport.base import (
-    Alive,
     Arrived,
     Ask,
     Gone,
@@ -50,7 +48,7 @@ from lightning_hetero.transport.base import (
 )
 from lightning_hetero.transport.flags import PushFlag
 
-__all__ = ["ParameterServer", "serve"]
+__all__ = ["ParameterServer"]
 
 _log = logging.getLogger(__name__)
 
@@ -68,7 +66,6 @@ class ParameterServer:
         divide_by: the pool's sum is divided by this instead of by its weight; for losses that are sums.
         nonfinite: a NaN or Inf gradient ends the run (``"stop"``), or its samples are left out (``"skip"``).
         shards: threads for pools and optimizers; None: by size.
-        compensation: lambda of DC-ASGD; above 0 a copy of the parameters is kept per version still computed on.
         limits: how long workers wait for one that does not come; None: without limit.
 
     Attributes:
@@ -91,15 +88,10 @@ class ParameterServer:
         divide_by: float | None = None,
         nonfinite: Literal["stop", "skip"] = "stop",
         shards: int | None = None,
-        compensation: float = 0.0,
         limits: Limits | None = None,
     ) -> None:
         if nonfinite not in ("stop", "skip"):
             raise ValueError(f"nonfinite={nonfinite!r} must be 'stop' or 'skip'")
-        if not (math.isfinite(compensation) and compensation >= 0.0):
-            raise ValueError(
-                f"compensation={compensation!r} must be a finite number >= 0; 0.04 to 2 is usual"
-            )
         self.layout, self.area = layout, area
         self.listener, self.coordinator = listener, coordinator
         self.counts = Counts()
@@ -108,7 +100,7 @@ class ParameterServer:
             layout=layout, area=area, optimizers=optimizers, owned=optimizer_parameters, shards=self._shards,
             divide_by=divide_by,
         )  # fmt: skip
-        self._batch = OpenBatch(self._updater, coordinator, self.counts, compensation=compensation)
+        self._batch = OpenBatch(self._updater, coordinator, self.counts)
         self._live_workers = LiveWorkers(coordinator.live, limits)
         self._meeting = Meeting()
         self._meeting_due_s = math.inf  # when to see whether all have come [s]
@@ -338,9 +330,11 @@ class ParameterServer:
             return
         try:
             met = self._meeting.complete(self._live_workers.live)
-            if call_own_method(self._updater.optimizers, next(iter(met.values()))):
+            one = next(iter(met.values()))
+            for o in bits(one.steps):  # they have met for a method that an optimizer has besides its step
+                self._updater.call(o, one.text)
                 self._replies.publish()
-        except DisagreementError as error:
+        except (DisagreementError, OwnMethodError) as error:
             self.fail(str(error))
             return
         alive = sorted(self._live_workers.live)
@@ -400,42 +394,3 @@ class ParameterServer:
             "optimizers": self._updater.state_dicts(),
             "coordinator": self.coordinator.state_dict(),
         }
-
-
-def serve(
-    server: ParameterServer,
-    listener: Listener,
-    clock: Callable[[], float],
-    *,
-    orphaned: Callable[[], bool] | None = None,
-    look_s: float = 1.0,
-) -> None:
-    """Serves until all workers have left or are gone, then closes the server; the listener is the caller's.
-
-    Args:
-        clock: monotonic time [s].
-        orphaned: whether whoever started the server is gone; then it ends as soon as it has no worker, or all of them
-            have been silent for so long as a meeting waits for one.
-        look_s: how often to ask that [s].
-    """
-    try:
-        while not server.finished:
-            wait_s: float | None = server.wake_s() - clock()
-            if orphaned is not None:
-                alone = orphaned()  # asked in any case: it is taken for a sign of life
-                if alone and (server.deserted or server.abandoned(clock())):
-                    return
-                wait_s = min(wait_s, look_s)
-            events = listener.events(None if math.isinf(wait_s) else max(0.0, wait_s))
-            server.counts.waiting(sum(not isinstance(event, Alive) for event in events))
-            while events:
-                for event in events:
-                    server.handle(event, clock())
-                # Of two that die together, the death of one must not let the other one be met.
-                events = listener.events(0.0) if server.meets else []
-            server.wake(clock())
-    except Exception as error:
-        server.fail(f"the parameter server failed: {type(error).__name__}: {error}")
-        raise
-    finally:
-        server.close()

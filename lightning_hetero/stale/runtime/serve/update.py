@@ -11,23 +11,21 @@ no case of their own. An update worth less than a batch (asynchronous policies) 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim import LBFGS, SGD, Optimizer, SparseAdam
+from torch.optim import LBFGS, Optimizer, SparseAdam
 
 from lightning_hetero.stale.runtime.memory.entry import NONFINITE
 from lightning_hetero.stale.runtime.memory.hyper_parameters import CLIP_NORM, CLIP_VALUE, HyperParameters
 from lightning_hetero.stale.runtime.memory.layout import FlatLayout
 from lightning_hetero.stale.runtime.serve.accumulator import GradientSum, Spares, runs
-from lightning_hetero.stale.runtime.serve.kept_mean import KeptMean
 from lightning_hetero.stale.runtime.serve.thread_shards import ThreadShards, step
 
-__all__ = ["Updater", "bits"]
+__all__ = ["OwnMethodError", "Updater", "bits"]
 
 
 _SLOTS = 256
@@ -40,6 +38,10 @@ def bits(mask: int) -> Iterator[int]:
     [0, 2]
     """
     return (i for i in range(mask.bit_length()) if mask >> i & 1)
+
+
+class OwnMethodError(ValueError):
+    """A method that an optimizer has besides its step has failed, or returned something."""
 
 
 class Updater:
@@ -71,7 +73,7 @@ class Updater:
             raise ValueError(f"{len(optimizers)} optimizers, but the parameters of {len(owned)}")
         if divide_by is not None and not divide_by > 0.0:
             raise ValueError(f"divide_by={divide_by!r} must be above 0 or None")
-        self.layout, self.area, self.shards = layout, area, shards
+        self.layout, self.shards = layout, shards
         self.optimizers = list(optimizers)
         self.hyper = HyperParameters(optimizers)
         self.spares = Spares(layout)
@@ -87,14 +89,12 @@ class Updater:
         self._begun = 0  # ... that were zeroed in this tick
         self._changed: dict[int, int] = {}  # version from which on a buffer has its value
         views = layout.views(area)
-        self.values = views[: len(layout.parameters)]
         self.buffers = views[len(layout.parameters) :]
         for o, (optimizer, own) in enumerate(zip(optimizers, owned, strict=True)):
-            self._take(o, optimizer, list(own))
-        self._own = [[i for i in part if i in self.parameters] for part in shards.parts]
-        self._runs = [runs(layout, own) for own in self._own]
+            self._adopt(o, optimizer, list(own), views)
+        self._runs = [runs(layout, [i for i in part if i in self.parameters]) for part in shards.parts]
 
-    def _take(self, o: int, optimizer: Optimizer, own: list[int]) -> None:
+    def _adopt(self, o: int, optimizer: Optimizer, own: list[int], values: Sequence[Tensor]) -> None:
         if isinstance(optimizer, (LBFGS, SparseAdam)):
             raise ValueError(
                 f"optimizer {o} is {type(optimizer).__name__}: it needs"
@@ -108,7 +108,7 @@ class Updater:
                 f"optimizer {o} has {len(flat)} parameters, optimizer_parameters names {len(own)}"
             )
         for i, parameter in zip(own, flat, strict=True):
-            if parameter.data_ptr() != self.values[i].data_ptr() or parameter.shape != self.values[i].shape:
+            if parameter.data_ptr() != values[i].data_ptr() or parameter.shape != values[i].shape:
                 name = self.layout.parameters[i].name
                 raise ValueError(
                     f"optimizer {o} does not update {name!r} in the area; call FlatLayout.adopt first"
@@ -119,19 +119,6 @@ class Updater:
         rest = iter(own)
         self._shard_of.append([[self.shards.of(next(rest)) for _ in group] for group in groups])
 
-    @property
-    def divides_by_weight(self) -> bool:
-        """Whether an update is a mean of contributions, and not a sum of losses that are sums."""
-        return self._divide_by is None
-
-    @property
-    def linear(self) -> bool:
-        """Whether an update is linear in its gradients, but for clipping: two of them come to what their sum would.
-
-        What a subclass of `torch.optim.SGD` does is not known.
-        """
-        return all(type(optimizer) is SGD for optimizer in self.optimizers)
-
     # ---- contributions ----------------------------------------------------------------------------------------
 
     def nonfinite(self, slot: Tensor) -> str | None:
@@ -141,46 +128,10 @@ class Updater:
                 return self.layout.parameters[i].name
         return None
 
-    def add(
-        self, pool: GradientSum, slot: Tensor, *, weight: float, samples: int, scale: float = 1.0,
-        then: Tensor | None = None, strength: float = 0.0, limit: float = math.inf,
-    ) -> None:  # fmt: skip
-        """Adds a slot's gradients to a pool, or has them wait for `settle` or `apply`: till then they must stay.
-
-        Args:
-            then: uint8, the area's parameters as they were when the gradient was computed, for delay compensation.
-            strength: its lambda.
-            limit: most that it may change an entry by, in multiples of that entry.
-        """
-        layout, factor = self.layout, pool.count(weight, samples, scale)
-        flags, values = layout.flags_of(slot)[0].tolist(), self._values_of(slot)
-
-        if then is None and layout.codec.keeps_every_entry:
-            pool.wait(flags, values, factor)
-            return
-        self.settle(pool)
-
-        def work(shard: int) -> None:
-            for i in self._own[shard]:
-                if flags[i] and then is not None:
-                    start, stop = layout.ranges[i]
-                    shift = self.values[i] - layout.parameters[i].view(then[start:stop])
-                    pool.add_compensated(i, slot, factor, shift, strength, limit)
-                elif flags[i]:
-                    pool.add(i, slot, factor)
-
-        self.shards.run(work)
-
-    def complete(self, pool: GradientSum, mean: KeptMean, slot: Tensor, *, weight: float, samples: int) -> None:
-        """Completes the mean of an earlier update by a slot, which is free again then; a pool gets the change."""
-        flags, part = self.layout.flags_of(slot)[0].tolist(), mean.count(weight)
-        pool.samples += samples
-
-        def work(shard: int) -> None:
-            for i in self._own[shard]:
-                mean.complete(i, slot if flags[i] else None, part, pool.changes)
-
-        self.shards.run(work)
+    def add(self, pool: GradientSum, slot: Tensor, *, weight: float, samples: int, scale: float = 1.0) -> None:
+        """Has a slot's gradients wait for `settle` or `apply`, which add them to a pool: till then they must stay."""
+        flags = self.layout.flags_of(slot)[0].tolist()
+        pool.wait(flags, self._values_of(slot), pool.count(weight, samples, scale))
 
     def settle(self, pool: GradientSum) -> None:
         """Adds the slots that wait; afterwards they may be written again."""
@@ -189,7 +140,8 @@ class Updater:
         alone = pool.waits == 1  # nothing to keep in the cache for: few calls
 
         def work(shard: int) -> None:
-            for run in [self._own[shard]] if alone else self._runs[shard]:
+            own = self._runs[shard]
+            for run in [[i for each in own for i in each]] if alone else own:
                 pool.sum_up(run)
 
         self.shards.run(work)
@@ -238,7 +190,6 @@ class Updater:
                 for part, factor in zip(parts, (whole, whole * worth), strict=True):
                     pool.sum_up(part, factor)
                     for i in part:
-                        pool.change(i)
                         pool.give_to(i, self.parameters[i])
 
         self.shards.run(work)
@@ -278,6 +229,22 @@ class Updater:
             for group, lr in zip(groups, before, strict=True):
                 if lr is not None:
                     group["lr"] = lr
+
+    def call(self, o: int, text: str) -> None:
+        """Calls a method of an optimizer; ``text`` begins with its name and a bracket.
+
+        Raises:
+            OwnMethodError: it has failed, or returned something.
+        """
+        try:
+            value = getattr(self.optimizers[o], text.partition("(")[0])()
+        except Exception as error:
+            raise OwnMethodError(f"{text} failed in the parameter server: {type(error).__name__}: {error}") from error
+        if value is not None:
+            raise OwnMethodError(
+                f"{text} returns {value!r:.100}, which the ranks cannot have: it is called in the parameter server."
+                " Use strategy='hetero_balanced'"
+            )
 
     # ---- state ------------------------------------------------------------------------------------------------
 

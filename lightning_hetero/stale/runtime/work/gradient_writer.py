@@ -22,11 +22,10 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from lightning_hetero.measure.device import Stamp
-from lightning_hetero.stale.runtime.memory.entry import FINITE, NONFINITE
+from lightning_hetero.stale.runtime.memory.entry import FINITE, NONFINITE, is_finite
 from lightning_hetero.stale.runtime.memory.layout import FlatLayout
 from lightning_hetero.stale.runtime.work.buffer_changes import BufferChanges
-from lightning_hetero.stale.runtime.work.images import Image
-from lightning_hetero.stale.runtime.work.readout import Readout
+from lightning_hetero.stale.runtime.work.images import Image, Readout
 from lightning_hetero.transport.base import WorkerLink
 
 __all__ = ["GradientWriter"]
@@ -41,7 +40,6 @@ class _Copied:
 
     gradient: Tensor
     version: int
-    memory: Tensor | None  # what the codec keeps if this push is made
     flag: int  # FINITE or NONFINITE; 0: a device is asked at the push
 
 
@@ -52,14 +50,10 @@ class GradientWriter:
         link: whose slot is written.
         layout: of the slot.
         parameters: in the layout's order.
-
-    Attributes:
-        memory: what the codec keeps from one push to the next, by parameter.
     """
 
     def __init__(self, link: WorkerLink, layout: FlatLayout, parameters: Sequence[Parameter]) -> None:
         self.link, self.layout, self.parameters = link, layout, parameters
-        self.memory: dict[int, Tensor | None] = {}
         self._images: dict[torch.device, Image] = {}
         self._image: list[Image] = []  # of each parameter
         self._values: list[Tensor] = []  # numbers of each gradient in its image
@@ -130,20 +124,17 @@ class GradientWriter:
         dense = gradient.detach()
         if dense.layout is not torch.strided:
             dense = dense.to_dense()
-        image, entry = self._image[index], self.layout.parameters[index]
-        out = self.layout.gradient_of(image.bytes, index)
-        memory = self.layout.codec.encode(dense, out, entry, self.memory.get(index))
-        flag = 0 if image.asynchronous else self._look(index)
-        self._copied[index] = _Copied(gradient, gradient._version, memory, flag)
+        self._values[index].copy_(dense)
+        flag = 0 if self._image[index].asynchronous else self._look(index)
+        self._copied[index] = _Copied(gradient, gradient._version, flag)
 
     def _look(self, index: int) -> int:
         """Returns what is to be said of a gradient that is in the slot."""
-        return FINITE if self.layout.codec.finite(self._values[index]) else NONFINITE
+        return FINITE if is_finite(self._values[index]) else NONFINITE
 
     def _copy_all(self, gradients: Sequence[tuple[int, Tensor]]) -> None:
         """Writes many gradients with few calls, where that is possible."""
-        plain = self.layout.codec.keeps_every_entry
-        at_once = [(i, g) for i, g in gradients if plain and g.layout is torch.strided]
+        at_once = [(i, g) for i, g in gradients if g.layout is torch.strided]
         if at_once:
             torch._foreach_copy_([self._values[i] for i, _ in at_once], [g.detach() for _, g in at_once])
         done = {i for i, _ in at_once}
@@ -203,7 +194,6 @@ class GradientWriter:
             self.link.ready(*span)
         sequence = self.link.close_slot()
         self._open = False
-        self.memory.update({i: c.memory for i, c in self._copied.items() if flags[i] and c.memory is not None})
         self._copied.clear()
         for parameter in self.parameters:
             parameter.grad = None
@@ -248,8 +238,6 @@ class GradientWriter:
         Compares a few entries of the largest and of the smallest gradients; scaling, the usual reason, changes all.
         """
         layout = self.layout
-        if not layout.codec.keeps_every_entry:
-            return []
         by_size = sorted(self._copied, key=lambda i: layout.parameters[i].numel)
         changed: list[Tensor] = []
         for i in {*by_size[:_SAMPLED], *by_size[-_SAMPLED:]}:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from lightning_hetero.measure.device import Device, Stamp, device_of
 
-__all__ = ["Image", "lock_pages"]
+__all__ = ["Image", "Readout", "lock_pages"]
 
 
 def lock_pages(memories: Iterable[Tensor], devices: Sequence[Device]) -> list[Callable[[], None]]:
@@ -70,3 +70,27 @@ class Image:
         """Has the host wait for all that was sent, which may not be on its way when the slot goes."""
         if self._landed is not None:
             self._landed.wait()
+
+
+class Readout:
+    """Collects flat tensors of bytes; `read` fetches them all."""
+
+    def __init__(self) -> None:
+        self._parts: list[tuple[Tensor, list[int]]] = []
+
+    def add(self, part: Tensor) -> list[int]:
+        """Returns the list that `read` fills with the bytes of ``part`` (uint8, flat)."""
+        into: list[int] = []
+        self._parts.append((part, into))
+        return into
+
+    def read(self) -> None:
+        """Waits for the devices' current streams, and reads what was added since the last time."""
+        by_device: dict[torch.device, list[tuple[Tensor, list[int]]]] = {}
+        for part, into in self._parts:
+            by_device.setdefault(part.device, []).append((part, into))
+        self._parts = []
+        for parts in by_device.values():
+            found = iter(torch.cat([part for part, _ in parts]).cpu().tolist())
+            for part, into in parts:
+                into[:] = [next(found) for _ in range(part.numel())]

@@ -15,7 +15,6 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
@@ -33,11 +32,10 @@ from lightning_hetero.stale.runtime.messages import (
     state_of,
 )
 from lightning_hetero.stale.runtime.work.gradient_writer import GradientWriter
-from lightning_hetero.stale.runtime.work.images import lock_pages
-from lightning_hetero.stale.runtime.work.phases import Phase, refuse
-from lightning_hetero.stale.runtime.work.readout import Readout
+from lightning_hetero.stale.runtime.work.images import Readout, lock_pages
 from lightning_hetero.stale.runtime.work.replica import Replica
 from lightning_hetero.stale.runtime.work.watch import Place
+from lightning_hetero.stale.runtime.work.weights import Phase, PulledWeights
 from lightning_hetero.transport.base import (
     Ask,
     Reply,
@@ -67,7 +65,7 @@ class Worker:
 
     Attributes:
         link: as given.
-        version: of the parameters pulled last; -1 before.
+        weights: what of the server's is here, and what the user's code has changed of it.
         brought: what the server had counted when the last answer was given, if that brought it, see `ask_measures`.
 
     Raises:
@@ -94,13 +92,9 @@ class Worker:
             raise ValueError("the layout was made for other optimizers: pass optimizers= to FlatLayout.of")
         self._replica = Replica(layout, parameters, buffers, held)
         self._unlock: list[Callable[[], None]] = []
-        self.version = -1
+        self.weights = PulledWeights(link, self._replica)
         self._writer = GradientWriter(link, layout, self.parameters)
         self._overlap = overlap
-        self._substeps_used = False
-        self._buffers_pushed = False  # since the last pull
-        self._phase = Phase.MET
-        self._kept = False  # what the user's code has changed where ranks met
         self._wanted = PushFlag(0)  # besides, with claims and pushes
         self.brought: Measures | None = None
 
@@ -128,20 +122,12 @@ class Worker:
         for unlock in self._unlock:
             unlock()
         self._unlock.clear()
-        self.version = -1
+        self.weights.version = -1
 
     @property
-    def _is_whole(self) -> bool:
-        """Whether parameters and buffers are for certain those of `version`.
-
-        Sub-steps change parameters under the same version; after a push that was not applied, buffers are the rank's.
-        """
-        return self.version >= 0 and not self._substeps_used and not self._buffers_pushed
-
-    @property
-    def is_newest(self) -> bool:
-        """Whether the newest parameters and buffers are here for certain."""
-        return self._is_whole and self.link.newest_version() <= self.version
+    def version(self) -> int:
+        """Of the parameters pulled last; -1 before."""
+        return self.weights.version
 
     def pull(self) -> int:
         """Puts the newest published parameters and buffers into the module; returns their version.
@@ -150,85 +136,7 @@ class Worker:
         """
         if not self._replica.attached:
             raise RuntimeError("call Worker.attach before pull")
-        if self._kept:
-            return self.version
-        self._replica.adopt()
-        if self.is_newest:
-            self._replica.restore_buffers()
-        else:
-            self.version = self._replica.read(self.link.read_parameters)
-            self._buffers_pushed = False
-        self._replica.watch.settle_buffers()
-        return self.version
-
-    # ---- what else changes them -------------------------------------------------------------------------------
-
-    def changes(self) -> tuple[list[str], list[str]]:
-        """Returns the names of parameters and buffers that the user's code has changed where the ranks met.
-
-        They stay as they are until `discard`, or for good if the worker leaves.
-        """
-        replica = self._replica
-        replica.adopt()
-        parameters = replica.watch.changed(self._published)
-        buffers = replica.changed_buffers()
-        self._kept = bool(parameters or buffers)
-        return ([self.layout.parameters[i].name for i in parameters], [self.layout.buffers[i].name for i in buffers])
-
-    def discard(self) -> None:
-        """Has the next pull bring everything."""
-        self._kept, self.version = False, -1
-
-    def _published(self) -> Tensor | None:
-        """Returns the area of `version`, or None if that is not to be had any more."""
-        if self._phase is not Phase.MET and not self.is_newest:
-            return None
-        area = torch.empty(self.layout.bytes, dtype=torch.uint8)
-        return area if self.link.read_parameters(area) == self.version else None
-
-    def _look(self, *, wait: bool = False) -> list[Tensor]:
-        """Refuses what the user's code has changed and the next pull would overwrite.
-
-        Args:
-            wait: for devices; else what tells whether they have noted anything (uint8) is returned, for the next push.
-        """
-        replica, phase = self._replica, self._phase
-        if replica.attached:
-            replica.adopt()
-        if not replica.attached or self.version < 0:
-            return []
-        noted = [] if wait else replica.watch.note(phase.bit)
-        names = [self.layout.parameters[i].name for i in replica.watch.changed(self._published, wait=wait)]
-        if phase is not Phase.BATCH:
-            entries = [self.layout.buffers[i] for i in replica.changed_buffers()]
-            names += [entry.name for entry in entries if phase is Phase.MET or not entry.statistic]
-        if wait:
-            self._refuse_noted()
-        self._refuse(names, phase)
-        return noted
-
-    def _refuse_noted(self) -> None:
-        """Refuses what devices have found."""
-        found = self._replica.watch.noted()
-        for phase in (Phase.BETWEEN, Phase.MET, Phase.BATCH):  # where it was seen first
-            self._refuse([self.layout.parameters[i].name for i in sorted(found.get(phase.bit, ()))], phase)
-
-    def _refuse(self, names: Sequence[str], phase: Phase) -> None:
-        if names:
-            self.stop()
-            refuse(names, self.link.rank, phase)
-
-    def _look_where_all_meet(self) -> None:
-        """Keeps what was changed since they met; what was changed before is refused."""
-        if self._phase is not Phase.MET:
-            self._look(wait=True)
-        elif self._replica.attached and self.version >= 0:
-            self._replica.adopt()
-            self._kept = self._kept or self._replica.watch.touched
-
-    def stop(self) -> None:
-        """The batch is left by an error: what is changed from here on stays, e.g. weights that a finder restores."""
-        self._phase = Phase.MET
+        return self.weights.pull()
 
     def gradients(self) -> list[Tensor | None]:
         """Returns the present gradients, in the order of `parameters`."""
@@ -275,7 +183,7 @@ class Worker:
         """
         text = EpochBegin.of(self.layout.digest, tick, applied).text()
         reply = self._call(Request(kind=Ask.EPOCH, epoch=epoch, numbers=ends, text=text))
-        self._phase, self._kept = Phase.BETWEEN, False
+        self.weights.go_on(Phase.BETWEEN)
         return reply
 
     def claim(self, epoch: int, tick: int) -> Reply:
@@ -288,12 +196,11 @@ class Worker:
             RemoteFailureError: the run has failed.
             ServerLostError: the server is gone.
         """
-        self._look()
+        self.weights.look()
         return self._answered(self._call(Request(kind=Ask.CLAIM, epoch=epoch, tick=tick, flags=int(self._wanted))))
 
     def _answered(self, reply: Reply) -> Reply:
-        self._phase = Phase.BETWEEN if reply.kind is Say.PASSED else Phase.BATCH
-        self._kept = False
+        self.weights.go_on(Phase.BETWEEN if reply.kind is Say.PASSED else Phase.BATCH)
         self._replica.watch.settle_buffers()
         return reply
 
@@ -330,19 +237,17 @@ class Worker:
             RemoteFailureError, ServerLostError: see `claim`.
         """
         told = Readout()
-        noted = [told.add(each) for each in self._look()]
-        self._buffers_pushed, buffers = bool(self.layout.buffers), self._replica.buffers()
+        noted, buffers = [told.add(each) for each in self.weights.look()], self._replica.buffers()
+        self.weights.pushed(substep=not flags & PushFlag.FINAL)
         slot = self._writer.write(buffers, lambda numbers: self._hyper.write(numbers, self._clips), told)
         if any(map(any, noted)):
-            self._refuse_noted()
+            self.weights.refuse_noted()
         self._clips = [(0, 0.0)] * len(self._clips)
         request = Request(
             kind=Ask.PUSH, epoch=epoch, tick=tick, substep=substep, lease=lease, samples=samples, weight=weight,
             compute_s=compute_s(), flags=int(flags | self._wanted), steps=steps, zeroes=zeroes, slot=slot,
         )  # fmt: skip
-        reply = self._answered(self._call(request))
-        self._substeps_used = self._substeps_used or not flags & PushFlag.FINAL
-        return reply
+        return self._answered(self._call(request))
 
     def meet(self, number: int, what: str = "", call: int | None = None) -> Met:
         """Waits for all live workers to meet, too.
@@ -353,17 +258,17 @@ class Worker:
             call: number of an optimizer whose method the server is to call, when all have come: ``what`` begins with
                 its name and a bracket. Pull afterwards.
         """
-        self._look_where_all_meet()
+        self.weights.look_where_all_meet()
         steps = 0 if call is None else 1 << call
-        if steps and self._kept:
+        if steps and self.weights.kept:
             raise RuntimeError(
                 f"{what}: parameters or buffers were changed on rank {self.link.rank} before it, which the parameter"
                 " server, where it is called, does not know. Change them behind it, or use strategy='hetero_balanced'"
             )
         reply = self._call(Request(kind=Ask.MEET, tick=number, text=what, steps=steps))
-        self._phase = Phase.MET
+        self.weights.stop()
         if steps:
-            self.version = -1  # whatever is here
+            self.weights.version = -1  # whatever is here
         self._wanted = PushFlag(0)  # for a batch that is over
         return Met.read(reply.numbers, reply.generation, reply.text)
 
@@ -394,8 +299,9 @@ class Worker:
         if not pull:
             self._call(Request(kind=Ask.STATE))
             return state_of(self.link.read_state())
-        self._look_where_all_meet()
-        self._call(Request(kind=Ask.STATE, numbers=(self.version if self._is_whole or self._kept else -1,)))
+        weights = self.weights
+        weights.look_where_all_meet()
+        self._call(Request(kind=Ask.STATE, numbers=(weights.version if weights.whole or weights.kept else -1,)))
         state = state_of(self.link.read_state())
         area = state.pop("area", None)
 
@@ -404,8 +310,7 @@ class Worker:
             return state["version"]
 
         if area is not None:
-            self.version = self._replica.read(read)
-            self._buffers_pushed = False
+            weights.read(read)
         return state
 
     def abort(self, text: str, error: BaseException | None = None) -> None:

@@ -1,1 +1,0 @@
-"""What it costs to compare the ranks' parameters."""

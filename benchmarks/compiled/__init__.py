@@ -1,1 +1,0 @@
-"""Really compiled modules whose batches change size: recompilations, and what they cost."""

@@ -1,1 +1,0 @@
-"""What a late contribution should be worth at the edge of stability, by ablation."""

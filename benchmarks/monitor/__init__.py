@@ -1,1 +1,0 @@
-"""What it costs to be watched: steps with a `StragglerMonitor` against steps without."""

@@ -1,1 +1,0 @@
-"""How long the decisions take: see `python -m benchmarks.solvers --help`."""

@@ -1,1 +1,0 @@
-"""Where the stale engine's time goes beyond the bound, part by part."""

@@ -1,1 +1,0 @@
-"""What moving gradients and parameters costs: see `python -m benchmarks.transport --help`."""

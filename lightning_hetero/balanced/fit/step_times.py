@@ -1,0 +1,135 @@
+"""What the steps of a fit took on this rank: told to the controller, and noted for a trace (layer L)."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Mapping
+from typing import Any
+
+from lightning_hetero.balanced.decide.rows import RankState
+from lightning_hetero.balanced.fit.loaders import BalancedBinder
+from lightning_hetero.base.run import EventLog
+from lightning_hetero.data import Part
+from lightning_hetero.measure.compiles import CompileWatch, NewSizes
+from lightning_hetero.measure.device import Device
+from lightning_hetero.measure.host_load import HostLoad
+from lightning_hetero.measure.step_clock import StepProbe
+from lightning_hetero.shares.caps import MemoryCap
+from lightning_hetero.shares.policy import Decision
+from lightning_hetero.transport.side_channel import SideChannel
+
+__all__ = ["StepTimes"]
+
+
+class StepTimes:
+    """Closes the stopwatch of each step, exchanges its record with the ranks and notes what was decided.
+
+    Args:
+        binder: has the controller that decides.
+        probe: the stopwatch around a step.
+        channel: small collectives beside training.
+        events: of this rank.
+        cap: what is known of this rank's memory.
+        device: of this rank.
+
+    Attributes:
+        synced: whether the ranks' gradients meet in the step that runs, so that a record may travel beside them.
+        compiles: tells whether something was compiled in a step.
+    """
+
+    def __init__(
+        self,
+        binder: BalancedBinder,
+        probe: StepProbe,
+        channel: SideChannel,
+        events: EventLog,
+        cap: MemoryCap,
+        device: Device,
+    ) -> None:
+        self._binder, self._probe, self._channel, self._events, self._cap = binder, probe, channel, events, cap
+        self.compiles = CompileWatch()
+        self._sizes = NewSizes(device)
+        self._load = HostLoad() if binder.policy.wants_load else None
+        self._closed: deque[tuple[Part, bool]] = deque()  # steps whose time is not yet known; is it believed?
+        self._timed: deque[tuple[Part, float]] = deque()  # steps whose time is known, but not yet their wait
+        self._wait_s = 0.0
+        self._sent = self.synced = False
+
+    def opened(self, part: Part) -> None:
+        """A step begins."""
+        self._sent = self.synced = False
+        self._probe.arm(part.fetch_s)
+
+    def step_over(self, part: Part, *, tells_speed: bool, decides: bool) -> None:
+        """This rank's own work in a step is over.
+
+        Args:
+            part: its part of the batch.
+            tells_speed: whether the step was computed as the next ones will be.
+            decides: whether shares follow from what was measured.
+        """
+        controller = self._binder.controller
+        if self._sent or controller is None:  # a closure may run more than once per step
+            return
+        self._sent = True
+        self._probe.close()
+        self._closed.append((part, self._believed(part, tells_speed)))
+        while (compute_s := self._probe.take()) is not None:  # on an accelerator, of a step before
+            done, believed = self._closed.popleft()
+            # Sent while the gradients still travel, so the wait is the last known one.
+            if believed:
+                controller.measured(done.computed, compute_s, self._wait_s, done.work)
+            self._timed.append((done, compute_s))
+        self.note(None)
+        if self.synced and decides and controller.wants_exchange(part.epoch, part.step):
+            ran = part.shares if self._binder.cuts_by_cost else ()
+            wait = self._channel.all_gather_row(controller.row(part.epoch, part.step, self._state(), ran=ran))
+            controller.sent(part.epoch, part.step, wait)
+        controller.catch_up()  # beside the gradient exchange, where it delays no rank
+        while controller.news:
+            self._note_decision(part, controller.news.popleft())
+
+    def _believed(self, part: Part, tells_speed: bool) -> bool:
+        """Whether the step's time says how fast this rank is.
+
+        The first one of a size does not where libraries look for the best kernels of that size. Where each part has a
+        size of its own, all do.
+        """
+        new = not self._binder.cuts_by_cost and self._sizes.first(part.computed)
+        return not (self.compiles.ask() or new) and tells_speed
+
+    def _state(self) -> RankState:
+        """Returns what this rank tells besides the times of its steps."""
+        free_cpu, free_mem = self._load.free() if self._load is not None else (math.nan, math.nan)
+        most = self._cap.most
+        return RankState(
+            free_cpu=free_cpu,
+            free_mem=free_mem,
+            most_samples=math.nan if most is None else most * self._binder.pieces,
+        )
+
+    def _note_decision(self, part: Part, decision: Decision) -> None:
+        if decision.outcome:
+            self._events.note("outcome", part.epoch, part.step, decision.outcome)
+        if decision.changed:
+            data = {
+                "shares": list(decision.shares),
+                "predicted_s": decision.predicted_s,
+                "reason": decision.reason,
+                "predicted_gain": decision.predicted_gain,
+                **decision.data,
+            }
+            self._events.note("decision", part.epoch, part.step, data)
+
+    def note(self, learned: tuple[Part, Mapping[str, Any]] | None) -> None:
+        """Notes what was learned of memory, and measured steps once their own wait is known."""
+        if learned is not None:
+            self._events.note("memory", learned[0].epoch, learned[0].step, learned[1])
+        while self._timed and (wait_s := self._probe.take_wait()) is not None:
+            self._wait_s = wait_s
+            part, compute_s = self._timed.popleft()
+            data = {"samples": part.samples, "compute_s": compute_s, "wait_s": wait_s}
+            if part.work != part.computed:
+                data["work"] = part.work
+            self._events.note("step", part.epoch, part.step, data)

@@ -1,0 +1,104 @@
+"""What stays as it is while a run lasts, and the ways between its ranks (layer L)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+
+from lightning_hetero.base.run import gloo_group
+from lightning_hetero.emulate.scenario import Scenario
+from lightning_hetero.pipeline.decide.links import direct_pairs
+from lightning_hetero.pipeline.fit.plan.planning import PipelineSettings
+from lightning_hetero.pipeline.runtime.execute.direct_ways import DirectWays, rank_device
+from lightning_hetero.pipeline.runtime.execute.failures import FailureBoard
+from lightning_hetero.pipeline.runtime.ownership.owner_groups import OwnerGroups
+from lightning_hetero.pipeline.runtime.ownership.ownership import Ownership
+from lightning_hetero.pipeline.runtime.step.backbone import Backbone
+from lightning_hetero.transport.side_channel import SideChannel
+from lightning_hetero.types import PipelinePlan
+
+if TYPE_CHECKING:
+    from lightning.pytorch import LightningModule, Trainer
+
+__all__ = ["Fixed", "Wires"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Fixed:
+    """What stays as it is while a run lasts.
+
+    Attributes:
+        trainer: the running trainer; its module is whole at first.
+        backbone: the module's layers.
+        optimizers: over all parameters; none, if nothing is trained.
+        settings: of the run.
+        channel: over all ranks.
+        failures: of the run.
+        scenario: that stages sleep for, where training is emulated.
+        scenario_step: returns the scenario's step from the number of batches trained so far.
+        watched: a controller decides on other plans, by what is measured.
+    """
+
+    trainer: Trainer
+    backbone: Backbone
+    optimizers: Sequence[torch.optim.Optimizer]
+    settings: PipelineSettings
+    channel: SideChannel
+    failures: FailureBoard
+    scenario: Scenario | None
+    scenario_step: Callable[[int], int] = int
+    watched: bool
+
+    @property
+    def module(self) -> LightningModule:
+        return self.trainer.lightning_module
+
+    def ownership_under(self, plan: PipelinePlan) -> Ownership:
+        return Ownership(self.module, self.backbone.layers, plan, rank=self.channel.rank)
+
+
+class Wires:
+    """The ways between ranks, of one run; the constructor is collective.
+
+    Args:
+        fixed: of the run.
+        plan: that the run begins with.
+
+    Attributes:
+        gloo: process group for messages between hosts' memories; None: there is one rank.
+        direct: to neighbours, from device to device.
+        owners: the process groups of those that hold the same.
+    """
+
+    def __init__(self, fixed: Fixed, plan: PipelinePlan) -> None:
+        settings, channel = fixed.settings, fixed.channel
+        self._devices = channel.all_gather_object(rank_device(settings.device, settings.process_group_backend))
+        self.gloo = gloo_group(settings.timeout) if channel.world_size > 1 else None
+        self.direct = DirectWays(
+            self._pairs(plan),
+            rank=channel.rank,
+            backend=self._devices[channel.rank].backend,
+            timeout=settings.timeout,
+            device=settings.device,
+        )
+        self.owners = OwnerGroups(channel.group, backend=settings.process_group_backend, timeout=settings.timeout)
+
+    def prepare(self, plan: PipelinePlan, ownership: Ownership) -> None:
+        """Makes what another plan needs; collective."""
+        self.owners.prepare(ownership.holders(name) for name in (*ownership.parameters, *ownership.buffers))
+        self.direct.prepare(self._pairs(plan))
+
+    def _pairs(self, plan: PipelinePlan) -> list[tuple[int, int]]:
+        return direct_pairs(self._devices, [group.ranks for group in plan.groups])
+
+    def close(self, *, failed: bool) -> None:
+        self.owners.close(failed=failed)
+        if not failed:
+            self.direct.close()
+            if self.gloo is not None:
+                dist.destroy_process_group(self.gloo)
+            self.gloo = None  # it ends, with its threads, when nothing holds it

@@ -1,0 +1,254 @@
+"""Views of what one engine alone has: its pipeline, its server, its budget; and of two runs (layer P)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from lightning_hetero.report.page.charts import (
+    Bar,
+    Line,
+    Span,
+    bars,
+    heat_map,
+    legend,
+    lines,
+    rank_kind,
+    ratio_cell,
+    time_lines,
+)
+from lightning_hetero.report.page.facts import RunFacts
+from lightning_hetero.report.page.views import Drawn, table
+from lightning_hetero.report.pipelines import PipelineFacts, bubble
+from lightning_hetero.report.run import RecordedRun, named
+from lightning_hetero.report.spent import Waiting
+from lightning_hetero.report.verdict import milliseconds, percent
+
+__all__ = ["budget", "compare", "pipeline", "staleness"]
+
+_MOST_GROUPS = 4  # drawn
+_MOST_AGES = 12
+_KINDS = {"F": "work", "B": "r1", "H": "r2"}
+
+
+def pipeline(facts: RunFacts) -> Drawn:
+    """The schedule, its bubbles, and each stage beside its plan."""
+    found = facts.pipeline
+    if found is None:
+        return "Only hetero_pipeline divides layers among devices.", ""
+    groups = found.plan.groups
+    body = "".join(_schedule(found, number) for number in range(min(len(groups), _MOST_GROUPS)))
+    if len(groups) > _MOST_GROUPS:
+        body += f"<p>The first {_MOST_GROUPS} of {len(groups)} groups.</p>"
+    wide = max(map(len, found.stages))
+    known = [(s.ratio, i, s) for i, group in enumerate(found.stages) for s in group if not math.isnan(s.ratio)]
+    answer = f"A batch took {milliseconds(found.measured_s)}"
+    if found.plan.total_s > 0:
+        answer += f", planned were {milliseconds(found.plan.total_s)}"
+    if known:
+        columns = [f"stage {i}" for i in range(wide)]
+        body += "<p>Own work over what was planned for it; full colour from 1.5 on:</p>" + heat_map(
+            [f"group {i}" for i in range(len(groups))],
+            columns,
+            [[ratio_cell(s.ratio, f"rank {s.rank}") for s in group] for group in found.stages],
+            label="stages beside their plan",
+        )
+        ratio, at, stage = max(known, key=lambda one: one[0])
+        low = min(known, key=lambda one: one[0])[0]
+        if ratio > 1.15 * low and ratio > 1.15:
+            answer += f". Group {at}, rank {stage.rank}, is off most: {ratio:.2f} times what was planned"
+        else:
+            answer += f". All stages take about as planned beside one another ({low:.2f} to {ratio:.2f} times)"
+    rows = [
+        [
+            str(i), str(stage.rank), f"{stage.layers[0]} to {stage.layers[1]}", milliseconds(stage.planned_s),
+            milliseconds(stage.measured_s), percent(stage.idle),
+        ]
+        for i, group in enumerate(found.stages)
+        for stage in group
+    ]  # fmt: skip
+    body += table(["group", "rank", "layers", "planned", "own work", "not working"], rows)
+    working = {rank for group in groups for rank in group.ranks}
+    if resting := [str(rank) for rank in range(facts.run.ranks) if rank not in working]:
+        answer += f". At rest: {', '.join(resting)}"
+    return answer + ".", body
+
+
+def _schedule(found: PipelineFacts, number: int) -> str:
+    schedule, samples = found.schedule(number), found.plan.groups[number].samples
+    if schedule is None:
+        return f"<p>Group {number}: {samples} samples. Layers were not measured, so there is no schedule to draw.</p>"
+    rows: list[tuple[str, Sequence[Span]]] = []
+    for device, stage in enumerate(found.stages[number]):
+        spans = [
+            Span(
+                start_s=start_s,
+                end_s=end_s,
+                kind=_KINDS.get(op.kind.value, "work"),
+                tip=f"micro-batch {op.micro_batch} on rank {stage.rank}: {milliseconds(end_s - start_s)}",
+                label=str(op.micro_batch),
+            )
+            for op, start_s, end_s in schedule.devices[device]
+        ]
+        rows.append((f"rank {stage.rank}", spans))
+    told = f"{percent(bubble(schedule))} of its devices' time is bubble, as planned"
+    keys = legend([("work", "forward"), ("r2", "head"), ("r1", "backward")])
+    drawing = time_lines(rows, end_s=schedule.makespan_s, label="schedule of a group")
+    return f"<p>Group {number}: {samples} samples; {told}:</p>{keys}{drawing}"
+
+
+def staleness(facts: RunFacts) -> Drawn:
+    """How old contributions were, against the bound; what was wasted; whether the server keeps up."""
+    run = facts.run
+    if run.engine != "stale":
+        return "Only hetero_stale trains on older parameters and has a server; here every gradient is fresh.", ""
+    if not run.counts:
+        return "The server was never asked: log with StragglerMonitor() to have its counts here.", ""
+    counts = run.counts[-1][1]
+    ages = {int(age): float(n) for age, n in counts.get("staleness", {}).items()}
+    total = math.fsum(ages.values())
+    if not total:
+        return "Nothing was applied yet when the server was last asked.", ""
+    bound = run.about.get("bound")
+    last = min(max(ages), _MOST_AGES)
+    parts = [100.0 * ages.get(age, 0.0) / total for age in range(last)]
+    parts.append(100.0 * math.fsum(n for age, n in ages.items() if age >= last) / total)
+    names = [f"{age}{'+' if age == last < max(ages) else ''} versions" for age in range(last + 1)]
+    body = "<p>% of the samples by how many versions old their parameters were:</p>" + bars(
+        [
+            Bar(name=name, parts=[("work", part)], text=f"{part:.3g} %" + (" (bound)" if bound == age else ""))
+            for age, (name, part) in enumerate(zip(names, parts, strict=True))
+        ],
+        label="samples by staleness",
+    )
+    rows = [
+        [told, reason, f"{number:g}"]
+        for told, name in (("wasted", "discarded"), ("given again", "reissued"))
+        for reason, number in named(counts.get(name)).items()
+    ]
+    body += table(["samples", "reason", "number"], rows) if rows else ""
+    body += "<p>Messages waiting when the server looked:</p>" + lines(
+        [
+            Line(
+                name="messages",
+                kind="r0",
+                x=[float(at) for at, _ in run.counts],
+                y=[float(one.get("queue") or 0) for _, one in run.counts],
+                dots=True,
+            )
+        ],
+        label="messages waiting when the server looked",
+        x_name="step",
+        y_name="messages waiting",
+    )
+    apply_s = float(counts.get("apply_s") or 0.0) / max(1.0, float(counts.get("updates") or 0.0))
+    answer = (
+        f"{percent(1.0 - ages.get(0, 0.0) / total)} of the samples were stale, by at most {max(ages)} versions"
+        + (f" of {bound} allowed" if bound is not None else "; this policy sets no bound")
+        + f". {_total(counts, 'discarded'):g} samples were wasted, {_total(counts, 'reissued'):g} given to another"
+        f" rank. At most {counts.get('longest_queue', 0)} messages waited for the server; an update took"
+        f" {milliseconds(apply_s)} in the mean and {milliseconds(float(counts.get('longest_apply_s') or 0.0))} at most."
+    )
+    return answer, body
+
+
+def _total(counts: Mapping[str, Any], name: str) -> float:
+    return math.fsum(float(number) for number in named(counts.get(name)).values())
+
+
+def budget(facts: RunFacts) -> Drawn:
+    """A controller's queues."""
+    run = facts.run
+    if not run.queues:
+        return "No controller with a budget took part in this run.", ""
+    names = list(dict.fromkeys(name for _, queues in run.queues for name in queues))
+    x = [float(at) for at, _ in run.queues]
+    body = legend([(rank_kind(i), name) for i, name in enumerate(names)]) + lines(
+        [
+            Line(name=name, kind=rank_kind(i), x=x, y=[queues.get(name, math.nan) for _, queues in run.queues])
+            for i, name in enumerate(names)
+        ],
+        label="virtual queue of each budget",
+        x_name="step",
+        y_name="batches' budget overspent (below 0: saved)",
+        level=0.0,
+        marks=[(float(change.step), change.reason) for change in run.changes[-60:]],
+    )
+    told = [
+        f"{name}: {abs(value):.1f} batches' budget {'overspent' if value > 0 else 'saved'} at the end,"
+        f" {percent(abs(value) / max(1, len(run.steps)))} of the run's"
+        for name, value in run.queues[-1][1].items()
+    ]
+    return "; ".join(told) + ".", body
+
+
+# ---- run A beside run B ---------------------------------------------------------------------------------------
+
+
+def compare(facts: RunFacts) -> Drawn:
+    """Run A against run B."""
+    assert facts.other is not None
+    figures = compared(facts)
+    rows: list[list[str]] = []
+    answer, body = "Their steps cannot be compared: own work was not measured in both.", ""
+    for name, a, b, less_is_better in figures:
+        change = b / a - 1.0 if a else math.nan
+        known = not (math.isnan(change) or math.isinf(change))
+        better = ""
+        if known and less_is_better is not None and abs(change) >= 0.005:
+            better = "better" if (change < 0) == less_is_better else "worse"
+        told = f"{'+' if change > 0 else '-'}{percent(abs(change))}" if known else "-"
+        rows.append([name, _number(a), _number(b), told, better])
+        if name.startswith("time per") and known:
+            more = "less" if change < 0 else "more"
+            answer = f"B takes {percent(abs(change))} {more} time per sample than A in its steps."
+            drawn = [Bar(name=run, parts=[(kind, s)], text=f"{s:.3g} s") for run, kind, s in
+                     (("A", "r0", a), ("B", "r1", b))]  # fmt: skip
+            body = bars(drawn, label="time per 1,000 samples")
+    head = ["", f"A: {facts.run.name}", f"B: {facts.other.name}", "change", ""]
+    return answer, body + table(head, rows) if rows else ""
+
+
+def per_sample_s(run: RecordedRun) -> float:
+    """Returns what a sample took in training, validation and what is between epochs left out [s]; NaN where own work
+    was not measured."""
+    samples, taken = math.fsum(step.samples for step in run.steps), run.taken_s()
+    return math.fsum(taken) / len(taken) / (samples / len(run.steps)) if samples else math.nan
+
+
+def compared(facts: RunFacts) -> list[tuple[str, float, float, bool | None]]:
+    """Returns the figures that both runs, or one of them, have: name, the runs' values, whether less is better."""
+    assert facts.other is not None
+    both = [facts, RunFacts(facts.other, None, facts.results[::-1])]
+    found: list[tuple[str, float, float, bool | None]] = []
+
+    def add(name: str, of: Callable[[RunFacts], float], less_is_better: bool | None) -> None:
+        a, b = map(of, both)
+        if not (math.isnan(a) and math.isnan(b)):
+            found.append((name, a, b, less_is_better))
+
+    def add_waiting(name: str, of: Callable[[Waiting], float], less_is_better: bool | None) -> None:
+        add(name, lambda one: of(one.waiting) if one.run.steps else math.nan, less_is_better)
+
+    add("time per 1,000 samples, within epochs [s]", lambda one: 1e3 * per_sample_s(one.run), True)
+    add_waiting("waiting [%]", lambda waiting: 100 * waiting.waited, True)
+    add_waiting("exchange of gradients [%]", lambda waiting: 100 * waiting.exchange, True)
+    add_waiting("device-seconds in steps", lambda waiting: waiting.total.total_s, None)
+    add("fit, start-up left out [s]", lambda one: _value(one.results[0], "fit_s"), True)
+    add("samples per second of the fit", lambda one: _value(one.results[0], "samples_per_s"), False)
+    metrics = [named(one.results[0].get("metric")) for one in both]
+    names = {str(metric.get("name")) for metric in metrics if metric}
+    if len(names) == 1:
+        less = metrics[0].get("mode", metrics[1].get("mode")) == "min"
+        add(names.pop(), lambda one: _value(named(one.results[0].get("metric")), "value"), less)
+    return found
+
+
+def _value(values: Mapping[str, Any], name: str) -> float:
+    value = values.get(name)
+    return math.nan if value is None else float(value)
+
+
+def _number(value: float) -> str:
+    return "-" if math.isnan(value) else f"{value:.4g}"

@@ -1,0 +1,68 @@
+"""What the page says of a run, each thing computed once (layer P)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from lightning_hetero.report.pipelines import PipelineFacts, pipeline_of
+from lightning_hetero.report.run import RecordedRun
+from lightning_hetero.report.scores import Scores, scores_of
+from lightning_hetero.report.spent import StepStages, Waiting, outliers_of, step_stages_of, waiting_of
+from lightning_hetero.report.what_if import Alternatives, alternatives_of
+
+__all__ = ["RunFacts"]
+
+_MOST_RANKS = 16  # of a drawing
+
+
+@dataclass(frozen=True)
+class RunFacts:
+    """A run, another one to compare with, what their ``result.json`` say, and what is computed of the run once."""
+
+    run: RecordedRun
+    other: RecordedRun | None
+    results: tuple[Mapping[str, Any], Mapping[str, Any]]
+
+    @cached_property
+    def waiting(self) -> Waiting:
+        return waiting_of(self.run)
+
+    @cached_property
+    def scores(self) -> Scores | None:
+        return scores_of(self.run)
+
+    @cached_property
+    def pipeline(self) -> PipelineFacts | None:
+        return pipeline_of(self.run)
+
+    @cached_property
+    def times(self) -> StepStages | None:
+        if self.pipeline is None or not self.run.staged:
+            return step_stages_of(self.run)
+        return step_stages_of(self.run, self.pipeline.planned_s, self.pipeline.since)
+
+    @cached_property
+    def alternatives(self) -> Alternatives | None:
+        return alternatives_of(self.run, self.pipeline)
+
+    @property
+    def ranks(self) -> list[int]:
+        """The ranks to draw: all, or of many the slow ones and those with most and least work."""
+        ranks = list(range(self.run.ranks))
+        if len(ranks) <= _MOST_RANKS:
+            return ranks
+        half = _MOST_RANKS // 2
+        by_work = sorted(ranks, key=lambda rank: -self.waiting.ranks[rank].compute_s)
+        slow = [one.rank for one in outliers_of(self.times)][:_MOST_RANKS] if self.times is not None else []
+        others = [rank for pair in zip(by_work[:half], by_work[::-1], strict=False) for rank in pair]
+        return sorted(list(dict.fromkeys([*slow, *others]))[:_MOST_RANKS])
+
+    @property
+    def shown(self) -> str:
+        """What to say where not all ranks are drawn."""
+        if self.run.ranks <= _MOST_RANKS:
+            return ""
+        return f" Shown: {_MOST_RANKS} of {self.run.ranks} ranks, slow ones among them."

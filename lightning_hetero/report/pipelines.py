@@ -1,0 +1,113 @@
+"""Pipelines: the schedule, its bubbles, and stages beside what was planned for them (layer P).
+
+All of it is the pipeline engine's own model: its plan's times, its generator of schedules.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from lightning_hetero.cluster.spec import cluster_from_plain
+from lightning_hetero.pipeline.decide.costs import model_from_plain, times_of, work_s
+from lightning_hetero.pipeline.decide.generate import SchedulePolicy, Timeline, modelled
+from lightning_hetero.report.run import RecordedRun
+from lightning_hetero.solvers.plans import plan_from_plain
+from lightning_hetero.types import Cluster, GroupPlan, ModelCost, PipelinePlan
+
+__all__ = ["PipelineFacts", "PlannedStage", "bubble", "pipeline_of"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PlannedStage:
+    """A rank's part of a group.
+
+    Attributes:
+        rank: of the device.
+        layers: first and last.
+        planned_s, measured_s: own work for a batch [s]; NaN: not known.
+        idle: measured part of its time that was no work.
+    """
+
+    rank: int
+    layers: tuple[int, int]
+    planned_s: float
+    measured_s: float
+    idle: float
+
+    @property
+    def ratio(self) -> float:
+        """Measured over planned."""
+        return self.measured_s / self.planned_s if self.planned_s > 0 else math.nan
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PipelineFacts:
+    """The plan in force at the end, and how it went.
+
+    Attributes:
+        plan, cluster, model: what it was planned from; no model where layers were not measured.
+        stages: of each group.
+        since: number of the first step under it.
+        measured_s: a batch [s].
+    """
+
+    plan: PipelinePlan
+    cluster: Cluster
+    model: ModelCost | None
+    stages: tuple[tuple[PlannedStage, ...], ...]
+    since: int
+    measured_s: float
+
+    @property
+    def planned_s(self) -> list[float]:
+        """What each rank's own work was planned to take [s]; NaN: it rests, or nothing is known."""
+        known = {stage.rank: stage.planned_s for group in self.stages for stage in group}
+        return [known.get(rank, math.nan) for rank in range(len(self.cluster.devices))]
+
+    def schedule(self, group: int) -> Timeline | None:
+        """Returns a group's schedule as planned; None where layers were not measured."""
+        if self.model is None:
+            return None
+        planned = self.plan.groups[group]
+        times = times_of(self.model, self.cluster, planned)
+        return modelled(times, SchedulePolicy(depths=planned.depths))
+
+
+def bubble(schedule: Timeline) -> float:
+    """Returns the part of the devices' time in which the schedule has nothing for them."""
+    return 1.0 - math.fsum(schedule.busy_s()) / (len(schedule.devices) * schedule.makespan_s)
+
+
+def pipeline_of(run: RecordedRun) -> PipelineFacts | None:
+    """Returns the last plan and how it went; None for runs of other engines."""
+    if not run.plan:
+        return None
+    plan, cluster = plan_from_plain(run.plans[-1]), cluster_from_plain(run.plan["cluster"])
+    profile = run.plan.get("profile")
+    model = None if profile is None else model_from_plain(profile)
+    since = max((change.step for change in run.changes if change.plan and not change.cancelled), default=0)
+    steps = run.steps[since:] or run.steps
+    planned_s = work_s(plan, model, cluster, ranks=run.ranks)
+    total_s = math.fsum(step.step_s for step in steps)
+    turns = [turn for step in steps for turn in step.turns.items()]
+
+    def stage(group: GroupPlan, at: int) -> PlannedStage:
+        rank = group.ranks[at]
+        compute_s = math.fsum(turn.compute_s for other, turn in turns if other == rank)
+        return PlannedStage(
+            rank=rank,
+            layers=(group.cuts[at], group.cuts[at + 1] - 1),
+            planned_s=planned_s[rank],
+            measured_s=compute_s / len(steps) if steps else math.nan,
+            idle=1.0 - compute_s / total_s if total_s > 0 else math.nan,
+        )
+
+    return PipelineFacts(
+        plan=plan,
+        cluster=cluster,
+        model=model,
+        stages=tuple(tuple(stage(group, at) for at in range(len(group.ranks))) for group in plan.groups),
+        since=since,
+        measured_s=total_s / len(steps) if steps else math.nan,
+    )

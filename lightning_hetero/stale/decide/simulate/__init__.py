@@ -1,1 +1,0 @@
-"""The coordinator at work without hardware: discrete events, speeds, traces (layer P)."""

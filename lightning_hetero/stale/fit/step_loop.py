@@ -1,0 +1,384 @@
+"""What a rank does within a global step, in Lightning's own training loop: optimizer steps become pushes (layer L).
+
+     granted --> closure (training_step, backward) -- push --> granted again: a top-up chunk, trained within the same
+                                                       |       batch of Lightning's
+                                                       '-----> passed: the global step is over, the batch ends
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from typing import TYPE_CHECKING, Any
+
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from torch.optim import Optimizer
+
+from lightning_hetero import lightning_compat as compat
+from lightning_hetero.lightning_compat.patches import patched
+from lightning_hetero.stale.fit.global_steps import GlobalSteps
+from lightning_hetero.stale.fit.gradient_hooks import GradientEdits
+from lightning_hetero.stale.fit.refusals import SEES_NOT_ALL, no_monitored_steps
+from lightning_hetero.stale.runtime.work.chunk import Chunk, combine_means_
+from lightning_hetero.stale.runtime.work.worker import Worker
+from lightning_hetero.transport.alone import run_alone
+from lightning_hetero.transport.base import Reply, Say
+from lightning_hetero.transport.flags import PushFlag
+
+if TYPE_CHECKING:
+    from lightning.pytorch import Trainer
+
+__all__ = ["StepLoop"]
+
+_NO_MEETING = (
+    "inside training_step, or a hook of the step: ranks train different numbers of batches here, so they do not meet"
+    " within one. Move it to on_train_epoch_end or validation, or use strategy='hetero_balanced'"
+)
+
+
+class StepLoop:
+    """Trains what is granted and pushes it; one per fit and rank.
+
+    Args:
+        trainer: the running trainer.
+        steps: claims what this rank trains on.
+        weight: what a batch counts in the mean over the update; default its samples.
+        sums: losses are sums over their batch: gradients are added, whatever the batches count.
+
+    Attributes:
+        at: where this rank is.
+        running_step: the precision plugin is on its way to an optimizer's step.
+    """
+
+    def __init__(
+        self,
+        trainer: Trainer,
+        steps: GlobalSteps,
+        *,
+        weight: Callable[[Any], float] | None,
+        sums: bool = False,
+    ) -> None:
+        self._trainer = trainer
+        self._weight_of = weight
+        self._sums = sums
+        self._automatic = trainer.lightning_module.automatic_optimization
+        self._zeroes = 0  # bit i: optimizer i since the last push
+        self._stepped = False  # no overflow since the last push
+        self._made_gradients = False  # in this epoch, in manual optimization
+        self._most_steps: int | None = None  # of a batch in manual optimization, so far
+        module = trainer.lightning_module
+        names, parameters = zip(*module.named_parameters(), strict=True)
+        by_hand = not self._automatic or is_overridden("optimizer_step", module)
+        self._edits = GradientEdits(parameters, names) if by_hand else None
+        self.at = steps.at
+        self._claims = steps
+        self.running_step = False
+
+    # ---- the batch --------------------------------------------------------------------------------------------
+
+    @property
+    def in_step(self) -> bool:
+        """Whether this rank is training on a batch."""
+        return self.at.work is not None
+
+    @property
+    def samples(self) -> int | None:
+        """Samples of the batch this rank is training on; 0: a dummy that counts nothing."""
+        work = self.at.work
+        return None if work is None else work.samples
+
+    @property
+    def computed(self) -> int | None:
+        """Samples of the micro-batch that it computes."""
+        work = self.at.work
+        return None if work is None else work.piece_samples
+
+    @property
+    def dummy(self) -> bool:
+        return self.samples == 0
+
+    @property
+    def _worker(self) -> Worker:
+        return self._claims.worker
+
+    @property
+    def _work(self) -> Chunk:
+        work = self.at.work
+        assert work is not None, "outside of a step"
+        return work
+
+    def leave_step(self, *, failed: bool = False) -> None:
+        """The loop has left the batch before its end: an exception, or a hook that skips the rest of the epoch."""
+        self.at.work = None
+        if failed:
+            self._worker.weights.stop()
+
+    def end_epoch(self) -> None:
+        """The epoch is over.
+
+        Raises:
+            RuntimeError: manual optimization has made gradients, and no rank a step that the server knows of.
+        """
+        self.leave_step()
+        made, self._made_gradients = self._made_gradients, False
+        if made and not self.at.optimizer_steps:
+            raise RuntimeError(
+                "training_step has made gradients for a whole epoch, and no optimizer of configure_optimizers has made"
+                " a step(): in hetero_stale nothing was trained. Call step() of what self.optimizers() returns, or use"
+                " strategy='hetero_balanced'"
+            )
+
+    def opened(self, batch: Any) -> None:
+        """The batch is on the device."""
+        self._work.weight = self._weigh(batch)
+
+    def _weigh(self, batch: Any) -> float:
+        samples = self._work.piece_samples
+        if self._sums:
+            return 1.0
+        if self._weight_of is None or not samples:
+            return float(samples)
+        weight = float(self._weight_of(batch))
+        if not (math.isfinite(weight) and weight >= 0.0):
+            raise ValueError(f"batch_weight returned {weight!r}; it must be a finite number >= 0, e.g. a token count")
+        return weight
+
+    # ---- optimizer steps --------------------------------------------------------------------------------------
+
+    def zeroed(self, index: int) -> None:
+        """The user's code, or Lightning, zeroed the gradients of an optimizer."""
+        self._zeroes |= 1 << index
+
+    def stepped(self) -> None:
+        """The precision plugin reached the optimizer's step: no overflow."""
+        self._stepped = True
+
+    def step(self, index: int, optimizer: Optimizer, closure: Callable[[], Any], run: Callable[..., Any]) -> Any:
+        """Runs what Lightning would do for an optimizer step, up to the gradients, and pushes them.
+
+        Args:
+            index: number of the optimizer.
+            optimizer: its own ``step`` is out of action.
+            closure: training step and backward; in manual optimization usually nothing.
+            run: the precision plugin's ``optimizer_step(optimizer, closure=...)``.
+        """
+        if not self.in_step:
+            raise RuntimeError(
+                "an optimizer steps outside of a training batch, or a second time in one: here a step is the push of a"
+                " batch's gradients to the parameter server. Step in training_step, or use strategy='hetero_balanced'"
+            )
+        if self._edits is not None:
+            self._edits.check()
+        output = self._run_step(index, optimizer, closure, run)
+        if self.dummy:
+            self._drop_gradients()
+            if self._automatic:
+                self._until_passed(self._claims.claim(), index, optimizer, run)
+            return output
+        if self._automatic:
+            self._more_micro_batches(optimizer)
+        reply = self._push(steps=1 << index, final=self._automatic)
+        if self._automatic:
+            self._until_passed(reply, index, optimizer, run)
+        else:
+            self._worker.pull()
+        return output
+
+    def backward_done(self) -> None:
+        """A backward pass has ended: what becomes of the gradients until the step is looked at."""
+        if self._edits is not None and self.in_step and not self.dummy:
+            self._edits.leave()
+
+    def _run_step(self, index: int, optimizer: Optimizer, closure: Callable[[], Any], run: Callable[..., Any]) -> Any:
+        self._stepped, self.running_step = False, True
+        try:
+            # In manual optimization the whole training step is guarded.
+            clips = compat.collect_clipping(self._trainer, self._clip) if self._automatic else nullcontext()
+            with clips, run_alone(_NO_MEETING):
+                output = run(optimizer, closure=closure)
+        finally:
+            self.running_step = False
+        self._claims.scale.restore()
+        return output
+
+    def _clip(self, value: float, kind: str, optimizer: Any) -> None:
+        """The server clips the gradient of the whole batch at the optimizer's next step."""
+        for index, own in enumerate(self._trainer.optimizers):
+            if own is optimizer:
+                self._worker.clip(index, value, kind)
+
+    def accumulated(self, index: int, optimizer: Optimizer, run: Callable[..., Any]) -> None:
+        """A batch without a step is done: it only accumulates, or the user's `optimizer_step` left the step out."""
+        self._stepped = True
+        if self.dummy:
+            self._drop_gradients()
+            reply = self._claims.claim()
+        else:
+            self._stepped = self._claims.scale.unscale(self._worker.gradients())
+            self._more_micro_batches(optimizer)
+            reply = self._push(steps=0, final=True)
+        self._until_passed(reply, index, optimizer, run, steps=False)
+
+    def training_step_done(self, again: Callable[[Any], Any]) -> None:
+        """Manual optimization: the user's ``training_step`` returned; ``again(batch)`` runs it once more, and returns
+        what hooks see of it."""
+        self._stepped = True
+        if self._edits is not None:
+            self._edits.check()
+        if self.dummy:  # the others' pushes say what is zeroed
+            self._zeroes = 0
+        elif not self._made_gradients:
+            self._made_gradients = any(gradient is not None for gradient in self._worker.gradients())
+        if self._work.grant is None:  # a global step that went by
+            self._drop_gradients()
+            self.at.work = None
+            return
+        reply = self._claims.claim() if self.dummy else self._push(steps=0, final=True)
+        while reply.kind is Say.GRANT:
+            uncounted = compat.steps_uncounted(self._trainer)
+            with self._top_up(reply) as batch, self._frozen_schedulers(), uncounted:
+                self._claims.parts.ended(again(batch), batch, self._work.piece_samples)
+            self._stepped = True
+            reply = self._claims.claim() if self.dummy else self._push(steps=0, final=True)
+        self._claims.over(reply)
+
+    def _until_passed(
+        self, reply: Reply, index: int, optimizer: Optimizer, run: Callable[..., Any], *, steps: bool = True
+    ) -> None:
+        """Trains top-up chunks until the global step is over."""
+        while reply.kind is Say.GRANT:
+            with self._top_up(reply) as batch:
+                closure = compat.run_again(self._trainer, batch, self.at.global_step, optimizer)
+                if not steps:
+                    closure()
+                    self._stepped = self._claims.scale.unscale(self._worker.gradients())
+                else:
+                    self._run_step(index, optimizer, closure, run)
+                self._claims.parts.ended(compat.outputs_of(closure), batch, self._work.piece_samples)
+                if not self.dummy:
+                    self._more_micro_batches(optimizer)
+            if self.dummy:
+                self._drop_gradients()
+                reply = self._claims.claim()
+            else:
+                reply = self._push(steps=1 << index if steps else 0, final=True)
+        self._claims.over(reply)
+
+    @contextmanager
+    def _top_up(self, reply: Reply) -> Iterator[Any]:
+        """Another batch within the same step of Lightning's loop."""
+        trainer = self._trainer
+        batch = compat.batch_to_device(trainer, self._claims.open(reply, wait_s=self._work.wait_s, top_up=True))
+        with compat.as_batch(trainer, batch, self._work.piece_samples):
+            for callback in compat.trainer_callbacks(trainer):
+                hook = getattr(callback, "on_extra_batch_start", None)
+                if callable(hook):
+                    hook(trainer, trainer.lightning_module, batch, self.at.global_step)
+            before = self._claims.session.others_now()
+            yield batch
+            if self._claims.session.others_now() != before:
+                raise RuntimeError(
+                    f"a parameter that no optimizer has was changed in a top-up chunk of batch {self.at.global_step},"
+                    f" on rank {trainer.global_rank}, once more than on others. {SEES_NOT_ALL}"
+                )
+
+    def _more_micro_batches(self, optimizer: Optimizer) -> None:
+        """Computes the rest of an assignment in micro-batches, and returns early once it is asked to (SaPS)."""
+        work, claims, worker = self._work, self._claims, self._worker
+        for piece in work.pieces[1:]:
+            assert work.grant is not None
+            if worker.wants_return(work.grant):
+                break
+            done = work.weight
+            work.piece = piece
+            batch = compat.batch_to_device(self._trainer, claims.source.batch(piece, due=0))  # weighs it
+            before = worker.gradients()
+            self._drop_gradients()
+            with compat.as_batch(self._trainer, batch, work.piece_samples):
+                closure = compat.run_again(self._trainer, batch, self.at.global_step, optimizer, zero=False)
+                closure()
+            claims.parts.ended(compat.outputs_of(closure), batch, work.piece_samples)
+            self._stepped &= claims.scale.unscale(worker.gradients())
+            if self._sums:
+                combine_means_(worker.parameters, before, 1.0, 1.0)
+            else:
+                new, work.weight = work.weight, done + work.weight
+                total = work.weight or math.inf
+                combine_means_(worker.parameters, before, done / total, new / total)
+            work.computed += work.piece_samples
+
+    # ---- pushing ----------------------------------------------------------------------------------------------
+
+    def _push(self, *, steps: int, final: bool) -> Reply:
+        work, at, zeroes = self._work, self.at, self._zeroes
+        assert work.grant is not None and work.started is not None
+        if self._edits is not None:
+            self._edits.forget()
+        flags = (PushFlag.FINAL if final else PushFlag(0)) | (PushFlag(0) if self._stepped else PushFlag.OVERFLOW)
+        if not final and (self._most_steps is None or work.substep + 1 < self._most_steps):
+            flags |= PushFlag.MORE
+        if self._automatic:  # whatever the user's hooks did to zero them
+            zeroes = int(at.global_step % self._trainer.accumulate_grad_batches == 0)
+        computed, started, end = [0.0, 0.0], work.started, self._claims.device.stamp(timing=True)
+
+        def compute_s() -> float:
+            end.wait()  # for nothing, if something was pushed that had to be waited for
+            computed[:] = started.seconds_until(end), time.perf_counter()
+            return computed[0]
+
+        reply = self._worker.push(
+            epoch=at.epoch,
+            tick=at.global_step,
+            substep=work.substep,
+            lease=work.grant.lease,
+            samples=work.computed,
+            weight=work.weight,
+            compute_s=compute_s,
+            flags=flags,
+            steps=steps,
+            zeroes=zeroes,
+        )
+        self._zeroes = 0
+        if final:
+            self._claims.parts.pushed(wasted=reply.wasted)
+            self._most_steps = max(work.substep, self._most_steps or 0)
+        work.substep += 1
+        data = {
+            "samples": work.computed,
+            "compute_s": computed[0],
+            "wait_s": time.perf_counter() - computed[1] + work.wait_s,
+            "version": work.grant.version,
+            "fill_in": work.fill_in,
+        }
+        work.wait_s = 0.0
+        if final:
+            self._claims.note("step", data)
+        return reply
+
+    def _drop_gradients(self) -> None:
+        for parameter in self._worker.parameters:
+            parameter.grad = None
+
+    @contextmanager
+    def _frozen_schedulers(self) -> Iterator[None]:
+        """A user's ``scheduler.step()`` must count once per batch, however many top-up chunks it had."""
+        with ExitStack() as frozen:
+            for config in self._trainer.lr_scheduler_configs:
+                frozen.enter_context(patched(config.scheduler, "step", lambda *_, **__: None))
+            yield
+
+    # ---- what others ask --------------------------------------------------------------------------------------
+
+    def guard(self) -> AbstractContextManager[Any]:
+        """Around a training step: its user clips what the server has; a dummy batch counts nothing in metrics."""
+        stack = self._claims.parts.step()
+        stack.enter_context(run_alone(_NO_MEETING))
+        if not self._automatic:
+            stack.enter_context(compat.collect_clipping(self._trainer, self._clip))
+            stack.enter_context(no_monitored_steps(self._trainer.lr_scheduler_configs))
+        if self.dummy:
+            stack.enter_context(compat.metrics_frozen(self._trainer.lightning_module))
+            stack.enter_context(compat.dummy_batch_unlogged(self._trainer))
+        return stack

@@ -1,0 +1,400 @@
+"""The server's end for all workers: one thread, one socket per worker, one protocol (layer T); see `sockets`.
+
+    listener = ServerListener(near=..., far=..., ...)            # rank 0, before it forks the server
+    server:  listener.events() ...                               # in the forked child, which keeps its descriptors
+    rank 0:  listener.detach()                                   # files stay, descriptors go
+    workers: connect(listener.near_address or listener.far_address, rank)
+
+Slots and parameters of workers on this node are memory of both. To and from others they travel on the worker's
+socket: a thread takes over the socket for as long as a large body lasts, each piece of which is a sign of life.
+A worker's death is an EOF on its socket, or its pidfd where a forked child of its own still holds the socket.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import secrets
+import selectors
+import socket
+import time
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import replace
+
+from torch import Tensor
+
+from lightning_hetero.transport.base import (
+    Alive,
+    Arrived,
+    Ask,
+    Gone,
+    Happened,
+    Joined,
+    Listener,
+    Reply,
+    Request,
+    Say,
+)
+from lightning_hetero.transport.memory import ServerMemory
+from lightning_hetero.transport.peer import Peer
+from lightning_hetero.transport.seqlock import check_sizes
+from lightning_hetero.transport.sockets import (
+    HELLO_BYTES,
+    WireError,
+    check_hello,
+    open_pidfd,
+    peer_credentials,
+    send_now,
+    tcp_door,
+    unix_door,
+)
+
+__all__ = ["ServerListener"]
+
+_log = logging.getLogger(__name__)
+
+HELLO_TIMEOUT_S = 10.0  # for one that connects and says nothing
+_LAST_WORDS_S = 2.0  # for bodies that are under way when the server ends
+_READ_BYTES = 1 << 18
+_WAKE, _NEWS = b"!", b"."  # on the bell: `wake` was called; a thread that moves a body has news
+
+
+class ServerListener(Listener):
+    """See the module; made in the process that forks the server or in the server itself. Workers may connect at once.
+
+    Args:
+        directory: the folder to make our own (0700) in; None: /dev/shm, XDG_RUNTIME_DIR or the temporary folder.
+        near: the workers of this node, which share memory with the server.
+        far: workers that do not.
+        host: name by which those reach this machine.
+        slot_bytes, parameter_bytes: size of each worker's slot, and of the parameters.
+
+    Attributes:
+        near_address: what workers on this node need to `connect`; empty if there are none.
+        far_address: what others need; empty if there are none.
+
+    Raises:
+        ValueError: a size is not positive, ranks are none, negative or twice, or the folder's path is too long.
+        OSError: no room for the files.
+    """
+
+    def __init__(
+        self, directory: str | os.PathLike[str] | None = None, *, near: Iterable[int] = (), far: Iterable[int] = (),
+        host: str = "127.0.0.1", slot_bytes: int, parameter_bytes: int,
+    ) -> None:  # fmt: skip
+        check_sizes(slot_bytes=slot_bytes, parameter_bytes=parameter_bytes)
+        self._near, elsewhere = frozenset(near), frozenset(far)
+        self.ranks = self._near | elsewhere
+        if not self.ranks or any(type(rank) is not int or rank < 0 for rank in self.ranks) or self._near & elsewhere:
+            raise ValueError(f"ranks={sorted(self.ranks)} must be whole numbers >= 0, at least one, and each once")
+        memory = ServerMemory(directory, near=self._near, slot_bytes=slot_bytes, parameter_bytes=parameter_bytes)
+        self._memory = memory
+        self._token = secrets.token_bytes(16)
+        self._doors: list[socket.socket] = []
+        self.near_address = self.far_address = ""
+        try:
+            if memory.folder is not None:
+                self._doors.append(unix_door(memory.folder / "control"))
+                self.near_address = f"{memory.folder}#{self._token.hex()}"
+            if elsewhere:
+                self._doors.append(tcp_door(host))
+                self.far_address = f"{host}:{self._doors[-1].getsockname()[1]}#{self._token.hex()}"
+        except OSError as error:
+            memory.remove()
+            memory.close()
+            if "too long" in str(error):
+                raise ValueError(f"{memory.folder} is too long for a socket: name one of a shorter path") from error
+            raise
+        self._bell = os.pipe()
+        for end in self._bell:
+            os.set_blocking(end, False)
+        self._selector: selectors.BaseSelector | None = None
+        self._peers: set[Peer] = set()
+        self._workers: dict[int, Peer] = {}
+        self._news: deque[tuple[Peer, str | None]] = deque()  # of threads; None: a piece has gone; else how it ended
+        self._happened: list[Happened] = []
+        self._woken = False
+        self._open = True
+
+    # ---- across the fork ----------------------------------------------------------------------------------
+
+    def fileno_list(self) -> list[int]:
+        """Returns the descriptors a forked server must keep open, before `events` was ever called."""
+        locked = [] if self._memory.lock is None else [self._memory.lock]
+        return [*locked, *(door.fileno() for door in self._doors), *self._bell]
+
+    # ---- the server's thread ------------------------------------------------------------------------------
+
+    def events(self, timeout_s: float | None) -> list[Happened]:
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        selector = self._started()
+        while True:
+            rest_s = None if deadline is None else max(0.0, deadline - time.monotonic())
+            waited = 0.0 if self._happened else rest_s
+            if any(peer.rank is None for peer in self._peers):
+                waited = min(HELLO_TIMEOUT_S, HELLO_TIMEOUT_S if waited is None else waited)
+            for key, mask in selector.select(waited):
+                if isinstance(key.data, Peer):
+                    self._serve(key.data, mask, ended=key.fd == key.data.pidfd)
+                else:
+                    key.data()
+            oldest_s = time.monotonic() - HELLO_TIMEOUT_S
+            for peer in [p for p in self._peers if p.rank is None and p.since < oldest_s]:
+                self._refuse(peer, f"said nothing for {HELLO_TIMEOUT_S:g} s")
+            if self._happened or self._woken or (deadline is not None and time.monotonic() >= deadline):
+                happened, self._happened, self._woken = self._happened, [], False
+                return happened
+
+    def wake(self) -> None:
+        self._ring(_WAKE)
+
+    def reply(self, rank: int, reply: Reply) -> None:
+        if (peer := self._workers.get(rank)) is None:
+            return
+        if reply.kind is not Say.STATE:
+            self._send(peer, reply)
+            return
+        state = self._memory.state
+        peer.send_body(lambda: (replace(reply, numbers=(len(state),)), memoryview(state)), len(state))
+        self._flush(peer)
+
+    def gradient(self, rank: int, slot: int) -> Tensor:
+        if rank not in self.ranks:
+            raise ValueError(f"rank={rank} has no slot here, only {sorted(self.ranks)}")
+        return self._memory.slot(rank).check(slot)
+
+    def publish(self, version: int, parameters: Tensor) -> None:
+        self._memory.parameters.publish(version, parameters)
+
+    def share_state(self, data: bytes) -> None:
+        self._memory.state = bytes(data)
+
+    def dismiss(self, rank: int, reason: str) -> None:
+        if (peer := self._workers.get(rank)) is not None:
+            self._send(peer, Reply(kind=Say.LEFT, text=reason))  # stays to be read when the connection is closed
+            self._drop(peer, reason)
+
+    def remove(self) -> None:
+        """Removes the files; what has been mapped stays usable. From any thread."""
+        self._memory.remove()
+
+    def close(self) -> None:
+        if self._open:
+            self.remove()
+            deadline_s = time.monotonic() + _LAST_WORDS_S
+            for peer in self._peers:
+                peer.join(deadline_s)  # the state for a last checkpoint above all
+            self.detach()
+
+    # ---- connections --------------------------------------------------------------------------------------
+
+    def _started(self) -> selectors.BaseSelector:
+        if not self._open:
+            raise RuntimeError("this listener is closed, or detached in favour of a forked server")
+        if self._selector is None:
+            self._selector = selectors.DefaultSelector()
+            for door in self._doors:
+                self._selector.register(door, selectors.EVENT_READ, lambda door=door: self._accept(door))
+            self._selector.register(self._bell[0], selectors.EVENT_READ, self._answer_bell)
+        return self._selector
+
+    def _ring(self, what: bytes) -> None:
+        with contextlib.suppress(BlockingIOError):  # full: it will wake anyway
+            os.write(self._bell[1], what)
+
+    def _answer_bell(self) -> None:
+        with contextlib.suppress(BlockingIOError):
+            self._woken = _WAKE in os.read(self._bell[0], 4096) or self._woken
+        while self._news:
+            peer, how = self._news.popleft()
+            if peer not in self._peers:
+                continue
+            if how is None:
+                assert peer.rank is not None
+                self._happened.append(Alive(peer.rank))
+                continue
+            peer.hand_back()
+            if how:
+                self._drop(peer, how)
+            else:
+                self._take_in(peer)
+                self._flush(peer)
+
+    def _accept(self, door: socket.socket) -> None:
+        try:
+            connection, _ = door.accept()
+        except OSError:  # gone again already, or no descriptors left: the next event tries again
+            return
+        connection.setblocking(False)
+        pid, uid, local = 0, os.getuid(), connection.family == socket.AF_UNIX
+        if local:
+            pid, uid = peer_credentials(connection)
+        else:
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        peer = Peer(connection, pid, self._near if local else self.ranks - self._near, self._tell)
+        self._peers.add(peer)
+        if uid != os.getuid():
+            self._refuse(peer, f"user {uid} is not the user {os.getuid()} this server works for")
+        else:
+            self._send(peer, Reply(kind=Say.DONE, text=peer.challenge))
+
+    def _serve(self, peer: Peer, mask: int, *, ended: bool) -> None:
+        """Does what a peer's socket or pidfd is ready for."""
+        if peer not in self._peers:  # dropped earlier in this round
+            return
+        if ended:
+            self._drain(peer)
+            self._drop(peer, f"its process {peer.pid} has ended")
+            return
+        if peer.busy:
+            return
+        if mask & selectors.EVENT_WRITE:
+            self._flush(peer)
+        if mask & selectors.EVENT_READ and peer in self._peers:
+            self._read(peer)
+
+    def _drain(self, peer: Peer) -> None:
+        """Reads all that a process sent before its end."""
+        while peer in self._peers and not peer.busy and self._read(peer):
+            pass
+
+    def _read(self, peer: Peer) -> bool:
+        """Reads once; tells whether there may be more."""
+        try:
+            data = peer.connection.recv(_READ_BYTES)
+        except BlockingIOError:
+            return False
+        except OSError as error:
+            self._drop(peer, f"its connection failed: {error}")
+            return False
+        if not data:
+            self._drop(peer, "closed the connection, or its process ended")
+            return False
+        peer.inbox += data
+        self._take_in(peer)
+        return True
+
+    def _take_in(self, peer: Peer) -> None:
+        """Takes whole messages out of what was read, as long as no thread reads on."""
+        try:
+            while peer in self._peers and peer.fill() and not peer.busy:
+                if peer.rank is None:
+                    if len(peer.inbox) < HELLO_BYTES:
+                        return
+                    self._greet(peer, check_hello(peer.take(HELLO_BYTES), peer.challenge, self._token))
+                    continue
+                if (request := peer.next_request()) is None:
+                    return
+                self._request(peer, peer.rank, request)
+            self._watch(peer)
+        except ValueError as error:
+            self._refuse(peer, str(error) if isinstance(error, WireError) else f"sent what is no request: {error}")
+
+    def _request(self, peer: Peer, rank: int, request: Request) -> None:
+        far = rank not in self._near
+        if request.kind is Ask.ALIVE:
+            self._happened.append(Alive(rank))
+            if far:
+                self._send(peer, Reply(kind=Say.ALIVE))
+        elif request.kind is Ask.CHUNK and far:
+            peer.expect(self._memory.slot(rank), request)
+        elif request.kind is Ask.PARAMETERS and far:
+            peer.send_parameters(self._memory.parameters, self._memory.parameter_bytes)
+            self._flush(peer)
+        else:
+            self._happened.append(Arrived(rank, request))
+
+    def _greet(self, peer: Peer, rank: int) -> None:
+        if rank not in peer.welcome:
+            raise WireError(f"rank {rank} is not one of {sorted(peer.welcome)}, who come this way")
+        if (old := self._workers.get(rank)) is not None:
+            self._drain(old)  # its end may wait to be noticed
+            if old in self._peers and not old.has_ended():
+                raise WireError(f"rank {rank} is connected already, from process {old.pid or 'elsewhere'}")
+            self._drop(old, f"its process {old.pid} has ended")
+        peer.rank = rank
+        self._workers[rank] = peer
+        if (descriptor := open_pidfd(peer.pid)) is not None:
+            peer.pidfd = descriptor
+            self._started().register(descriptor, selectors.EVENT_READ, peer)
+        self._happened.append(Joined(rank))
+        memory = self._memory
+        self._send(peer, Reply(kind=Say.DONE, numbers=(memory.slot_bytes, memory.parameter_bytes, os.getpid())))
+
+    def _send(self, peer: Peer, reply: Reply) -> None:
+        peer.outbox += reply.pack()
+        self._flush(peer)
+
+    def _flush(self, peer: Peer) -> None:
+        """Sends what fits; a stopped worker's rest waits in memory, not in our way."""
+        try:
+            while peer.outbox and peer.busy != "sends":  # not into the middle of that
+                sent = send_now(peer.connection, peer.outbox)
+                del peer.outbox[:sent]
+        except BlockingIOError:
+            pass
+        except OSError as error:
+            self._drain(peer)
+            self._drop(peer, f"its connection failed: {error}")
+        self._watch(peer)
+
+    def _watch(self, peer: Peer) -> None:
+        """Has the selector look at a peer for what it may do now."""
+        if peer not in self._peers:
+            return
+        wanted = 0 if peer.busy else selectors.EVENT_READ | (selectors.EVENT_WRITE if peer.outbox else 0)
+        if wanted == peer.watched:
+            return
+        if not peer.watched:
+            self._started().register(peer.connection, wanted, peer)
+        elif not wanted:
+            self._started().unregister(peer.connection)
+        else:
+            self._started().modify(peer.connection, wanted, peer)
+        peer.watched = wanted
+
+    def _tell(self, peer: Peer, how: str | None) -> None:
+        """For a peer's threads."""
+        self._news.append((peer, how))
+        self._ring(_NEWS)
+
+    # ---- ends ---------------------------------------------------------------------------------------------
+
+    def _refuse(self, peer: Peer, reason: str) -> None:
+        """Says why, and ends the connection."""
+        _log.warning("refused a connection from process %d: %s", peer.pid, reason)
+        with contextlib.suppress(OSError):
+            send_now(peer.connection, Reply(kind=Say.FAILED, text=reason).pack())
+        self._drop(peer, f"refused: {reason}")
+
+    def _drop(self, peer: Peer, reason: str) -> None:
+        if peer not in self._peers:
+            return
+        self._peers.remove(peer)
+        if self._selector is not None:
+            if peer.watched:
+                self._selector.unregister(peer.connection)
+            if peer.pidfd is not None:
+                self._selector.unregister(peer.pidfd)
+        peer.close()
+        if peer.rank is not None:
+            del self._workers[peer.rank]
+            self._memory.forget(peer.rank)
+            self._happened.append(Gone(peer.rank, reason))
+
+    def detach(self) -> None:
+        """Lets go of everything without removing it: for the parent, once the forked server has taken over."""
+        if not self._open:
+            return
+        self._open = False
+        for peer in list(self._peers):
+            self._drop(peer, "the server has closed its listener")
+        if self._selector is not None:
+            self._selector.close()
+        for door in self._doors:
+            door.close()
+        for end in self._bell:
+            os.close(end)
+        self._memory.close()

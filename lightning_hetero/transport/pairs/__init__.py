@@ -1,1 +1,0 @@
-"""Between nodes: one standalone torch.distributed group per worker (layer T)."""

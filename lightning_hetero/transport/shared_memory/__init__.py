@@ -1,1 +1,0 @@
-"""Processes of one node: mapped slots, a unix socket as doorbell (layer T)."""
