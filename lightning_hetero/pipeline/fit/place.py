@@ -205,8 +205,8 @@ class Place:
         called_before, self.planned = self.planned.calls, planned
         self.group = group = next((group for group in plan.groups if rank in group.ranks), None)
         if isinstance(self.busy, EmulatedPace):
-            model, most = planned.model or unit_costs(self.fixed.backbone.names), max(group.micro_batches) if group else 0
-            self.busy.parts = parts_of(model, group, rank, most, planned.calls) if group else {}
+            model = planned.model or unit_costs(self.fixed.backbone.names)
+            self.busy.parts = {} if group is None else parts_of(model, group, rank, planned.calls)
         same = group is not None and before is not None and (group.ranks, group.cuts) == (before.ranks, before.cuts)
         same &= planned.calls == called_before
         if same and isinstance(self.runner, StageRunner):
