@@ -261,43 +261,15 @@ def federated(results: Results) -> str:
     return _table(head, rows)
 
 
-MAIN = {
-    "auto": ("1:1:1/2:1/4: auto / DDP", "time {:.2f} of stock DDP's on 1:1:1/2:1/4"),
-    "balanced": (f"{FOUR}: speed-up over DDP", "steps {:.2f}x as fast as stock DDP's on 1:1:1/2:1/4"),
-    "comparators": ("MLP, momentum, spells, flexible: time to target, to DDP's",
-                    "time to a target loss {:.2f} of DDP's under spells"),
-    "demo": ("hetero_stale: accuracy to DDP's, mean", "accuracy {:+.2f} points from DDP's under `hetero_stale`"),
-    "drop_in": ("balanced, 1 rank(s): passed of 663", "{:.0f} of 663 tests pass under `hetero_balanced`"),
-    "fault_matrix": ("cells that hold", "{:.0f} runs end as they should"),
-    "faults": ("schedules that failed", "{:.0f} schedules failed"),
-    "federated": ("steady: lb-bsp, time to target", "`lb-bsp` needs {:.2f} of fedavg's time to 90 %"),
-    "joint": ("real: base: less time than stock DDP", "{:.0f} % less time than stock DDP"),
-    "narx": ("rhythm: error, narx over kalman", "{:.2f} of the Kalman filter's error where load has a rhythm"),
-    "pipeline": ("islands, gpt, Lightning: less time than stock DDP", "{:.0f} % less time than stock DDP on islands"),
-    "planner": ("2 fast, 1 half, 1 quarter, balanced: planned / measured", "planned over measured {:.2f}"),
-    "planning": ("partition: 64 x 1000: total", "{:.0f} ms for 1000 layers on 64 devices"),
-    "planning_real": ("all models, balanced: own work, processor time, predicted / measured, median",
-                      "own work predicted over measured {:.2f}"),
-    "replanning": ("healing, ours: step / ideal", "steps {:.2f} of the ideal after a wrong first plan"),
-    "stale": ("real, digits CNN, spells: time to DDP", "time {:.2f} of stock DDP's with slow spells"),
-    "walker": ("emulated, 4 equal stages: ours / torch.distributed.pipelining",
-               "{:.2f} of the time of `torch.distributed.pipelining`"),
-    "transport": ("25M, shared memory : all_reduce, median of paired ratios", "{:.2f} of an all_reduce's time"),
-}  # fmt: skip
-"""Of the overview: a figure of each benchmark, and how it is said."""
-
-
 def overview(results: Results) -> str:
     """Of docs/benchmarks.md: every benchmark that has results."""
     rows = []
     for name in measured(results.root):
         one = results.other(name)
         goals = [figure["holds"] for figure in one.rows if figure["holds"] is not None]
-        figure, words = MAIN.get(name, ("", ""))
         held = f"{sum(goals)} of {len(goals)}" if goals else DASH
-        rows.append([f"[{one.title}](../benchmarks/{name}/results.md)", f"`{one.command}`",
-                     one.text(figure, words), held])  # fmt: skip
-    return _table(["benchmark", "command", "for example", "goals held"], rows)
+        rows.append([f"[{one.title}](../benchmarks/{name}/results.md)", f"`{one.command}`", held])
+    return _table(["benchmark", "command", "goals held"], rows)
 
 
 def _with_goals(results: Results) -> dict[tuple[str, str], list[dict[str, Any]]]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import inspect
 from dataclasses import dataclass
 from typing import Any
@@ -14,7 +13,6 @@ __all__ = ["PREDICTORS", "Candidate", "available", "default_name", "named"]
 
 PREDICTORS = ("last", "ewma", "kalman", "curve", "narx")
 NO_GUARD = ", no guard"
-_TUNING = ("lightning_hetero.balanced.decide.tuning", "TuningPolicy")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -62,13 +60,6 @@ def available() -> tuple[list[Candidate], list[str]]:
             found.append(Candidate(name=name + NO_GUARD, policy=BalancePolicy, settings=settings))
     if not guarded:
         missing.append("guard: what is named without 'no guard' has none either")
-    module, name = _TUNING
-    try:
-        tuning = getattr(importlib.import_module(module), name)
-    except ModuleNotFoundError:
-        missing.append("tuning")
-    else:
-        found.append(Candidate(name="tuning", policy=tuning, settings={}))
     return sorted(found, key=lambda one: not one.offered), missing
 
 

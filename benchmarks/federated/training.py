@@ -20,7 +20,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, Subset
 
 from lightning_hetero.data import inspect_loader, partition_by_labels
-from lightning_hetero.demo.digits import DigitsCNN, DigitsData
+from lightning_hetero.demo import DigitsCNN, DigitsData
 from lightning_hetero.emulate.parts import SpeedChange
 from lightning_hetero.emulate.scenario import Scenario
 from lightning_hetero.federated.decide.policy import AdaptiveSteps, FedAvg, LbBsp, RoundPolicy, ScaledLr
@@ -124,14 +124,14 @@ def train(
     torch.manual_seed(seed)
     digits: Any = DigitsData()
     digits.setup("fit")
-    images, labels = digits._val.tensors
-    parts = partition_by_labels(digits._train.tensors[1], CLIENTS, alpha=ALPHA, least=BATCH, seed=seed)
+    images, labels = digits.val.tensors
+    parts = partition_by_labels(digits.train.tensors[1], CLIENTS, alpha=ALPHA, least=BATCH, seed=seed)
     average = DigitsCNN(channels=8)
     places = [DataPlace()] * CLIENTS
     sizes = [BATCH] * CLIENTS
     orders = []
     for rank, part in enumerate(parts):
-        loader = DataLoader(Subset(digits._train, part), batch_size=BATCH, shuffle=True)
+        loader = DataLoader(Subset(digits.train, part), batch_size=BATCH, shuffle=True)
         orders.append(OwnOrder(loader, inspect_loader(loader), seed=1000 * seed + rank))
     policy.start([Client(o.samples, BATCH, o.batches) for o in orders], local_steps=LOCAL_STEPS)
     course, time_s, samples = Course(), 0.0, 0
@@ -146,7 +146,7 @@ def train(
             optimizer = torch.optim.SGD(model.parameters(), lr=LR * plan.lr_factors[rank])
             spent_s, here = 0.0, 0
             for step, indices in enumerate(islice(batches, plan.steps[rank])):
-                x, y = digits._train[[parts[rank][i] for i in indices]]
+                x, y = digits.train[[parts[rank][i] for i in indices]]
                 optimizer.zero_grad()
                 F.cross_entropy(model(x), y).backward()
                 optimizer.step()

@@ -15,8 +15,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import TensorDataset
 
 from benchmarks.peers.cases import BATCHES, DISTANCE_AFTER, EVERY, GLOBAL_BATCH, SAMPLES
-from lightning_hetero.demo import DigitsCNN, DigitsData
-from lightning_hetero.demo.digits import TOTAL_SAMPLES
+from lightning_hetero.demo import TOTAL_SAMPLES, DigitsCNN, DigitsData
 
 __all__ = [
     "Curve",

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from benchmarks.ablation.picture import PICTURE as ABLATION
 from benchmarks.ablation.picture import drawn
-from benchmarks.pictures import engines, others, policies, steps
+from benchmarks.pictures import engines, others, steps
 from benchmarks.pictures.sheet import BOTH, Paper, Picture, svg
 from benchmarks.provenance import ROOT
 from benchmarks.results import Results, measured
@@ -23,21 +23,13 @@ PICTURES: dict[str, tuple[str, Callable[[Results], Picture], Paper]] = {
     "timeline-light": ("balanced", steps.timeline, "light"),
     "timeline-dark": ("balanced", steps.timeline, "dark"),
     "shares": ("balanced", steps.shares, BOTH),
-    "auto": ("auto", engines.auto, BOTH),
     "balanced": ("balanced", engines.balanced, BOTH),
-    "drop_in": ("drop_in", others.drop_in, BOTH),
     "federated": ("federated", engines.federated, BOTH),
     "joint": ("joint", others.joint, BOTH),
-    "narx": ("narx", others.narx, BOTH),
     "peers": ("peers", others.peers, BOTH),
     "pipeline": ("pipeline", engines.pipeline, BOTH),
     "planner": ("planner", others.planner, BOTH),
-    "planning_real": ("planning_real", others.planning_real, BOTH),
-    "replanning": ("replanning", others.replanning, BOTH),
-    "policies_adam": ("comparators", policies.adam, BOTH),
-    "policies_momentum": ("comparators", policies.momentum, BOTH),
     "stale": ("stale", engines.stale, BOTH),
-    "transport": ("transport", others.transport, BOTH),
 }
 """File -> the benchmark it is drawn from, what draws it, and for which paper."""
 

@@ -1,4 +1,4 @@
-"""Charts that the report's page does not have: groups of thin bars below their names, and spans with a middle."""
+"""Charts that the report's page does not have: groups of thin bars below their names."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from lightning_hetero.report.page.svg import WIDTH, Drawing, text_width
+from lightning_hetero.report.page.drawing import WIDTH, Drawing, text_width
 
-__all__ = ["Bar", "Group", "Span", "groups", "spans"]
+__all__ = ["Bar", "Group", "groups"]
 
 _NAME, _PITCH, _BAR, _GAP = 15.0, 15.0, 10.0, 7.0
 
@@ -62,35 +62,6 @@ def groups(every: Sequence[Group], *, label: str, marks: Sequence[tuple[float, s
         if not math.isnan(group.tick):
             drawing.line(group.tick * scale, top - 1.0, group.tick * scale, y - 2.0, "tick")
         y += _GAP
-    return drawing.svg()
-
-
-class Span(NamedTuple):
-    """From the least to the greatest of several values, with their median."""
-
-    name: str
-    kind: str
-    least: float
-    middle: float
-    greatest: float
-
-
-def spans(rows: Sequence[Span], *, label: str, marks: Sequence[tuple[float, str]] = ()) -> str:
-    """Returns a line per row from the least to the greatest value, and a dot on the median."""
-    texts = [f"{row.middle:.2f} ({row.least:.2f} to {row.greatest:.2f})" for row in rows]
-    right = 8.0 + max(text_width(text) for text in texts)
-    most = max([row.greatest for row in rows] + [value for value, _ in marks])
-    scale = (WIDTH - right - 6.0) / most
-    height = 20.0 + 34.0 * len(rows)
-    drawing = Drawing(height, label)
-    _marks(drawing, [(value * scale, name) for value, name in marks], height)
-    for i, (row, text) in enumerate(zip(rows, texts, strict=True)):
-        y = 20.0 + 34.0 * i
-        drawing.text(0.0, y + 11.0, row.name, most=WIDTH)
-        drawing.line(0.0, y + 22.0, row.greatest * scale, y + 22.0, "grid")
-        drawing.rect(row.least * scale, y + 20.0, (row.greatest - row.least) * scale, 4.0, row.kind)
-        drawing.circle(row.middle * scale, y + 22.0, 4.5, row.kind)
-        drawing.text(WIDTH, y + 26.0, text, anchor="end")
     return drawing.svg()
 
 

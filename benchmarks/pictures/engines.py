@@ -9,7 +9,7 @@ from benchmarks.pictures.sheet import Picture
 from benchmarks.results import Results
 from lightning_hetero.report.page.charts import Line, lines
 
-__all__ = ["COLOURS", "auto", "balanced", "federated", "pipeline", "stale"]
+__all__ = ["COLOURS", "balanced", "federated", "pipeline", "stale"]
 
 COLOURS = {"stock DDP": "idle", "balanced": "r0", "stale": "r1", "pipeline": "r2", "auto": "r3"}
 """Of the engines, in all pictures."""
@@ -137,31 +137,3 @@ def federated(results: Results) -> Picture:
         source="Digits among eight clients, labels by a Dirichlet distribution of 0.3, speeds 1:1:1:1:1/2:1/2:1/4:1/8."
         " Training is real, time emulated: no network, no Lightning. benchmarks/federated/results.json",
     )  # fmt: skip
-
-
-def auto(results: Results) -> Picture:
-    """What was chosen, by devices."""
-    rows: list[Group] = []
-    for case in results.cases(": took"):
-        took = str(results.figures[f"{case}: took"]["value"]).split()[0]
-        (best,) = [name for name in results.figures if name.startswith(f"{case}: auto / best engine")]
-        missed = results.missed(best)
-        bars = [
-            Bar(COLOURS[name], results[f"{case}: {name} / DDP"], f"{results[f'{case}: {name} / DDP']:.2f}")
-            for name in ("balanced", "stale")
-        ]
-        ours = f"{case}: auto / DDP"
-        text = f"{results[ours]:.2f}" + (f", {results[best]:.2f} of the fastest" if missed else "")
-        bars.append(Bar(COLOURS["auto"], results[ours], text, missed))
-        rows.append(Group(name=f"{case}: took {took}", bars=bars))
-    runs = max(len(runs) for case in results.raw.values() for runs in case.values())
-    return Picture(
-        title="Time of hetero_auto over stock DDP's, and of the engines it chooses from",
-        legend=[(COLOURS[name], f"hetero_{name}") for name in ("balanced", "stale", "auto")],
-        panels=[("", groups(rows, label="time", marks=[(1.0, "stock DDP")]))],
-        source=f"Four emulated devices, 200 steps, runs of each: {runs}; the trial before training is not counted. In"
-        " red: more than 1.05 times the fastest engine's time; hetero_stale must be planned to be 10 %"
-        " faster to be taken, because its updates are not those of one process. benchmarks/auto/results.json",
-    )
-
-

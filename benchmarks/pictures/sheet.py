@@ -13,8 +13,7 @@ from dataclasses import dataclass
 from html import escape
 from typing import Literal
 
-from lightning_hetero.report.page.style import DARK, LIGHT, MARKS
-from lightning_hetero.report.page.svg import WIDTH, text_width
+from lightning_hetero.report.page.drawing import DARK, LIGHT, MARKS, WIDTH, text_width
 
 __all__ = ["BOTH", "Paper", "Picture", "svg"]
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 from torch.utils.flop_counter import FlopCounterMode
 
-from lightning_hetero.demo.text import VOCABULARY, Block, encode, topics_text
+from lightning_hetero.demo import VOCABULARY, CausalBlock, encode, topics_text
 from lightning_hetero.pipeline.runtime.measure.layers import Example, LayerTrial, Times, layer_costs
 from lightning_hetero.pipeline.runtime.measure.memory import state_bytes, tensor_bytes, trained_bytes
 from lightning_hetero.types import AffineCost, LayerCost, ModelCost
@@ -118,7 +118,7 @@ def _equal() -> Net:
 
 
 def _gpt() -> Net:
-    layers: list[nn.Module] = [Block(WIDTH, HEADS) for _ in range(BLOCKS)]
+    layers: list[nn.Module] = [CausalBlock(WIDTH, HEADS) for _ in range(BLOCKS)]
     head = nn.Sequential(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, VOCABULARY))
     return Net(Embedding(), layers, head, _next_character)
 

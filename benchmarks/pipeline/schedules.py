@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+from benchmarks.pipeline.depth import per_link_depth
 from lightning_hetero.pipeline.decide.generate import SchedulePolicy
 from lightning_hetero.pipeline.decide.schedule import PipelineTimes, Row, route
-from lightning_hetero.solvers.chain.depth import per_link_depth
 
 __all__ = ["bottleneck_s", "fill_s", "lower_bound_s", "model_s", "one_f_one_b", "per_link", "proportional"]
 

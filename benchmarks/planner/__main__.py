@@ -22,7 +22,7 @@ from benchmarks.planner.cases import CASES, PER_RANK, Case, Net
 from benchmarks.report import write_results
 from benchmarks.torchrun import launch
 from lightning_hetero.cli.loading import profile_module
-from lightning_hetero.cli.probe import probe_machine
+from lightning_hetero.cli.ranks import probe_machine
 from lightning_hetero.cluster.spec import cluster_from_plain, override_cluster
 from lightning_hetero.pipeline.decide.costs import model_to_plain
 from lightning_hetero.pipeline.decide.plans import emulated

@@ -1,4 +1,4 @@
-"""Set-ups that others have published, and what the planner says of them.
+"""``python -m benchmarks.planner.published``: set-ups that others have published, and what the planner says of them.
 
 The inputs are theirs: speeds, or times by batch size. What is compared is what follows from them.
 """
@@ -285,3 +285,7 @@ def box_table() -> str:
             step = f"{estimate.step_s * 1e3:.0f}" if estimate.ok else "–"
             lines.append(f"| {name if i == 0 else ''} | {estimate.engine} | {step} | {' | '.join(cells)} |")
     return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    print(f"{markdown_table()}\n\n{box_table()}")

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from lightning_hetero.solvers.chain.chain import Chain
+from lightning_hetero.solvers.chain.chain import DeviceChain
 from lightning_hetero.solvers.chain.layers import Layers
 from lightning_hetero.solvers.chain.model import ChainPlan, evaluate
 from lightning_hetero.solvers.chain.split import split
@@ -48,7 +48,7 @@ def chain(
     equal: bool = False,
     caps: float = math.inf,
     **keywords: Any,
-) -> Chain:
+) -> DeviceChain:
     """Draws a pipeline in a random order of devices."""
     work, speeds = rng.uniform(0.2, 1.8, layers), rng.choice([1.0, 0.5, 0.25], devices)
     state, activations = rng.uniform(0.5, 1.5, layers), rng.uniform(0.01, 0.03, layers)
@@ -59,7 +59,7 @@ def chain(
     most_s = rng.uniform(0.01, 0.5, 2 * devices) * ideal_s  # the largest cut, one way
     links = [Link(bandwidth_bytes_per_s=CUT_BYTES / float(t)) for t in most_s]
     names = enumerate(zip(speeds.tolist(), (caps * fair).tolist(), strict=True))
-    return Chain(
+    return DeviceChain(
         layers=Layers(
             work_s=work.tolist(),
             cut_bytes=[CUT_BYTES] * (layers + 1) if equal else (CUT_BYTES * cuts).tolist(),
@@ -75,7 +75,7 @@ def chain(
     )
 
 
-def splits(problem: Chain) -> Iterator[ChainPlan]:
+def splits(problem: DeviceChain) -> Iterator[ChainPlan]:
     """Every split that fits."""
     n = len(problem.layers)
     for inner in itertools.combinations(range(1, n), len(problem) - 1):
@@ -99,7 +99,7 @@ def measure(quick: bool = False) -> Raw:
     return raw
 
 
-def small(rng: np.random.Generator, **keywords: Any) -> Chain:
+def small(rng: np.random.Generator, **keywords: Any) -> DeviceChain:
     """Draws a problem that brute force can do; few layers per device leave no split far from memory's limits."""
     devices = int(rng.integers(2, 5))
     problem = chain(rng, devices, int(rng.integers(devices + 2, 11)), **keywords)
@@ -107,14 +107,14 @@ def small(rng: np.random.Generator, **keywords: Any) -> Chain:
     return replace(problem, devices=spread)
 
 
-def _gap(problem: Chain) -> float | None:
+def _gap(problem: DeviceChain) -> float | None:
     known, plan = [found.total_s for found in splits(problem)], split(problem)
     if plan.ok != bool(known):
         raise RuntimeError("a split was found where there is none, or the other way around")
     return plan.total_s / min(known) - 1.0 if known else None
 
 
-def _times_ms(problems: list[Chain]) -> list[float]:
+def _times_ms(problems: list[DeviceChain]) -> list[float]:
     elapsed: list[float] = []
     for problem in problems:
         start = time.process_time()

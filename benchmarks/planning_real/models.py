@@ -11,7 +11,7 @@ from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
-from lightning_hetero.demo.text import VOCABULARY, Block
+from lightning_hetero.demo import VOCABULARY, CausalBlock
 
 __all__ = ["CASES", "Case", "Net"]
 
@@ -111,7 +111,7 @@ def _cnn(name: str, channels: tuple[int, ...], side: int, per_rank: int) -> Case
 
 def _gpt(name: str, width: int, blocks: int, window: int, per_rank: int) -> Case:
     def make() -> Net:
-        layers: list[nn.Module] = [Block(width, 4) for _ in range(blocks)]
+        layers: list[nn.Module] = [CausalBlock(width, 4) for _ in range(blocks)]
         head = nn.Sequential(nn.LayerNorm(width), nn.Linear(width, VOCABULARY))
         return Net(Embedding(window, width), layers, head)
 

@@ -45,7 +45,7 @@ class _BatchEnds(Callback):  # private, so that command lines do not offer it
 
 
 class _Requeue:
-    """Has a callback among the user's, as the last, from the signal until it is answered: else no other callback meets it there.
+    """Has a callback among the user's, as the last, from the signal until it is answered.
 
     Args:
         trainer: has not set its signal handlers yet.

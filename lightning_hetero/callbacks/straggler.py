@@ -54,10 +54,10 @@ class StragglerMonitor(Callback, EventSource):
     into ``callback_metrics`` or ``logged_metrics``. Nothing is built or sent in steps that are not reported.
 
     With an engine of this package the values come from what its ranks exchange anyway, and the engine may add its own
-    (``engine_metrics() -> dict``; see docs/reference/metrics.md); at the end of the fit one line tells what each rank did.
-    With stock DDP the monitor times its own rank, tells rank 0 of its steps every ``every_n_steps``, though not more
-    often than every fifth step, to look for stragglers, which no rank waits for, gathers means once per epoch, and tells
-    at the end how long ranks waited and what each engine would give, see `lightning_hetero.cluster.score`.
+    (``engine_metrics() -> dict``; see docs/reference/metrics.md); at the end of the fit one line tells what each rank
+    did. With stock DDP the monitor times its own rank and tells rank 0 of its steps every ``every_n_steps``, though not
+    more often than every fifth step, to look for stragglers; no rank waits for it. It gathers means once per epoch, and
+    tells at the end how long ranks waited and what each engine would give, see `lightning_hetero.cluster.score`.
 
     Args:
         every_n_steps: report every n optimizer steps and in each epoch's last; ``None``: the Trainer's

@@ -7,8 +7,7 @@
 ``plan``     ``lightning-hetero-plan``: what each engine would give, from `lightning_hetero.plan`.
 ``doctor``   ``lightning-hetero-doctor``: will it train, from `lightning_hetero.doctor`.
 ``loading``  modules and data by import path, and what they cost.
-``ranks``    a short program on several ranks of this machine.
-``probe``    such a one: devices and links.
+``ranks``    a short program on several ranks of this machine; one is the probe of devices and links.
 ``parity``   another one: gradients of every engine beside those of one process.
 """
 

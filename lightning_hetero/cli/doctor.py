@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import multiprocessing
 import os
 import platform
@@ -31,8 +32,16 @@ from packaging.requirements import Requirement
 from lightning_hetero._version import __version__
 from lightning_hetero.cli.loading import load_data, load_module, profile_module
 from lightning_hetero.cli.parity import compare_gradients
-from lightning_hetero.cli.probe import probe_machine
-from lightning_hetero.doctor.facts import DeviceFacts, Facts, Package
+from lightning_hetero.cli.ranks import probe_machine
+from lightning_hetero.doctor.facts import (
+    DeviceFacts,
+    Facts,
+    GpuFacts,
+    HostFacts,
+    ModuleFacts,
+    NetworkFacts,
+    Package,
+)
 from lightning_hetero.doctor.finding import findings_text, worst
 from lightning_hetero.doctor.training import examine
 from lightning_hetero.measure.device import accelerators, device_of, wheel_architectures
@@ -52,23 +61,10 @@ _MEMORY = Path("/dev/shm")
 def find_out(asked: argparse.Namespace) -> Facts:
     """Returns the facts, the probe's and the module's included as far as they were asked for."""
     environ = {name: os.environ[name] for name in _ENVIRON if name in os.environ}
-    total, free = (float(n) for n in shutil.disk_usage(_MEMORY)[::2]) if _MEMORY.is_dir() else (None, None)
-    devices, problem = _gpus() if asked.accelerator != "cpu" else ((), "")
     facts = Facts(
-        system=platform.system(),
-        packages=tuple(_packages()),
-        devices=devices,
-        devices_problem=problem,
-        cuda=torch.version.cuda,
-        arch_list=wheel_architectures(),
-        cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
-        shm_bytes=total,
-        shm_free_bytes=free,
-        start_methods=tuple(multiprocessing.get_all_start_methods()),
-        backends=tuple(name for name in ("gloo", "nccl", "mpi") if _has_backend(name)),
-        interfaces=tuple(name for _, name in socket.if_nameindex()) if hasattr(socket, "if_nameindex") else (),
-        addresses={environ["MASTER_ADDR"]: _resolves(environ["MASTER_ADDR"])} if "MASTER_ADDR" in environ else {},
-        free_ports=_ports(environ),
+        host=_host(),
+        network=_network(environ),
+        gpus=_gpus() if asked.accelerator != "cpu" else GpuFacts(cuda=torch.version.cuda),
         environ=environ,
         devices_wanted=asked.devices,
         nodes_wanted=asked.num_nodes,
@@ -79,32 +75,59 @@ def find_out(asked: argparse.Namespace) -> Facts:
             facts = replace(facts, cluster=cluster, links_by=backend)
         except (RuntimeError, ValueError) as error:
             facts = replace(facts, probe_problem=f"the probe failed: {error}")
-    return facts if asked.module is None else _with_module(facts, asked)
+    return facts if asked.module is None else replace(facts, module=_module(facts, asked))
 
 
-def _with_module(facts: Facts, asked: argparse.Namespace) -> Facts:
-    """Adds the module's gradients, and what the planner says of it on the probed devices."""
-    facts = replace(facts, parity=compare_gradients(asked.module, asked.data, backbone=asked.backbone))
+def _module(facts: Facts, asked: argparse.Namespace) -> ModuleFacts:
+    """Returns the module's gradients, and what the planner says of it on the probed devices."""
+    found = ModuleFacts(parity=compare_gradients(asked.module, asked.data, backbone=asked.backbone))
     try:
         profile = profile_module(
             load_module(asked.module), load_data(asked.data), backbone=asked.backbone, accelerator=asked.accelerator
         )
     except Exception as error:  # the user's code may raise anything
-        return replace(facts, verdict=f"no engine can be recommended, for the module cannot be measured: {error}")
-    model = profile.model
-    size = sum(part.param_bytes for part in (model.before, *model.layers, model.head))
-    facts = replace(facts, param_bytes=size)
-    if facts.cluster is None:
-        return facts
-    batch = asked.global_batch or (profile.batch_size or 1) * len(facts.cluster.devices)
-    found = plan(Setup(cluster=facts.cluster, model=model, global_batch=batch, spans=profile.spans))
-    chosen = found.chosen
+        return replace(found, verdict=f"no engine can be recommended, for the module cannot be measured: {error}")
+    model, cluster = profile.model, facts.cluster
+    found = replace(found, param_bytes=sum(part.param_bytes for part in (model.before, *model.layers, model.head)))
+    if cluster is None:
+        return found
+    batch = asked.global_batch or (profile.batch_size or 1) * len(cluster.devices)
+    answer = plan(Setup(cluster=cluster, model=model, global_batch=batch, spans=profile.spans))
     return replace(
-        facts,
-        verdict=f"{found.verdict} (for {batch} samples per update)",
-        gain=found.gain if found.gain == found.gain else 1.0,
-        engine="" if chosen is None else chosen.engine,
+        found,
+        verdict=f"{answer.verdict} (for {batch} samples per update)",
+        gain=answer.gain if math.isfinite(answer.gain) else 1.0,
+        engine="" if answer.chosen is None else answer.chosen.engine,
     )
+
+
+def _host() -> HostFacts:
+    total, free = (float(n) for n in shutil.disk_usage(_MEMORY)[::2]) if _MEMORY.is_dir() else (None, None)
+    return HostFacts(
+        system=platform.system(),
+        packages=tuple(_packages()),
+        cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
+        shm_bytes=total,
+        shm_free_bytes=free,
+        start_methods=tuple(multiprocessing.get_all_start_methods()),
+        backends=tuple(
+            name
+            for name in ("gloo", "nccl", "mpi")
+            if dist.is_available() and getattr(dist, f"is_{name}_available")()
+        ),
+    )
+
+
+def _network(environ: dict[str, str]) -> NetworkFacts:
+    names = [name for _, name in socket.if_nameindex()] if hasattr(socket, "if_nameindex") else []
+    addresses: dict[str, bool] = {}
+    if (address := environ.get("MASTER_ADDR")) is not None:
+        try:
+            socket.getaddrinfo(address, None)
+            addresses[address] = True
+        except OSError:
+            addresses[address] = False
+    return NetworkFacts(interfaces=tuple(names), addresses=addresses, free_ports=_ports(environ))
 
 
 def _packages() -> list[Package]:
@@ -117,18 +140,17 @@ def _packages() -> list[Package]:
         requirements = []
     for requirement in requirements:
         name = requirement.name
-        if requirement.marker is not None:  # of an extra
+        if requirement.marker is not None or name in {known.name for known in wanted}:  # of an extra, or named twice
             continue
         installed = _version_of(name)
-        fits = installed is not None and requirement.specifier.contains(installed, prereleases=True)
-        one = Package(
-            name=name,
-            installed=installed,
-            wanted=str(requirement.specifier),
-            fits=fits,
+        wanted.append(
+            Package(
+                name=name,
+                installed=installed,
+                wanted=str(requirement.specifier),
+                fits=installed is not None and requirement.specifier.contains(installed, prereleases=True),
+            )
         )
-        if one.name not in {known.name for known in wanted}:
-            wanted.append(one)
     return [*wanted, Package(name="lightning-hetero", installed=__version__, wanted="", fits=True)]
 
 
@@ -139,11 +161,12 @@ def _version_of(name: str) -> str | None:
         return None
 
 
-def _gpus() -> tuple[tuple[DeviceFacts, ...], str]:
-    """Returns the GPUs, and why not.
+def _gpus() -> GpuFacts:
+    """Returns the GPUs, or why there are none.
 
     Torch is asked nothing that takes a card's memory, of which there may be none left: what is free nvidia-smi knows.
     """
+    wheel = GpuFacts(cuda=torch.version.cuda, arch_list=wheel_architectures())
     try:
         seen = [device_of(device) for device in accelerators()]
         free = _free_bytes() if seen else {}
@@ -159,8 +182,8 @@ def _gpus() -> tuple[tuple[DeviceFacts, ...], str]:
             for on in seen
         ]
     except RuntimeError as error:
-        return (), str(error).strip().splitlines()[0]
-    return tuple(found), ""
+        return replace(wheel, problem=str(error).strip().splitlines()[0])
+    return replace(wheel, devices=tuple(found))
 
 
 def _free_bytes() -> dict[str, float]:
@@ -174,18 +197,6 @@ def _free_bytes() -> dict[str, float]:
     return {
         uuid.strip().removeprefix("GPU-"): float(free) * 2.0**20 for uuid, _, free in rows if free.strip().isdigit()
     }
-
-
-def _has_backend(name: str) -> bool:
-    return dist.is_available() and bool(getattr(dist, f"is_{name}_available")())
-
-
-def _resolves(address: str) -> bool:
-    try:
-        socket.getaddrinfo(address, None)
-    except OSError:
-        return False
-    return True
 
 
 def _ports(environ: dict[str, str]) -> dict[str, bool]:

@@ -28,36 +28,17 @@ from omegaconf import read_write
 __all__ = ["child_arguments", "end_children", "isolated_job", "job_number", "leave_process_group"]
 
 _LOG = logging.getLogger(__name__)
-_GRACE_S = (
-    2.0  # for a rank that failed first, and whose failure we saw, to end with its own exit code
-)
+_GRACE_S = 2.0  # for a rank that failed first, and whose failure we saw, to end with its own exit code
 _FLAGS_WITH_VALUE = {
-    "-cp",
-    "--config-path",
-    "-cn",
-    "--config-name",
-    "-cd",
-    "--config-dir",
-    "-p",
-    "--package",
-}
+    "-cp", "--config-path", "-cn", "--config-name", "-cd", "--config-dir", "-p", "--package",
+}  # fmt: skip
 _MULTIRUN_FLAGS = {"-m", "--multirun", "-r", "--run"}
 # What decides how jobs are swept and where they write; a child is told both.
-_SWEEP_PREFIXES = (
-    "hydra.mode",
-    "hydra.run.",
-    "hydra.sweep",
-    "hydra/sweep",
-    "hydra.launch",
-    "hydra/launch",
-)
+_SWEEP_PREFIXES = ("hydra.mode", "hydra.run.", "hydra.sweep", "hydra/sweep", "hydra.launch", "hydra/launch")
 
 
 def child_arguments(
-    argv: Sequence[str],
-    task_overrides: Sequence[str],
-    hydra_overrides: Sequence[str],
-    job_num: int | None = None,
+    argv: Sequence[str], task_overrides: Sequence[str], hydra_overrides: Sequence[str], job_num: int | None = None
 ) -> list[str]:
     """Returns the arguments with which a rank repeats exactly one job of this command line.
 
@@ -137,9 +118,7 @@ def end_children(trainer: Trainer, *, failed: bool, timeout_s: float = 60.0) -> 
     """
     launcher = trainer.strategy.launcher
     launched = getattr(launcher, "procs", [])
-    children: list[subprocess.Popen[bytes]] = [
-        p for p in launched if isinstance(p, subprocess.Popen)
-    ]
+    children: list[subprocess.Popen[bytes]] = [p for p in launched if isinstance(p, subprocess.Popen)]
     tolerated: set[int] = getattr(launcher, "tolerated", set())
     # Lightning's observer thread looks at this very list and kills *this* process when one of them has
     # failed: right while nobody else watches them, wrong from here on. An empty list ends the thread.

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 import sys
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar, cast
 
 from hydra.utils import get_object, instantiate
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
@@ -25,7 +24,9 @@ from lightning_hetero.pipeline.runtime.step.undivided import Undivided, find_lay
 from lightning_hetero.solvers.tied_layers import Span
 from lightning_hetero.types import ModelCost
 
-__all__ = ["Profile", "fit_arguments", "load_data", "load_module", "profile_module"]
+__all__ = ["Profile", "before_first_batch", "load_data", "load_module", "profile_module", "quiet_trainer"]
+
+T = TypeVar("T")
 
 _USUAL_BATCH = 8  # samples, of a dataset without a loader
 
@@ -117,48 +118,57 @@ def fit_arguments(data: Any) -> dict[str, Any]:
     return {"train_dataloaders": loader}
 
 
-class _MeasuredError(Exception):
+def quiet_trainer(**options: Any) -> Trainer:
+    """Returns a Trainer that writes and shows nothing."""
+    for name in ("lightning.pytorch", "lightning.fabric"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+    return Trainer(
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        num_sanity_val_steps=0,
+        **options,
+    )
+
+
+class _SeenError(Exception):
     """Ends the fit when what was wanted is known."""
 
 
-class _Profiler(Callback):
-    """Measures the module before its first batch, as the pipeline engine does."""
+class _Look(Callback):
+    """Looks at a fit whose first batch is about to begin, and ends it."""
 
-    def __init__(self, backbone: Any) -> None:
-        self.backbone = backbone
-        self.profile: Profile | None = None
+    def __init__(self, look: Callable[[Trainer, LightningModule], Any]) -> None:
+        self.look, self.seen = look, None
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        backbone = find_layers(pl_module, self.backbone)
-        loader: Any = compat.train_source(trainer)
+        self.seen = self.look(trainer, pl_module)
+        raise _SeenError
 
-        def measured(layers: Any) -> ModelCost:
-            step = Rehearsal(
-                module=pl_module,
-                backbone=layers,
-                found=self.backbone is None,
-                device=trainer.strategy.root_device,
-                loader=loader,
-                optimizers=trainer.optimizers,
-                to_device=partial(compat.batch_to_device, trainer),
-                context=trainer.precision_plugin.train_step_context,
-            )
-            model, _ = measure_model(step, micro_batch_size=None, checkpoint_layers=False)
-            return model
 
+def before_first_batch(
+    module: LightningModule, data: Any, look: Callable[[Trainer, LightningModule], T], **options: Any
+) -> T:
+    """Returns what ``look`` returns when the user's hooks have set up a fit; nothing is trained.
+
+    Args:
+        module, data: the user's, see `load_data`.
+        look: is given the Trainer and the module.
+        options: of the Trainer.
+
+    Raises:
+        ValueError: the loader yields nothing.
+    """
+    looking = _Look(look)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        trainer = quiet_trainer(callbacks=[looking], **options)
         try:
-            model = measured(backbone)
-        except (NotAChainError, NeverCalledError) as error:
-            backbone = undivided(pl_module, f"the layers that were found cannot be divided: {error}")
-            model = measured(backbone)
-        whole = isinstance(backbone, Undivided)
-        self.profile = Profile(
-            model=model,
-            spans=() if whole else tuple(tied_spans(pl_module, backbone)),
-            batch_size=getattr(loader, "batch_size", None),
-            undivided=backbone.reason if isinstance(backbone, Undivided) else "",
-        )
-        raise _MeasuredError
+            trainer.fit(module, **fit_arguments(data))
+        except _SeenError:
+            return cast("T", looking.seen)
+    raise ValueError("the train loader yields no batch: there is nothing to measure the module with")
 
 
 def profile_module(
@@ -176,25 +186,37 @@ def profile_module(
         TypeError, ValueError: there is no DataLoader, or it yields nothing.
         RuntimeError: the step fails.
     """
-    profiler = _Profiler(backbone)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        for name in ("lightning.pytorch", "lightning.fabric"):
-            logging.getLogger(name).setLevel(logging.ERROR)
-        trainer = Trainer(
-            accelerator=accelerator,
-            devices=1,
-            precision=precision,
-            max_epochs=1,
-            logger=False,
-            enable_checkpointing=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
-            num_sanity_val_steps=0,
-            callbacks=[profiler],
+
+    def profile(trainer: Trainer, module: LightningModule) -> Profile:
+        loader: Any = compat.train_source(trainer)
+
+        def measured(layers: Any) -> ModelCost:
+            step = Rehearsal(
+                module=module,
+                backbone=layers,
+                found=backbone is None,
+                device=trainer.strategy.root_device,
+                loader=loader,
+                optimizers=trainer.optimizers,
+                to_device=partial(compat.batch_to_device, trainer),
+                context=trainer.precision_plugin.train_step_context,
+            )
+            return measure_model(step, micro_batch_size=None, checkpoint_layers=False)[0]
+
+        layers = find_layers(module, backbone)
+        try:
+            model = measured(layers)
+        except (NotAChainError, NeverCalledError) as error:
+            layers = undivided(module, f"the layers that were found cannot be divided: {error}")
+            model = measured(layers)
+        whole = isinstance(layers, Undivided)
+        return Profile(
+            model=model,
+            spans=() if whole else tuple(tied_spans(module, layers)),
+            batch_size=getattr(loader, "batch_size", None),
+            undivided=layers.reason if isinstance(layers, Undivided) else "",
         )
-        with contextlib.suppress(_MeasuredError):
-            trainer.fit(module, **fit_arguments(data))
-    if profiler.profile is None:
-        raise ValueError("the train loader yields no batch: there is nothing to measure the module with")
-    return profiler.profile
+
+    return before_first_batch(
+        module, data, profile, accelerator=accelerator, devices=1, precision=precision, max_epochs=1
+    )

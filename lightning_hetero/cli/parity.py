@@ -8,7 +8,6 @@ stale engine runs with a barrier (``policy="bsp"``), the balanced one with share
 
 from __future__ import annotations
 
-import contextlib
 import json
 import math
 import tempfile
@@ -19,7 +18,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
+from lightning.pytorch import LightningModule, Trainer, seed_everything
 from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -28,7 +27,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_hetero import BoundedStalenessStrategy, HeteroPipelineStrategy, LoadBalancedStrategy
 from lightning_hetero import lightning_compat as compat
-from lightning_hetero.cli.loading import fit_arguments, load_data, load_module
+from lightning_hetero.cli.loading import before_first_batch, load_data, load_module, quiet_trainer
 from lightning_hetero.cli.ranks import as_rank, on_ranks
 from lightning_hetero.doctor.facts import Parity
 from lightning_hetero.pipeline.fit.plan.planning import tied_spans
@@ -96,7 +95,8 @@ def _measure(setting: dict[str, Any]) -> None:
     found: dict[str, float | None] = json.loads(path.read_text()) if path.exists() else {}
     for engine in setting["engines"]:
         if engine == ALONE:
-            samples, collate = _drawn(setting)
+            module, data = load_module(setting["module"]), load_data(setting["data"])
+            samples, collate = before_first_batch(module, data, _first_samples, **_options())
             alone, moved = (_moved(setting, engine, samples, collate, seed=seed) for seed in (0, 1))
             torch.save({"samples": samples, "collate": collate, "moved": alone}, reference)
         else:
@@ -113,50 +113,20 @@ def _difference(moved: Tensor, reference: Tensor) -> float:
     return (moved - reference).abs().max().item() / scale if scale > 0.0 else math.nan
 
 
-class _FirstSamples(Callback):
-    """Takes the first samples of the train dataset, as the user's hooks have set it up."""
-
-    def __init__(self) -> None:
-        self.samples: list[Any] = []
-        self.collate: Any = None
-
-    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        loader: Any = compat.train_source(trainer)
-        if not isinstance(loader, DataLoader):
-            raise TypeError(f"the train loader is a {type(loader).__name__}: give a torch DataLoader to compare with")
-        data: Any = loader.dataset
-        if isinstance(data, IterableDataset):
-            drawn = list(islice(iter(data), BATCH))
-        else:
-            drawn = [data[i] for i in range(min(BATCH, len(data)))]
-        self.samples, self.collate = (drawn * BATCH)[:BATCH], loader.collate_fn
-        raise _EnoughError
+def _first_samples(trainer: Trainer, pl_module: LightningModule) -> tuple[list[Any], Any]:
+    """Returns the first samples of the train dataset, and what collates them, as the user's hooks have set it up."""
+    loader: Any = compat.train_source(trainer)
+    if not isinstance(loader, DataLoader):
+        raise TypeError(f"the train loader is a {type(loader).__name__}: give a torch DataLoader to compare with")
+    data: Any = loader.dataset
+    listed = iter(data) if isinstance(data, IterableDataset) else (data[i] for i in range(min(BATCH, len(data))))
+    return (list(islice(listed, BATCH)) * BATCH)[:BATCH], loader.collate_fn
 
 
-class _EnoughError(Exception):
-    """Ends a fit that was begun for its set-up only."""
-
-
-def _drawn(setting: dict[str, Any]) -> tuple[list[Any], Any]:
-    first = _FirstSamples()
-    with contextlib.suppress(_EnoughError):
-        _trainer(callbacks=[first]).fit(load_module(setting["module"]), **fit_arguments(load_data(setting["data"])))
-    return first.samples, first.collate
-
-
-def _trainer(**options: Any) -> Trainer:
-    return Trainer(
-        accelerator="cpu",
-        devices=dist.get_world_size(),
-        max_epochs=STEPS,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        num_sanity_val_steps=0,
-        limit_val_batches=0,
-        **options,
-    )
+def _options() -> dict[str, Any]:
+    return {
+        "accelerator": "cpu", "devices": dist.get_world_size(), "max_epochs": STEPS, "limit_val_batches": 0,
+    }  # fmt: skip
 
 
 def _moved(setting: dict[str, Any], engine: str, samples: list[Any], collate: Any, *, seed: int = 0) -> Tensor:
@@ -170,7 +140,7 @@ def _moved(setting: dict[str, Any], engine: str, samples: list[Any], collate: An
     dataset: Any = samples  # a list is one
     loader = DataLoader(dataset, batch_size=BATCH // world, collate_fn=collate)
     strategy: Any = "auto" if engine == ALONE else _strategy(engine, module, setting["backbone"])
-    trainer = _trainer(precision="64-true", strategy=strategy)
+    trainer = quiet_trainer(precision="64-true", strategy=strategy, **_options())
     torch.manual_seed(seed)
     trainer.fit(module, train_dataloaders=loader)
     return (before - _flat(module)) / (STEPS * LR)

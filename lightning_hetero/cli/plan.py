@@ -20,19 +20,18 @@ from omegaconf import DictConfig, OmegaConf
 
 from lightning_hetero.base.precision import trained_dtype
 from lightning_hetero.cli.loading import load_data, load_module, profile_module
-from lightning_hetero.cli.probe import probe_machine
+from lightning_hetero.cli.ranks import probe_machine
 from lightning_hetero.cli.summary import format_table
-from lightning_hetero.cluster.describe import describe_cluster
-from lightning_hetero.cluster.units import as_number, bytes_text
+from lightning_hetero.cluster.units import as_number, bytes_text, describe_cluster
 from lightning_hetero.pipeline.fit.plan.planning import read_cluster
 from lightning_hetero.plan.estimate import Estimate
 from lightning_hetero.plan.formula import model_from_formula
 from lightning_hetero.plan.planner import Plan, check_engines, plan
 from lightning_hetero.plan.recorded import setup_from_events
 from lightning_hetero.plan.setup import Setup
-from lightning_hetero.plan.what_if import Change, changed, usual_changes
+from lightning_hetero.plan.what_if import changed, usual_changes
 from lightning_hetero.record import read_events
-from lightning_hetero.types import Cluster, ModelCost
+from lightning_hetero.types import Cluster
 
 __all__ = ["answer", "main", "plan_tables", "read_setup"]
 
@@ -55,16 +54,18 @@ def read_setup(given: Mapping[str, Any]) -> tuple[Setup, list[str]]:
             " measured, formula={kind: transformer, ...} is computed, run=FOLDER was recorded"
         )
     if given.get("run") is not None:
-        setup, notes = _recorded(given)
+        folder = Path(str(given["run"]))
+        events = read_events(folder / "events" if (folder / "events").is_dir() else folder)
+        setup, notes = setup_from_events(events, global_batch=given.get("global_batch")), [f"as recorded in {folder}"]
     else:
         setup, notes = _modelled(given)
-    return _adjusted(setup, given), notes
-
-
-def _recorded(given: Mapping[str, Any]) -> tuple[Setup, list[str]]:
-    folder = Path(str(given["run"]))
-    events = read_events(folder / "events" if (folder / "events").is_dir() else folder)
-    return setup_from_events(events, global_batch=given.get("global_batch")), [f"as recorded in {folder}"]
+    prices, exchange_s = given.get("prices"), given.get("exchange_s")
+    if prices is not None:
+        many = prices if isinstance(prices, Sequence) and not isinstance(prices, str) else [prices] * setup.ranks
+        setup = replace(setup, prices=tuple(as_number("prices", price) for price in many))
+    if exchange_s is not None:
+        setup = replace(setup, exchange_s=as_number("exchange_s", exchange_s))
+    return replace(setup, min_samples=given.get("min_samples")), notes
 
 
 def _modelled(given: Mapping[str, Any]) -> tuple[Setup, list[str]]:
@@ -86,7 +87,8 @@ def _modelled(given: Mapping[str, Any]) -> tuple[Setup, list[str]]:
             notes.append(f"one layer only: {profile.undivided}")
     else:
         model = model_from_formula(given["formula"])
-        notes.append(f"costs by formula: {len(model.layers)} layers, {bytes_text(_state_bytes(model))} of state")
+        state_bytes = math.fsum(part.state_bytes for part in (model.before, *model.layers, model.head))
+        notes.append(f"costs by formula: {len(model.layers)} layers, {bytes_text(state_bytes)} of state")
     cluster, measured = _cluster(given)
     notes += measured
     batch = given.get("global_batch")
@@ -111,27 +113,8 @@ def _cluster(given: Mapping[str, Any]) -> tuple[Cluster, list[str]]:
     return cluster, [f"links measured here, by {backend}"]
 
 
-def _adjusted(setup: Setup, given: Mapping[str, Any]) -> Setup:
-    prices = given.get("prices")
-    listed: tuple[float, ...] = ()
-    if prices is not None:
-        many = prices if isinstance(prices, Sequence) and not isinstance(prices, str) else [prices] * setup.ranks
-        listed = tuple(as_number("prices", price) for price in many)
-    exchange_s = given.get("exchange_s")
-    return replace(
-        setup,
-        prices=listed,
-        min_samples=given.get("min_samples"),
-        exchange_s=setup.exchange_s if exchange_s is None else as_number("exchange_s", exchange_s),
-    )
-
-
-def _state_bytes(model: ModelCost) -> float:
-    return math.fsum(part.state_bytes for part in (model.before, *model.layers, model.head))
-
-
-def answer(setup: Setup, given: Mapping[str, Any]) -> tuple[Plan, list[Change]]:
-    """Returns the plan, and what becomes of it under each change.
+def answer(setup: Setup, given: Mapping[str, Any]) -> tuple[Plan, list[tuple[str, Plan]]]:
+    """Returns the plan, and each change in words with what becomes of the plan under it.
 
     Raises:
         TypeError, ValueError: an unknown engine, or a change that cannot be.
@@ -147,17 +130,14 @@ def answer(setup: Setup, given: Mapping[str, Any]) -> tuple[Plan, list[Change]]:
         raise TypeError(
             f"what_if={asked!r} must be 'auto', or a list of changes, e.g. [{{without: 3}}, {{batch: 2}}]"
         )
-    changes: list[Change] = []
-    for change in asked:
-        title, other = changed(setup, change)
-        changes.append(Change(title=title, plan=plan(other, engines)))
-    return plan(setup, engines), changes
+    changes = [changed(setup, change) for change in asked]
+    return plan(setup, engines), [(title, plan(other, engines)) for title, other in changes]
 
 
 # ---- text -----------------------------------------------------------------------------------------------------------
 
 
-def plan_tables(found: Plan, changes: Sequence[Change]) -> str:
+def plan_tables(found: Plan, changes: Sequence[tuple[str, Plan]]) -> str:
     """Returns the whole answer as text."""
     setup = found.setup
     parts = [describe_cluster(setup.cluster) if setup.ranks <= _FEW else f"{setup.ranks} devices", _ranking(found)]
@@ -198,11 +178,11 @@ def _details(setup: Setup, estimate: Estimate) -> str:
     return "\n".join(lines)
 
 
-def _what_if(found: Plan, changes: Sequence[Change]) -> str:
-    priced = bool(found.setup.prices) or any(change.plan.setup.prices for change in changes)
+def _what_if(found: Plan, changes: Sequence[tuple[str, Plan]]) -> str:
+    priced = bool(found.setup.prices) or any(other.setup.prices for _, other in changes)
     header = ["what if", "engine", "ms per update", "samples/s", "against now"] + ["per 1M samples"] * priced
     rows: list[list[str]] = []
-    for title, answered in [("as it is", found), *((change.title, change.plan) for change in changes)]:
+    for title, answered in [("as it is", found), *changes]:
         best = answered.chosen
         row = [title, *["-"] * (len(header) - 1)]
         if best is not None:
@@ -228,7 +208,7 @@ def main(cfg: DictConfig) -> None:
         sys.exit(f"lightning-hetero-plan: {error}")
     print("\n".join([*notes, plan_tables(found, changes)]), flush=True)
     if given.get("out") is not None:
-        others = [{"title": change.title, **change.plan.as_plain()} for change in changes]
+        others = [{"title": title, **other.as_plain()} for title, other in changes]
         Path(str(given["out"])).write_text(json.dumps({**found.as_plain(), "what_if": others}, indent=1) + "\n")
 
 

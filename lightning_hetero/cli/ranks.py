@@ -1,4 +1,7 @@
-"""A short program on several ranks of this machine, and what its rank 0 has found."""
+"""Short programs on several ranks of this machine, and what their rank 0 has found; one of them is the probe.
+
+The probe measures the devices of this machine as training does when it starts: a process per device.
+"""
 
 from __future__ import annotations
 
@@ -16,10 +19,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from lightning_hetero.cluster.spec import cluster_from_plain, cluster_to_plain
 from lightning_hetero.measure.device import accelerators, device_of
+from lightning_hetero.measure.probe import probe_cluster
+from lightning_hetero.pipeline.decide.links import MOST_COMMUNICATORS
+from lightning_hetero.types import Cluster
 
-__all__ = ["as_rank", "backend_of", "device_of_rank", "on_ranks"]
+__all__ = ["as_rank", "on_ranks", "probe_machine"]
 
+_CPU_RANKS = 2  # where nothing tells how many
 _TAIL = 1500  # characters of a failed program's output that say why
 
 
@@ -82,3 +90,52 @@ def backend_of(device: torch.device) -> str:
     """Returns torch's backend for ranks on such devices, as the Trainer takes it; gloo, where the wheel has it not."""
     backend = dist.Backend.default_device_backend_map.get(device.type, "gloo")
     return backend if dist.is_backend_available(backend) else "gloo"
+
+
+# ---- the probe --------------------------------------------------------------------------------------------------
+
+
+def probe_machine(
+    *, devices: int | None = None, accelerator: str = "auto", dtype: torch.dtype = torch.float32
+) -> tuple[Cluster, str]:
+    """Returns speeds, memory and links of this machine's devices, and the links' backend; takes some seconds to start.
+
+    Args:
+        devices: how many; None: all GPUs, or two processes on a machine without.
+        accelerator: ``"cpu"``, ``"gpu"``, or ``"auto"``: GPUs where there are any.
+        dtype: of the speeds.
+
+    Raises:
+        ValueError: more devices than there are, or no GPU where one is asked for.
+        RuntimeError: a rank failed.
+    """
+    gpus = len(accelerators()) if accelerator != "cpu" else 0
+    if accelerator not in ("auto", "cpu", "gpu"):
+        raise ValueError(f"accelerator={accelerator!r} must be 'auto', 'cpu' or 'gpu'")
+    if accelerator == "gpu" and not gpus:
+        raise ValueError("accelerator='gpu', but torch sees no GPU on this machine: is its wheel built for CUDA?")
+    if devices is not None and (devices < 1 or (gpus and devices > gpus)):
+        raise ValueError(f"devices={devices} must be 1 to {gpus or 'as many processes as you like'}")
+    count = devices or gpus or _CPU_RANKS
+    kind = "gpu" if gpus else "cpu"
+    setting = {"accelerator": kind, "dtype": str(dtype).removeprefix("torch.")}
+    found = on_ranks("lightning_hetero.cli.ranks", count, setting)
+    return cluster_from_plain(found["cluster"]), found["backend"]
+
+
+def _probe(setting: dict[str, Any]) -> dict[str, Any]:
+    world, device = dist.group.WORLD, device_of_rank(setting["accelerator"])
+    assert world is not None
+    backend = backend_of(device)
+    cluster = probe_cluster(
+        world,
+        device,
+        direct="" if backend == "gloo" else backend,
+        communicators=MOST_COMMUNICATORS,
+        dtype=getattr(torch, setting["dtype"]),
+    )
+    return {"cluster": cluster_to_plain(cluster), "backend": backend}
+
+
+if __name__ == "__main__":
+    as_rank(_probe)

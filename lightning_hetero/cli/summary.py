@@ -12,22 +12,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from statistics import fmean, median
 from typing import Any
 
 from lightning_hetero.types import Event
 
-__all__ = [
-    "RankSummary",
-    "comparison_table",
-    "format_table",
-    "mean_global_batch",
-    "rank_table",
-    "ranks_as_json",
-    "ranks_from_json",
-    "summarise_ranks",
-]
+__all__ = ["RankSummary", "comparison_table", "format_table", "mean_global_batch", "rank_table", "summarise_ranks"]
+
+_STEADY = 0.5  # part of each rank's steps, from the end, that is looked at
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -53,33 +46,30 @@ class RankSummary:
     wait_s: float
 
 
-def summarise_ranks(events: Iterable[Event], *, steady_part: float = 0.5) -> list[RankSummary]:
+def summarise_ranks(events: Iterable[Event]) -> list[RankSummary]:
     """Returns one summary per rank, in order of rank; empty if the events hold no step.
 
     Args:
         events: any events; only those of kind ``passed``, and ``step`` with ``samples`` and ``compute_s``, count.
-        steady_part: part of each rank's steps, from the end, to look at; in (0, 1].
-
-    Raises:
-        ValueError: ``steady_part`` outside (0, 1].
     """
-    if not 0.0 < steady_part <= 1.0:
-        raise ValueError(
-            f"steady_part={steady_part!r} must be in (0, 1]; 0.5 is the second half of the steps"
-        )
-    steady = {rank: _last_part(list(steps.values()), steady_part) for rank, steps in sorted(_steps(events).items())}
+    steady = {
+        rank: [step for _, step in sorted(steps.items())][-max(1, math.ceil(_STEADY * len(steps))) :]
+        for rank, steps in sorted(_steps(events).items())
+    }
     samples = {rank: fmean(step.samples for step in steps) for rank, steps in steady.items()}
     total = math.fsum(samples.values())
     summaries: list[RankSummary] = []
     for rank, steps in steady.items():
         own = [step for step in steps if step.taken_part]
+        # A step without samples says nothing about the speed: its time is all fixed cost.
+        speeds = [step.samples / step.compute_s for step in own if step.compute_s > 0 and step.samples > 0]
         summaries.append(
             RankSummary(
                 rank=rank,
                 steps=len(steps),
                 samples=samples[rank],
                 share=samples[rank] / total if total > 0 else 0.0,
-                samples_per_s=_median_speed(own),
+                samples_per_s=median(speeds) if speeds else None,
                 compute_s=median(step.compute_s for step in own) if own else 0.0,
                 wait_s=median(step.wait_s for step in own) if own else 0.0,
             )
@@ -96,31 +86,21 @@ def mean_global_batch(events: Iterable[Event]) -> float:
     return fmean(batches.values()) if batches else 0.0
 
 
-def ranks_as_json(ranks: Iterable[RankSummary]) -> list[dict[str, Any]]:
-    """Returns the summaries as plain JSON values; `ranks_from_json` is the inverse."""
-    return [asdict(rank) for rank in ranks]
+def rank_table(ranks: Sequence[Mapping[str, Any]]) -> str:
+    """Returns the table of one job, a line per rank: speed, share, compute and wait.
 
-
-def ranks_from_json(rows: Iterable[Mapping[str, Any]]) -> list[RankSummary]:
-    """Returns the summaries that `ranks_as_json` wrote.
-
-    Raises:
-        TypeError: a row lacks a field or has one too many.
+    Args:
+        ranks: `RankSummary`, as plain values.
     """
-    return [RankSummary(**row) for row in rows]
-
-
-def rank_table(ranks: Sequence[RankSummary]) -> str:
-    """Returns the table of one job, a line per rank: speed, share, compute and wait."""
     header = ["rank", "samples/s", "samples", "share %", "compute ms", "wait ms"]
     rows = [
         [
-            str(r.rank),
-            _number(r.samples_per_s, 1),
-            _number(r.samples, 1),
-            _number(100 * r.share, 1),
-            _number(1e3 * r.compute_s, 1),
-            _number(1e3 * r.wait_s, 1),
+            str(r["rank"]),
+            _number(r["samples_per_s"], 1),
+            _number(r["samples"], 1),
+            _number(100 * r["share"], 1),
+            _number(1e3 * r["compute_s"], 1),
+            _number(1e3 * r["wait_s"], 1),
         ]
         for r in ranks
     ]
@@ -140,24 +120,13 @@ def comparison_table(results: Sequence[Mapping[str, Any]]) -> str:
     names = list(dict.fromkeys(str(r["metric"]["name"]) for r in results if r.get("metric")))
     varied = _varied_overrides(results)
     told = ["overrides"] if any(varied) else []
-    header = [
-        "job",
-        "strategy",
-        "scenario",
-        *told,
-        "fit s",
-        "speed-up",
-        "samples/s",
-        *names,
-        "shares %",
-        "waiting %",
-    ]
+    header = ["job", "strategy", "scenario", *told, "fit s", "speed-up", "samples/s", *names, "shares %", "waiting %"]
     first_s = next((r["fit_s"] for r in results if r.get("fit_s")), None)
-    rows = []
+    rows: list[list[str]] = []
     for index, result in enumerate(results):
-        ranks = ranks_from_json(result.get("ranks") or [])
-        fit_s = result.get("fit_s")
-        speed_up = first_s / fit_s if first_s and fit_s else None
+        ranks: list[Mapping[str, Any]] = result.get("ranks") or []
+        fit_s, metric = result.get("fit_s"), result.get("metric") or {}
+        work_s, wait_s = (math.fsum(rank[name] for rank in ranks) for name in ("compute_s", "wait_s"))
         rows.append(
             [
                 str(result.get("job", index)),
@@ -165,25 +134,18 @@ def comparison_table(results: Sequence[Mapping[str, Any]]) -> str:
                 str(result.get("scenario") or "-"),
                 *([varied[index] or "-"] if told else []),
                 _number(fit_s, 2),
-                "-" if speed_up is None else f"{speed_up:.2f}x",
+                f"{first_s / fit_s:.2f}x" if first_s and fit_s else "-",
                 _number(result.get("samples_per_s"), 1),
-                *(_metric(result, name) for name in names),
-                "/".join(f"{100 * r.share:.0f}" for r in ranks) or "-",
-                _number(_waiting_percent(ranks), 1),
+                *(_number(metric.get("value") if metric.get("name") == name else None, 4) for name in names),
+                "/".join(f"{100 * rank['share']:.0f}" for rank in ranks) or "-",
+                _number(100 * wait_s / (work_s + wait_s) if work_s + wait_s > 0 else None, 1),
             ]
         )
     return format_table(header, rows)
 
 
 def format_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Returns an aligned table: columns that hold text are left-aligned, numbers to the right.
-
-    Raises:
-        ValueError: a row has another number of cells than the header.
-    """
-    for row in rows:
-        if len(row) != len(header):
-            raise ValueError(f"a row has {len(row)} cells, the header {len(header)}: {list(row)}")
+    """Returns an aligned table: columns that hold text are left-aligned, numbers to the right."""
     columns = list(zip(header, *rows, strict=True))
     widths = [max(len(cell) for cell in column) for column in columns]
     right = [all(_is_numeric(cell) for cell in column[1:]) for column in columns]
@@ -208,9 +170,9 @@ class _Step:
 
 
 def _steps(events: Iterable[Event]) -> dict[int, dict[tuple[int, int], _Step]]:
-    """Returns each rank's steps by (epoch, step), in this order."""
+    """Returns each rank's steps by (epoch, step)."""
     found: dict[int, dict[tuple[int, int], _Step]] = {}
-    for event in sorted(events, key=lambda e: (e.epoch, e.step)):
+    for event in events:
         measured = event.kind == "step" and "samples" in event.data and "compute_s" in event.data
         if not measured and event.kind != "passed":
             continue
@@ -223,34 +185,11 @@ def _steps(events: Iterable[Event]) -> dict[int, dict[tuple[int, int], _Step]]:
     return found
 
 
-def _last_part(steps: list[_Step], part: float) -> list[_Step]:
-    return steps[-max(1, math.ceil(part * len(steps))) :]
-
-
-def _median_speed(steps: Iterable[_Step]) -> float | None:
-    # A step without samples says nothing about the speed: its time is all fixed cost.
-    speeds = [step.samples / step.compute_s for step in steps if step.compute_s > 0 and step.samples > 0]
-    return median(speeds) if speeds else None
-
-
-def _waiting_percent(ranks: Sequence[RankSummary]) -> float | None:
-    busy_s = math.fsum(r.compute_s for r in ranks)
-    wait_s = math.fsum(r.wait_s for r in ranks)
-    return 100 * wait_s / (busy_s + wait_s) if busy_s + wait_s > 0 else None
-
-
 def _varied_overrides(results: Sequence[Mapping[str, Any]]) -> list[str]:
     given = [[str(o) for o in result.get("overrides") or []] for result in results]
     common = set(given[0]).intersection(*given) if given else set()
     shown = ("strategy=", "emulation=")
-    return [
-        " ".join(o for o in job if o not in common and not o.startswith(shown)) for job in given
-    ]
-
-
-def _metric(result: Mapping[str, Any], name: str) -> str:
-    metric = result.get("metric") or {}
-    return _number(metric.get("value") if metric.get("name") == name else None, 4)
+    return [" ".join(o for o in job if o not in common and not o.startswith(shown)) for job in given]
 
 
 def _number(value: float | None, digits: int) -> str:
@@ -258,10 +197,7 @@ def _number(value: float | None, digits: int) -> str:
 
 
 def _is_numeric(cell: str) -> bool:
-    if cell == "-":
-        return True
     try:
-        float(cell.rstrip("x"))
+        return cell == "-" or math.isfinite(float(cell.rstrip("x")))
     except ValueError:
         return False
-    return True

@@ -15,6 +15,7 @@ import logging
 import math
 import time
 import warnings
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -31,14 +32,7 @@ from lightning_hetero import lightning_compat as compat
 from lightning_hetero.callbacks import ThrottleCallback
 from lightning_hetero.cli.jobs import end_children, isolated_job, job_number
 from lightning_hetero.cli.report import write_report
-from lightning_hetero.cli.summary import (
-    comparison_table,
-    mean_global_batch,
-    rank_table,
-    ranks_as_json,
-    ranks_from_json,
-    summarise_ranks,
-)
+from lightning_hetero.cli.summary import comparison_table, mean_global_batch, rank_table, summarise_ranks
 from lightning_hetero.pipeline.strategy import HeteroPipelineStrategy
 from lightning_hetero.record import read_events
 
@@ -92,9 +86,7 @@ class ComparisonTable(HydraCallback):
 
     def on_multirun_end(self, config: DictConfig, **kwargs: Any) -> None:
         # A launcher that runs jobs elsewhere calls on_job_end there; then the sweep's directory tells.
-        found = self.directories or sorted(
-            p.parent for p in Path(config.hydra.sweep.dir).rglob(RESULT_FILE)
-        )
+        found = self.directories or sorted(p.parent for p in Path(config.hydra.sweep.dir).rglob(RESULT_FILE))
         paths = [Path(directory) / RESULT_FILE for directory in found]
         results = [json.loads(path.read_text()) for path in paths if path.is_file()]
         # Without a job the file is only the clock's: that job did not end well.
@@ -168,9 +160,7 @@ def make_trainer(cfg: DictConfig, output_dir: Path) -> Trainer:
     """Returns the trainer with the configured strategy, loggers, callbacks and emulated devices."""
     strategy = build(cfg.strategy)
     check_groups(cfg, strategy)
-    callbacks = [
-        build(callback) for callback in (cfg.callbacks or {}).values() if callback is not None
-    ]
+    callbacks = [build(callback) for callback in (cfg.callbacks or {}).values() if callback is not None]
     callbacks.append(FitClock(output_dir / RESULT_FILE))
     scenario = build(cfg.emulation.scenario) if cfg.emulation else None
     if scenario is not None:
@@ -179,9 +169,7 @@ def make_trainer(cfg: DictConfig, output_dir: Path) -> Trainer:
     return build(cfg.trainer, strategy=strategy, callbacks=callbacks, logger=loggers or False)
 
 
-def final_metrics(
-    trainer: Trainer, model: LightningModule, data: Any, wanted: str
-) -> dict[str, float]:
+def final_metrics(trainer: Trainer, model: LightningModule, data: Any, wanted: str) -> dict[str, float]:
     """Returns everything logged last; validates once more if training ended without validating."""
     metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
     if wanted not in metrics:
@@ -213,13 +201,9 @@ def collect_result(cfg: DictConfig, output_dir: Path, metrics: dict[str, float])
         **clocked,
         "samples": samples or None,
         "samples_per_s": samples / clocked["fit_s"] if samples else None,
-        "metric": {
-            "name": cfg.metric.name,
-            "mode": cfg.metric.mode,
-            "value": metrics.get(cfg.metric.name),
-        },
+        "metric": {"name": cfg.metric.name, "mode": cfg.metric.mode, "value": metrics.get(cfg.metric.name)},
         "metrics": {name: value if math.isfinite(value) else None for name, value in metrics.items()},
-        "ranks": ranks_as_json(summarise_ranks(events)),
+        "ranks": [asdict(rank) for rank in summarise_ranks(events)],
     }
 
 
@@ -235,8 +219,7 @@ def job_report(result: dict[str, Any]) -> str:
         f"\n{result['strategy']} on {result['scenario']}: "
         f"{result['steps']} steps in {result['fit_s']:.2f} s, {metric['name']} {value}"
     )
-    ranks = ranks_from_json(result["ranks"])
-    return f"{headline}\n{rank_table(ranks)}" if ranks else headline
+    return f"{headline}\n{rank_table(result['ranks'])}" if result["ranks"] else headline
 
 
 @hydra.main(version_base="1.3", config_path=str(CONF), config_name="train")

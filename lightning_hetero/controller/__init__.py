@@ -6,9 +6,9 @@ derivation and all formulas here are ours:
 
     measured      stages free of waiting, links                            `estimates`
     overspent     prices, and a virtual queue per constraint, with a bank  `spending`
-    minimised     V T + sum of queues times use, migrations amortised      `structure.objective`
-    each batch    samples per group, exact, free                           `structure.shares`
-    on a change   structure, by tentative search                           `triggers`, `structure.search`
+    minimised     V T + sum of queues times use, migrations amortised      `objective`
+    each batch    samples per group, exact, free                           `priced_shares`
+    on a change   structure, by tentative search                           `triggers`, `solvers.placement.search`
     afterwards    rolled back if measured worse than promised              `trials`
 
 A change is what triggers, never a fixed slot: how late a change is answered costs more than how well. Pure: the same

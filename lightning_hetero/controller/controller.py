@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
-from lightning_hetero.controller.estimates import Estimates, State
+from lightning_hetero.controller.estimates import Estimates
 from lightning_hetero.controller.forms import Forms, Pipes, shares_of
-from lightning_hetero.controller.messages import Decision, DecisionKind, Move, Observation, Outcome
+from lightning_hetero.controller.messages import Decision, DecisionKind, LayerMove, Observation
+from lightning_hetero.controller.migration import MigrationModel, moves_between
+from lightning_hetero.controller.objective import Objective
 from lightning_hetero.controller.settings import ControllerSettings
 from lightning_hetero.controller.spending import Spending, VirtualQueue
-from lightning_hetero.controller.structure.migration import MigrationModel, moves_between
-from lightning_hetero.controller.structure.objective import Objective
-from lightning_hetero.controller.trials import Bars, Library, Trial, Trials
+from lightning_hetero.controller.trials import Trial, Trials
 from lightning_hetero.controller.triggers import Look, Triggers
 from lightning_hetero.solvers.placement.search import Judged, better_structure
 from lightning_hetero.solvers.plans import plan_from_plain, plan_to_plain
@@ -21,11 +21,15 @@ from lightning_hetero.types import Cluster, PipelinePlan
 
 __all__ = ["Controller"]
 
-_STALE = 0.005  # relative change of an estimate, beyond its noise, from which the costs are computed anew
+_STALE, _SURE = 0.01, 2.0  # relative change of an estimate, and in its standard deviations, that counts
+_WARM_UP = 1  # first batches to ignore
+_ROUNDS, _CANDIDATES = 2, 60  # of the search for a structure
 
 
 class Controller:
     """Decides for one run; made by `LyapunovController.start`.
+
+    As long as no estimate leaves its noise and nothing is overspent, a batch is taken in and no solver is called.
 
     Args:
         settings: the user's.
@@ -33,58 +37,40 @@ class Controller:
         plan: in force, generation 0.
         forms: of this model's plans.
         spending: of this run.
-        always: ranks that never rest.
-        rest_samples: that a rank at rest computes all the same.
-
-    Attributes:
-        plan: in force, or decided last.
-        generation: its number.
 
     Raises:
         ValueError: the plan does not fit the devices.
     """
 
     def __init__(
-        self,
-        settings: ControllerSettings,
-        cluster: Cluster,
-        plan: PipelinePlan,
-        *,
-        forms: Forms,
-        spending: Spending,
-        always: Iterable[int] = (),
-        rest_samples: float = 0.0,
+        self, settings: ControllerSettings, cluster: Cluster, plan: PipelinePlan, *, forms: Forms, spending: Spending
     ) -> None:
         self.settings, self._forms, self._spending = settings, forms, spending
-        self._always, self._rest_samples = frozenset(always), rest_samples
-        self._ranks = len(cluster.devices)
-        self._estimates = Estimates(forms.model, cluster, recheck=settings.recheck)
-        self._migration = MigrationModel()
-        self._library, self._bars = Library(settings.library), Bars(batches=settings.bar_batches)
-        self._trials = Trials(settings.trial_batches, settings.margin)
-        self._outcome: Outcome | None = None  # to be told with the next decision
+        self._costs = _Costs(forms, cluster, settings.recheck)
+        self._trials = Trials()
         self._put_off: list[str] | None = None  # what there was to look at, when it was put off by a batch
         self._start_with(plan)
-        pipes = self._plans[0][0]
-        first = self._objective(pipes).at(pipes, shares_of(plan))
+        first = self._objective(self._plans.pipes).at(self._plans.pipes, shares_of(plan))
         if first is None:
             raise ValueError(f"the plan in force does not fit the devices: {forms.reason_against(plan, cluster)}")
         spending.reference_s = first.time_s
 
     def _start_with(self, plan: PipelinePlan) -> None:
         """Takes ``plan`` for generation 0, in force from batch 0 on."""
-        pipes = self._forms.pipes_of(plan)
-        self.plan: PipelinePlan = plan
-        self.generation: int = 0
-        self._numbered: int = 0  # numbers are never used twice
-        self._plans: dict[int, tuple[Pipes, PipelinePlan]] = {0: (pipes, plan)}
-        self._in_force, self._pending, self._seen = 0, -1, -1
-        self._trials.present = None
-        self._next_trial: Trial | None = None
-        self._promised_pause_s = 0.0
-        self._set_state(self._estimates.state)
-        self._triggers = Triggers(self.settings, self._state)
-        self._library.add(pipes)
+        self._plans = _Plans(self._forms.pipes_of(plan), plan)
+        self._trials.start_with(self._plans.pipes)
+        self._costs.renew(plan)
+        self._triggers = Triggers(self.settings, self._costs.state)
+
+    @property
+    def plan(self) -> PipelinePlan:
+        """In force, or decided last."""
+        return self._plans.plan
+
+    @property
+    def generation(self) -> int:
+        """The number of `plan`."""
+        return self._plans.generation
 
     @property
     def queues(self) -> Mapping[str, VirtualQueue]:
@@ -104,26 +90,25 @@ class Controller:
         Raises:
             ValueError: a batch that does not follow the ones before, or an unknown generation.
         """
-        if seen.batch <= self._seen:
-            raise ValueError(f"Observation.batch={seen.batch} must be above {self._seen}, the last one")
-        if seen.generation not in self._plans:
-            raise ValueError(f"Observation.generation={seen.generation} must be one of {sorted(self._plans)}")
-        self._seen = seen.batch
-        self._enter(seen)
-        pipes, plan = self._plans[seen.generation]
+        if self._plans.enter(seen):
+            self._costs.migration.learn(self._plans.promised_pause_s, seen.pause_s)
+            self._trials.enter()
+        pipes, plan = self._plans.by_generation[seen.generation]
         told = self._spending.reprice(seen.prices)[:2]
         sizes = seen.micro_batches or [group.micro_batches for group in plan.groups]
-        if seen.batch >= self.settings.warmup:
-            self._estimates.update(seen, pipes, sizes)
-        told += self._estimates.forget(seen.batch)[:1]
-        if self._estimates.furthest(self._state) > _STALE:
-            self._set_state(self._estimates.state)
+        warm = seen.batch >= _WARM_UP
+        estimates = self._costs.estimates
+        if warm:
+            estimates.update(seen, pipes, sizes)
+        told += estimates.forget(seen.batch)[:1]
+        if estimates.furthest(self._costs.state, _SURE) > _STALE:
+            self._costs.renew(self.plan)
         shares = [sum(of_group) for of_group in sizes]
         self._spending.add(seen, shares, lambda resource: self._objective(pipes).use(resource, pipes))
-        if seen.batch_s > 0.0 and sum(shares) == self._forms.samples and seen.batch >= self.settings.warmup:
+        if warm and seen.batch_s > 0.0 and sum(shares) == self._forms.samples:
             self._trials.add(seen.batch_s, self._modelled_s(seen.generation))
-        if self._pending >= 0:
-            return self._keep("a change of structure is under way")
+        if self._plans.pending >= 0:
+            return self._decision("a change of structure is under way")
         if (trial := self._trials.over) is not None:
             if (way_back := self._settle(trial)) is not None:
                 return way_back
@@ -132,56 +117,37 @@ class Controller:
 
     def withdraw(self, generation: int) -> None:
         """Takes back a change of structure that could not be carried out: the plan before stays, and it is barred."""
-        if generation != self._pending:
-            raise ValueError(f"generation={generation} must be the one under way, {self._pending}")
-        pipes, _ = self._plans.pop(generation)
-        self._bars.add(pipes, self._seen)
-        self._pending, self._next_trial = -1, None
-        self.generation = max(self._plans)
-        self.plan = self._plans[self.generation][1]
-
-    def _enter(self, seen: Observation) -> None:
-        """Notes which plan is in force."""
-        if seen.generation == self._in_force:
-            return
-        for generation in [g for g in self._plans if g < seen.generation]:
-            del self._plans[generation]
-        self._in_force = seen.generation
-        if self._pending >= 0 and seen.generation >= self._pending:
-            self._pending = -1
-            self._migration.learn(self._promised_pause_s, seen.pause_s)
-            self._trials.present, self._next_trial = self._next_trial, None
+        self._trials.bar(self._plans.withdraw(generation), self._plans.seen)
 
     # ---- decisions ----
 
     def _settle(self, trial: Trial) -> Decision | None:
         """Judges the structure on trial; returns the way back if it failed."""
-        pipes, _ = self._plans[self._in_force]
-        objective, bias = self._objective(pipes), self._trials.bias
+        pipes, bias = self._plans.pipes, self._trials.bias
+        objective = self._objective(pipes)
         old = objective.judge(trial.old)
-        outcome = self._trials.settle(trial, bias * old.time_s if old is not None else math.inf)
-        self._outcome = outcome
+        old_s = bias * old.time_s if old is not None else math.inf
+        outcome = self._trials.settle(trial, old_s)
         if outcome.kept or old is None:
             return None
-        self._bars.add(pipes, self._seen)
+        self._trials.bar(pipes, self._plans.seen)
         reason = (
             f"rolled back: {outcome.measured_s:.4g} s per batch measured, {trial.predicted_s:.4g} s promised,"
-            f" {bias * old.time_s:.4g} s expected of the structure before"
+            f" {old_s:.4g} s expected of the structure before"
         )
         return self._adopt("rollback", objective.at(pipes, shares_of(self.plan)), old, reason)
 
     def _decide(self, told: list[str]) -> Decision:
         look = self._look(told)
         charged = any(weight.queue > 0.0 for weight in self._spending.weights)
-        if not look.reason and not charged and self._kept == self.generation:
-            return self._keep("")  # as with the same costs before
-        pipes, plan = self._plans[self.generation]
+        if not look.reason and not charged and self._costs.kept == self.generation:
+            return self._decision("")  # as with the same costs before
+        pipes = self._plans.pipes
         objective = self._objective(pipes)
-        now, best = objective.at(pipes, shares_of(plan)), objective.judge(pipes)
+        best = objective.judge(pipes)
         if best is None:
-            return self._keep("the plan in force does not fit the devices any more")
-        if now is None:
-            now = best
+            return self._decision("the plan in force does not fit the devices any more")
+        now = objective.at(pipes, shares_of(self.plan)) or best
         if look.reason:
             found = self._search(objective, best, look.ranks)
             gain = best.value - found.value
@@ -190,115 +156,88 @@ class Controller:
         gain = now.value - best.value
         if best.shares != now.shares and gain > self.settings.share_band * objective.scale_at(now):
             return self._adopt("shares", now, best, "samples per group")
-        self._kept = -1 if charged else self.generation
-        return self._keep("")
+        self._costs.kept = -1 if charged else self.generation
+        return self._decision("")
 
     def _look(self, told: list[str]) -> Look:
         """Returns whether to look at the structure after this batch; not where a jump is still to be confirmed."""
         if not self.settings.structure or self._trials.present is not None:
             return Look("")
-        if self._put_off is None and self._estimates.unsure(self._seen):
+        if self._put_off is None and self._costs.estimates.unsure(self._plans.seen):
             self._put_off = told  # layers would move for half of what has happened
             return Look("")
         told, self._put_off = [*(self._put_off or ()), *told], None
-        return self._triggers.look(self._seen, self._state, self._estimates, self._spending, told)
+        return self._triggers.look(self._plans.seen, self._costs.state, self._costs.estimates, self._spending, told)
 
     def _search(self, objective: Objective, best: Judged, ranks: tuple[int, ...]) -> Judged:
-        settings, batch = self.settings, self._seen
         return better_structure(
             objective,
             best,
-            rounds=settings.rounds,
-            candidates=settings.candidates,
+            rounds=_ROUNDS,
+            candidates=_CANDIDATES,
             most_groups=self._forms.most_groups,
             first=ranks,
-            remembered=[s for s in reversed(self._library.structures) if s != best.pipes],
-            barred=lambda pipes: self._bars.barred(pipes, batch) or self._rests_wrongly(pipes),
+            remembered=[pipes for pipes in reversed(self._trials.remembered) if pipes != best.pipes],
+            barred=lambda pipes: self._trials.barred(pipes, self._plans.seen),
         )
 
-    def _rests_wrongly(self, pipes: Pipes) -> bool:
-        return bool(self._always) and not self._always.issubset(rank for pipe in pipes for rank in pipe.ranks)
-
     def _adopt(self, kind: DecisionKind, now: Judged | None, new: Judged, reason: str) -> Decision:
-        old, bias = self._plans[self.generation][0], self._trials.bias
-        plan = self._forms.plan_of(new, self._problem)
-        self._numbered += 1
-        self.plan, self.generation = plan, self._numbered
-        self._plans[self.generation] = (new.pipes, plan)
-        moves: tuple[Move, ...] = ()
+        old, bias, problem = self._plans.pipes, self._trials.bias, self._costs.problem
+        self._plans.add(new.pipes, self._forms.plan_of(new, problem), moves=kind != "shares", pause_s=new.pause_s)
+        moves: tuple[LayerMove, ...] = ()
         predicted_s = bias * new.time_s
         gain_s = bias * now.time_s - predicted_s if now is not None else math.inf
         if kind != "shares":
-            moves = moves_between(self._problem, old, new.pipes, self._forms.bounds, self._forms.sizes_bytes)
-            self._pending, self._promised_pause_s = self.generation, new.pause_s
-            self._library.add(new.pipes)
+            moves = moves_between(problem, old, new.pipes, self._forms.bounds, self._forms.sizes_bytes)
+            self._trials.remember(new.pipes)
         if kind == "plan":
-            self._next_trial = Trial(
-                generation=self.generation,
-                old=old,
-                predicted_s=predicted_s,
-                gain_s=gain_s,
-                for_time=gain_s > 0.0,
+            self._trials.next = Trial(
+                generation=self.generation, old=old, predicted_s=predicted_s, gain_s=gain_s, for_time=gain_s > 0.0
             )
-        return Decision(
-            batch=self._seen,
-            generation=self.generation,
+        return self._decision(
+            reason,
             kind=kind,
-            plan=plan,
-            reason=reason,
             predicted_s=predicted_s,
             gain_s=gain_s,
             cost_gain=self._spending.saved(now, new),
             moves=moves,
             pause_s=new.pause_s if kind != "shares" else 0.0,
-            queues=self._spending.values,
-            outcome=self._told_outcome(),
         )
 
-    def _keep(self, reason: str) -> Decision:
+    def _decision(self, reason: str, **new: Any) -> Decision:
         return Decision(
-            batch=self._seen,
+            batch=self._plans.seen,
             generation=self.generation,
-            kind="keep",
             plan=self.plan,
             reason=reason,
             queues=self._spending.values,
-            outcome=self._told_outcome(),
+            outcome=self._trials.taken_outcome(),
+            **{"kind": "keep", **new},
         )
-
-    def _told_outcome(self) -> Outcome | None:
-        outcome, self._outcome = self._outcome, None
-        return outcome
 
     # ---- the model ----
 
-    def _set_state(self, state: State) -> None:
-        self._state = state
-        self._problem = self._forms.problem(*self._estimates.costs(state), self.plan)
-        self._shared: dict[Pipes, tuple[list[int], float]] = {}
-        self._modelled: dict[int, float] = {}
-        self._kept = -1  # generation for which no other shares are better by these costs, as long as no queue counts
-
     def _modelled_s(self, generation: int) -> float:
         """Returns the time of a batch under a plan by the present costs [s]; it depends on no queue."""
-        if generation not in self._modelled:
-            pipes, plan = self._plans[generation]
+        modelled = self._costs.modelled
+        if generation not in modelled:
+            pipes, plan = self._plans.by_generation[generation]
             judged = self._objective(pipes).at(pipes, shares_of(plan))
-            self._modelled[generation] = math.nan if judged is None else judged.time_s
-        return self._modelled[generation]
+            modelled[generation] = math.nan if judged is None else judged.time_s
+        return modelled[generation]
 
     def _objective(self, present: Pipes) -> Objective:
+        spending = self._spending
         return Objective(
-            self._problem,
-            prices=self._spending.prices,
-            weights=self._spending.weights,
-            v=self._spending.v,
-            reference_s=self._spending.reference_s,
+            self._costs.problem,
+            prices=spending.prices,
+            weights=spending.weights,
+            v=spending.v,
+            reference_s=spending.reference_s,
             present=present,
-            migration=self._migration,
-            horizon=self._triggers.life(self._seen),
-            rest_samples=self._rest_samples,
-            known=self._shared,
+            migration=self._costs.migration,
+            horizon=self._triggers.life(self._plans.seen),
+            known=self._costs.shared,
         )
 
     # ---- checkpoint ----
@@ -306,11 +245,11 @@ class Controller:
     def state_dict(self) -> dict[str, Any]:
         """Returns JSON values for `load_state_dict`: plan, queues and what was learned."""
         return {
-            "ranks": self._ranks,
+            "ranks": self._costs.ranks,
             "samples": self._forms.samples,
             "plan": plan_to_plain(self.plan),
-            "estimates": self._estimates.to_plain(),
-            "migration": self._migration.to_plain(),
+            "estimates": self._costs.estimates.to_plain(),
+            "migration": self._costs.migration.to_plain(),
             "bias": list(self._trials.bias_of),
             **self._spending.to_plain(),
         }
@@ -322,15 +261,105 @@ class Controller:
             ValueError: it is of another number of ranks or another global batch; nothing has been changed then.
         """
         samples = self._forms.samples
-        if (state["ranks"], state["samples"]) != (self._ranks, samples):
+        if (state["ranks"], state["samples"]) != (self._costs.ranks, samples):
             raise ValueError(
                 f"the controller's state is of {state['ranks']} ranks and a global batch of {state['samples']}, not of"
-                f" {self._ranks} and {samples}: start without it"
+                f" {self._costs.ranks} and {samples}: start without it"
             )
         plan = plan_from_plain(state["plan"])
         self._forms.pipes_of(plan)  # raises
         self._spending.load(state)
-        self._estimates.load(state["estimates"])
-        self._migration.load(state["migration"])
+        self._costs.estimates.load(state["estimates"])
+        self._costs.migration.load(state["migration"])
         self._trials.bias_of.extend(state["bias"])
         self._start_with(plan)
+
+
+class _Plans:
+    """The plans that batches may still run under, by generation.
+
+    Attributes:
+        by_generation: structure and plan.
+        generation: of the last one.
+        in_force: the generation that the last batch ran under.
+        pending: the generation whose layers are still on their way; -1: none.
+        seen: the last batch.
+        promised_pause_s: of the last change of structure.
+    """
+
+    def __init__(self, pipes: Pipes, plan: PipelinePlan) -> None:
+        self.by_generation: dict[int, tuple[Pipes, PipelinePlan]] = {0: (pipes, plan)}
+        self.generation = self.in_force = self._numbered = 0  # numbers are never used twice
+        self.pending = self.seen = -1
+        self.promised_pause_s = 0.0
+
+    @property
+    def pipes(self) -> Pipes:
+        """The structure that was decided last."""
+        return self.by_generation[self.generation][0]
+
+    @property
+    def plan(self) -> PipelinePlan:
+        """The plan that was decided last."""
+        return self.by_generation[self.generation][1]
+
+    def enter(self, seen: Observation) -> bool:
+        """Notes which plan is in force; returns whether a change of structure has come into force."""
+        if seen.batch <= self.seen:
+            raise ValueError(f"Observation.batch={seen.batch} must be above {self.seen}, the last one")
+        if seen.generation not in self.by_generation:
+            raise ValueError(f"Observation.generation={seen.generation} must be one of {sorted(self.by_generation)}")
+        self.seen = seen.batch
+        if seen.generation == self.in_force:
+            return False
+        for generation in [g for g in self.by_generation if g < seen.generation]:
+            del self.by_generation[generation]
+        self.in_force = seen.generation
+        if not 0 <= self.pending <= seen.generation:
+            return False
+        self.pending = -1
+        return True
+
+    def add(self, pipes: Pipes, plan: PipelinePlan, *, moves: bool, pause_s: float) -> None:
+        """Gives a plan the next number."""
+        self._numbered += 1
+        self.generation = self._numbered
+        self.by_generation[self.generation] = pipes, plan
+        if moves:
+            self.pending, self.promised_pause_s = self.generation, pause_s
+
+    def withdraw(self, generation: int) -> Pipes:
+        """Takes back the change that is under way; returns its structure."""
+        if generation != self.pending:
+            raise ValueError(f"generation={generation} must be the one under way, {self.pending}")
+        pipes, _ = self.by_generation.pop(generation)
+        self.pending, self.generation = -1, max(self.by_generation)
+        return pipes
+
+
+class _Costs:
+    """What devices, links and migrations take by now, and what was computed from that.
+
+    Attributes:
+        estimates: what is measured.
+        migration: how long layers travel.
+        state: of the estimates when ``problem`` was made.
+        problem: model and cluster by that state.
+        shared: shares that are best for the time, by structure.
+        modelled: time of a batch, by generation [s].
+        kept: the generation for which no other shares are better, as long as no queue counts; -1: none.
+        ranks: number of them.
+    """
+
+    def __init__(self, forms: Forms, cluster: Cluster, recheck: int | None) -> None:
+        self._forms, self.ranks = forms, len(cluster.devices)
+        self.estimates = Estimates(forms.model, cluster, recheck=recheck)
+        self.migration = MigrationModel()
+
+    def renew(self, plan: PipelinePlan) -> None:
+        """Takes over what the estimates say by now, for plans near ``plan``."""
+        self.state = self.estimates.state
+        self.problem = self._forms.problem(*self.estimates.costs(self.state), plan)
+        self.shared: dict[Pipes, tuple[list[int], float]] = {}
+        self.modelled: dict[int, float] = {}
+        self.kept = -1

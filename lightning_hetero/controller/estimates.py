@@ -25,7 +25,6 @@ from statistics import median
 from typing import Any, NamedTuple
 
 from lightning_hetero.controller.messages import Observation
-from lightning_hetero.controller.resting import Resting
 from lightning_hetero.predictors import Kalman
 from lightning_hetero.solvers.placement.pipes import Pipe
 from lightning_hetero.types import Cluster, LayerCost, Link, ModelCost
@@ -38,6 +37,8 @@ _SURE = 2.0  # standard deviations that a change must exceed, besides the dead b
 _NOTHING_S = 1e-12
 _BESIDE = 50  # batches within which measurements of a rank's links count together
 _BLAMED = 1.5  # the least factor of these from which it is the rank that is slow, not a link
+_UNSTEADY, _STEADY = 3, 10  # first times of a rank at rest: ignored so many; compared with the mean up to so many
+_CHANGED, _RESTING_SURE = 0.5, 4.0  # relative change of its time that counts, if it is so many standard deviations
 _WELL = 1.05  # factor up to which something is as the profile says
 
 
@@ -99,6 +100,39 @@ class _Factor:
         self._read()
 
 
+class _Resting:
+    """A rank since it rests: nothing that it computes is the run's, so a change of its time counts.
+
+    Args:
+        factor: its time over the profile's, measured when it worked last.
+    """
+
+    def __init__(self, factor: float) -> None:
+        self.factor = factor
+        self._filter, self._first_s, self._seen = Kalman(), math.nan, 0
+
+    def add(self, rest_s: float) -> float | None:
+        """Takes in what a computation took that is always the same [s].
+
+        Returns:
+            The rank's speed over the profile's, if that time has changed since it rests.
+        """
+        self._seen += 1
+        if self._seen <= _UNSTEADY:
+            return None
+        self._filter.update(1, rest_s)
+        now_s = self._filter.predict(1)
+        if self._seen <= _STEADY:
+            self._first_s = now_s
+            return None
+        ratio = now_s / self._first_s
+        sure = abs(now_s - self._first_s) > _RESTING_SURE * self._filter.std_s(1)
+        if not sure or max(ratio, 1.0 / ratio) <= 1.0 + _CHANGED:
+            return None
+        # Never better than it was at work, or in the beginning: the first times may have been held up.
+        return 1.0 / max(self.factor * ratio, min(self.factor, 1.0))
+
+
 class Estimates:
     """Filters for all that is measured.
 
@@ -112,7 +146,7 @@ class Estimates:
         self._model, self._cluster, self._recheck = model, cluster, recheck
         self._links: dict[tuple[int, int], Link] = {}  # of such as were free in the cluster's description
         self._factors: dict[tuple[Any, ...], _Factor] = {}
-        self._resting: dict[int, Resting] = {}
+        self._resting: dict[int, _Resting] = {}
         self._batch_s = 0.0  # of the last batch
         self._state: State | None = None  # until something is learned or forgotten
         self._patience: dict[tuple[str, int], int] = {}  # with a rank or its links: how many times `recheck`
@@ -128,13 +162,13 @@ class Estimates:
             for stage, rank in enumerate(pipe.ranks):
                 first, last = pipe.cuts[stage], pipe.cuts[stage + 1]
                 self._stage(seen, rank, range(first, last), len(micro), sum(micro), leader=stage == 0)
-        probed = dict(seen.probed)
+        probed: dict[int, float] = {}
         for rank in {*self._resting, *seen.rest_s}:
             if any(rank in pipe.ranks for pipe in pipes):
                 self._resting.pop(rank, None)
             elif (rest_s := seen.rest_s.get(rank, 0.0)) > 0.0:
                 if rank not in self._resting:
-                    self._resting[rank] = Resting(self._value("rank", rank))
+                    self._resting[rank] = _Resting(self._value("rank", rank))
                 if (changed := self._resting[rank].add(rest_s)) is not None:
                     probed[rank] = changed
         for rank, speed in probed.items():
@@ -279,13 +313,13 @@ class Estimates:
         """Returns whether a rank's time jumped in this batch, which the next one will confirm or call a hiccup."""
         return any(key[0] == "rank" and f.seen == batch and f.unsure for key, f in self._factors.items())
 
-    def furthest(self, since: State) -> float:
-        """Returns the largest relative change since ``since`` of those that exceed their standard deviation."""
+    def furthest(self, since: State, sure: float) -> float:
+        """Returns the largest relative change since ``since`` of those that exceed ``sure`` standard deviations."""
         state, furthest = self.state, 0.0
         for key, factor in self._factors.items():
             before, now = _of(since, key), _of(state, key)
             change = max(now / before, before / now) - 1.0
-            if change > furthest and abs(now - before) > factor.std:
+            if change > furthest and abs(now - before) > sure * factor.std:
                 furthest = change
         return furthest
 
@@ -329,7 +363,7 @@ class Estimates:
         for key, state in plain["factors"]:
             self._factor(*key).load(state)
         self._patience = {(kind, rank): times for (kind, rank), times in plain["patience"]}
-        self._resting = {rank: Resting(factor) for rank, factor in plain.get("resting", ())}
+        self._resting = {rank: _Resting(factor) for rank, factor in plain.get("resting", ())}
 
 
 def _blamed(links: Mapping[tuple[int, int], _Factor]) -> dict[tuple[int, int], tuple[float, int]]:

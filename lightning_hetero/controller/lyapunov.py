@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -37,16 +37,8 @@ class LyapunovController(ControllerSettings):
             at.
         share_band: least relative gain for which samples per group change.
         look_every: batches after which the structure is looked at without a change.
-        horizon: batches by which a migration should have paid; None: as long as states lasted so far.
-        candidates: structures to judge per round.
-        rounds: of the search.
-        library: good structures that are remembered.
-        trial_batches: of a new structure that are compared with what was promised.
-        margin: relative excess over the promise from which it is rolled back, if it is also slower than the old one.
-        bar_batches: a structure that was rolled back is not tried for so long, twice as long each time.
         recheck: batches after which a device or a link that is not used is taken for as good as in the beginning, twice
             as long each time; None: never.
-        warmup: first batches to ignore.
 
     Raises:
         TypeError, ValueError: a value of a wrong type or out of its range; says which is allowed.
@@ -67,8 +59,6 @@ class LyapunovController(ControllerSettings):
         overlap: bool = True,
         depth: Literal["auto"] | DepthRule = "auto",
         planned_batches: int | None = None,
-        always: Iterable[int] = (),
-        rest_samples: float = 0.0,
     ) -> Controller:
         """Returns a controller for a run that begins with ``plan``.
 
@@ -77,8 +67,6 @@ class LyapunovController(ControllerSettings):
             plan: in force, generation 0.
             spans, micro_batch_size, max_groups, overlap, depth: as in `best_plan`.
             planned_batches: of the whole run, if known.
-            always: ranks that never rest.
-            rest_samples: that a rank at rest computes all the same, so that no batch is shorter.
 
         Raises:
             ValueError: numbers by rank of another length than the cluster, or a plan that does not fit it.
@@ -94,6 +82,4 @@ class LyapunovController(ControllerSettings):
             depth=depth,
         )
         spending = Spending(self, len(cluster.devices), forms.samples, planned_batches)
-        return Controller(
-            self, cluster, plan, forms=forms, spending=spending, always=always, rest_samples=rest_samples
-        )
+        return Controller(self, cluster, plan, forms=forms, spending=spending)

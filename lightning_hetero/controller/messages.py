@@ -13,7 +13,7 @@ from typing import Literal
 
 from lightning_hetero.types import PipelinePlan
 
-__all__ = ["Decision", "DecisionKind", "LinkTime", "Move", "Observation", "Outcome"]
+__all__ = ["Decision", "DecisionKind", "LayerMove", "LinkTime", "Observation", "Outcome"]
 
 DecisionKind = Literal["keep", "shares", "plan", "rollback"]
 
@@ -48,11 +48,9 @@ class Observation:
             around the backbone; free of any waiting. Ranks at rest, and those not measured, are left out.
         layer_s: optional: the same by rank and layer (in the order of the stage's layers) [s].
         links: what was measured of messages between stages; directions not measured are left out.
-        probed: of ranks at rest, if someone looks: their speed relative to what the controller was started with.
-        rest_s: of ranks at rest, instead: what a computation that is always the same took [s]; its change counts.
+        rest_s: of ranks at rest: what a computation that is always the same took [s]; its change counts.
         prices: money per hour by rank, from now on; ranks left out keep their price.
         micro_batches: sizes by group, if they were not the plan's (a short last batch).
-        batches: how many batches this one stands for, which were like it; `batch` is the last of them.
         pause_s: training stood still for a migration just before this batch [s].
         moved_bytes: that this migration sent.
     """
@@ -63,17 +61,15 @@ class Observation:
     work_s: Mapping[int, float] = field(default_factory=dict[int, float])
     layer_s: Mapping[int, Sequence[float]] = field(default_factory=dict[int, Sequence[float]])
     links: Sequence[LinkTime] = ()
-    probed: Mapping[int, float] = field(default_factory=dict[int, float])
     rest_s: Mapping[int, float] = field(default_factory=dict[int, float])
     prices: Mapping[int, float] = field(default_factory=dict[int, float])
     micro_batches: Sequence[Sequence[int]] | None = None
-    batches: int = 1
     pause_s: float = 0.0
     moved_bytes: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Move:
+class LayerMove:
     """A layer's parameters, buffers and optimizer state go to a rank that does not hold them yet.
 
     Attributes:
@@ -138,7 +134,7 @@ class Decision:
     predicted_s: float = math.nan
     gain_s: float = 0.0
     cost_gain: Mapping[str, float] = field(default_factory=dict[str, float])
-    moves: tuple[Move, ...] = ()
+    moves: tuple[LayerMove, ...] = ()
     pause_s: float = 0.0
     queues: Mapping[str, float] = field(default_factory=dict[str, float])
     outcome: Outcome | None = None

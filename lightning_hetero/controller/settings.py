@@ -24,6 +24,10 @@ class Budget(NamedTuple):
     limit: float
 
 
+_CONSTANT = "is a constant now: no run has set it"
+_REMOVED = ("horizon", "candidates", "rounds", "library", "trial_batches", "margin", "bar_batches", "warmup")
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ControllerSettings:
     """The arguments of `LyapunovController`, which documents them."""
@@ -39,37 +43,25 @@ class ControllerSettings:
     dead_band: float = 0.03
     share_band: float = 0.01
     look_every: int = 50
-    horizon: int | None = None
-    candidates: int = 60
-    rounds: int = 2
-    library: int = 12
-    trial_batches: int = 3
-    margin: float = 0.1
-    bar_batches: int = 50
     recheck: int | None = 200
-    warmup: int = 1
+
+    def __new__(cls, **options: Any) -> ControllerSettings:  # for one release: names that went say so
+        for name in _REMOVED:
+            if name in options:
+                raise TypeError(f"LyapunovController({name}=...) {_CONSTANT}; leave it out")
+        return object.__new__(cls)
 
     def __post_init__(self) -> None:
         self._put("v", None if self.v is None else _real("v", self.v, above=True))
         self._put("bank", None if self.bank is None else _real("bank", self.bank))
         for name in ("prices", "power_w", "idle_power_w"):
             self._put(name, _one_or_each(name, getattr(self, name)))
-        for name, most in (("rest_cost", 1.0), ("dead_band", 1.0), ("share_band", 1.0), ("margin", 10.0)):
-            self._put(name, _real(name, getattr(self, name), most=most))
-        for name, least in (
-            ("look_every", 1),
-            ("candidates", 1),
-            ("rounds", 0),
-            ("library", 1),
-            ("trial_batches", 1),
-            ("bar_batches", 0),
-            ("warmup", 0),
-            ("horizon", 1),
-            ("recheck", 1),
-        ):
+        for name in ("rest_cost", "dead_band", "share_band"):
+            self._put(name, _real(name, getattr(self, name), most=1.0))
+        for name in ("look_every", "recheck"):
             value = getattr(self, name)
-            if not (value is None and name in ("horizon", "recheck")):
-                _check_whole(name, value, least)
+            if (type(value) is not int or value < 1) and not (value is None and name == "recheck"):
+                raise ValueError(f"LyapunovController({name}={value!r}) must be a whole number >= 1")
         if type(self.structure) is not bool:
             raise TypeError(f"LyapunovController(structure={self.structure!r}) must be true or false")
         self._put("budget", _checked_budget(self.budget))
@@ -126,11 +118,6 @@ def _real(name: str, value: Any, *, above: bool = False, most: float = math.inf)
         limits = f"a finite number {'>' if above else '>='} 0" + (f" and <= {most:g}" if most < math.inf else "")
         raise ValueError(f"LyapunovController({name}={value!r}) must be {limits}")
     return number
-
-
-def _check_whole(name: str, value: Any, least: int) -> None:
-    if type(value) is not int or value < least:
-        raise ValueError(f"LyapunovController({name}={value!r}) must be a whole number >= {least}")
 
 
 def _one_or_each(name: str, value: Any) -> float | tuple[float, ...]:

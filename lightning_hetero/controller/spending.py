@@ -18,8 +18,8 @@ from typing import Any
 import numpy as np
 
 from lightning_hetero.controller.messages import Observation
+from lightning_hetero.controller.objective import Prices, Use, Weight
 from lightning_hetero.controller.settings import Budget, ControllerSettings, Resource
-from lightning_hetero.controller.structure.objective import Prices, Use, Weight
 from lightning_hetero.solvers.placement.search import Judged
 
 __all__ = ["Spending", "VirtualQueue"]
@@ -132,7 +132,7 @@ class Spending:
             if budget.resource == "traffic":
                 amount += seen.moved_bytes
             batches = seconds / self.reference_s if budget.per_hour else samples / self._samples
-            self.queues[budget.name].add(_ratio(budget, amount, samples, seconds), seen.batches * batches)
+            self.queues[budget.name].add(_ratio(budget, amount, samples, seconds), batches)
 
     def _work_energy(self, work_s: Mapping[int, float]) -> float:
         more = self.prices.power_w - self.prices.idle_power_w

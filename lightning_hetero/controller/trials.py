@@ -10,49 +10,14 @@ from statistics import median
 from lightning_hetero.controller.messages import Outcome
 from lightning_hetero.solvers.placement.pipes import Pipe
 
-__all__ = ["Bars", "Library", "Trial", "Trials"]
+__all__ = ["Trial", "Trials"]
 
 Pipes = tuple[Pipe, ...]
 
+_REMEMBERED = 12  # structures
+_TRIED, _MARGIN = 3, 0.1  # batches of a trial, and the excess over the promise from which it has failed
+_BARRED = 50  # batches, at first
 _BIAS_OF = 9  # batches that measured over modelled is the median of
-
-
-class Library:
-    """The last structures that were good, newest last; at most ``most``."""
-
-    def __init__(self, most: int) -> None:
-        self._most = most
-        self.structures: list[Pipes] = []
-
-    def add(self, pipes: Pipes) -> None:
-        """Remembers a structure as the newest."""
-        self.structures = [*(s for s in self.structures if s != pipes), pipes][-self._most :]
-
-
-class Bars:
-    """Structures that disappointed: out of the question for a while, twice as long each time.
-
-    >>> bars, structure = Bars(batches=50), (Pipe((0,), (0, 3)),)
-    >>> bars.add(structure, 100)
-    >>> bars.barred(structure, 149), bars.barred(structure, 150)
-    (True, False)
-    >>> bars.add(structure, 200)
-    >>> bars.barred(structure, 299), bars.barred(structure, 300)
-    (True, False)
-    """
-
-    def __init__(self, *, batches: int) -> None:
-        self._batches = batches
-        self._until: dict[Pipes, tuple[int, int]] = {}  # batch, times
-
-    def add(self, pipes: Pipes, batch: int) -> None:
-        """Bars a structure from ``batch`` on."""
-        times = self._until.get(pipes, (0, 0))[1] + 1
-        self._until[pipes] = batch + self._batches * 2 ** (times - 1), times
-
-    def barred(self, pipes: Pipes, batch: int) -> bool:
-        """Returns whether it still is."""
-        return batch < self._until.get(pipes, (0, 0))[0]
 
 
 @dataclass(kw_only=True, slots=True)
@@ -82,21 +47,54 @@ class Trial:
 
 
 class Trials:
-    """Holds what batches took against what was modelled, or promised.
-
-    Args:
-        batches: of a new structure that make a trial.
-        margin: relative excess over the promise from which it has failed, if it is also slower than the old one.
+    """Holds what batches took against what was modelled or promised, and which structures are good or barred.
 
     Attributes:
         present: the trial of the structure in force; None: it is believed.
+        next: the trial that begins when the change under way comes into force.
         bias_of: measured over modelled, of the last batches that were no trial's.
+        remembered: the last structures that were good, newest last.
     """
 
-    def __init__(self, batches: int, margin: float) -> None:
-        self._batches, self._margin = batches, margin
+    def __init__(self) -> None:
         self.present: Trial | None = None
+        self.next: Trial | None = None
         self.bias_of: deque[float] = deque(maxlen=_BIAS_OF)
+        self.remembered: list[Pipes] = []
+        self._barred: dict[Pipes, tuple[int, int]] = {}  # until which batch, and how many times
+        self._outcome: Outcome | None = None
+
+    def start_with(self, pipes: Pipes) -> None:
+        """No trial is under way; a structure is in force."""
+        self.present = self.next = None
+        self.remember(pipes)
+
+    def enter(self) -> None:
+        """The change under way has come into force."""
+        self.present, self.next = self.next, None
+
+    def remember(self, pipes: Pipes) -> None:
+        """Remembers a structure as the newest."""
+        self.remembered = [*(s for s in self.remembered if s != pipes), pipes][-_REMEMBERED:]
+
+    def bar(self, pipes: Pipes, batch: int) -> None:
+        """Bars a structure that disappointed from ``batch`` on for a while, twice as long each time.
+
+        >>> trials, structure = Trials(), (Pipe((0,), (0, 3)),)
+        >>> trials.bar(structure, 100)
+        >>> trials.barred(structure, 149), trials.barred(structure, 150)
+        (True, False)
+        >>> trials.bar(structure, 200)
+        >>> trials.barred(structure, 299), trials.barred(structure, 300)
+        (True, False)
+        """
+        times = self._barred.get(pipes, (0, 0))[1] + 1
+        self._barred[pipes] = batch + _BARRED * 2 ** (times - 1), times
+        self.next = None
+
+    def barred(self, pipes: Pipes, batch: int) -> bool:
+        """Returns whether a structure still is barred."""
+        return batch < self._barred.get(pipes, (0, 0))[0]
 
     @property
     def bias(self) -> float:
@@ -107,7 +105,7 @@ class Trials:
     def over(self) -> Trial | None:
         """The trial that can be judged now."""
         trial = self.present
-        return trial if trial is not None and len(trial.measured) >= self._batches else None
+        return trial if trial is not None and len(trial.measured) >= _TRIED else None
 
     def add(self, measured_s: float, modelled_s: float) -> None:
         """Takes in a batch; ``modelled_s`` is NaN where the plan in force does not fit the devices any more."""
@@ -117,15 +115,15 @@ class Trials:
             self.bias_of.append(measured_s / modelled_s)
 
     def settle(self, trial: Trial, old_s: float) -> Outcome:
-        """Judges a trial.
+        """Judges a trial; the outcome goes with the next decision.
 
         Args:
             trial: the present one; it is none any more.
             old_s: what a batch would take under the structure before by now [s].
         """
         self.present, measured_s = None, trial.measured_s
-        late = measured_s > (1.0 + self._margin) * trial.predicted_s
-        return Outcome(
+        late = measured_s > (1.0 + _MARGIN) * trial.predicted_s
+        self._outcome = Outcome(
             generation=trial.generation,
             predicted_s=trial.predicted_s,
             measured_s=measured_s,
@@ -133,3 +131,9 @@ class Trials:
             realised_gain_s=old_s - measured_s,
             kept=not (trial.for_time and late and measured_s > old_s),
         )
+        return self._outcome
+
+    def taken_outcome(self) -> Outcome | None:
+        """Returns what became of the last trial, once."""
+        outcome, self._outcome = self._outcome, None
+        return outcome

@@ -69,7 +69,5 @@ class Triggers:
 
     def life(self, batch: int) -> float:
         """Returns how many batches the present state should last: as past ones did, or as long as it has already."""
-        if self._settings.horizon is not None:
-            return float(self._settings.horizon)
         mean = sum(self._lives) / len(self._lives) if self._lives else _LIFE
         return min(max(mean, float(batch - self._changed_at), _LEAST_LIFE), _MOST_LIFE)

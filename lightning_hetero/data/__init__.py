@@ -18,12 +18,11 @@ from lightning_hetero.data.order import (
     Channel,
     ContinuedOrder,
     EpochOrder,
-    PooledBatches,
-    PooledRanks,
     SamplerOrder,
     ShuffledOrder,
 )
 from lightning_hetero.data.partition import partition_by_group, partition_by_labels
+from lightning_hetero.data.pooled import PooledBatches, PooledRanks
 from lightning_hetero.data.stream import rebatched_stream
 
 __all__ = [

@@ -1,9 +1,10 @@
 """Whether this machine and this setting will train, and what to do about what will not (layer P).
 
-``facts``     `Facts`: what was found out, as plain values
+``facts``     `Facts`: what was found out, by concern, as plain values
 ``finding``   `Finding`: a judgement, and what to do
-``machine``   checks of versions, devices, memory, processes, network
-``training``  checks of the configuration, of gradients, and the verdict
+``host``      checks of versions, memory, processes, network
+``gpus``      checks of devices
+``training``  checks of the probe, the configuration, of gradients, the verdict, and all of them in order
 
 What finds out is in ``cli``.
 """

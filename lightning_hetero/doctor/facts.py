@@ -1,4 +1,4 @@
-"""What was found out about a machine, as plain values that a test can make up (layer P)."""
+"""What was found out about a machine, by concern, as plain values that a test can make up (layer P)."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from lightning_hetero.types import Cluster
 
-__all__ = ["DeviceFacts", "Facts", "Package", "Parity"]
+__all__ = ["DeviceFacts", "Facts", "GpuFacts", "HostFacts", "ModuleFacts", "NetworkFacts", "Package", "Parity"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -25,6 +25,43 @@ class Package:
     installed: str | None
     wanted: str
     fits: bool
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HostFacts:
+    """The machine without its GPUs.
+
+    Attributes:
+        system: e.g. ``"Linux"``.
+        packages: needed ones.
+        cores: processors that this process may use.
+        shm_bytes, shm_free_bytes: of ``/dev/shm``; None: there is none.
+        start_methods: of processes.
+        backends: of torch.distributed that are there.
+    """
+
+    system: str = "Linux"
+    packages: tuple[Package, ...] = ()
+    cores: int = 1
+    shm_bytes: float | None = None
+    shm_free_bytes: float | None = None
+    start_methods: tuple[str, ...] = ("fork", "spawn")
+    backends: tuple[str, ...] = ("gloo",)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class NetworkFacts:
+    """How ranks would meet.
+
+    Attributes:
+        interfaces: of the network.
+        addresses: MASTER_ADDR -> whether it resolves.
+        free_ports: MASTER_PORT -> whether this machine can listen there.
+    """
+
+    interfaces: tuple[str, ...] = ()
+    addresses: Mapping[str, bool] = field(default_factory=dict[str, bool])
+    free_ports: Mapping[str, bool] = field(default_factory=dict[str, bool])
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -49,6 +86,23 @@ class DeviceFacts:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class GpuFacts:
+    """GPUs and torch's wheel.
+
+    Attributes:
+        devices: in the order in which ranks get them.
+        problem: why torch does not tell of them.
+        cuda: version of CUDA that torch's wheel was built for; None: a wheel for CPUs.
+        arch_list: architectures in the wheel, e.g. ``("sm_80", "compute_90")``.
+    """
+
+    devices: tuple[DeviceFacts, ...] = ()
+    problem: str = ""
+    cuda: str | None = None
+    arch_list: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Parity:
     """Gradients of an engine on two processes beside those of one.
 
@@ -64,57 +118,44 @@ class Parity:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Facts:
-    """All that is looked at. What was not asked for is left at its default.
+class ModuleFacts:
+    """What is known of a module, if one was given.
 
     Attributes:
-        system: e.g. ``"Linux"``.
-        packages: needed ones.
-        devices: GPUs, in the order in which ranks get them.
-        devices_problem: why torch does not tell of them.
-        cuda: version of CUDA that torch's wheel was built for; None: a wheel for CPUs.
-        arch_list: architectures in the wheel, e.g. ``("sm_80", "compute_90")``.
-        cores: processors that this process may use.
-        shm_bytes, shm_free_bytes: of ``/dev/shm``; None: there is none.
-        start_methods: of processes.
-        backends: of torch.distributed that are there.
-        interfaces: of the network.
-        addresses: MASTER_ADDR -> whether it resolves.
-        free_ports: MASTER_PORT -> whether this machine can listen there.
-        environ: variables that decide about ranks, rendezvous and devices.
-        cluster: of the probe; None: it was not made.
-        links_by: backend that its links were measured with.
-        probe_problem: why not.
-        devices_wanted, nodes_wanted: of the Trainer; None: not said.
-        param_bytes: of the module; 0: none was given.
-        parity: gradients, if a module was given.
+        param_bytes: of its parameters.
+        parity: gradients.
         verdict: of the planner; empty: it was not asked.
         gain: of the engine it chose over stock DDP.
         engine: that it chose.
     """
 
-    system: str = "Linux"
-    packages: tuple[Package, ...] = ()
-    devices: tuple[DeviceFacts, ...] = ()
-    devices_problem: str = ""
-    cuda: str | None = None
-    arch_list: tuple[str, ...] = ()
-    cores: int = 1
-    shm_bytes: float | None = None
-    shm_free_bytes: float | None = None
-    start_methods: tuple[str, ...] = ("fork", "spawn")
-    backends: tuple[str, ...] = ("gloo",)
-    interfaces: tuple[str, ...] = ()
-    addresses: Mapping[str, bool] = field(default_factory=dict[str, bool])
-    free_ports: Mapping[str, bool] = field(default_factory=dict[str, bool])
+    param_bytes: float = 0.0
+    parity: tuple[Parity, ...] = ()
+    verdict: str = ""
+    gain: float = 1.0
+    engine: str = ""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Facts:
+    """All that is looked at. What was not asked for is left at its default.
+
+    Attributes:
+        host, network, gpus, module: by concern.
+        environ: variables that decide about ranks, rendezvous and devices.
+        cluster: of the probe; None: it was not made.
+        links_by: backend that its links were measured with.
+        probe_problem: why not.
+        devices_wanted, nodes_wanted: of the Trainer; None: not said.
+    """
+
+    host: HostFacts = HostFacts()
+    network: NetworkFacts = NetworkFacts()
+    gpus: GpuFacts = GpuFacts()
+    module: ModuleFacts = ModuleFacts()
     environ: Mapping[str, str] = field(default_factory=dict[str, str])
     cluster: Cluster | None = None
     links_by: str = ""
     probe_problem: str = ""
     devices_wanted: int | None = None
     nodes_wanted: int | None = None
-    param_bytes: float = 0.0
-    parity: tuple[Parity, ...] = ()
-    verdict: str = ""
-    gain: float = 1.0
-    engine: str = ""

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
-__all__ = ["Finding", "Level", "findings_text", "worst"]
+__all__ = ["Finding", "Level", "failing", "findings_text", "fine", "warning", "worst"]
 
 Level = Literal["ok", "warn", "fail"]
 _ORDER: tuple[Level, ...] = ("ok", "warn", "fail")
@@ -30,7 +30,22 @@ class Finding:
 
     def as_plain(self) -> dict[str, Any]:
         """Returns JSON values."""
-        return {"check": self.check, "level": self.level, "text": self.text, "advice": self.advice}
+        return asdict(self)
+
+
+def fine(check: str, text: str, advice: str = "") -> Finding:
+    """Returns a finding of level ``ok``."""
+    return Finding(check=check, level="ok", text=text, advice=advice)
+
+
+def warning(check: str, text: str, advice: str) -> Finding:
+    """Returns a finding of level ``warn``."""
+    return Finding(check=check, level="warn", text=text, advice=advice)
+
+
+def failing(check: str, text: str, advice: str) -> Finding:
+    """Returns a finding of level ``fail``."""
+    return Finding(check=check, level="fail", text=text, advice=advice)
 
 
 def worst(findings: Iterable[Finding]) -> Level:
@@ -41,7 +56,7 @@ def worst(findings: Iterable[Finding]) -> Level:
 def findings_text(findings: Sequence[Finding]) -> str:
     """Returns the findings as lines for people, in the order given.
 
-    >>> print(findings_text([Finding(check="fork", level="warn", text="there is none", advice="use Linux")]))
+    >>> print(findings_text([warning("fork", "there is none", "use Linux")]))
     warn  fork: there is none
           -> use Linux
     """

@@ -1,102 +1,127 @@
-"""Checks of the configuration and of gradients, and the verdict (layer P)."""
+"""Checks of the probe, of the configuration and of gradients, the verdict, and all checks in order (layer P)."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
 
-from lightning_hetero.cluster.units import tasks_per_node
+from lightning_hetero.cluster.units import rate_text, tasks_per_node
+from lightning_hetero.doctor import gpus, host
 from lightning_hetero.doctor.facts import Facts, Parity
-from lightning_hetero.doctor.finding import Finding
-from lightning_hetero.doctor.machine import MACHINE_CHECKS
+from lightning_hetero.doctor.finding import Finding, failing, fine, warning
 
 __all__ = ["CHECKS", "examine"]
 
+_SPREAD = 1.05  # fastest over slowest, from which on devices are unequal: the probe's own tolerance
+_SLOW_LINK = 4.0  # fastest over slowest
 _EXACT = 1e-9  # relative, in float64
 _ALONE = "one process"
+
+
+def speeds(facts: Facts) -> list[Finding]:
+    """How unequal the devices are."""
+    check, cluster = "relative speeds", facts.cluster
+    if cluster is None:
+        why = facts.probe_problem or "the devices were not probed"
+        return [warning(check, why, "mend what stands above, then run the doctor again")]
+    values = [device.speed for device in cluster.devices]
+    shown = ", ".join(f"rank {r} {d.speed:.2f}" for r, d in enumerate(cluster.devices[:16]))
+    if max(values) <= _SPREAD * min(values):
+        return [fine(check, f"{shown}: equal within the probe's tolerance")]
+    waited = 100.0 * (1.0 - sum(min(values) / value for value in values) / len(values))
+    text = f"{shown}: with equal shares stock DDP waits for {waited:.0f} % of the device-seconds"
+    return [fine(check, text, "lightning-hetero-plan says what each engine would gain")]
+
+
+def links(facts: Facts) -> list[Finding]:
+    """Whether some links are far slower than others."""
+    check, cluster = "links", facts.cluster
+    if cluster is None or len(cluster.devices) < 2:
+        return []
+    n = len(cluster.devices)
+    rates = {(a, b): cluster.links[a][b].bandwidth_bytes_per_s for a in range(n) for b in range(n) if a != b}
+    (a, b), fastest = min(rates, key=rates.__getitem__), max(rates.values())
+    text = f"{rate_text(rates[a, b])} to {rate_text(fastest)}{facts.links_by and f', by {facts.links_by}'}"
+    if fastest <= _SLOW_LINK * rates[a, b]:
+        return [fine(check, text)]
+    ends = f"from rank {a} ({cluster.devices[a].name}) to rank {b} ({cluster.devices[b].name})"
+    advice = "hetero_pipeline plans with it; across machines choose the interface (NCCL_SOCKET_IFNAME)"
+    return [warning(check, f"{text}; the slowest is {ends}", advice)]
 
 
 def world_size(facts: Facts) -> list[Finding]:
     """Whether the Trainer asks for the ranks that there are."""
     check, environ = "world size", facts.environ
-    wanted, nodes = facts.devices_wanted, facts.nodes_wanted or 1
+    wanted, nodes, seen = facts.devices_wanted, facts.nodes_wanted or 1, len(facts.gpus.devices)
+    if wanted is None:
+        return [fine(check, f"devices: all there are, nodes: {nodes}")]
     found: list[Finding] = []
-    if wanted is not None and facts.devices and wanted > len(facts.devices):
-        text = f"devices={wanted}, but this machine shows {len(facts.devices)} GPUs"
+    if wanted > seen > 0:
         advice = "lower devices, or look at CUDA_VISIBLE_DEVICES; a GPU for two ranks takes gloo, docs/reference/gpu.md"
-        found.append(Finding(check=check, level="fail", text=text, advice=advice))
-    local = environ.get("LOCAL_WORLD_SIZE")
-    if local is not None and wanted is not None and int(local) != wanted:
-        text = f"devices={wanted}, but torchrun has started {local} processes on this node"
+        found.append(failing(check, f"devices={wanted}, but this machine shows {seen} GPUs", advice))
+    local, world = environ.get("LOCAL_WORLD_SIZE"), environ.get("WORLD_SIZE")
+    if local is not None and int(local) != wanted:
         advice = 'leave devices="auto", or start as many processes as devices'
-        found.append(Finding(check=check, level="fail", text=text, advice=advice))
-    world = environ.get("WORLD_SIZE")
-    if world is not None and local is not None and wanted is not None and int(world) != int(local) * nodes:
+        text = f"devices={wanted}, but torchrun has started {local} processes on this node"
+        found.append(failing(check, text, advice))
+    if world is not None and local is not None and int(world) != int(local) * nodes:
         text = f"WORLD_SIZE={world}, but num_nodes={nodes} nodes of {local} make {int(local) * nodes}"
         advice = "nodes of unequal size need one of our strategies and num_nodes left out, see docs/reference/nodes.md"
-        found.append(Finding(check=check, level="warn", text=text, advice=advice))
+        found.append(warning(check, text, advice))
     tasks = tasks_per_node(environ.get("SLURM_TASKS_PER_NODE", ""))
-    if tasks and wanted is not None and wanted not in tasks:
+    if tasks and wanted not in tasks:
         text = f"devices={wanted}, but SLURM has {'/'.join(map(str, tasks))} tasks per node"
         advice = "set --ntasks-per-node to the devices of a node, see docs/reference/nodes.md"
-        found.append(Finding(check=check, level="fail", text=text, advice=advice))
-    if found:
-        return found
-    said = "all there are" if wanted is None else f"{wanted} per node"
-    return [Finding(check=check, level="ok", text=f"devices: {said}, nodes: {nodes}")]
+        found.append(failing(check, text, advice))
+    return found or [fine(check, f"devices: {wanted} per node, nodes: {nodes}")]
 
 
 def parity(facts: Facts) -> list[Finding]:
     """Whether every engine's gradients are those of a single process."""
-    if not facts.parity:
-        return []
-    alone = next((one for one in facts.parity if one.engine == _ALONE), None)
+    alone = next((one for one in facts.module.parity if one.engine == _ALONE), None)
     if alone is not None and alone.problem:
         advice = "it must train on one device first: run it with Trainer(devices=1)"
-        return [Finding(check="gradients", level="fail", text=f"one process: {alone.problem}", advice=advice)]
+        return [failing("gradients", f"one process: {alone.problem}", advice)]
     if alone is not None and alone.error > _EXACT:
-        return [
-            Finding(
-                check="gradients",
-                level="warn",
-                text=f"two runs of one process differ by {alone.error:.1e}: the step draws random numbers of its own",
-                advice="engines cannot be compared with it; give the module a way to switch these off",
-            )
-        ]
-    return [_parity_of(one) for one in facts.parity if one.engine != _ALONE]
+        text = f"two runs of one process differ by {alone.error:.1e}: the step draws random numbers of its own"
+        advice = "engines cannot be compared with it; give the module a way to switch these off"
+        return [warning("gradients", text, advice)]
+    return [_parity_of(one) for one in facts.module.parity if one.engine != _ALONE]
 
 
 def _parity_of(one: Parity) -> Finding:
     check = f"gradients, {one.engine}"
     if one.problem:
-        level = "warn" if one.engine != "ddp" else "fail"
-        advice = "the message says what the engine cannot do with this module; others may"
-        return Finding(check=check, level=level, text=one.problem, advice=advice)
-    if math.isnan(one.error) or one.error > _EXACT:
-        advice = (
-            "a loss that is a sum needs loss_reduction='sum', one per token batch_weight=; one that compares samples"
-            " with each other (contrastive, batch statistics) has other gradients on any number of devices but one"
-        )
-        text = f"differ from one process by {one.error:.1e}, relative"
-        return Finding(check=check, level="fail", text=text, advice=advice)
-    return Finding(check=check, level="ok", text=f"ten steps equal one process's, to {one.error:.0e}")
+        say = warning if one.engine != "ddp" else failing
+        return say(check, one.problem, "the message says what the engine cannot do with this module; others may")
+    if not math.isnan(one.error) and one.error <= _EXACT:
+        return fine(check, f"ten steps equal one process's, to {one.error:.0e}")
+    advice = (
+        "a loss that is a sum needs loss_reduction='sum', one per token batch_weight=; one that compares samples"
+        " with each other (contrastive, batch statistics) has other gradients on any number of devices but one"
+    )
+    return failing(check, f"differ from one process by {one.error:.1e}, relative", advice)
 
 
 def verdict(facts: Facts) -> list[Finding]:
     """Which engine to take, and what it should gain."""
-    if not facts.verdict:
+    module = facts.module
+    if not module.verdict:
         return []
-    broken = [one for one in facts.parity if one.engine == facts.engine and (one.problem or not one.error <= _EXACT)]
-    if broken:
+    if any(one.engine == module.engine and (one.problem or not one.error <= _EXACT) for one in module.parity):
         advice = "the planner's choice is by time alone: see its gradients above before using it"
-        return [Finding(check="verdict", level="warn", text=facts.verdict, advice=advice)]
-    if facts.gain > 1.0 and facts.engine not in ("", "ddp"):
-        advice = f"Trainer(strategy='hetero_{facts.engine}'); lightning-hetero-plan shows the others"
-        return [Finding(check="verdict", level="ok", text=facts.verdict, advice=advice)]
-    return [Finding(check="verdict", level="ok", text=facts.verdict)]
+        return [warning("verdict", module.verdict, advice)]
+    advice = f"Trainer(strategy='hetero_{module.engine}'); lightning-hetero-plan shows the others"
+    gains = module.gain > 1.0 and module.engine not in ("", "ddp")
+    return [fine("verdict", module.verdict, advice if gains else "")]
 
 
-CHECKS = (*MACHINE_CHECKS, world_size, parity, verdict)
+CHECKS = (
+    host.versions, gpus.device_order, gpus.same_names, gpus.instances, gpus.architectures, gpus.bfloat16, gpus.memory,
+    host.shared_memory, host.fork, host.backends, host.rendezvous, host.cores, speeds, links, world_size, parity,
+    verdict,
+)  # fmt: skip
+"""In the order in which people read them."""
 
 
 def examine(facts: Facts) -> Sequence[Finding]:

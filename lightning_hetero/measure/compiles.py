@@ -19,7 +19,7 @@ from typing import Any
 
 from torch import nn
 
-from lightning_hetero.measure.device import Device
+from lightning_hetero.measure.device import HostDevice
 
 __all__ = ["CompileWatch", "Compiled", "NewSizes", "compiled_parts"]
 
@@ -66,7 +66,7 @@ class NewSizes:
         device: that computes the batches.
     """
 
-    def __init__(self, device: Device) -> None:
+    def __init__(self, device: HostDevice) -> None:
         self._looks, self._seen = device.asynchronous, set[int]()
 
     def first(self, samples: int) -> bool:
@@ -89,7 +89,7 @@ class Compiled:
     per_size: bool = False
 
 
-def compiled_parts(module: nn.Module, device: Device) -> Compiled:
+def compiled_parts(module: nn.Module, device: HostDevice) -> Compiled:
     """Returns what of a module, its submodules and their methods is compiled for a device.
 
     ``torch.compile`` of a module, ``module.compile()``, a compiled method, in a class or put on an instance, and what
@@ -117,7 +117,7 @@ def _is_compiled(one: object) -> bool:
     return callable(one) and "get_compiler_config" in getattr(one, "__dict__", {})
 
 
-def _per_size(one: Any, device: Device) -> bool:
+def _per_size(one: Any, device: HostDevice) -> bool:
     config = one.get_compiler_config()  # Inductor's; None of other backends
     if device.records_graphs and isinstance(config, dict) and config.get("triton.cudagraphs"):
         return True

@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from torch.utils.data._utils.pin_memory import pin_memory
 
-from lightning_hetero.measure.kinds import Accelerator, Cuda, Device, Mps, Stamp
+from lightning_hetero.measure.kinds import Accelerator, Cuda, HostDevice, Mps, Stamp
 
 __all__ = [
-    "Device",
+    "HostDevice",
     "Stamp",
     "accelerators",
     "autocast_kinds",
@@ -42,16 +42,16 @@ _OUT_OF_MEMORY = (
     "CUFFT_ALLOC_FAILED",
 )
 
-_HOST = Device(torch.device("cpu"))
-_KINDS: dict[str, type[Device]] = {"cpu": Device, "meta": Device, "cuda": Cuda, "mps": Mps}
+_HOST = HostDevice(torch.device("cpu"))
+_KINDS: dict[str, type[HostDevice]] = {"cpu": HostDevice, "meta": HostDevice, "cuda": Cuda, "mps": Mps}
 
 
 @lru_cache(maxsize=64)
-def _device(device: torch.device) -> Device:
+def _device(device: torch.device) -> HostDevice:
     return _KINDS.get(device.type, Accelerator)(device)
 
 
-def device_of(device: torch.device | str) -> Device:
+def device_of(device: torch.device | str) -> HostDevice:
     """Returns what the device can do; one without a number is the current one of its kind when it is used."""
     return _device(torch.device(device))
 
@@ -66,7 +66,7 @@ def _accelerator() -> torch.device | None:
     return torch.accelerator.current_accelerator()
 
 
-def device_in_use() -> Device:
+def device_in_use() -> HostDevice:
     """Returns the current device of the accelerator that this process uses; the host if it uses none."""
     known = _accelerator()
     if known is None:

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-__all__ = ["Accelerator", "Cuda", "Device", "Mps", "Stamp"]
+__all__ = ["Accelerator", "Cuda", "HostDevice", "Mps", "Stamp"]
 
 
 class Stamp(Protocol):
@@ -75,7 +75,7 @@ class _EventStamp:
         return self._event.elapsed_time(later._event) / 1e3
 
 
-class Device:
+class HostDevice:
     """The host, and whatever else has done its work when a call returns.
 
     Args:
@@ -204,7 +204,7 @@ class Device:
         return None
 
 
-class Accelerator(Device):
+class Accelerator(HostDevice):
     """A device whose module in torch is made after `torch.cuda`."""
 
     asynchronous = True
@@ -332,7 +332,7 @@ class Cuda(Accelerator):
         return unlock
 
 
-class Mps(Device):
+class Mps(HostDevice):
     """Apple's GPU: one device, one stream, memory that it shares with the host."""
 
     asynchronous = True

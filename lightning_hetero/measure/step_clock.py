@@ -29,7 +29,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_hetero.measure.device import Device, Stamp
+from lightning_hetero.measure.device import HostDevice, Stamp
 
 __all__ = ["StepProbe", "Stopwatch", "when_backward_ends"]
 
@@ -62,7 +62,7 @@ class Stopwatch:
         last: the latest end of an interval, or what is put in its place; None: there was none.
     """
 
-    def __init__(self, device: Device, clock: Callable[[], float] = time.perf_counter) -> None:
+    def __init__(self, device: HostDevice, clock: Callable[[], float] = time.perf_counter) -> None:
         self._stamp = partial(device.stamp, timing=True, clock=clock)
         self.last: Stamp | None = None
         self._since: Stamp | None = None
@@ -135,7 +135,7 @@ class StepProbe:
 
     def __init__(
         self,
-        device: Device,
+        device: HostDevice,
         *,
         waiting: Iterable[type[nn.Module]] = (),
         clock: Callable[[], float] = time.perf_counter,

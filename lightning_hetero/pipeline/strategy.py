@@ -12,10 +12,11 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import torch
 from lightning.fabric.utilities.rank_zero import rank_zero_info
+from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor
 
 from lightning_hetero import lightning_compat as compat
@@ -57,9 +58,6 @@ from lightning_hetero.pipeline.runtime.step.undivided import Undivided, find_lay
 from lightning_hetero.solvers.plans import plan_from_plain
 from lightning_hetero.types import Cluster, ModelCost, PipelinePlan
 
-if TYPE_CHECKING:
-    from lightning.pytorch import LightningModule, Trainer
-
 __all__ = ["HeteroPipelineStrategy"]
 
 
@@ -80,7 +78,7 @@ class HeteroPipelineStrategy(WholeCheckpointsDDP):
             trace that `HeteroTrace` wrote in an earlier run; ``None``: an emulation's devices where one is in force,
             else probed.
         profile: costs of the layers, instead of measuring them when training starts: a `ModelCost`, or as plain values.
-        plan: who holds what, instead of planning: a `PipelinePlan`, or as plain values.
+        plan: which rank holds what, instead of planning: a `PipelinePlan`, or as plain values.
         controller: what watches the run and decides on other plans while it trains. ``"lyapunov"``: a
             `LyapunovController`, which minimises time as long as it has no ``budget``; a ``plan`` that was given stays,
             unless a controller is passed as an object. ``None``: the first plan stays.

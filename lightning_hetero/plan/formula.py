@@ -15,30 +15,14 @@ costs whatever its size.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, cast
 
 from lightning_hetero.cluster.units import as_number
 from lightning_hetero.types import AffineCost, LayerCost, ModelCost
 
 __all__ = ["model_from_formula"]
-
-_COMMON = {
-    "kind": "",
-    "layers": 0.0,
-    "flops_per_s": 0.0,
-    "step_s": 0.0,
-    "bytes_per_value": 2.0,
-    "bytes_per_param": 16.0,
-}
-_KINDS: dict[str, tuple[str, ...]] = {
-    "transformer": ("width", "window", "vocabulary", "heads"),
-    "layers": ("params", "flops_per_sample", "activation_bytes_per_sample", "output_bytes_per_sample"),
-}
-_NEEDED = {
-    "transformer": ("layers", "width", "window", "flops_per_s"),
-    "layers": ("layers", "params", "flops_per_sample", "flops_per_s"),
-}
 
 
 def model_from_formula(formula: Mapping[str, Any]) -> ModelCost:
@@ -58,93 +42,105 @@ def model_from_formula(formula: Mapping[str, Any]) -> ModelCost:
     >>> [round(1e3 * (layer.forward.per_sample_s + layer.backward.per_sample_s), 3) for layer in model.layers]
     [0.5, 0.5]
     """
-    _check_mapping(formula)
+    if not isinstance(cast("object", formula), Mapping):
+        raise TypeError(f"formula={formula!r} must be a mapping, e.g. {{kind: transformer, layers: 24, ...}}")
     kind = str(formula.get("kind", ""))
     if kind not in _KINDS:
         raise ValueError(f"formula.kind={kind!r} must be one of {', '.join(_KINDS)}")
-    known = {*_COMMON, *_KINDS[kind]}
-    if unknown := sorted(set(formula) - known):
-        raise ValueError(f"formula has unknown keys {unknown}: kind={kind} takes {', '.join(sorted(known))}")
-    if missing := [name for name in _NEEDED[kind] if name not in formula]:
+    known = inspect.signature(_KINDS[kind]).parameters
+    if unknown := sorted(set(formula) - {"kind", *known, *_OPTIONAL}):
+        takes = ", ".join(sorted({"kind", *known, *_OPTIONAL} - {"common"}))
+        raise ValueError(f"formula has unknown keys {unknown}: kind={kind} takes {takes}")
+    needed = [name for name, one in known.items() if one.default is one.empty and one.kind is one.KEYWORD_ONLY]
+    if missing := [name for name in needed if name not in formula]:
         raise ValueError(f"formula lacks {missing}, which kind={kind} needs")
-    values = {name: as_number(f"formula.{name}", formula[name]) for name in formula if name != "kind"}
-    for name in _NEEDED[kind]:
-        as_number(f"formula.{name}", formula[name], above=True)
-    given = {name: value for name, value in _COMMON.items() if isinstance(value, float)} | values
-    return _transformer(given) if kind == "transformer" else _layers(given)
+    named = {name: value for name, value in formula.items() if name != "kind"}
+    given = {name: as_number(f"formula.{name}", value, above=name in needed) for name, value in named.items()}
+    layers = int(given["layers"])
+    block, before, head = _KINDS[kind](**given)
+    return ModelCost(layers=(block,) * layers, before=before, head=head)
 
 
-def _check_mapping(formula: object) -> None:
-    if not isinstance(formula, Mapping):
-        raise TypeError(f"formula={formula!r} must be a mapping, e.g. {{kind: transformer, layers: 24, ...}}")
+def _transformer(
+    *,
+    layers: float,
+    width: float,
+    window: float,
+    flops_per_s: float,
+    vocabulary: float = 0.0,
+    heads: float = 0.0,
+    bytes_per_value: float = 2.0,
+    **common: float,
+) -> tuple[LayerCost, LayerCost, LayerCost]:
+    """Returns a block, the embedding and the head, which shares the embedding's weights."""
+    d, s, values = width, window, bytes_per_value
+    attention = 5.0 * (heads or max(1.0, d / 64.0)) * s / d
+    common |= {"flops_per_s": flops_per_s, "bytes_per_value": values}
+    return (
+        _layer(
+            name="block",
+            params=12.0 * d * d,
+            flops=24.0 * s * d * d + 4.0 * s * s * d,
+            activation_bytes=s * d * (34.0 + attention) * values / 2.0,
+            output_bytes=s * d * values,
+            parts=layers,
+            **common,
+        ),
+        _layer(name="embedding", params=(vocabulary + s) * d, output_bytes=s * d * values, **common),
+        _layer(name="head", flops=2.0 * s * d * vocabulary, activation_bytes=2.0 * s * vocabulary * values, **common),
+    )
 
 
-def _transformer(given: Mapping[str, float]) -> ModelCost:
-    count, d, s = int(given["layers"]), given["width"], given["window"]
-    heads, vocabulary = given.get("heads") or max(1.0, d / 64.0), given.get("vocabulary", 0.0)
-    values = given["bytes_per_value"]
+def _layers(
+    *,
+    layers: float,
+    params: float,
+    flops_per_sample: float,
+    flops_per_s: float,
+    activation_bytes_per_sample: float = 0.0,
+    output_bytes_per_sample: float = 0.0,
+    **common: float,
+) -> tuple[LayerCost, LayerCost, LayerCost]:
+    """Returns one of equal layers, and nothing before and behind them."""
+    common["flops_per_s"] = flops_per_s
     layer = _layer(
-        given,
-        name="block",
-        params=12.0 * d * d,
-        forward_flops=24.0 * s * d * d + 4.0 * s * s * d,
-        activation_bytes=s * d * (34.0 + 5.0 * heads * s / d) * values / 2.0,
-        output_bytes=s * d * values,
-        parts=count,
-    )
-    before = _layer(
-        given,
-        name="embedding",
-        params=(vocabulary + s) * d,
-        forward_flops=0.0,
-        activation_bytes=0.0,
-        output_bytes=s * d * values,
-    )
-    head = _layer(  # shares the embedding's weights
-        given,
-        name="head",
-        params=0.0,
-        forward_flops=2.0 * s * d * vocabulary,
-        activation_bytes=2.0 * s * vocabulary * values,
-        output_bytes=0.0,
-    )
-    return ModelCost(layers=(layer,) * count, before=before, head=head)
-
-
-def _layers(given: Mapping[str, float]) -> ModelCost:
-    count = int(given["layers"])
-    layer = _layer(
-        given,
         name="layer",
-        params=given["params"] / count,
-        forward_flops=given["flops_per_sample"] / count,
-        activation_bytes=given.get("activation_bytes_per_sample", 0.0) / count,
-        output_bytes=given.get("output_bytes_per_sample", 0.0),
-        parts=count,
+        params=params / layers,
+        flops=flops_per_sample / layers,
+        activation_bytes=activation_bytes_per_sample / layers,
+        output_bytes=output_bytes_per_sample,
+        parts=layers,
+        **common,
     )
-    nothing = _layer(given, name="", params=0.0, forward_flops=0.0, activation_bytes=0.0, output_bytes=0.0)
-    return ModelCost(layers=(layer,) * count, before=nothing, head=nothing)
+    return layer, _layer(name="", **common), _layer(name="", **common)
+
+
+_KINDS = {"transformer": _transformer, "layers": _layers}
+_OPTIONAL = ("step_s", "bytes_per_value", "bytes_per_param")
 
 
 def _layer(
-    given: Mapping[str, float],
     *,
     name: str,
-    params: float,
-    forward_flops: float,
-    activation_bytes: float,
-    output_bytes: float,
-    parts: int = 0,
+    flops_per_s: float,
+    params: float = 0.0,
+    flops: float = 0.0,
+    activation_bytes: float = 0.0,
+    output_bytes: float = 0.0,
+    parts: float = 0.0,
+    step_s: float = 0.0,
+    bytes_per_value: float = 2.0,
+    bytes_per_param: float = 16.0,
 ) -> LayerCost:
     """Returns one layer; the step's fixed time is divided among ``parts`` alike, 0: it has none of it."""
-    fixed_s = given["step_s"] / parts / 3.0 if parts else 0.0
-    seconds = forward_flops / given["flops_per_s"]
+    fixed_s = step_s / parts / 3.0 if parts else 0.0
+    seconds = flops / flops_per_s
     return LayerCost(
         name=name,
         forward=AffineCost(fixed_s=fixed_s, per_sample_s=seconds),
         backward=AffineCost(fixed_s=2.0 * fixed_s, per_sample_s=2.0 * seconds),
-        param_bytes=params * given["bytes_per_value"],
-        state_bytes=params * given["bytes_per_param"],
+        param_bytes=params * bytes_per_value,
+        state_bytes=params * bytes_per_param,
         activation_bytes=activation_bytes,
         output_bytes=output_bytes,
     )

@@ -1,4 +1,4 @@
-"""The pipeline engine: its own planner, and the time that its formula gives the best plan (layer P)."""
+"""The pipeline engine: its own planner, then its schedules operation by operation (layer P)."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections import Counter
 from dataclasses import replace
 from typing import Any
 
-from lightning_hetero.pipeline.decide.costs import work_s
+from lightning_hetero.pipeline.decide.costs import batch_s, work_s
 from lightning_hetero.pipeline.decide.plans import best_plan, describe_plan, held_bytes, in_one_piece, resting
 from lightning_hetero.plan.estimate import Estimate, impossible
 from lightning_hetero.plan.parallel import slowest_s
@@ -38,7 +38,7 @@ def pipeline(setup: Setup) -> Estimate:
         return impossible("pipeline", plan.reason)
     if len(model.layers) == 1:
         plan = in_one_piece(plan, model, cluster)
-    seconds = work_s(plan, model, cluster, ranks=setup.ranks)
+    step_s, seconds = batch_s(plan, model, cluster), work_s(plan, model, cluster, ranks=setup.ranks)
     samples = [0.0] * setup.ranks
     for group in plan.groups:
         # A pipeline's samples pass all of its devices: each counts for its part of the group's work.
@@ -47,8 +47,8 @@ def pipeline(setup: Setup) -> Estimate:
             samples[rank] = group.samples * (seconds[rank] / total_s if total_s > 0.0 else 1.0 / len(group.ranks))
     return Estimate(
         engine="pipeline",
-        step_s=plan.total_s * slowest_s(setup, (1.0,) * setup.ranks),
-        bound_s=plan.lower_bound_s,
+        step_s=step_s * slowest_s(setup, (1.0,) * setup.ranks),
+        bound_s=min(plan.lower_bound_s, step_s),
         work_s=seconds,
         shares=tuple(samples),
         memory_bytes=tuple(held_bytes(plan, model, setup.ranks)),

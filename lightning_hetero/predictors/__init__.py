@@ -17,9 +17,8 @@ from typing import Literal, TypeAlias
 
 from lightning_hetero.predictors.base import Predictor
 from lightning_hetero.predictors.curve import Curve
-from lightning_hetero.predictors.ewma import Ewma
+from lightning_hetero.predictors.ewma import Ewma, LastValue
 from lightning_hetero.predictors.kalman import Kalman
-from lightning_hetero.predictors.last import LastValue
 from lightning_hetero.predictors.narx import Narx
 
 __all__ = ["Curve", "Ewma", "Kalman", "LastValue", "Narx", "Predictor", "PredictorName", "by_name"]

@@ -10,7 +10,7 @@ from typing import Any, ClassVar, TypeAlias, TypeVar, cast
 
 from lightning_hetero.types import LearnedCost
 
-__all__ = ["Memory", "Predictor", "check_ranges"]
+__all__ = ["Memory", "Predictor"]
 
 Memory: TypeAlias = Mapping[str, float | int | list[float]]
 """Names and first values of what `Predictor.update` changes."""
@@ -175,14 +175,3 @@ def _are_finite(value: object) -> bool:
 
 def _copied(value: float | int | list[float]) -> float | int | list[float]:
     return list(value) if isinstance(value, list) else value
-
-
-def check_ranges(owner: str, *settings: tuple[str, float, float, float]) -> None:
-    """Checks settings, each given as name, value, least and greatest value.
-
-    Raises:
-        ValueError: one is out of range; it is called a setting of ``owner``.
-    """
-    for name, value, low, high in settings:
-        if not low <= value <= high:
-            raise ValueError(f"{owner}({name}={value!r}) must lie in [{low:g}, {high:g}]")

@@ -8,7 +8,7 @@ from itertools import pairwise
 from typing import ClassVar
 
 from lightning_hetero.predictors.base import Memory
-from lightning_hetero.predictors.kalman import Kalman
+from lightning_hetero.predictors.kalman import FIXED_SHARE, FIXED_SHARE_STD, GATE, Kalman
 from lightning_hetero.types import AffineCost, LearnedCost, SaturatingCost
 
 __all__ = ["Curve"]
@@ -36,16 +36,10 @@ class Curve(Kalman):
       forgotten when two measurements elsewhere contradict it: time grows with samples, and no faster than they do.
     - Floor and line are fitted to those: least squares of relative errors, the smaller sizes perhaps on the floor. A
       floor must explain the times better than a mere line, unless the line's fixed share were far above
-      ``fixed_share``. So equal times at all sizes are a floor that ends at the largest size seen, and a rank gets more
+      `FIXED_SHARE`. So equal times at all sizes are a floor that ends at the largest size seen, and a rank gets more
       by and by: no device is believed to be unsaturated where it was never measured.
 
     It is for steady devices. Under heavy noise (30 %) the Kalman filter alone decides better.
-
-    Args:
-        **kalman: settings of the filter, see `Kalman`. ``fixed_share`` and ``fixed_share_std`` are those of the line.
-
-    Raises:
-        ValueError: a setting is out of range.
     """
 
     MEMORY: ClassVar[Memory] = {
@@ -62,18 +56,17 @@ class Curve(Kalman):
     agreed_at: list[float]
     last: int
 
-    def __init__(self, **kalman: float) -> None:
-        super().__init__(**kalman)
+    def __init__(self) -> None:
+        super().__init__()
         self.profile: tuple[tuple[float, float], ...] = ()
 
     @classmethod
-    def from_points(cls, points: Iterable[tuple[float, float]], **kalman: float) -> Curve:
+    def from_points(cls, points: Iterable[tuple[float, float]]) -> Curve:
         """Returns one that begins with a profile.
 
         Args:
             points: samples and their time [s], measured on any device of the kind. What counts are the times
                 relative to one another; how fast a rank is, it learns from the first measurement.
-            **kalman: as in the constructor.
 
         Raises:
             ValueError: no point, too many, one that is no number of samples and seconds, or two of about the same size.
@@ -87,7 +80,7 @@ class Curve(Kalman):
         for (a, _), (b, _) in pairwise(known):
             if _alike(a, b):
                 raise ValueError(f"points: {a:g} and {b:g} samples count as one size: give sizes at least 12 % apart")
-        new = cls(**kalman)
+        new = cls()
         new.profile = tuple(known)
         return new
 
@@ -118,17 +111,17 @@ class Curve(Kalman):
 
     def _take(self, b: float, measured_s: float) -> None:
         walk = _FORGETS * _FORGETS
-        self.vars = [min(var + walk, self.fixed_share_std * self.fixed_share_std) for var in self.vars]
+        self.vars = [min(var + walk, FIXED_SHARE_STD * FIXED_SHARE_STD) for var in self.vars]
         at = self._index(b)
         if new := at is None:
-            at = self._add(b, max(self._ratio(b), 1e-300), self.fixed_share_std * self.fixed_share_std)
+            at = self._add(b, max(self._ratio(b), 1e-300), FIXED_SHARE_STD * FIXED_SHARE_STD)
         size = self.sizes[at]
         here = 1.0 if b == size else self._ratio(b) / self._ratio(size)  # of times at b and at what is remembered
         ratio = measured_s / (self._speed_s * here)
         change = min(max(ratio / self.ratios[at], 1e-300), 1e300)
         total_sq = self.vars[at] + self.noise_sq
         gain = self.vars[at] / total_sq
-        agrees = abs(change - 1.0) <= self.gate * math.sqrt(change * total_sq)
+        agrees = abs(change - 1.0) <= GATE * math.sqrt(change * total_sq)
         stays = self.updates == 1 or (at == self.last and self.agreed_at[at])
         pending = self.outlier_side * (change - 1.0) > 0.0  # the time before was off on this side, too
         if stays or (pending and not agrees):
@@ -155,7 +148,7 @@ class Curve(Kalman):
 
         def fits(i: int) -> bool:
             other, its = self.sizes[i], self.ratios[i]
-            off = 1.0 + self.gate * math.sqrt(self.vars[i] + self.vars[at])
+            off = 1.0 + GATE * math.sqrt(self.vars[i] + self.vars[at])
             smaller, larger = (its, ratio) if other < size else (ratio, its)
             in_proportion = smaller * max(size, other) > larger * min(size, other) / off
             return smaller <= larger * off and in_proportion
@@ -169,7 +162,7 @@ class Curve(Kalman):
         """Returns the variance of the model's time at a size that was never measured."""
         nearest = min(range(len(self.sizes)), key=lambda i: abs(self.sizes[i] - b))
         size = self.sizes[nearest]
-        off = self.fixed_share_std * abs(b - size) / max(b, size)
+        off = FIXED_SHARE_STD * abs(b - size) / max(b, size)
         return self.vars[nearest] + off * off
 
     @property
@@ -203,7 +196,7 @@ class Curve(Kalman):
         if self._fitted is None:
             weights = [1.0 / (_EXACT_SQ + var) for var in self.vars]
             points = sorted(zip(self.sizes, self.ratios, weights, strict=True))
-            self._fitted = _fit(points, self.fixed_share, self.fixed_share_std)
+            self._fitted = _fit(points, FIXED_SHARE, FIXED_SHARE_STD)
         return self._fitted
 
     def cost(self) -> LearnedCost:

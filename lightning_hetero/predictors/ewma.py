@@ -1,4 +1,4 @@
-"""Exponentially weighted moving average of the time per sample (layer P)."""
+"""The time per sample: its exponentially weighted moving average, and its last value (layer P)."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import ClassVar
 from lightning_hetero.predictors.base import Memory, Predictor
 from lightning_hetero.types import AffineCost
 
-__all__ = ["Ewma"]
+__all__ = ["Ewma", "LastValue"]
 
 _MEMORY_OF_ERROR = 0.1  # weight of the newest squared error in `std_s`: about the last 20 steps
 _FIRST_ERROR = 0.1  # relative; assumed until a second measurement says how far off predictions are
@@ -77,3 +77,14 @@ class Ewma(Predictor):
         # One-step errors of an EWMA under white noise have variance 2 / (2 - w) times the noise's, the
         # average itself w / (2 - w) times: hence the factor w / 2.
         return self.predict(samples) * math.sqrt(0.5 * self.weight * self.error_sq)
+
+
+class LastValue(Ewma):
+    """Seconds per sample of the last measurement: ``T(b) = b * T_last / b_last``.
+
+    Fastest to follow a change and the noisiest: the limit ``weight=1`` of `Ewma`, with the same
+    treatment of steps without samples. A single slow step moves samples away for one decision.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(weight=1.0)

@@ -5,11 +5,18 @@ from __future__ import annotations
 import math
 from typing import ClassVar
 
-from lightning_hetero.predictors.base import Memory, Predictor, check_ranges
+from lightning_hetero.predictors.base import Memory, Predictor
 from lightning_hetero.types import AffineCost, LearnedCost
 
 __all__ = ["Kalman"]
 
+FIXED_SHARE = 0.15  # share of alpha in the time, assumed at the first measurement
+FIXED_SHARE_STD = 0.3  # uncertainty of that share, and the most it can ever become
+_NOISE = 0.1  # relative standard deviation of a measurement, assumed at first
+_NOISE_FLOOR = 0.005  # measurements are never believed to be more exact (relative)
+_DRIFT = 0.007  # relative random walk of the speed per update
+_SPLIT_DRIFT = 0.02  # random walk of the share of alpha per update
+GATE = 4.0  # standard deviations from which a measurement counts as an outlier
 _CUSUM_SLACK = 0.5  # Page's two-sided test with slack 0.5 and limit 5 raises a false alarm every ~465 steps
 _CUSUM_LIMIT = 5.0  # and finds a shift of 2 standard deviations after ~4 (the usual tables of run lengths)
 _NOISE_WEIGHT = 0.03  # weight of the newest squared residual in the noise: about the last 60 steps
@@ -30,7 +37,7 @@ class Kalman(Predictor):
     - The measurement noise is learned from the residuals after the update plus the state's variance
       (the always positive form of Sage and Husa 1969). A lone outlier is not counted, so that a hiccup
       every few steps changes nothing; two in a row on opposite sides are, as if they lay on the gate.
-    - A time more than ``gate`` standard deviations off is ignored once. If the next is off on the same
+    - A time more than `GATE` standard deviations off is ignored once. If the next is off on the same
       side too, it is believed: alpha and beta are multiplied so that they meet it exactly. While no
       two measurements have agreed yet, a disagreement is believed at once (a slow first step).
     - Changes too small for the gate under heavy noise raise Page's cumulative sum (1954), which widens
@@ -39,20 +46,8 @@ class Kalman(Predictor):
       alpha was unknown. Should the very first step be one, a sample is assumed to cost as much, +- 10x.
     - A coefficient below 0 is set to 0 and the other one such that the time at the present ``b`` stays.
 
-    The defaults come from closed-loop simulations (4 ranks, fixed cost 0-50 %, noise 0-30 %, lag 0-8)
+    The numbers above come from closed-loop simulations (4 ranks, fixed cost 0-50 %, noise 0-30 %, lag 0-8)
     and sit on a plateau: halving or doubling one of them hardly changes the mean step time.
-
-    Args:
-        fixed_share: share of alpha in the time, assumed at the first measurement, in [0, 1].
-        fixed_share_std: uncertainty of that share, and the most it can ever become, > 0.
-        noise: relative standard deviation of a measurement, assumed at first, > 0.
-        noise_floor: never believe measurements to be more exact than this (relative), > 0.
-        drift: relative random walk of the speed per update, > 0.
-        split_drift: random walk of the share of alpha per update, >= 0.
-        gate: standard deviations from which a measurement counts as an outlier, >= 2.
-
-    Raises:
-        ValueError: a setting is out of range.
     """
 
     MEMORY: ClassVar[Memory] = {
@@ -81,36 +76,9 @@ class Kalman(Predictor):
     cusum_slow: float
     cusum_fast: float
 
-    def __init__(
-        self,
-        *,
-        fixed_share: float = 0.15,
-        fixed_share_std: float = 0.3,
-        noise: float = 0.1,
-        noise_floor: float = 0.005,
-        drift: float = 0.007,
-        split_drift: float = 0.02,
-        gate: float = 4.0,
-    ) -> None:
-        check_ranges(
-            "Kalman",
-            ("fixed_share", fixed_share, 0.0, 1.0),
-            ("fixed_share_std", fixed_share_std, 1e-3, 1.0),
-            ("noise", noise, 1e-4, 1.0),
-            ("noise_floor", noise_floor, 1e-4, 1.0),
-            ("drift", drift, 1e-5, 1.0),
-            ("split_drift", split_drift, 0.0, 1.0),
-            ("gate", gate, 2.0, 100.0),
-        )
+    def __init__(self) -> None:
         self._cost: AffineCost | None = None  # of what is known now, once it has been asked for
         super().__init__()
-        self.fixed_share = fixed_share
-        self.fixed_share_std = fixed_share_std
-        self.noise = noise
-        self.noise_floor = noise_floor
-        self.drift = drift
-        self.split_drift = split_drift
-        self.gate = gate
 
     def update(self, samples: float, compute_s: float) -> None:
         b, measured_s = self.checked(samples, compute_s)
@@ -129,14 +97,14 @@ class Kalman(Predictor):
 
     def _start(self, b: float, measured_s: float) -> None:
         self.unit_s = measured_s
-        self.noise_sq = self.noise * self.noise
+        self.noise_sq = _NOISE * _NOISE
         if b == 0.0:
             # Nothing is known about a sample: as dear as the whole empty step, give or take a lot.
             self.alpha = self.beta = 1.0
             self.var_aa, self.var_ab, self.var_bb = self.noise_sq, 0.0, _UNKNOWN_RATE_SQ
             return
-        self.alpha, self.beta = self.fixed_share, (1.0 - self.fixed_share) / b
-        self._add_variance(b, self.noise_sq, self.fixed_share_std * self.fixed_share_std)
+        self.alpha, self.beta = FIXED_SHARE, (1.0 - FIXED_SHARE) / b
+        self._add_variance(b, self.noise_sq, FIXED_SHARE_STD * FIXED_SHARE_STD)
 
     def _add_variance(self, b: float, scale_sq: float, split_sq: float) -> None:
         """Adds variance along (alpha, beta) and along (1, -1/b), which leaves the time at b alone."""
@@ -159,9 +127,9 @@ class Kalman(Predictor):
 
     def _update_loaded(self, b: float, measured_s: float) -> None:
         self._rescale(b)
-        capped = self.var_aa >= self.fixed_share_std * self.fixed_share_std
-        split_sq = 0.0 if capped else self.split_drift * self.split_drift
-        self._add_variance(b, self.drift * self.drift, split_sq)
+        capped = self.var_aa >= FIXED_SHARE_STD * FIXED_SHARE_STD
+        split_sq = 0.0 if capped else _SPLIT_DRIFT * _SPLIT_DRIFT
+        self._add_variance(b, _DRIFT * _DRIFT, split_sq)
         cov_a = self.var_aa + self.var_ab * b
         cov_b = self.var_ab + self.var_bb * b
         model_sq = max(cov_a + cov_b * b, 0.0)
@@ -169,7 +137,7 @@ class Kalman(Predictor):
         # 2 sinh(log(ratio) / 2): like the logarithm, k times faster is as conspicuous as k times slower, but
         # rounded alike by every C library, so that all ranks come to the same decision.
         z = (ratio - 1.0) / math.sqrt(ratio * (model_sq + self.noise_sq))
-        if abs(z) > self.gate:
+        if abs(z) > GATE:
             if self._believed(z):
                 self.unit_s = measured_s  # alpha and beta together, so that they meet it exactly
                 self._add_variance(b, self.noise_sq, 0.0)
@@ -203,7 +171,7 @@ class Kalman(Predictor):
     def _learn_noise(self, noise_sq: float) -> None:
         weight = max(_NOISE_WEIGHT, 1.0 / (self.agreed + 3))
         learned = self.noise_sq + weight * (noise_sq - self.noise_sq)
-        self.noise_sq = max(learned, self.noise_floor * self.noise_floor)
+        self.noise_sq = max(learned, _NOISE_FLOOR * _NOISE_FLOOR)
 
     def _shifted(self, z: float) -> bool:
         """Page's two-sided test on the normalised errors; starts again after an alarm."""
@@ -220,7 +188,7 @@ class Kalman(Predictor):
         if self.agreed and side != self.outlier_side:
             if self.outlier_side:
                 # Two in a row on opposite sides: noise rather than a hiccup. Counted as if on the gate.
-                self._learn_noise(self.gate * self.gate * self.noise_sq)
+                self._learn_noise(GATE * GATE * self.noise_sq)
             self.outlier_side = side
             return False
         self.cusum_slow = self.cusum_fast = 0.0
@@ -231,7 +199,7 @@ class Kalman(Predictor):
         """A step without samples measures alpha; the unit stays, as the predicted time may be 0."""
         measured = measured_s / self.unit_s
         alpha, beta = self.alpha, self.beta
-        drift_sq = self.drift * self.drift
+        drift_sq = _DRIFT * _DRIFT
         self.var_aa += drift_sq * alpha * alpha
         self.var_ab += drift_sq * alpha * beta
         self.var_bb += drift_sq * beta * beta
@@ -239,7 +207,7 @@ class Kalman(Predictor):
         total_sq = self.var_aa + self.noise_sq * level * level
         error = measured - alpha
         z = error / math.sqrt(total_sq)
-        if abs(z) > self.gate:
+        if abs(z) > GATE:
             if self._believed(z):
                 self._jump_empty(measured)
             return

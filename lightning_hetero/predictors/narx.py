@@ -8,22 +8,39 @@ and training are not public; those here are ours, compared in ``benchmarks/narx`
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from operator import mul
-from typing import Any, ClassVar, cast
+from typing import ClassVar
 
-from lightning_hetero.predictors.base import Memory, check_ranges
+from lightning_hetero.predictors.base import Memory
 from lightning_hetero.predictors.kalman import Kalman
 from lightning_hetero.types import AffineCost
 
 __all__ = ["Narx"]
 
+_TIMES, _LOADS, _HIDDEN = 2, 2, 4  # past times and loads among the inputs, the newest load included; hidden units
+_FORGET = 0.002  # part of what was learned that each record makes forgotten
+_PRIOR = 10.0  # variance of the first weights, in those of a record
+_LEVEL_WEIGHT = 0.01  # of the newest time in the level
 _SEED = 20_200_119  # of the hidden units: the same on all ranks
 _SPAN = 2.0  # their weights lie in [-2, 2]
 _ERROR_WEIGHT = 1.0 / 32.0  # of the newest error in the running ones
 _MOST = 0.95  # slowness that may be forecast: 39 times as slow as the level, or as fast
 _LEAST_FREE = 1e-3  # less free time or memory than this makes no difference
 _LEAST, _GREATEST = 1e-9, 1e9  # of ratios of times
+
+
+def _hidden_units(number: int, size: int) -> tuple[tuple[float, ...], ...]:
+    """Weights that look random, by Knuth's linear congruential generator MMIX."""
+    state = _SEED
+    weights: list[float] = []
+    for _ in range(number * size):
+        state = (state * 6_364_136_223_846_793_005 + 1_442_695_040_888_963_407) % 2**64
+        weights.append(_SPAN * (state // 2**11 / 2**52 - 1.0))
+    return tuple(tuple(weights[start : start + size]) for start in range(0, len(weights), size))
+
+
+_UNITS = _hidden_units(_HIDDEN, 2 + _TIMES + 2 * _LOADS)
 
 
 class Narx(Kalman):
@@ -35,11 +52,11 @@ class Narx(Kalman):
 
         slowness  s(r) = (r - 1) / (r + 1)     of a ratio of times: -1 < s < 1, s(1 / r) = -s(r)
         target    y = s(T / (level (alpha + beta b))),   level: long-run mean of T / (alpha + beta b)
-        inputs    x = 1; the filter's own forecast f = s(1 / level); the last ``times`` targets, each less f; the last
-                  ``loads`` loads as s(1 / free_cpu), s(1 / free_mem), the newest told included; 0 where unknown (NaN)
+        inputs    x = 1; the filter's own forecast f = s(1 / level); the last `_TIMES` targets, each less f; the last
+                  `_LOADS` loads as s(1 / free_cpu), s(1 / free_mem), the newest told included; 0 where unknown (NaN)
         hidden    h_j = a_j / (1 + |a_j|),   a_j = v_j . x,   v_j fixed, from a generator of our own
         forecast  y = f + w . (x, h);   the factor is level (1 + y) / (1 - y)
-        learning  w by recursive least squares which forgets: first w = 0, that is the filter, give or take ``prior``
+        learning  w by recursive least squares which forgets: first w = 0, that is the filter, give or take `_PRIOR`
 
     Times count relative to the filter's model, so that neither their unit nor the changing share matters. Of both,
     filter and network, the mean error of forecasts one step ahead is kept. The factor is 1 (the filter's word stands)
@@ -49,16 +66,9 @@ class Narx(Kalman):
     Sums are `math.fsum`, rounded alike everywhere; else there is only + - * /, so all ranks come to the same numbers.
 
     Args:
-        times: past times among the inputs, >= 1.
-        loads: loads among the inputs, the newest included, >= 1.
-        hidden: hidden units; 0 leaves a linear model.
         zone: relative difference to the filter's time from which the network counts, in [0, 1].
-        forget: part of what was learned that each record makes forgotten, in [0, 0.1].
-        prior: variance of the first weights, in those of a record, in [1e-3, 1e6].
-        level_weight: of the newest time in the level, in [1e-4, 1].
         warm: records to learn from before the network counts, >= 1.
         margin: the network's error must be smaller than the filter's by this part, in [0, 1).
-        **kalman: settings of the filter, see `Kalman`.
 
     Raises:
         ValueError: a setting is out of range.
@@ -94,47 +104,14 @@ class Narx(Kalman):
     weights: list[float]
     spread: list[float]
 
-    def __init__(
-        self,
-        *,
-        times: int = 2,
-        loads: int = 2,
-        hidden: int = 4,
-        zone: float = 0.1,
-        forget: float = 0.002,
-        prior: float = 10.0,
-        level_weight: float = 0.01,
-        warm: int = 32,
-        margin: float = 0.05,
-        **kalman: float,
-    ) -> None:
-        for name, count, fewest in (
-            ("times", times, 1),
-            ("loads", loads, 1),
-            ("hidden", hidden, 0),
-            ("warm", warm, 1),
-        ):
-            if type(count) is not int or count < fewest:
-                raise ValueError(f"Narx({name}={count!r}) must be a whole number >= {fewest}")
-        check_ranges(
-            "Narx",
-            ("zone", zone, 0.0, 1.0),
-            ("forget", forget, 0.0, 0.1),
-            ("prior", prior, 1e-3, 1e6),
-            ("level_weight", level_weight, 1e-4, 1.0),
-            ("margin", margin, 0.0, 0.999),
-        )
-        super().__init__(**kalman)
-        self.times = times
-        self.loads = loads
-        self.hidden = hidden
-        self.zone = zone
-        self.forget = forget
-        self.prior = prior
-        self.level_weight = level_weight
-        self.warm = warm
-        self.margin = margin
-        self._units = _hidden_units(hidden, 2 + times + 2 * loads)
+    def __init__(self, *, zone: float = 0.1, warm: int = 32, margin: float = 0.05) -> None:
+        if type(warm) is not int or warm < 1:
+            raise ValueError(f"Narx(warm={warm!r}) must be a whole number >= 1")
+        for name, value in (("zone", zone), ("margin", margin)):
+            if not 0.0 <= value < 1.0:
+                raise ValueError(f"Narx({name}={value!r}) must lie in [0, 1)")
+        super().__init__()
+        self.zone, self.warm, self.margin = zone, warm, margin
 
     # ---- one record ---------------------------------------------------------------------------------------------
 
@@ -174,11 +151,11 @@ class Narx(Kalman):
         z, n = self.inputs, len(self.inputs)
         rows = [self.spread[start : start + n] for start in range(0, n * n, n)]
         towards = [_dot(row, z) for row in rows]
-        keep = 1.0 - self.forget
+        keep = 1.0 - _FORGET
         step = 1.0 / (keep + max(_dot(z, towards), 0.0))
         move = step * (target - _dot(self.weights, z))
         self.weights = [w + move * v for w, v in zip(self.weights, towards, strict=True)]
-        grow = 1.0 / keep if math.fsum(self.spread[:: n + 1]) < self.prior * n else 1.0
+        grow = 1.0 / keep if math.fsum(self.spread[:: n + 1]) < _PRIOR * n else 1.0
         self.spread = [
             (p - step * (v * u)) * grow
             for row, v in zip(rows, towards, strict=True)
@@ -187,21 +164,21 @@ class Narx(Kalman):
 
     def _foresee(self, slow: float) -> None:
         """Takes in a time, ``slow`` times the filter's, and makes the forecast of the next one."""
-        weight = max(self.level_weight, 1.0 / self.updates)
+        weight = max(_LEVEL_WEIGHT, 1.0 / self.updates)
         self.level = _ratio(self.level * _times(weight * _slowness(_ratio(slow, self.level))), 1.0)
-        self.past_times = [_slowness(_ratio(slow, self.level)), *self.past_times][: self.times]
-        self.past_loads = [*(self.load or (0.0, 0.0)), *self.past_loads][: 2 * self.loads]
+        self.past_times = [_slowness(_ratio(slow, self.level)), *self.past_times][: _TIMES]
+        self.past_loads = [*(self.load or (0.0, 0.0)), *self.past_loads][: 2 * _LOADS]
         self.load = []
-        if len(self.past_times) < self.times or len(self.past_loads) < 2 * self.loads:
+        if len(self.past_times) < _TIMES or len(self.past_loads) < 2 * _LOADS:
             return
         own = _slowness(_ratio(1.0, self.level))
         x = [1.0, own, *(time - own for time in self.past_times), *self.past_loads]
-        units = [_dot(unit, x) for unit in self._units]
+        units = [_dot(unit, x) for unit in _UNITS]
         self.inputs = x + [a / (1.0 + abs(a)) for a in units]
         if not self.weights:
             n = len(self.inputs)
             self.weights = [0.0] * n
-            self.spread = [0.0 if i % (n + 1) else self.prior for i in range(n * n)]
+            self.spread = [0.0 if i % (n + 1) else _PRIOR for i in range(n * n)]
         self.forecast = min(max(own + _dot(self.weights, self.inputs), -_MOST), _MOST)
         factor = self.level * _times(self.forecast)
         if abs(factor - 1.0) < self.zone:
@@ -218,34 +195,6 @@ class Narx(Kalman):
 
     def std_s(self, samples: float) -> float:
         return super().std_s(samples) * self.factor
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        n = 2 + self.times + 2 * self.loads + self.hidden
-        sizes = {
-            "past_times": range(self.times + 1),
-            "past_loads": range(2 * self.loads + 1),
-            "inputs": (0, n),
-            "weights": (0, n),
-            "spread": (0, n * n),
-        }
-        for name, sizes_of in sizes.items():
-            size = len(cast("list[Any]", state[name])) if isinstance(state.get(name), list) else 0
-            if size not in sizes_of:
-                raise ValueError(
-                    f"state of {type(self).__name__}: {size} {name} do not fit; times, loads and hidden must be "
-                    "those of the run that wrote it"
-                )
-        super().load_state_dict(state)
-
-
-def _hidden_units(number: int, size: int) -> tuple[tuple[float, ...], ...]:
-    """Weights that look random, by Knuth's linear congruential generator MMIX."""
-    state = _SEED
-    weights: list[float] = []
-    for _ in range(number * size):
-        state = (state * 6_364_136_223_846_793_005 + 1_442_695_040_888_963_407) % 2**64
-        weights.append(_SPAN * (state // 2**11 / 2**52 - 1.0))
-    return tuple(tuple(weights[start : start + size]) for start in range(0, len(weights), size))
 
 
 def _dot(left: Sequence[float], right: Sequence[float]) -> float:

@@ -2,8 +2,8 @@
 
 Of a step in which all ranks meet, with c_r own work and w_r waiting, exchange included:
 
-    exchange   min_r w_r          what the rank that comes last sees of it; of hosts that do not wait where their devices
-                                  do (GPUs): max_r (c_r + w_r) - max_r c_r
+    exchange   min_r w_r          what the rank that comes last sees of it; max_r (c_r + w_r) - max_r c_r of hosts that
+                                  do not wait where their devices do (GPUs)
     idle       the rest of w_r    for slower ranks; in a pipeline its bubbles
 
 A pipeline's exchange is the one that was planned, and all else that is no work is idle. The stale and the federated

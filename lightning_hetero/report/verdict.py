@@ -1,4 +1,4 @@
-"""In words: how long was waited, why, what to do, what that would give, and which ranks and stages are slow (layer P)."""
+"""In words: how long was waited, why, what to do, what that gives, and which ranks and stages are slow (layer P)."""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 
     a rank     `MemoryCap`     the largest share that fitted, the least that did not, what is measured of memory
                `MemoryUse`     bytes as a line over samples
-    all ranks  `Limits`        the bounds of the split, from what every rank says that it can hold
+    all ranks  `ShareLimits`        the bounds of the split, from what every rank says that it can hold
 
     most = the least of   GROWTH (1.25) x the largest that fitted, where memory is limited or once it was short
                           HEADROOM (0.9) x the least that did not fit
@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from lightning_hetero.solvers import minimax_none_or_least
 from lightning_hetero.types import AffineCost, Allocation
 
-__all__ = ["Limits", "MemoryCap", "MemoryUse", "held_bounds"]
+__all__ = ["MemoryCap", "MemoryUse", "ShareLimits", "held_bounds"]
 
 GROWTH, HEADROOM = 1.25, 0.9
 _UNSTEADY = 2  # first steps, in which gradients, buckets and the optimizer's state come into being
@@ -163,7 +163,7 @@ def held_bounds(
     return [min(a, b) for a, b in zip(lower, held, strict=True)], held, enough
 
 
-class Limits:
+class ShareLimits:
     """Least and most samples per rank: the user's bounds, as far as the ranks can hold them. The same on every rank.
 
     Attributes:

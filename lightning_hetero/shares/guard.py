@@ -58,10 +58,12 @@ class RegretGuard:
 
     Attributes:
         lag: batches that are drawn before a decision can count.
+        batches: that the next record stands for.
     """
 
     def __init__(self) -> None:
         self.lag = 0
+        self.batches = 1
         self.load_state_dict({})
         self.start((), least=1)
 

@@ -12,49 +12,21 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, replace
 from typing import Any
 
 from lightning_hetero.predictors import Kalman, Predictor, PredictorName, by_name
 from lightning_hetero.shares.bounds import ShareBounds
-from lightning_hetero.shares.caps import Limits
+from lightning_hetero.shares.caps import ShareLimits
+from lightning_hetero.shares.decision import ShareDecision, Thresholds
 from lightning_hetero.shares.guard import RegretGuard
 from lightning_hetero.shares.items import WorkPerSample
 from lightning_hetero.solvers import minimax, minimax_none_or_least
 from lightning_hetero.types import Allocation, LearnedCost, SpeedSample
 
-__all__ = ["BalancePolicy", "Decision"]
+__all__ = ["BalancePolicy", "ShareDecision"]
 
 _TIGHT = 0.8  # of what the guard allows, when shares must come back, so that they need not at the next record
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Decision:
-    """What was decided on the last records, and why.
-
-    Attributes:
-        shares: samples per rank from now on.
-        changed: whether they are others than before.
-        reason: in words.
-        predicted_s: time of a batch that is expected of them [s].
-        gain_s: time per batch that is won, or would have been [s].
-        data: what else a trace says of it, plain.
-        outcome: what became of an earlier change, for a trace, plain; empty: nothing new.
-    """
-
-    shares: tuple[int, ...]
-    changed: bool
-    reason: str
-    predicted_s: float = math.nan
-    gain_s: float = 0.0
-    data: Mapping[str, Any] = field(default_factory=dict[str, Any])
-    outcome: Mapping[str, Any] = field(default_factory=dict[str, Any])
-
-    @property
-    def predicted_gain(self) -> float:
-        """`gain_s` as a part of what a batch takes without the change; NaN where nothing was predicted."""
-        before_s = self.predicted_s + self.gain_s
-        return self.gain_s / before_s if before_s > 0.0 else math.nan
 
 
 class BalancePolicy:
@@ -98,28 +70,18 @@ class BalancePolicy:
         guard: bool = True,
         solver: Callable[..., Allocation] = minimax,
     ) -> None:
-        numbers: dict[str, Any] = {  # whatever a command line has made of them
-            "dead_band": dead_band,
-            "min_gain_s": min_gain_s,
-            "noise_guard": noise_guard,
-            "surprise": surprise,
-        }
-        for name, value in numbers.items():
-            if not (isinstance(value, int | float) and math.isfinite(value) and value >= 0):
-                raise ValueError(f"{name}={value!r} must be a finite number >= 0")
-        for name, value in (("cooldown", cooldown), ("warmup", warmup)):
-            if type(value) is not int or value < 0:
-                raise ValueError(f"{name}={value!r} must be a whole number >= 0 (records)")
+        self.thresholds = Thresholds(
+            dead_band=dead_band,
+            min_gain_s=min_gain_s,
+            noise_guard=noise_guard,
+            cooldown=cooldown,
+            warmup=warmup,
+            surprise=surprise,
+            guard=guard,
+        )
         self.prototype = by_name(predictor) if isinstance(predictor, str) else predictor
         if not callable(getattr(self.prototype, "fresh", None)):
             raise ValueError(f"predictor={predictor!r} must be a name or a lightning_hetero.predictors.Predictor")
-        self.dead_band = dead_band
-        self.min_gain_s = min_gain_s
-        self.noise_guard = noise_guard
-        self.cooldown = cooldown
-        self.warmup = warmup
-        self.surprise = surprise
-        self.guard = guard
         self._guard = RegretGuard()
         self._solve = solver
         self._predictors: list[Predictor] = []
@@ -127,15 +89,17 @@ class BalancePolicy:
         self._restored: tuple[list[Predictor], int, Mapping[str, float]] | None = None  # for the next start
         self._shares: tuple[int, ...] = ()
         self._equal: tuple[int, ...] = ()
-        self.limits = Limits()
+        self.limits = ShareLimits()
         self.work = WorkPerSample()
         self._seen = 0
-        self._batches = 1  # that the latest record stands for
         self._since_change = 0
-        self._expected_for: tuple[float, ...] = ()
-        self._expected_s: list[float] = []
+        self._expected: tuple[tuple[float, ...], list[float]] = (), []  # samples, and times of these [s]
         self._loads: list[tuple[float, float]] = []  # told with the last record
         self.cut_by_cost = False
+
+    @property
+    def dead_band(self) -> float:
+        return self.thresholds.dead_band
 
     @property
     def lag(self) -> int:
@@ -152,15 +116,11 @@ class BalancePolicy:
             for name, value in vars(self.prototype).items()
             if name not in self.prototype.MEMORY and isinstance(value, int | float | str | tuple)
         }
-        numbers = {
-            name: getattr(self, name)
-            for name in ("dead_band", "min_gain_s", "noise_guard", "cooldown", "warmup", "surprise", "guard")
-        }
         return {
             "policy": type(self).__name__,
             "predictor": f"{type(self.prototype).__name__}({_arguments(predictor)})",
             "solver": getattr(self._solve, "__qualname__", type(self._solve).__name__),
-            "thresholds": _arguments(numbers),
+            "thresholds": _arguments(asdict(self.thresholds)),
         }
 
     def start(self, *, world_size: int, total: int, bounds: ShareBounds, quantum: int = 1) -> None:
@@ -176,7 +136,7 @@ class BalancePolicy:
             ValueError: the bounds admit no split.
         """
         self.limits.start(*bounds.resolve(world_size, total, quantum), total=total, quantum=quantum, least=bounds.least)
-        self._expected_for = ()
+        self._expected = (), []
         self.work = WorkPerSample()
         if self._restored is not None:
             (self._predictors, self._seen, account), self._restored = self._restored, None
@@ -195,7 +155,7 @@ class BalancePolicy:
         if known:
             self._shares = self._best(self._most()).shares or self._shares
             self._guard.decided(self._shares)
-        self._since_change = self.cooldown
+        self._since_change = self.thresholds.cooldown
 
     @property
     def shares(self) -> tuple[int, ...]:
@@ -217,7 +177,7 @@ class BalancePolicy:
 
     def limit(
         self, most_samples: Sequence[int | None], samples: Sequence[float], compute_s: Sequence[float]
-    ) -> Decision | None:
+    ) -> ShareDecision | None:
         """Takes in what each rank says that it can hold, also if its time says nothing; before `take`.
 
         Args:
@@ -229,7 +189,7 @@ class BalancePolicy:
         """
         if not self.limits.take(most_samples, samples, compute_s):
             return None
-        self._expected_for = ()
+        self._expected = (), []
         equal = self.limits.alike()
         self._equal = equal.shares if equal.ok else self._equal
         self._guard.rebase(self._equal)
@@ -242,7 +202,7 @@ class BalancePolicy:
         self._guard.decided(held.shares)
         self._since_change = 0
         reason = "memory" if self.limits.fit else "memory: together the ranks hold less than the global batch"
-        return Decision(shares=self._shares, changed=True, reason=reason)
+        return ShareDecision(shares=self._shares, changed=True, reason=reason)
 
     def _within_limits(self) -> Allocation:
         """Returns the split to go on with when limits have changed."""
@@ -259,16 +219,15 @@ class BalancePolicy:
             samples: each rank's, or what its work is worth in them, see `work`.
             compute_s: each rank's time [s].
         """
-        if tuple(samples) != self._expected_for:
-            if self._seen <= self.warmup or not all(p.ready for p in self._predictors):
+        if tuple(samples) != self._expected[0]:
+            if self._seen <= self.thresholds.warmup or not all(p.ready for p in self._predictors):
                 return True
             self._expect(samples)
-        limit = self.surprise
-        return any(abs(s - e) > limit * e for s, e in zip(compute_s, self._expected_s, strict=True))
+        limit = self.thresholds.surprise
+        return any(abs(s - e) > limit * e for s, e in zip(compute_s, self._expected[1], strict=True))
 
     def _expect(self, samples: Sequence[float]) -> None:
-        self._expected_for = tuple(samples)
-        self._expected_s = [p.predict(n) for p, n in zip(self._predictors, samples, strict=True)]
+        self._expected = tuple(samples), [p.predict(n) for p, n in zip(self._predictors, samples, strict=True)]
 
     def load_changed(self, loads: Iterable[tuple[float, float]]) -> bool:
         """Tells whether a rank's load is another than told before, which makes its record urgent, too.
@@ -279,27 +238,28 @@ class BalancePolicy:
         if not self.wants_load:
             return False
         pairs = zip(loads, self._loads, strict=False)  # none before the first record
-        return any(abs(now - then) > self.surprise for new, old in pairs for now, then in zip(new, old, strict=True))
+        limit = self.thresholds.surprise
+        return any(abs(now - then) > limit for new, old in pairs for now, then in zip(new, old, strict=True))
 
-    def take(self, records: Sequence[SpeedSample], *, batches: int) -> Decision:
+    def take(self, records: Sequence[SpeedSample], *, batches: int) -> ShareDecision:
         """Takes in one record per rank, in rank order, and decides the shares from now on.
 
         Args:
             records: of one batch.
             batches: how many batches the records are means of.
         """
-        self._batches = batches
+        self._guard.batches = batches
         return self.observe(records)
 
-    def observe(self, records: Sequence[SpeedSample]) -> Decision:
+    def observe(self, records: Sequence[SpeedSample]) -> ShareDecision:
         """`take`, for a policy that decides by the times alone."""
         if (reason := self._learn(records)) is not None:
-            return Decision(shares=self._shares, changed=False, reason=reason)
+            return ShareDecision(shares=self._shares, changed=False, reason=reason)
         costs = [p.cost() for p in self._predictors]
         if self.cut_by_cost:  # parts then have the work of their shares, whatever the number of their samples
             work = self.work_in_samples(records)
             records = [replace(r, samples=max(1, round(x))) for r, x in zip(records, work, strict=True)]
-        self._guard.learn(records, [m.cost() for m in self._meters] or costs, self._batches)
+        self._guard.learn(records, [m.cost() for m in self._meters] or costs, self._guard.batches)
         decision = self._decide(costs)
         self._expect(self._shares)  # likely the next record's, which every rank waits for, unlike for this one
         return decision
@@ -315,9 +275,9 @@ class BalancePolicy:
         """Hands the records to the predictors; returns why nothing can be decided yet."""
         self._seen += 1
         self._since_change += 1
-        self._expected_for = ()
+        self._expected = (), []
         self.work.add(records)
-        if self._seen <= self.warmup:
+        if self._seen <= self.thresholds.warmup:
             return "warm-up"
         work = self.work_in_samples(records)
         if wants_load := self.wants_load:
@@ -333,36 +293,38 @@ class BalancePolicy:
         ready = all(p.ready for p in (*self._predictors, *self._meters))
         return None if ready else "not every rank was measured yet"
 
-    def _decide(self, costs: Sequence[LearnedCost]) -> Decision:
+    def _decide(self, costs: Sequence[LearnedCost]) -> ShareDecision:
         now_s = [cost.seconds(n) for cost, n in zip(costs, self._shares, strict=True)]
         slowest = max(range(len(now_s)), key=now_s.__getitem__)
         current_s = now_s[slowest]
         # Leaving equal shares takes more evidence than improving unequal ones: on equal devices nothing is to be won.
-        caution = self.noise_guard * (1.0 if self._shares == self._equal else 0.25)
+        caution = self.thresholds.noise_guard * (1.0 if self._shares == self._equal else 0.25)
         threshold_s = max(
-            self.dead_band * current_s,
-            self.min_gain_s,
+            self.thresholds.dead_band * current_s,
+            self.thresholds.min_gain_s,
             caution * self._predictors[slowest].std_s(self._shares[slowest]),
         )
 
-        def keep(reason: str, gain_s: float = 0.0) -> Decision:
+        def keep(reason: str, gain_s: float = 0.0) -> ShareDecision:
             self._guard.decided(self._shares)
-            return Decision(shares=self._shares, changed=False, reason=reason, predicted_s=current_s, gain_s=gain_s)
+            return ShareDecision(
+                shares=self._shares, changed=False, reason=reason, predicted_s=current_s, gain_s=gain_s
+            )
 
-        def change(shares: tuple[int, ...], reason: str, *, on_trial: bool = False) -> Decision:
+        def change(shares: tuple[int, ...], reason: str, *, on_trial: bool = False) -> ShareDecision:
             self._guard.decided(shares, on_trial=on_trial)
             self._shares = shares
             self._since_change = 0
             predicted_s = _batch_s(costs, shares)
-            return Decision(
+            return ShareDecision(
                 shares=shares, changed=True, reason=reason, predicted_s=predicted_s, gain_s=current_s - predicted_s
             )
 
-        if self.guard and not self._guard.covers(self._shares):
+        if self.thresholds.guard and not self._guard.covers(self._shares):
             upper = self._guard.upper(self.limits.upper, part=_TIGHT)
             shares = self._best(upper).shares or self._equal
             return change(shares, self._guard.why(shares))
-        if self._since_change <= self.cooldown:
+        if self._since_change <= self.thresholds.cooldown:
             return keep("cooldown")
         before = self._guard.before_failure()
         reason, gain_s = "balanced", 0.0
@@ -374,15 +336,16 @@ class BalancePolicy:
             if gain_s > threshold_s and best.shares != self._shares:
                 return change(best.shares, "rebalanced", on_trial=True)
         fits = before is not None and all(n <= most for n, most in zip(before, self.limits.upper, strict=True))
-        if self.guard and before is not None and fits and self._guard.covers(before):
+        if self.thresholds.guard and before is not None and fits and self._guard.covers(before):
             return change(before, "the last change made batches longer: taken back")
-        if self.guard and self._shares != self._equal and _batch_s(costs, self._equal) - current_s < 0.5 * threshold_s:
+        lost_s = _batch_s(costs, self._equal) - current_s
+        if self.thresholds.guard and self._shares != self._equal and lost_s < 0.5 * threshold_s:
             return change(self._equal, "equal shares are as good")
         return keep(reason, gain_s)
 
     def _most(self) -> list[int]:
         """Returns the most samples per rank that are allowed now."""
-        return self._guard.upper(self.limits.upper) if self.guard else self.limits.upper
+        return self._guard.upper(self.limits.upper) if self.thresholds.guard else self.limits.upper
 
     def _best(self, upper: Sequence[int] | None = None) -> Allocation:
         upper = self.limits.upper if upper is None else upper

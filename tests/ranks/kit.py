@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, TensorDataset
 
 from lightning_hetero import BalancePolicy, BoundedStalenessStrategy, LoadBalancedStrategy
-from lightning_hetero.shares.policy import Decision
+from lightning_hetero.shares.policy import ShareDecision
 from lightning_hetero.types import SpeedSample
 from tests.ranks.harness import RankEnvironment
 
@@ -58,7 +58,7 @@ class Scripted(BalancePolicy):
     def urgent(self, samples: Sequence[int], compute_s: Sequence[float]) -> bool:
         return True
 
-    def observe(self, records: Sequence[SpeedSample]) -> Decision:
+    def observe(self, records: Sequence[SpeedSample]) -> ShareDecision:
         super().observe(records)
         n, total = len(records), self.limits.total // self.limits.quantum
         low = 0 if min(self.limits.lower) == 0 else 1
@@ -69,7 +69,7 @@ class Scripted(BalancePolicy):
         self._shares = tuple(
             s * self.limits.quantum for s in apportion([float(w) for w in weights], total, lower=low).shares
         )
-        return Decision(shares=self._shares, changed=True, reason="scripted")
+        return ShareDecision(shares=self._shares, changed=True, reason="scripted")
 
 
 class Weights(dict[str, Tensor]):

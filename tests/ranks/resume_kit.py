@@ -11,7 +11,7 @@ import torch
 from lightning.pytorch.callbacks import Callback
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_hetero.shares.policy import Decision
+from lightning_hetero.shares.policy import ShareDecision
 from lightning_hetero.types import SpeedSample
 from tests.ranks.kit import Scripted, Toy, Weights, rank_trainer, regression, single, weights
 
@@ -47,7 +47,7 @@ def loader(batch_size: int, workers: int = 0, samples: int = SAMPLES, **kwargs: 
 class Other(Scripted):
     """Another pattern of shares: another mix of speeds."""
 
-    def observe(self, records: Sequence[SpeedSample]) -> Decision:
+    def observe(self, records: Sequence[SpeedSample]) -> ShareDecision:
         self._seen += 3
         return super().observe(records)
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from benchmarks.joint.simulated.traces import Phase
-from lightning_hetero.controller.messages import LinkTime, Move
+from lightning_hetero.controller.messages import LayerMove, LinkTime
 from lightning_hetero.pipeline.decide.costs import batch_s, work_s
 from lightning_hetero.solvers.placement.pipes import Pipe, Problem
 from lightning_hetero.solvers.placement.sync import sync_s
@@ -111,7 +111,7 @@ class Machine:
                 found[pair] = bytes_so_far + size_bytes, messages + count
         return [(a, b, size_bytes, messages) for (a, b), (size_bytes, messages) in found.items()]
 
-    def pause_s(self, moves: Sequence[Move], phase: Phase) -> float:
+    def pause_s(self, moves: Sequence[LayerMove], phase: Phase) -> float:
         """Returns how long a migration stops training [s]: each rank sends and receives one message at a time."""
         cluster, busy = self.cluster_in(phase), dict[tuple[int, int], float]()
         for move in moves:

@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from lightning_hetero.balanced.decide.rows import RankState, Row, Rows
-from lightning_hetero.shares.policy import BalancePolicy, Decision
+from lightning_hetero.shares.policy import BalancePolicy, ShareDecision
 from lightning_hetero.types import StepReport
 
 __all__ = ["ExchangeClock", "ShareController", "Tag", "shares_digest"]
@@ -110,8 +110,8 @@ class ShareController:
         self.lag = policy.lag = lag
         self.exchange = exchange or ExchangeClock()
         self.report: StepReport | None = None
-        self.decision: Decision | None = None
-        self.news: deque[Decision] = deque(maxlen=_MOST_NEWS)
+        self.decision: ShareDecision | None = None
+        self.news: deque[ShareDecision] = deque(maxlen=_MOST_NEWS)
         self.reports: deque[StepReport] = deque(maxlen=_MOST_NEWS)
         self._pending: deque[tuple[Tag, Callable[[], Sequence[Sequence[float]]]]] = deque()
         self._late: tuple[Tag, Rows] | None = None

@@ -45,7 +45,7 @@ from lightning_hetero.data.copies import users_own
 from lightning_hetero.data.layouts import Layout, first_samples, learn_layout
 from lightning_hetero.data.micro_batches import join_outputs, split_batch
 from lightning_hetero.lightning_compat.patches import patched
-from lightning_hetero.measure.device import Device, is_out_of_memory
+from lightning_hetero.measure.device import HostDevice, is_out_of_memory
 from lightning_hetero.shares.caps import MemoryCap
 
 if TYPE_CHECKING:
@@ -94,7 +94,7 @@ class Recovery:
         trainer: Trainer,
         model: nn.Module,
         *,
-        device: Device,
+        device: HostDevice,
         weight: LossWeight,
         cap: MemoryCap,
         constant: Callable[[int], bool],

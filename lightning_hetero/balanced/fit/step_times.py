@@ -12,11 +12,11 @@ from lightning_hetero.balanced.fit.loaders import BalancedBinder
 from lightning_hetero.base.run import EventLog
 from lightning_hetero.data import Part
 from lightning_hetero.measure.compiles import CompileWatch, NewSizes
-from lightning_hetero.measure.device import Device
+from lightning_hetero.measure.device import HostDevice
 from lightning_hetero.measure.host_load import HostLoad
 from lightning_hetero.measure.step_clock import StepProbe
 from lightning_hetero.shares.caps import MemoryCap
-from lightning_hetero.shares.policy import Decision
+from lightning_hetero.shares.policy import ShareDecision
 from lightning_hetero.transport.side_channel import SideChannel
 
 __all__ = ["StepTimes"]
@@ -45,7 +45,7 @@ class StepTimes:
         channel: SideChannel,
         events: EventLog,
         cap: MemoryCap,
-        device: Device,
+        device: HostDevice,
     ) -> None:
         self._binder, self._probe, self._channel, self._events, self._cap = binder, probe, channel, events, cap
         self.compiles = CompileWatch()
@@ -109,7 +109,7 @@ class StepTimes:
             most_samples=math.nan if most is None else most * self._binder.pieces,
         )
 
-    def _note_decision(self, part: Part, decision: Decision) -> None:
+    def _note_decision(self, part: Part, decision: ShareDecision) -> None:
         if decision.outcome:
             self._events.note("outcome", part.epoch, part.step, decision.outcome)
         if decision.changed:

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from lightning_hetero.measure.device import Device
+from lightning_hetero.measure.device import HostDevice
 from lightning_hetero.shares.caps import MemoryCap, MemoryUse
 
 __all__ = [
@@ -33,7 +33,7 @@ __all__ = [
 ]
 
 
-def free_memory(device: Device) -> None:
+def free_memory(device: HostDevice) -> None:
     """Gives back what nothing refers to any more: an error's frames may be part of a circle."""
     gc.collect()
     device.empty_cache()
@@ -186,7 +186,7 @@ def _copies(tensors: Sequence[Tensor]) -> list[Tensor]:
         return [tensor.to("cpu", copy=True) for tensor in tensors]
 
 
-def save_random_states(device: Device) -> Callable[[], None]:
+def save_random_states(device: HostDevice) -> Callable[[], None]:
     """Returns what puts the random generators back as they are now: Python's, NumPy's, torch's and the device's."""
     python, numpy, host = random.getstate(), np.random.get_state(), torch.get_rng_state()  # noqa: NPY002
     on_device = device.random_state()
@@ -214,7 +214,7 @@ class MemoryWatch:
         cap: what is known of its memory.
     """
 
-    def __init__(self, device: Device, cap: MemoryCap) -> None:
+    def __init__(self, device: HostDevice, cap: MemoryCap) -> None:
         self._device, self._cap = device, cap
         self._use = MemoryUse()
         self._begun = False

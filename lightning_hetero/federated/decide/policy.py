@@ -24,7 +24,7 @@ from typing import Any, ClassVar, Literal, TypeAlias
 from lightning_hetero.federated.decide.rounds import Client, RoundPlan
 from lightning_hetero.predictors import Predictor, PredictorName
 from lightning_hetero.shares.bounds import ShareBounds
-from lightning_hetero.shares.policy import BalancePolicy, Decision
+from lightning_hetero.shares.policy import BalancePolicy, ShareDecision
 from lightning_hetero.types import SpeedSample
 
 __all__ = [
@@ -93,7 +93,7 @@ class RoundPolicy(ABC):
         return RoundPlan(sizes=self._own, steps=steps, lr_factors=factors)
 
     @abstractmethod
-    def decide(self, measured: Sequence[Measured]) -> Decision | None:
+    def decide(self, measured: Sequence[Measured]) -> ShareDecision | None:
         """Takes in what was measured of each rank and decides on the next round; None: there is nothing to decide."""
 
     def predict_s(self) -> tuple[float, ...]:
@@ -177,7 +177,7 @@ class _BySpeed(RoundPolicy):
     def _record(self, rank: int, measured: Measured) -> SpeedSample:
         """Returns what the policy is told of a rank that was measured."""
 
-    def decide(self, measured: Sequence[Measured]) -> Decision | None:
+    def decide(self, measured: Sequence[Measured]) -> ShareDecision | None:
         # A rank that took no part in the round is as fast as it was.
         self._known = [new if new[1] > 0 else old for new, old in zip(measured, self._known, strict=True)]
         if not all(steps > 0 and seconds > 0 for _, steps, seconds in self._known):
@@ -188,7 +188,7 @@ class _BySpeed(RoundPolicy):
         self._resumed = None
         if decision.changed or decision.shares == before:
             return decision
-        return Decision(shares=decision.shares, changed=True, reason="resumed", predicted_s=decision.predicted_s)
+        return ShareDecision(shares=decision.shares, changed=True, reason="resumed", predicted_s=decision.predicted_s)
 
     def settings(self) -> dict[str, str]:
         return {**self.balance.settings(), **super().settings()}

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from lightning_hetero import lightning_compat as compat
 from lightning_hetero.base.run import EventLog
 from lightning_hetero.measure.compiles import CompileWatch, NewSizes
-from lightning_hetero.measure.device import Device
+from lightning_hetero.measure.device import HostDevice
 from lightning_hetero.measure.step_clock import Stopwatch
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ class LocalSteps:
     """
 
     def __init__(
-        self, trainer: Trainer, device: Device, weight_of: Callable[[Any], float] | None, events: EventLog
+        self, trainer: Trainer, device: HostDevice, weight_of: Callable[[Any], float] | None, events: EventLog
     ) -> None:
         self.samples: int | None = None
         self.weight, self.made, self.unaveraged = 0.0, 0, False

@@ -66,7 +66,7 @@ def direct_pairs(devices: Sequence[RankDevice], groups: Sequence[Sequence[int]])
 #     the way back                       ◄────────                                           a - s  =  wire - offset
 #
 # A message is stamped when it is ready to go, so that waiting for the sender's computation counts nowhere. It counts if
-# it found the way empty; one that had to queue behind another is left out, for nobody knows how long it lay where.
+# it found the way empty; one that had to queue behind another is left out: it is not known how long it lay where.
 #
 # No message comes before it was sent, so each one bounds the offset of the clocks, from above on one side, from below
 # on the other; each side tells its bound with every message that it sends. Where 0 lies between the bounds the clocks
@@ -77,7 +77,7 @@ def direct_pairs(devices: Sequence[RankDevice], groups: Sequence[Sequence[int]])
 # Of a batch the faster half of the messages is taken: a thread that gets its turn late makes a few look slower.
 
 _DRIFT = 1e-4  # of two clocks, at most: quartz drifts by a few 1e-5, and may be corrected
-_KEPT = 256  # messages, if nobody asks for long
+_KEPT = 256  # messages, if they are not asked for
 
 
 class LinkClock:

@@ -118,7 +118,7 @@ def check_plan(plan: PipelinePlan, *, layers: int, ranks: int, global_batch: int
 def micro_sizes(planned: tuple[int, ...], samples: int) -> tuple[int, ...]:
     """Returns the micro-batches of a part of a batch: as planned as far as there are samples, the rest as one.
 
-    Of a part larger than planned (global batches of a user's batch sampler may be), the rest is cut into micro-batches
+    Where a part is larger than planned (a user's batch sampler may make it so), the rest is cut into micro-batches
     of at most the largest that was planned for, since that is known to fit; and no single sample is left, see `evened`.
 
     >>> micro_sizes((4, 4, 4, 3), 15), micro_sizes((4, 4, 4, 3), 9), micro_sizes((4, 4), 14)

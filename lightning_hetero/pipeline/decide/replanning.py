@@ -7,7 +7,7 @@ changed a lot, which all of them see in what they told one another.
     drawn for the old plan:   | s | s+1 | ... | s+lag |     read ahead by the loader: the leaders' shares are fixed
     not drawn yet:                                    | s+lag+1 | ...
 
-Layers can move at once if everyone who has drawn samples leads a group under the new plan, too; the shares follow.
+Layers can move at once if every rank that has drawn samples leads a group under the new plan, too; the shares follow.
 Otherwise a rank would hold samples that no rank under the new plan computes: then both wait. Layers only move where a
 window of accumulation begins: gradients of an open one would be lost.
 """
@@ -39,7 +39,7 @@ class BatchReport:
 
     Attributes:
         world: ranks.
-        layers: of the backbone; 0: links and layers are not told of, because nobody asks.
+        layers: of the backbone; 0: links and layers are not told of, because nothing asks.
         numbers: `size` of them.
     """
 
@@ -68,7 +68,7 @@ class BatchReport:
         """Returns what one rank has to tell.
 
         Args:
-            rank, world, layers: who tells, and see above.
+            rank, world, layers: which rank tells, and see above.
             work: samples; own work [s]; waiting for others until this message was sent, which is when the sums of the
                 gradients have begun [s]; what followed in the batch before, until these and the message were there [s].
             rest_s: of a rank at rest: what a computation that is always the same took [s].
@@ -91,7 +91,7 @@ class BatchReport:
         """By rank: samples, own work [s], the rest of the batch [s].
 
         The batch ends for all together. When the last one has sent its message the exchange alone is left: what it took
-        in the batch before, where it took who came last the least time.
+        in the batch before, where it took the last rank the least time.
         """
         rows = [self.numbers[_WORK * r : _WORK * (r + 1)] for r in range(self.world)]
         batch_s = max(row[1] + row[2] for row in rows) + min(row[3] for row in rows)
@@ -189,8 +189,8 @@ class Changeover:
     """From which batches on a plan holds.
 
     Attributes:
-        layers_at: who holds which layers, micro-batches and depths.
-        shares_at: who reads how many samples.
+        layers_at: which rank holds which layers, micro-batches and depths.
+        shares_at: which rank reads how many samples.
     """
 
     layers_at: Position

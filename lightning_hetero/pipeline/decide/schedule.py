@@ -1,4 +1,4 @@
-"""The vocabulary of a schedule: what happens to a micro-batch, what it takes, who does what when (layer P).
+"""The vocabulary of a schedule: what happens to a micro-batch, what it takes, which device does what when (layer P).
 
 A pipeline of S stages is one way that every micro-batch walks, its *route*:
 

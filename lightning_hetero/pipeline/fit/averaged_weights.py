@@ -12,9 +12,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch.distributed as dist
+from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor
 
 from lightning_hetero.lightning_compat import averaging_callbacks
@@ -24,9 +25,6 @@ from lightning_hetero.pipeline.runtime.ownership.ownership import Ownership
 from lightning_hetero.pipeline.runtime.ownership.pruning import movable, prune, restore
 from lightning_hetero.pipeline.runtime.ownership.stand_ins import Here
 
-if TYPE_CHECKING:
-    from lightning.pytorch import LightningModule, Trainer
-
 __all__ = ["Averages", "complete"]
 
 
@@ -35,7 +33,7 @@ class Averages:
 
     Args:
         trainer: with its callbacks, which have made their copies.
-        ownership: who holds what, in the module and so in its copies.
+        ownership: which rank holds what, in the module and so in its copies.
         group: over all ranks, one that takes CPU tensors (gloo).
         here: what runs on this rank.
 

@@ -1,4 +1,4 @@
-"""Of DDP, what differs for a model that no rank has whole: checkpoints, and what comes after a failure (layer L).
+"""Checkpoints of a model that no rank has whole, and what comes after a failure (layer L).
 
 After an exception all ranks are needed for a checkpoint, and they come when they hear of the failure.
 `OnExceptionCheckpoint` and ``ModelCheckpoint(save_on_exception=True)`` save on each rank that has an exception, before
@@ -10,10 +10,11 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from lightning.fabric.utilities.rank_zero import rank_zero_warn
+from lightning.pytorch import Trainer
 from lightning.pytorch.plugins.io import TorchCheckpointIO
 from lightning.pytorch.trainer.states import TrainerStatus
 
@@ -21,7 +22,7 @@ from lightning_hetero.base.refusals import refuse_saving_in_step
 from lightning_hetero.base.run import gloo_group
 from lightning_hetero.base.strategy import HeteroStrategy
 from lightning_hetero.pipeline.fit.averaged_weights import complete
-from lightning_hetero.pipeline.fit.place import Place
+from lightning_hetero.pipeline.fit.place import RankInPlan
 from lightning_hetero.pipeline.fit.plan.planning import PlanResult
 from lightning_hetero.pipeline.fit.run import PipelineRun
 from lightning_hetero.pipeline.runtime.ownership.full_state import (
@@ -31,9 +32,6 @@ from lightning_hetero.pipeline.runtime.ownership.full_state import (
     save_streamed,
 )
 from lightning_hetero.pipeline.runtime.step.backbone import Backbone
-
-if TYPE_CHECKING:
-    from lightning.pytorch import Trainer
 
 __all__ = ["SaveAfterFailure", "WholeCheckpointsDDP"]
 
@@ -48,7 +46,7 @@ class SaveAfterFailure:
         place: of this rank in the plan.
     """
 
-    def __init__(self, trainer: Trainer, place: Place) -> None:
+    def __init__(self, trainer: Trainer, place: RankInPlan) -> None:
         self._trainer, self._place = trainer, place
         self._asked = False
         self._whole: WholeState | None = None
@@ -89,7 +87,7 @@ class WholeCheckpointsDDP(HeteroStrategy[PipelineRun]):
         return {**super().__getstate__(), "_saves": None, "_optimizers_then": [], "_finished": {}}
 
     @property
-    def _place(self) -> Place | None:
+    def _place(self) -> RankInPlan | None:
         """This rank's place in the plan; None as long as the module is whole."""
         return self._run.place if self._run is not None else None
 
@@ -153,7 +151,7 @@ class WholeCheckpointsDDP(HeteroStrategy[PipelineRun]):
             torch.distributed.barrier(group=whole.group)  # as long as another one lives, rank 0 can write
 
     def barrier(self, *args: Any, **kwargs: Any) -> None:
-        """After a failure nobody waits for ranks that may not come."""
+        """After a failure no rank waits for those that may not come."""
         if self._run is None or not self._run.failed:
             super().barrier(*args, **kwargs)
 

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -44,10 +44,8 @@ from lightning_hetero.pipeline.runtime.step.attributes import (
     values_of,
 )
 from lightning_hetero.transport.objects import packed, receive, send
+from lightning_hetero.transport.side_channel import SideChannel
 from lightning_hetero.types import PipelinePlan
-
-if TYPE_CHECKING:
-    from lightning_hetero.transport.side_channel import SideChannel
 
 __all__ = ["EvaluationBatches"]
 
@@ -58,7 +56,7 @@ class _Answer(NamedTuple):
     Attributes:
         output: of the rank's step.
         changes: what the step has left on the module.
-        over: nobody of the group had a batch in this turn.
+        over: no rank of the group had a batch in this turn.
     """
 
     output: Any

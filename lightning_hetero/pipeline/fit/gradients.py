@@ -9,20 +9,17 @@ import json
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from lightning.pytorch import Trainer
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor, nn
 
 from lightning_hetero import lightning_compat as compat
 from lightning_hetero.lightning_compat.patches import patched
+from lightning_hetero.pipeline.fit.place import RankInPlan
 from lightning_hetero.pipeline.runtime.ownership.stand_ins import StandIn
-
-if TYPE_CHECKING:
-    from lightning.pytorch import Trainer
-
-    from lightning_hetero.pipeline.fit.place import Place
 
 __all__ = ["GradientsAside", "WholeNorms"]
 
@@ -40,7 +37,7 @@ class GradientsAside:
         may_be_kept: the user's own ``optimizer_zero_grad`` might do something else than to clear them.
     """
 
-    def __init__(self, trainer: Trainer, place: Place) -> None:
+    def __init__(self, trainer: Trainer, place: RankInPlan) -> None:
         self._trainer, self._place, self._precision = trainer, place, trainer.precision_plugin
         self.may_be_kept = is_overridden("optimizer_zero_grad", trainer.lightning_module)
         self._before: dict[nn.Parameter, Tensor] = {}
@@ -139,7 +136,7 @@ class WholeNorms:
         place: of this rank.
     """
 
-    def __init__(self, place: Place) -> None:
+    def __init__(self, place: RankInPlan) -> None:
         self._place = place
         self._asked = 0
 

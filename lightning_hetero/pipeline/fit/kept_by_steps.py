@@ -15,11 +15,13 @@ import pickle
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import groupby, pairwise
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from lightning.pytorch import LightningModule
 from torch import nn
 
 from lightning_hetero import lightning_compat as compat
+from lightning_hetero.pipeline.fit.evaluation import EvaluationBatches
 from lightning_hetero.pipeline.runtime.step.attributes import (
     Attributes,
     Change,
@@ -29,11 +31,6 @@ from lightning_hetero.pipeline.runtime.step.attributes import (
     numbers_of,
     value_at,
 )
-
-if TYPE_CHECKING:
-    from lightning.pytorch import LightningModule
-
-    from lightning_hetero.pipeline.fit.evaluation import EvaluationBatches
 
 __all__ = ["KeptBySteps", "MemberOutputs"]
 

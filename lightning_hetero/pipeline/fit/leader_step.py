@@ -9,16 +9,14 @@ from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from operator import is_
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from lightning.fabric.utilities.rank_zero import rank_zero_only
+from lightning.pytorch import Trainer
 from torch import nn
 
 from lightning_hetero.lightning_compat.patches import patched
 from lightning_hetero.transport.alone import run_alone
-
-if TYPE_CHECKING:
-    from lightning.pytorch import Trainer
 
 __all__ = [
     "NO_GRAPH",

@@ -10,8 +10,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
+from lightning.pytorch import Trainer
 from lightning.pytorch.utilities import CombinedLoader
 from torch.utils.data import DataLoader
 
@@ -23,9 +24,6 @@ from lightning_hetero.pipeline.decide.plans import micro_sizes, resized
 from lightning_hetero.pipeline.decide.replanning import Position
 from lightning_hetero.solvers.scale import scale_shares
 from lightning_hetero.types import GroupPlan, PipelinePlan
-
-if TYPE_CHECKING:
-    from lightning.pytorch import Trainer
 
 __all__ = ["PipelineBinder"]
 
@@ -129,7 +127,7 @@ class PipelineBinder(PartBinder[CutLoader]):
         self._drawn_from.append((begin, plan))
 
     def leaders_drawn_for(self, begin: Position, end: Position) -> set[int]:
-        """Returns who leads a group under a plan that batches from ``begin`` to ``end``, excluded, are drawn for."""
+        """Returns the leaders under the plans that batches from ``begin`` to ``end``, excluded, are drawn for."""
         ends = [at for at, _ in self._drawn_from[1:]] + [end]
         plans = [p for (at, p), until in zip(self._drawn_from, ends, strict=True) if at < end and begin < until]
         return {group.ranks[0] for plan in plans for group in plan.groups}

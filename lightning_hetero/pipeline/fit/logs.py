@@ -24,20 +24,17 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from lightning.pytorch import LightningModule
 from torch import Tensor
 from torchmetrics import Metric
 
 from lightning_hetero import lightning_compat as compat
 from lightning_hetero.measure.device import device_of
 from lightning_hetero.transport.one_round import Waited, start_sum, wait_for
-
-if TYPE_CHECKING:
-    from lightning.pytorch import LightningModule
-
-    from lightning_hetero.transport.side_channel import SideChannel
+from lightning_hetero.transport.side_channel import SideChannel
 
 __all__ = ["StepLogs"]
 
@@ -66,7 +63,7 @@ class _Key:
 
 @dataclass(slots=True)
 class _Sums:
-    """Of the values logged under one key.
+    """Sums of the values logged under one key.
 
     Attributes:
         weighted, weight: sums of weight times value, and of the weights.

@@ -14,30 +14,26 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
 from lightning_hetero import lightning_compat as compat
 from lightning_hetero.controller.messages import LinkTime
-from lightning_hetero.emulate.links import SlowClock, parcels_s, sums_s
-from lightning_hetero.emulate.pace import EmulatedPace
 from lightning_hetero.measure.device import device_of
 from lightning_hetero.measure.rest_probe import RestProbe
 from lightning_hetero.pipeline.decide.costs import called, times_of, work_s
 from lightning_hetero.pipeline.decide.generate import SchedulePolicy
-from lightning_hetero.pipeline.decide.links import LinkClock
-from lightning_hetero.pipeline.decide.plans import parts_of, unit_costs
+from lightning_hetero.pipeline.decide.plans import unit_costs
 from lightning_hetero.pipeline.decide.schedule import PipelineTimes
 from lightning_hetero.pipeline.fit.averaged_weights import Averages
+from lightning_hetero.pipeline.fit.emulation import Emulation
 from lightning_hetero.pipeline.fit.evaluation import EvaluationBatches
 from lightning_hetero.pipeline.fit.logs import StepLogs
 from lightning_hetero.pipeline.fit.plan.planning import PlanResult
 from lightning_hetero.pipeline.fit.refusals import refuse_kept
 from lightning_hetero.pipeline.fit.wires import Fixed, Wires
 from lightning_hetero.pipeline.runtime.execute.busy_time import BusyTime
-from lightning_hetero.pipeline.runtime.execute.stage_links import link_clock
 from lightning_hetero.pipeline.runtime.execute.stage_runner import RunnerSettings, StageRunner, TimesOf
 from lightning_hetero.pipeline.runtime.execute.whole_step import WholeStep
 from lightning_hetero.pipeline.runtime.ownership.full_state import WholeState
@@ -50,19 +46,19 @@ from lightning_hetero.pipeline.runtime.ownership.stand_ins import Here
 from lightning_hetero.pipeline.runtime.step.undivided import Undivided
 from lightning_hetero.types import GroupPlan, PipelinePlan
 
-if TYPE_CHECKING:
-    pass
+pass
 
-__all__ = ["Place"]
+
+__all__ = ["RankInPlan"]
 
 _LEAST_BYTES = 128 * 2**10  # of gradients: take 1 ms at 1 Gbit/s, as does a message between ranks that are busy
 
 
 class Holdings:
-    """What follows from who holds which layers; the constructor is collective.
+    """What follows from which rank holds which layers; the constructor is collective.
 
     Attributes:
-        ownership: who holds what.
+        ownership: which rank holds what.
         whole: collects and divides state dicts.
         sync: sums gradients.
         own: the parameters that this rank holds.
@@ -77,7 +73,7 @@ class Holdings:
         self.own = [p for p in module.parameters() if not p.is_meta]
 
 
-class Place:
+class RankInPlan:
     """Takes this rank's place in a plan; the constructor is collective.
 
     Args:
@@ -87,13 +83,14 @@ class Place:
     Attributes:
         fixed: as given.
         planned: the plan in force, and what it was made from.
-        held: what follows from who holds what under it.
+        held: what follows from which rank holds what under it.
         group: of this rank; None for a rank at rest.
         runner: this rank's stage, or the whole step; None for a rank at rest.
         predicted_s: per rank, what its own work for a full batch should take by the plan's costs [s]; NaN if unknown.
         here: what runs on this rank, for what stands for tensors that others hold.
         averages: averaged weights, divided as the module is.
         logs: what steps log.
+        emulation: what is put around all this where devices or links are emulated.
         busy: this rank's own work.
         evaluation: runs validation, test and prediction steps.
     """
@@ -112,9 +109,14 @@ class Place:
         to_device(module, fixed.optimizers, device)
         self._wires = Wires(fixed, planned.plan)
         self.logs = StepLogs(module, channel, wait=fixed.failures.wait)
-        self.busy: BusyTime | EmulatedPace = BusyTime(device)
-        if fixed.scenario is not None:
-            self.busy = EmulatedPace(self.busy, fixed.scenario, channel.rank, step_of=fixed.scenario_step)
+        self.emulation = Emulation(
+            fixed.scenario,
+            fixed.scenario_step,
+            links=fixed.settings.emulate_links,
+            rank=channel.rank,
+            failures=fixed.failures,
+        )
+        self.busy = self.emulation.paced(BusyTime(device))
         self._rest_probe: RestProbe | None = None
         self.group: GroupPlan | None = None
         self.runner: StageRunner | WholeStep | None = None
@@ -147,7 +149,7 @@ class Place:
     def apply(self, planned: PlanResult, ticket: object, *, gradients: bool = False) -> int:
         """Goes over to another plan, between two training batches; collective.
 
-        If only shares differ, nothing is sent and nobody is waited for.
+        If only shares differ, nothing is sent and no rank is waited for.
 
         Args:
             planned: the same on all ranks, for the same model and devices.
@@ -179,34 +181,21 @@ class Place:
             wait_for_peer=self.fixed.failures.wait_for_peer,
             here=self.here,
         )
-        self.stage(migration, ticket)
+        self.emulation.moves(migration, planned.cluster)(ticket)
         migration.commit()
         self.averages.ownership = new
         self.held = Holdings(self.fixed, new, self._wires)
         self.follow(planned)
         return migration.size_bytes
 
-    def stage(self, migration: Migration, ticket: object) -> None:
-        """Brings here what this rank is going to hold; the old owners hold it still."""
-        migration.stage(ticket)
-        self._sent_bytes = migration.sent_bytes
-
-    def moves_s(self) -> float:
-        """Returns how long the layers that move last are on the links of the described cluster [s]."""
-        return parcels_s(self.planned.cluster, self._sent_bytes)
-
-    def sums_s(self) -> float:
-        """Returns how long this rank's gradients are on the links of the described cluster [s]."""
-        return sums_s(self.planned.cluster, self.held.sync.sizes_bytes(), self.fixed.channel.rank)
-
     def follow(self, planned: PlanResult) -> None:
         """What follows from a plan besides; by itself for one of the same structure, between two batches."""
         plan, rank, before = planned.plan, self.fixed.channel.rank, self.group
         called_before, self.planned = self.planned.calls, planned
         self.group = group = next((group for group in plan.groups if rank in group.ranks), None)
-        if isinstance(self.busy, EmulatedPace):
-            model = planned.model or unit_costs(self.fixed.backbone.names)
-            self.busy.parts = {} if group is None else parts_of(model, group, rank, planned.calls)
+        model = planned.model or unit_costs(self.fixed.backbone.names)
+        self.emulation.cluster = planned.cluster
+        self.emulation.follow(self.busy, model, group, planned.calls)
         same = group is not None and before is not None and (group.ranks, group.cuts) == (before.ranks, before.cuts)
         same &= planned.calls == called_before
         if same and isinstance(self.runner, StageRunner):
@@ -237,32 +226,27 @@ class Place:
         return policy
 
     def _runner_of(self, group: GroupPlan) -> StageRunner | WholeStep:
-        settings, failures = self.fixed.settings, self.fixed.failures
-        if isinstance(self.fixed.backbone, Undivided):
-            return WholeStep(failures=self.fixed.failures, seed=settings.seed, pace=self.busy)
-        links, rank = self.planned.cluster.links, self.fixed.channel.rank
-
-        def slow_clock(peer: int) -> SlowClock:
-            return SlowClock(LinkClock(), links[peer][rank], failures.check)
-
-        fixed = RunnerSettings(
-            rank=rank,
+        fixed, settings = self.fixed, self.fixed.settings
+        if isinstance(fixed.backbone, Undivided):
+            return WholeStep(failures=fixed.failures, seed=settings.seed, pace=self.busy)
+        for_all_plans = RunnerSettings(
+            rank=fixed.channel.rank,
             device=settings.device,
             seed=settings.seed,
-            failures=failures,
+            failures=fixed.failures,
             wire=self._wires.gloo,
             ways=self._wires.direct.by_peer,
-            clock=slow_clock if settings.emulate_links else link_clock,
+            clock=self.emulation.clock,
             timeout_s=settings.timeout_s,
             pace=self.busy,
             checkpoint_layers=settings.planning.checkpoint_layers,
-            time_layers=self.fixed.watched and self.fixed.scenario is None,
+            time_layers=fixed.watched and fixed.scenario is None,
         )
         return StageRunner(
-            fixed,
-            self.fixed.backbone.layers,
+            for_all_plans,
+            fixed.backbone.layers,
             group=group,
-            cut=self.fixed.backbone.cut() if self.leads else None,
+            cut=fixed.backbone.cut() if self.leads else None,
             times=self._times_of(group),
             policy=self._policy_of(group),
             calls=self.planned.calls,
@@ -271,7 +255,7 @@ class Place:
     def measured(self) -> tuple[list[LinkTime], list[float]]:
         """Returns what was timed since it was last asked: messages to this rank, and its layers [s]; or nothing.
 
-        Of emulated devices that is what is emulated, links or nothing.
+        Emulated devices are not timed; their links are, where those are emulated, too.
         """
         if not isinstance(self.runner, StageRunner):
             return [], []
@@ -286,8 +270,7 @@ class Place:
         """
         if self.group is not None or not self.fixed.watched:
             return 0.0
-        rank, scenario = self.fixed.channel.rank, self.fixed.scenario
-        stretch = 1.0 if scenario is None else scenario.stretch(rank, self.fixed.scenario_step(step))
+        scenario, stretch = self.fixed.scenario, self.emulation.stretch(step)
         if scenario is not None and scenario.emulated:
             return stretch
         if self._rest_probe is None:
@@ -301,7 +284,7 @@ class Place:
 
     def finish_sums(self) -> None:
         """Ends the sums of gradients."""
-        self.held.sync.finish()
+        self.emulation.sums(self.held.sync)()
 
     def refuse_kept(self) -> None:
         """Checks what layers keep of the first batch, where they are divided or may be; see there."""

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from lightning.fabric.utilities.rank_zero import rank_zero_warn
+from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
@@ -17,9 +18,6 @@ from lightning_hetero.pipeline.fit.leader_step import acting_rank
 from lightning_hetero.pipeline.runtime.ownership.by_parameter import passes_per_step, treats_each_by_itself
 from lightning_hetero.pipeline.runtime.step.backbone import Backbone
 from lightning_hetero.pipeline.runtime.step.undivided import Undivided
-
-if TYPE_CHECKING:
-    from lightning.pytorch import LightningModule
 
 __all__ = [
     "REFUSALS",
@@ -53,7 +51,7 @@ REFUSALS = Refusals(
 
 
 def refuse_module(module: LightningModule) -> None:
-    """Checks who runs the backward pass.
+    """Checks that Lightning runs the backward pass.
 
     Raises:
         TypeError: manual optimization, or a backward pass of the user's own.

@@ -16,14 +16,16 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from lightning.fabric.utilities.rank_zero import rank_zero_warn
+from lightning.pytorch import Trainer
 
 from lightning_hetero import lightning_compat as compat
 from lightning_hetero.base.run import EventLog, planned_batches
+from lightning_hetero.controller.controller import Controller
 from lightning_hetero.controller.lyapunov import LyapunovController
 from lightning_hetero.controller.messages import Decision, Observation
 from lightning_hetero.controller.replans import Replan, ReplanLog
@@ -37,17 +39,12 @@ from lightning_hetero.pipeline.decide.replanning import (
     reporting_group,
 )
 from lightning_hetero.pipeline.fit.loaders import PipelineBinder
-from lightning_hetero.pipeline.fit.place import Place
+from lightning_hetero.pipeline.fit.place import RankInPlan
 from lightning_hetero.pipeline.fit.plan.planning import tied_spans
 from lightning_hetero.pipeline.runtime.ownership.migration import CancelledError
 from lightning_hetero.solvers.plans import plan_to_plain
 from lightning_hetero.transport.objects import packed, unpacked
 from lightning_hetero.types import PipelinePlan
-
-if TYPE_CHECKING:
-    from lightning.pytorch import Trainer
-
-    from lightning_hetero.controller.controller import Controller
 
 __all__ = ["RankZero", "Replans"]
 
@@ -71,7 +68,7 @@ class RankZero:
     def __init__(
         self,
         trainer: Trainer,
-        place: Place,
+        place: RankInPlan,
         events: EventLog,
         *,
         controller: LyapunovController | None,
@@ -171,7 +168,7 @@ class Replans:
     def __init__(
         self,
         trainer: Trainer,
-        place: Place,
+        place: RankInPlan,
         binder: PipelineBinder,
         events: EventLog,
         *,
@@ -380,7 +377,7 @@ class Replans:
             self._events.note("outcome", part.epoch, part.step, found)
 
     def metrics(self) -> dict[str, float]:
-        """Returns what has become of changes so far, the same on all ranks; nothing if nobody decides."""
+        """Returns what has become of changes so far, the same on all ranks; nothing without a controller."""
         return {} if self.rank_zero.controller is None else self._log.metrics()
 
     def close(self) -> None:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from lightning.pytorch import Trainer
 
 from lightning_hetero import lightning_compat as compat
 from lightning_hetero.base.run import EngineRun
@@ -14,13 +15,12 @@ from lightning_hetero.callbacks.requeue import RequeueTogether
 from lightning_hetero.cluster.score import not_working
 from lightning_hetero.cluster.spec import cluster_to_plain
 from lightning_hetero.controller.replans import Replan
-from lightning_hetero.emulate.links import slow
 from lightning_hetero.emulate.scenario import Scenario
 from lightning_hetero.pipeline.decide.costs import model_to_plain
 from lightning_hetero.pipeline.fit.gradients import WholeNorms
 from lightning_hetero.pipeline.fit.leader_step import rank_zero_acts
 from lightning_hetero.pipeline.fit.loaders import PipelineBinder
-from lightning_hetero.pipeline.fit.place import Place
+from lightning_hetero.pipeline.fit.place import RankInPlan
 from lightning_hetero.pipeline.fit.plan.fitting import agree_layout
 from lightning_hetero.pipeline.fit.plan.planning import PipelineSettings, PlanResult
 from lightning_hetero.pipeline.fit.replans import RankZero, Replans
@@ -34,9 +34,6 @@ from lightning_hetero.transport.alone import guard_groups
 from lightning_hetero.transport.one_round import start_sum
 from lightning_hetero.transport.store import run_store
 from lightning_hetero.types import PipelinePlan, StepReport
-
-if TYPE_CHECKING:
-    from lightning.pytorch import Trainer
 
 __all__ = ["PipelineRun"]
 
@@ -64,7 +61,7 @@ class PipelineRun(EngineRun[PipelineBinder]):
         self.binder = PipelineBinder(trainer, self.channel, shared=settings.shared, stream=settings.stream)
         self.scenario: Scenario | None = None
         self.scenario_step: Callable[[int], int] = int
-        self.place: Place | None = None
+        self.place: RankInPlan | None = None
         self.batches: TrainBatches | None = None
         self.replans: list[Replan] = []
         self._decided: Mapping[str, Any] = {}  # what decided in the run that this one resumes had learned
@@ -94,7 +91,7 @@ class PipelineRun(EngineRun[PipelineBinder]):
         *,
         in_force: Callable[[PlanResult], None] = lambda _: None,
         to_device: Callable[[Any], Any],
-    ) -> Place:
+    ) -> RankInPlan:
         """Takes this rank's place in the plan: others' layers leave its memory, links and groups are made.
 
         Args:
@@ -129,10 +126,7 @@ class PipelineRun(EngineRun[PipelineBinder]):
             scenario_step=self.scenario_step,
             watched=controller is not None,
         )
-        self.place = place = Place(fixed, planned)
-        if self.settings.emulate_links:
-            place.finish_sums = slow(place.finish_sums, place.sums_s)
-            place.stage = slow(place.stage, place.moves_s, within=True)
+        self.place = place = RankInPlan(fixed, planned)
         self._hide_example(planned.plan)
         self.undo.enter_context(rank_zero_acts(self.channel.rank))
         norms = WholeNorms(place)
@@ -210,7 +204,7 @@ class PipelineRun(EngineRun[PipelineBinder]):
         return super().waiting_in(report) if self.take_reports() is None else not_working(report.records)
 
     def engine_metrics(self) -> dict[str, float]:
-        """Changes of plan so far; nothing where nobody decides on them."""
+        """Changes of plan so far; nothing without a controller."""
         return {} if self.batches is None else self.batches.replans.metrics()
 
     def summary(self) -> str | None:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
+from lightning.pytorch import LightningModule, Trainer
 
 from lightning_hetero.base.run import gloo_group
 from lightning_hetero.emulate.scenario import Scenario
@@ -20,9 +20,6 @@ from lightning_hetero.pipeline.runtime.ownership.ownership import Ownership
 from lightning_hetero.pipeline.runtime.step.backbone import Backbone
 from lightning_hetero.transport.side_channel import SideChannel
 from lightning_hetero.types import PipelinePlan
-
-if TYPE_CHECKING:
-    from lightning.pytorch import LightningModule, Trainer
 
 __all__ = ["Fixed", "Wires"]
 
@@ -69,7 +66,7 @@ class Wires:
         plan: that the run begins with.
 
     Attributes:
-        gloo: process group for messages between hosts' memories; None: there is one rank.
+        gloo: process group for messages between stages; None: no plan has had several in a group.
         direct: to neighbours, from device to device.
         owners: the process groups of those that hold the same.
     """
@@ -77,7 +74,9 @@ class Wires:
     def __init__(self, fixed: Fixed, plan: PipelinePlan) -> None:
         settings, channel = fixed.settings, fixed.channel
         self._devices = channel.all_gather_object(rank_device(settings.device, settings.process_group_backend))
-        self.gloo = gloo_group(settings.timeout) if channel.world_size > 1 else None
+        self._timeout = settings.timeout
+        self.gloo: dist.ProcessGroup | None = None
+        self._connect(plan)
         self.direct = DirectWays(
             self._pairs(plan),
             rank=channel.rank,
@@ -91,6 +90,11 @@ class Wires:
         """Makes what another plan needs; collective."""
         self.owners.prepare(ownership.holders(name) for name in (*ownership.parameters, *ownership.buffers))
         self.direct.prepare(self._pairs(plan))
+        self._connect(plan)
+
+    def _connect(self, plan: PipelinePlan) -> None:
+        if self.gloo is None and any(len(group.ranks) > 1 for group in plan.groups):
+            self.gloo = gloo_group(self._timeout)
 
     def _pairs(self, plan: PipelinePlan) -> list[tuple[int, int]]:
         return direct_pairs(self._devices, [group.ranks for group in plan.groups])

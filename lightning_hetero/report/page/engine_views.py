@@ -220,7 +220,7 @@ def per_sample_s(run: RecordedRun) -> float:
 def compared(facts: RunFacts) -> list[tuple[str, float, float, bool | None]]:
     """Returns the figures that both runs, or one of them, have: name, the runs' values, whether less is better."""
     assert facts.other is not None
-    both = [facts, RunFacts(facts.other, None, facts.results[::-1])]
+    both = [facts, RunFacts(facts.other, None, (facts.results[1], facts.results[0]))]
     found: list[tuple[str, float, float, bool | None]] = []
 
     def add(name: str, of: Callable[[RunFacts], float], less_is_better: bool | None) -> None:

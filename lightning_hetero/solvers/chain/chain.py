@@ -16,7 +16,7 @@ import numpy as np
 from lightning_hetero.solvers.chain.layers import Floats, Layers, layers_of
 from lightning_hetero.types import Cluster, Device, Link, ModelCost
 
-__all__ = ["TINY_S", "Chain", "DepthRule", "chain_of", "check_cuts", "check_ranks"]
+__all__ = ["TINY_S", "DepthRule", "DeviceChain", "chain_of", "check_cuts", "check_ranks"]
 
 DepthRule: TypeAlias = Literal["per_link", "low_memory"]
 
@@ -25,7 +25,7 @@ TINY_S = 1e-290
 
 
 @dataclass(frozen=True, kw_only=True)
-class Chain:
+class DeviceChain:
     """One pipeline: layers, devices in the order of stages, and the links between them.
 
     Attributes:
@@ -56,15 +56,15 @@ class Chain:
     def __post_init__(self) -> None:
         n = len(self.devices)
         if n < 1:
-            raise ValueError("Chain.devices is empty: a pipeline needs at least one device")
+            raise ValueError("DeviceChain.devices is empty: a pipeline needs at least one device")
         for name in ("links", "back"):
             if len(getattr(self, name)) != n - 1:
                 found = len(getattr(self, name))
-                raise ValueError(f"Chain.{name} has {found} entries; {n} devices need {n - 1}")
+                raise ValueError(f"DeviceChain.{name} has {found} entries; {n} devices need {n - 1}")
         if type(self.micro_batches) is not int or self.micro_batches < 1:
-            raise ValueError(f"Chain.micro_batches={self.micro_batches!r} must be a whole number >= 1")
+            raise ValueError(f"DeviceChain.micro_batches={self.micro_batches!r} must be a whole number >= 1")
         if self.depth not in ("per_link", "low_memory"):
-            raise ValueError(f"Chain.depth={self.depth!r} must be 'per_link' or 'low_memory'")
+            raise ValueError(f"DeviceChain.depth={self.depth!r} must be 'per_link' or 'low_memory'")
 
     def __len__(self) -> int:
         return len(self.devices)
@@ -131,7 +131,7 @@ def chain_of(
     micro_batches: int = 1,
     overlap: bool = True,
     depth: DepthRule = "per_link",
-) -> Chain:
+) -> DeviceChain:
     """Returns the pipeline of ``ranks`` in this order.
 
     Args:
@@ -139,15 +139,15 @@ def chain_of(
         cluster: where devices and links are taken from.
         ranks: of the cluster, in the order of stages; the first is the leader.
         micro_samples: samples of a micro-batch; not used where ``model`` is `Layers`.
-        micro_batches, overlap, depth: as in `Chain`.
+        micro_batches, overlap, depth: as in `DeviceChain`.
 
     Raises:
-        ValueError: no rank, a rank twice or not in the cluster, or as in `Chain`.
+        ValueError: no rank, a rank twice or not in the cluster, or as in `DeviceChain`.
     """
     check_ranks(ranks, cluster)
     links, first, last = cluster.links, ranks[0], ranks[-1]
     pairs = list(itertools.pairwise(ranks))
-    return Chain(
+    return DeviceChain(
         layers=model if isinstance(model, Layers) else layers_of(model, micro_samples),
         devices=[cluster.devices[r] for r in ranks],
         links=[links[a][b] for a, b in pairs],

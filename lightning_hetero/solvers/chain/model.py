@@ -38,7 +38,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from lightning_hetero.solvers.chain.chain import TINY_S, Chain, check_cuts
+from lightning_hetero.solvers.chain.chain import TINY_S, DeviceChain, check_cuts
 from lightning_hetero.solvers.chain.layers import Floats, Ints
 from lightning_hetero.types import Status
 
@@ -107,7 +107,7 @@ class Times(NamedTuple):
     rests_s: Floats
 
 
-def times(chain: Chain, cuts: Ints) -> Times:
+def times(chain: DeviceChain, cuts: Ints) -> Times:
     """Returns the modelled times of ``cuts`` [n, S + 1]; the cuts are not checked."""
     layers, (before_s, head_s) = chain.layers, chain.leader_s
     work = layers.work_to[cuts]
@@ -127,7 +127,7 @@ def times(chain: Chain, cuts: Ints) -> Times:
     return Times(np.max(busy, axis=1), rests[:, 0], trips, rests)
 
 
-def depths(chain: Chain, split: Times, period_s: Floats) -> Ints:
+def depths(chain: DeviceChain, split: Times, period_s: Floats) -> Ints:
     """Returns how many micro-batches each stage holds [n, S] at the periods [n]."""
     s, most = len(chain), chain.micro_batches
     if s == 1:
@@ -156,7 +156,7 @@ def room(state_bytes: Floats, activation_bytes: Floats, mem_bytes: Floats | floa
     return np.where(activation_bytes > 0.0, fit, bare)
 
 
-def stage_bytes(chain: Chain, cuts: Ints) -> tuple[Floats, Floats]:
+def stage_bytes(chain: DeviceChain, cuts: Ints) -> tuple[Floats, Floats]:
     """Returns the state, and the activations and the input of one micro-batch, of each stage [n, S]."""
     layers = chain.layers
     state = layers.state_to[cuts]
@@ -167,7 +167,7 @@ def stage_bytes(chain: Chain, cuts: Ints) -> tuple[Floats, Floats]:
     return state, activations
 
 
-def fitting_periods(chain: Chain, cuts: Ints, split: Times) -> Floats:
+def fitting_periods(chain: DeviceChain, cuts: Ints, split: Times) -> Floats:
     """Returns the period of each split [n]: the least that is not below its bottleneck and fits; inf if none does."""
     period: Floats = np.array(split.bottleneck_s)
     if not chain.capped:
@@ -179,7 +179,7 @@ def fitting_periods(chain: Chain, cuts: Ints, split: Times) -> Floats:
     return period
 
 
-def _slowed(chain: Chain, split: Times, space: Floats, too_short_s: float) -> float:
+def _slowed(chain: DeviceChain, split: Times, space: Floats, too_short_s: float) -> float:
     """Bisects for the least period that fits: depths never rise with the period."""
     fits = _fits_one(chain, split, space)
     enough_s = max(float(split.rests_s[0, 0]), too_short_s)  # no way is longer: all depths are the least
@@ -195,7 +195,7 @@ def _slowed(chain: Chain, split: Times, space: Floats, too_short_s: float) -> fl
             too_short_s = middle_s
 
 
-def _fits_one(chain: Chain, split: Times, space: Floats) -> Callable[[float], bool]:
+def _fits_one(chain: DeviceChain, split: Times, space: Floats) -> Callable[[float], bool]:
     """Returns whether a single split fits at a period: `depths` once more, for a period at a time without arrays."""
     if not chain.overlap or len(chain) == 1:
         return lambda period_s: bool((depths(chain, split, np.array([period_s])) <= space).all())
@@ -219,7 +219,7 @@ def _fits_one(chain: Chain, split: Times, space: Floats) -> Callable[[float], bo
     return fits
 
 
-def evaluate(chain: Chain, cuts: Sequence[int]) -> ChainPlan:
+def evaluate(chain: DeviceChain, cuts: Sequence[int]) -> ChainPlan:
     """Returns what the model says of one split.
 
     Infeasible if a stage exceeds its device's memory at any pace; the reason names the first one.
@@ -232,7 +232,7 @@ def evaluate(chain: Chain, cuts: Sequence[int]) -> ChainPlan:
     >>> layers = Layers(work_s=[1.0, 2.0, 1.0], cut_bytes=[0.0, 3.0, 3.0, 3.0])
     >>> devices = [Device(name="fast", speed=2.0), Device(name="slow")]
     >>> wire = Link(bandwidth_bytes_per_s=6.0)
-    >>> chain = Chain(layers=layers, devices=devices, links=[wire], back=[wire], micro_batches=8)
+    >>> chain = DeviceChain(layers=layers, devices=devices, links=[wire], back=[wire], micro_batches=8)
     >>> plan = evaluate(chain, (0, 2, 3))
     >>> plan.bottleneck_s, plan.fill_s, plan.total_s, plan.depths
     (1.5, 3.5, 14.0, (4, 2))
@@ -260,7 +260,7 @@ def evaluate(chain: Chain, cuts: Sequence[int]) -> ChainPlan:
     )
 
 
-def _overfull(chain: Chain, cuts: tuple[int, ...], need: Floats) -> str:
+def _overfull(chain: DeviceChain, cuts: tuple[int, ...], need: Floats) -> str:
     i = int(np.argmax(need[0] > chain.mem_bytes))
     device = chain.devices[i]
     return (

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import numpy as np
 
-from lightning_hetero.solvers.chain.chain import Chain
+from lightning_hetero.solvers.chain.chain import DeviceChain
 from lightning_hetero.solvers.chain.layers import Floats
 from lightning_hetero.solvers.chain.model import periods, size
 
 __all__ = ["why_infeasible"]
 
 
-def why_infeasible(chain: Chain) -> str:
+def why_infeasible(chain: DeviceChain) -> str:
     """Names the constraint that no split of this order can meet, with numbers, and what would help.
 
     Meant for chains that `split` found infeasible: checked in turn are stages, leader, single layers, the sum, order.
@@ -52,7 +52,7 @@ def why_infeasible(chain: Chain) -> str:
     return f"no split into {s} contiguous, non-empty stages fits the devices in this order; another order, or {hint}"
 
 
-def _remedies(chain: Chain, state_bytes: float, need_bytes: float, device: str = "another device") -> str:
+def _remedies(chain: DeviceChain, state_bytes: float, need_bytes: float, device: str = "another device") -> str:
     """Activations can be made fewer; state cannot."""
     ways: list[str] = []
     if need_bytes > state_bytes:
@@ -62,7 +62,7 @@ def _remedies(chain: Chain, state_bytes: float, need_bytes: float, device: str =
     return "what helps: " + ", ".join([*ways, device])
 
 
-def _least_trips(chain: Chain) -> Floats:
+def _least_trips(chain: DeviceChain) -> Floats:
     """Returns the least round trip of each link, whatever the cuts; the loop's last [s]."""
     sizes = np.full(len(chain), chain.layers.cut_range_bytes[0])
     sizes[-1] = chain.layers.cut_sizes[-1]
@@ -70,7 +70,7 @@ def _least_trips(chain: Chain) -> Floats:
     return ahead + back
 
 
-def _least_depths(chain: Chain) -> Floats:
+def _least_depths(chain: DeviceChain) -> Floats:
     """Returns how many micro-batches each stage holds at least, whatever the cuts and however slow the pace."""
     s = len(chain)
     if s == 1:

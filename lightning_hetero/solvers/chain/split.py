@@ -16,7 +16,7 @@ import math
 
 import numpy as np
 
-from lightning_hetero.solvers.chain.chain import Chain
+from lightning_hetero.solvers.chain.chain import DeviceChain
 from lightning_hetero.solvers.chain.layers import Floats, Ints
 from lightning_hetero.solvers.chain.model import ChainPlan, evaluate, fitting_periods, periods, room, times
 from lightning_hetero.solvers.chain.reasons import why_infeasible
@@ -27,13 +27,13 @@ __all__ = ["split"]
 _MOST_PLACES = 200
 _STEPS = np.array([1.0, 1.005, 1.01, 1.02, 1.04, 1.08, 1.15, 1.3, 1.6, 2.0, 4.0])  # periods over the least bottleneck
 _BETWEEN = 8  # periods of the second round
-_AGAIN = 2  # rounds at single layers
+_FEW_STAGES = 16  # of more, fewer periods are tried
 _POLISHED = 10  # moves of a border
 _WIDEST = 4.0  # times the places that its speed is worth: no stage is longer, where there are many
 _ROUNDING = 1.0 + 1e-12
 
 
-def split(chain: Chain) -> ChainPlan:
+def split(chain: DeviceChain) -> ChainPlan:
     """Returns a split of the chain's layers over its devices in the given order, with a layer or more per stage.
 
     Returns:
@@ -43,7 +43,7 @@ def split(chain: Chain) -> ChainPlan:
     >>> from lightning_hetero.types import Device, Link
     >>> devices = [Device(name="fast", speed=2.0), Device(name="slow")]
     >>> layers = Layers(work_s=[1.0] * 6, cut_bytes=[0.0] * 7)
-    >>> plan = split(Chain(layers=layers, devices=devices, links=[Link()], back=[Link()], micro_batches=8))
+    >>> plan = split(DeviceChain(layers=layers, devices=devices, links=[Link()], back=[Link()], micro_batches=8))
     >>> plan.cuts, plan.period_s, plan.fill_s, plan.total_s
     ((0, 4, 6), 2.0, 4.0, 18.0)
     """
@@ -60,21 +60,21 @@ def split(chain: Chain) -> ChainPlan:
     return plan
 
 
-def _at_some_places(chain: Chain) -> tuple[int, ...] | None:
+def _at_some_places(chain: DeviceChain) -> tuple[int, ...] | None:
     n, most = len(chain.layers), max(_MOST_PLACES, 2 * len(chain))
     if n <= most:
         return _best_at(chain, np.arange(n + 1))
     work = chain.layers.work_to
     even = np.interp(np.linspace(0.0, work[n], most), work, np.arange(n + 1.0))
-    cuts = _best_at(chain, _places(even.round().astype(np.int64), n))
+    cuts = _best_at(chain, _places(even.round().astype(np.int64), n), rounds=1)
     reach = max(2, most // (2 * len(chain)))
-    for _ in range(_AGAIN if cuts else 0):
+    if cuts is not None:
         near = (np.array(cuts)[:, None] + np.arange(-reach, reach + 1)).ravel()
         cuts = _best_at(chain, _places(near, n), near=cuts) or cuts
     return cuts
 
 
-def _polished(chain: Chain, cuts: tuple[int, ...]) -> tuple[int, ...]:
+def _polished(chain: DeviceChain, cuts: tuple[int, ...]) -> tuple[int, ...]:
     """Moves one border at a time while that helps: what fits depends on more than the split behind a stage."""
     best = np.array(cuts)
     moves = np.concatenate([step * np.eye(len(cuts), dtype=np.int64)[1:-1] for step in (1, -1, 2, -2)])
@@ -88,7 +88,7 @@ def _polished(chain: Chain, cuts: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(best.tolist())
 
 
-def _totals(chain: Chain, cuts: Ints) -> Floats:
+def _totals(chain: DeviceChain, cuts: Ints) -> Floats:
     of = times(chain, cuts)
     period_s = fitting_periods(chain, cuts, of)
     fits = np.isfinite(period_s)
@@ -99,25 +99,31 @@ def _places(some: Ints, n: int) -> Ints:
     return np.unique(np.concatenate([[0, n], some[(some > 0) & (some < n)]]))
 
 
-def _best_at(chain: Chain, places: Ints, near: tuple[int, ...] | None = None) -> tuple[int, ...] | None:
+def _best_at(
+    chain: DeviceChain, places: Ints, *, near: tuple[int, ...] | None = None, rounds: int = 2
+) -> tuple[int, ...] | None:
     """Returns the best cuts at these places between layers; None if no split fits.
 
     Args:
         chain: to be split.
         places: where it may be cut.
         near: cuts that are good already: only periods up to theirs are tried.
+        rounds: of periods.
     """
     table = _Table(chain, places)
     least_s = table.least_bottleneck()
     if near is not None:
         cuts, totals, _ = table.best(np.linspace(least_s, max(least_s, evaluate(chain, near).period_s), _BETWEEN))
         return min(zip(totals, cuts, strict=True))[1] if cuts else None
-    asked = np.append(least_s * _STEPS, max(chain.slowest_s, least_s))
+    steps = _STEPS if len(chain) <= _FEW_STAGES else _STEPS[::2]
+    asked = np.append(least_s * steps, max(chain.slowest_s, least_s))
     cuts, totals, which = table.best(asked)
     if not cuts:
         return None
+    if rounds == 1:
+        return min(zip(totals, cuts, strict=True))[1]
     i = which[int(np.argmin(totals))]
-    between = np.linspace(asked[max(i - 1, 0)], asked[min(i + 1, len(_STEPS) - 1)], _BETWEEN + 2)[1:-1]
+    between = np.linspace(asked[max(i - 1, 0)], asked[min(i + 1, len(steps) - 1)], _BETWEEN + 2)[1:-1]
     more, more_totals, _ = table.best(between)
     return min([*zip(totals, cuts, strict=True), *zip(more_totals, more, strict=True)])[1]
 
@@ -130,7 +136,7 @@ class _Table:
         places: where it may be cut, 0 and the number of layers included.
     """
 
-    def __init__(self, chain: Chain, places: Ints) -> None:
+    def __init__(self, chain: DeviceChain, places: Ints) -> None:
         self._chain, self._places = chain, places
         layers, stages, n = chain.layers, len(chain), len(places)
         widest = math.ceil(_WIDEST * n / stages * float(chain.speeds.max() / chain.speeds.mean())) + 1

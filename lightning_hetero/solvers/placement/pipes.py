@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from lightning_hetero.solvers.chain.chain import Chain, DepthRule, chain_of
+from lightning_hetero.solvers.chain.chain import DepthRule, DeviceChain, chain_of
 from lightning_hetero.solvers.chain.layers import Floats, Layers, layers_of
 from lightning_hetero.solvers.chain.split import split
 from lightning_hetero.solvers.placement.pipe_cost import PipeCost, fixed_and_per_sample
@@ -31,7 +31,7 @@ class Problem:
         model, cluster: costs.
         samples: global batch.
         sizes: of full micro-batches that may be chosen, increasing.
-        overlap, depth: as in `Chain`.
+        overlap, depth: as in `DeviceChain`.
         sync_overlap: part of the gradients' synchronisation that is hidden behind the last backward passes, 0 to 1.
     """
 
@@ -148,7 +148,7 @@ class Problem:
             found = self._alike[ranks] = np.array(rows).tobytes()
         return found
 
-    def chain(self, ranks: tuple[int, ...], size: int, micro_batches: int) -> Chain:
+    def chain(self, ranks: tuple[int, ...], size: int, micro_batches: int) -> DeviceChain:
         """Returns the pipeline of ``ranks`` in this order for micro-batches of ``size`` samples."""
         layers = self._layers.get(size)
         if layers is None:

@@ -31,6 +31,7 @@ _ALIKE = 20.0  # links within 1/20, relatively, count as equally near: faster de
 _FOLLOWED, _ROUNDS, _CANDIDATES = 12, 40, 400  # of few devices
 _EFFORT, _LEAST, _MOST = 24_000, 60, 1200  # candidates for many devices: fewer, the more devices there are
 _PER_ROUND = 60
+_ORDERED, _LONG = 16, 64  # devices in a pipeline: up to so many in several orders; more rest where memory allows
 
 
 class BatchTime:
@@ -103,8 +104,10 @@ def first_size(problem: Problem, stages: int) -> int:
 def _pipes(problem: Problem, drafts: Drafts, groups: Groups, far_s: Floats) -> Pipes | None:
     found: list[Pipe] = []
     replica_bytes = float(problem.state_bytes[-1]) + problem.leader_state_bytes
+    caps = float(problem.caps.mean())
+    longest = max(_LONG, math.ceil(2.0 * replica_bytes / caps)) if caps > 0.0 else _LONG
     for group in groups:
-        ranks = _fastest(problem, group, problem.n_layers)  # a pipeline needs a layer per device
+        ranks = _fastest(problem, group, min(longest, problem.n_layers))  # a pipeline needs a layer per device
         if float(problem.caps[ranks].sum()) * (1.0 + 1e-9) < replica_bytes:
             return None
         pipe = _pipe(problem, drafts, ranks, far_s)
@@ -117,11 +120,12 @@ def _pipes(problem: Problem, drafts: Drafts, groups: Groups, far_s: Floats) -> P
 def _pipe(problem: Problem, drafts: Drafts, ranks: list[int], far_s: Floats) -> Pipe | None:
     """Returns a pipeline of these ranks; where memory is short the one of a few orders that is fastest."""
     near, part = _nearest_chain(problem, ranks, far_s), problem.part(ranks)
-    draft = drafts.pipe(near)
-    if not problem.capped or len(ranks) == 1 or (draft and problem.cost(draft).most >= part and len(ranks) > _FEW):
+    draft, wanted = drafts.pipe(near), part if len(ranks) <= _ORDERED else 1
+    if not problem.capped or len(ranks) == 1 or (draft and len(ranks) > _FEW and problem.cost(draft).most >= wanted):
         return draft
     # The first stages keep most micro-batches in flight: memory in front, where it differs.
     orders = dict.fromkeys([near, tuple(sorted(ranks, key=lambda r: (-problem.caps[r], r))), near[::-1]])
+    orders = orders if len(ranks) <= _ORDERED else {near: None}
     best = _best_of(problem, [draft] if draft else [], orders, part)
     if best is None and len(ranks) <= _FEW:
         best = _best_of(problem, [], permutations(ranks), part)
@@ -129,9 +133,13 @@ def _pipe(problem: Problem, drafts: Drafts, ranks: list[int], far_s: Floats) -> 
 
 
 def _best_of(problem: Problem, found: list[Pipe], orders: Iterable[tuple[int, ...]], part: int) -> Pipe | None:
-    sizes = {first_size(problem, problem.n_devices), problem.sizes[0]}
+    sizes = sorted({first_size(problem, problem.n_devices), problem.sizes[0]}, reverse=True)
     for order in orders:
-        found += [pipe for size in sizes if (pipe := problem.split(order, size, part))]
+        for size in sizes:
+            if pipe := problem.split(order, size, part):
+                found.append(pipe)
+                if len(order) > _ORDERED:
+                    break
     fitting = [(problem.cost(pipe).seconds(part), pipe) for pipe in found if problem.cost(pipe).most > 0]
     return min(fitting)[1] if fitting else None
 
@@ -152,7 +160,7 @@ def _some_groupings(problem: Problem, far_s: Floats, most: int) -> Iterator[Grou
     n = problem.n_devices
     everyone = range(n)
     numbers = sorted({k for p in range(n.bit_length()) for k in (1 << p, 3 << p) if k <= n} | {n})
-    for quarters in (4, 3, 2, 1):
+    for quarters in (4, 3, 2, 1) if n <= _ORDERED else (4, 2):
         some = _fastest(problem, everyone, max(1, n * quarters // 4))
         chain = _nearest_chain(problem, some, far_s)
         for count in [k for k in numbers if k <= min(most, len(some))]:

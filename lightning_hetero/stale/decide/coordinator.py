@@ -23,7 +23,6 @@ from lightning_hetero.predictors import Predictor
 from lightning_hetero.stale.decide.dispatch import Dispatch, Sizing
 from lightning_hetero.stale.decide.effects import (
     Accepted,
-    Contribution,
     Effect,
     Passed,
     Refused,
@@ -221,13 +220,12 @@ class Coordinator:
             held.twin.void = "gone"
             held.part_from_twin()
         done, rest = head(held.spans, count)
-        contribution = Contribution(rank=rank, lease=lease, samples=count, staleness=staleness)
-        self._books.arrive(done, contribution if finite else None, in_tick=in_tick)
+        accepted = None
         if finite:
             scale = self.policy.scale(staleness, len(self.workers.crew))
-            effects.append(Accepted(rank=rank, lease=lease, samples=count, staleness=staleness, scale=scale))
-        else:
-            effects.append(Refused(rank=rank, lease=lease, samples=count, reason="nonfinite"))
+            accepted = Accepted(rank=rank, lease=lease, samples=count, staleness=staleness, scale=scale)
+        self._books.arrive(done, accepted, in_tick=in_tick)
+        effects.append(accepted or Refused(rank=rank, lease=lease, samples=count, reason="nonfinite"))
         if rest:
             self.ledger.release(rest)
             effects.append(

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-__all__ = ["Accepted", "Contribution", "Effect", "Granted", "Passed", "Refused", "Reissued", "Span", "Updated"]
+__all__ = ["Accepted", "Effect", "Granted", "Passed", "Refused", "Reissued", "Span", "Updated"]
 
 Span = tuple[int, int]
 """Positions ``[start, end)`` in the epoch's order of samples."""
@@ -96,16 +96,6 @@ class Reissued:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Contribution:
-    """What one push gave to an update."""
-
-    rank: int
-    lease: int
-    samples: int
-    staleness: int
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class Updated:
     """The pool becomes one update and is emptied.
 
@@ -120,7 +110,7 @@ class Updated:
     version: int
     tick: int
     samples: int
-    contributions: tuple[Contribution, ...]
+    contributions: tuple[Accepted, ...]
     worth: float = 1.0
     ends_step: bool = True
 

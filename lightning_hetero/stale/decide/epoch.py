@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from lightning_hetero.stale.decide.effects import Contribution, Span
+from lightning_hetero.stale.decide.effects import Accepted, Span
 from lightning_hetero.stale.decide.intervals import IntervalSet
 from lightning_hetero.stale.decide.ledger import Ledger
 from lightning_hetero.stale.decide.policy import Pool
@@ -50,7 +50,7 @@ class Epoch:
         self.tick = self.opening = tick
         self.began_s = now
         self.witnessed = False
-        self._contributions: list[Contribution] = []
+        self._contributions: list[Accepted] = []
         self._pooled: list[Span] = []
         self._pushes = 0
 
@@ -79,7 +79,7 @@ class Epoch:
         """Samples that may be leased: one per later tick stays, so that each can have an update."""
         return self.ledger.free - (len(self.ends) - 1 - self.tick)
 
-    def arrive(self, spans: Sequence[Span], contribution: Contribution | None, *, in_tick: bool) -> None:
+    def arrive(self, spans: Sequence[Span], contribution: Accepted | None, *, in_tick: bool) -> None:
         """Puts computed samples into the pool; without a contribution they are used up (not finite)."""
         self.ledger.arrive(spans)
         self._pooled += spans
@@ -102,7 +102,7 @@ class Epoch:
             last=self.tick == len(self.ends) - 1,
         )
 
-    def empty(self) -> tuple[Contribution, ...]:
+    def empty(self) -> tuple[Accepted, ...]:
         """Empties the pool; returns what was in it."""
         contributions = tuple(self._contributions)
         self._contributions.clear()

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from lightning_hetero.balanced.decide.controller import ExchangeClock, Row, ShareController, Tag
 from lightning_hetero.shares.bounds import ShareBounds
-from lightning_hetero.shares.policy import BalancePolicy, Decision
+from lightning_hetero.shares.policy import BalancePolicy, ShareDecision
 from lightning_hetero.types import SpeedSample
 
 FIXED_S, PER_SAMPLE_S = 0.009, 0.003
@@ -27,13 +27,13 @@ class Noting(BalancePolicy):
     def urgent(self, samples: Sequence[int], compute_s: Sequence[float]) -> bool:
         return True
 
-    def observe(self, records: Sequence[SpeedSample]) -> Decision:
+    def observe(self, records: Sequence[SpeedSample]) -> ShareDecision:
         decision = super().observe(records)
         self.taken.append(records[0].step)
         turn = 1 + len(self.taken) % 3
         rest = self.limits.total - turn * (len(records) - 1)
         self._shares = (*[turn] * (len(records) - 1), rest)
-        return Decision(shares=self._shares, changed=True, reason=decision.reason)
+        return ShareDecision(shares=self._shares, changed=True, reason=decision.reason)
 
 
 @dataclass

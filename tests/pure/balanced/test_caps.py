@@ -14,7 +14,7 @@ from lightning_hetero.balanced.decide.controller import ExchangeClock, ShareCont
 from lightning_hetero.balanced.decide.rows import RankState, Row
 from lightning_hetero.shares.bounds import ShareBounds
 from lightning_hetero.shares.caps import MemoryCap, MemoryUse, held_bounds
-from lightning_hetero.shares.policy import BalancePolicy, Decision
+from lightning_hetero.shares.policy import BalancePolicy, ShareDecision
 from lightning_hetero.types import SpeedSample
 from tests.pure.balanced.kit import Mail, Rank
 
@@ -129,7 +129,7 @@ def policy_of(world: int = 2, total: int = 16, **bounds: object) -> BalancePolic
     return policy
 
 
-def told(policy: BalancePolicy, *most: int | None) -> Decision | None:
+def told(policy: BalancePolicy, *most: int | None) -> ShareDecision | None:
     """What a step says whose time is not to be believed."""
     return policy.limit(most, [0.0] * len(most), [0.0] * len(most))
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from lightning_hetero.predictors import Kalman
 from lightning_hetero.shares.bounds import ShareBounds
 from lightning_hetero.shares.guard import RegretGuard
-from lightning_hetero.shares.policy import BalancePolicy, Decision
+from lightning_hetero.shares.policy import BalancePolicy, ShareDecision
 from lightning_hetero.solvers import minimax
 from lightning_hetero.types import AffineCost, SpeedSample
 
@@ -140,7 +140,7 @@ def started(**settings: object) -> BalancePolicy:
     return policy
 
 
-def fed(policy: BalancePolicy, slow: tuple[float, ...], times: int) -> tuple[list[Decision], float]:
+def fed(policy: BalancePolicy, slow: tuple[float, ...], times: int) -> tuple[list[ShareDecision], float]:
     """Returns decisions and how much longer than equal shares all batches took, in steps of these."""
     decisions, over = [], 0.0
     for _ in range(times):

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from lightning_hetero.predictors import Kalman
 from lightning_hetero.shares.bounds import ShareBounds
-from lightning_hetero.shares.policy import BalancePolicy, Decision
+from lightning_hetero.shares.policy import BalancePolicy, ShareDecision
 from lightning_hetero.types import AffineCost, SpeedSample
 
 FIXED_S, PER_SAMPLE_S = 0.009, 0.003  # of a rank with speed 1
@@ -41,7 +41,7 @@ def started(
     return policy
 
 
-def feed(policy: BalancePolicy, slow: tuple[float, ...], times: int) -> list[Decision]:
+def feed(policy: BalancePolicy, slow: tuple[float, ...], times: int) -> list[ShareDecision]:
     return [policy.observe(records_of(slow, policy.shares, step)) for step in range(times)]
 
 

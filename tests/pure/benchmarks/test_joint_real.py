@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
 from typing import Any
 
 import pytest
 
-from benchmarks.joint.__main__ import report
 from benchmarks.joint.real.courses import (
-    BALANCED,
     CHAIN,
-    CONTENDERS,
-    DDP,
     EVEN,
     ORACLE,
     OURS,
@@ -24,7 +19,7 @@ from benchmarks.joint.real.courses import (
     played,
     read,
 )
-from benchmarks.joint.real.figures import answers, course_figures, layer_batches, steps_of, table
+from benchmarks.joint.real.figures import answers, course_figures, steps_of
 from benchmarks.joint.real.plans import prepared
 from benchmarks.report import FIELDS
 from lightning_hetero.pipeline.decide.plans import check_plan
@@ -40,20 +35,6 @@ PLAIN: dict[str, Any] = {
 
 
 # ---- scenarios -------------------------------------------------------------------------------------------------
-
-
-def test_scenarios_are_those_that_were_asked_for() -> None:
-    base = EVERY["base"]
-    assert set(base.contenders) == set(CONTENDERS)
-    assert base.less_than[CHAIN] == 68.59 and base.less_than[STATIC] == 40 and base.above_oracle == 10
-    assert EVERY["memory_capped"].less_than[SHARES] == 30
-    starts = [start for start, _ in base.phases]
-    assert min(b - a for a, b in pairwise([*starts, base.batches])) >= 150
-    for stem in ("base", "slow", "fast", "clock", "memory_capped", "heavy"):
-        assert [d.speed for d in EVERY[stem].case.cluster.devices] == [1.0, 1.0, 0.5, 0.25]
-    assert all(course.less_than[SHARES] >= 0.0 for course in EVERY.values())  # nowhere worse
-    assert [stem for stem, course in EVERY.items() if course.unit == "second"] == ["clock"]
-    assert {c.case.world_size for c in EVERY.values()} == {4}
 
 
 def test_changes_make_phases_and_states() -> None:
@@ -72,14 +53,6 @@ def test_changes_at_times_are_steps_of_a_tick() -> None:
     course = read({**PLAIN, "unit": "second"})
     assert [start for start, _ in course.phases] == [0, 4, 8]
     assert [course.scenario.speed(1, int(s / TICK_S)) for s in (3.9, 4.0, 7.9, 8.0)] == [1.0, 0.25, 0.25, 1.0]
-
-
-def test_a_quick_run_is_a_tenth() -> None:
-    (quick,) = courses(quick=True).values()
-    base = EVERY["base"]
-    assert quick.batches == base.batches // 10
-    assert [start for start, _ in quick.phases] == [start // 10 for start, _ in base.phases]
-    assert not {DDP, BALANCED, EVEN} & set(quick.contenders) and {STATIC, SHARES, OURS, ORACLE} < set(quick.contenders)
 
 
 @pytest.mark.parametrize(
@@ -179,42 +152,9 @@ def test_figures_by_hand() -> None:
     assert figures[f"less time than {CHAIN}"]["goal"] == ">= 50"
 
 
-@pytest.mark.parametrize(("last_s", "holds"), [(5.2, True), (5.4, False)])
-def test_as_slow_as_the_shares_alone_but_for_noise(last_s: float, holds: bool) -> None:
-    figures = by_name(read(PLAIN), raw([1.0] * 4 + [4.0] * 4 + [1.0, last_s - 4.0]))
-    assert figures[f"less time than {SHARES}"]["holds"] is holds
-    assert figures["above the oracle"]["goal"] is None and figures["moving a layer"]["goal"] is None
-
-
 def test_a_change_is_answered_when_three_batches_in_a_row_are_good() -> None:
     assert answers(raw(), OURS_S) == [(1, True), (0, True)]
     assert answers(raw(), [1.0] * 4 + [2.0, 2.0, 3.0, 2.0, 1.3, 1.0]) == [(3, True), (1, True)]
     assert answers(raw(), [1.0] * 4 + [4.0] * 4 + [1.0] * 2) == [(4, False), (0, True)]
     by_clock = {**raw(), "unit": "second", "phases": [[0, 0], [4, 1], [14, 0]]}
     assert answers(by_clock, OURS_S) == [(1, True), (0, True)]  # batch 4 begins at 4 s, batch 7 at 13.9 s
-
-
-def test_without_a_migration_nothing_is_said_of_a_layer() -> None:
-    found = raw()
-    assert layer_batches(found, found["measured"][SHARES]) is None
-    found["measured"][OURS] |= {"replans": [], "moved": []}
-    assert "moving a layer" not in by_name(read(PLAIN), found)
-
-
-def test_a_table_has_every_contender() -> None:
-    lines = table({"x": "two"}, {"x": raw()}).splitlines()
-    assert len(lines) == 2 + 4
-    assert lines[2] == (
-        "| two | even chain | 38.0 | 3800 | 3000 | 6000 | 6000 | 3300 | never in 4 never in 2 | – | – | – |"
-    )
-    assert lines[4] == "| two | controller | 17.9 | 1790 | 1000 | 5000 | 5000 | – | 1 0 | 1 | 3.0 | 0.40 |"
-
-
-def test_the_report_takes_the_part() -> None:
-    found = {"real": {"base": {**raw(), "load_before": 0.123456789}}}
-    figures, rounded, notes = report(found)
-    assert figures[0]["name"] == "real: base: controller, all batches"
-    base = rounded["real: base"]
-    assert base["load_before"] == 0.12346 and base["phases"] == [[0, 0], [4, 1], [8, 0]]
-    assert base["measured"][OURS]["steps_s"] == OURS_S
-    assert "**real.** Four processes" in notes and "| base | controller | 17.9 |" in notes

@@ -8,7 +8,7 @@ import pytest
 from benchmarks.joint.simulated.machine import Machine
 from benchmarks.joint.simulated.simulator import Rates, Unchanged, simulate
 from benchmarks.joint.simulated.traces import Phase, Trace
-from lightning_hetero.controller.messages import Decision, Move, Observation
+from lightning_hetero.controller.messages import Decision, LayerMove, Observation
 from lightning_hetero.pipeline.decide.costs import times_of
 from lightning_hetero.pipeline.decide.generate import SchedulePolicy, makespan_s
 from lightning_hetero.pipeline.decide.plans import best_plan
@@ -66,7 +66,7 @@ def test_replicas_synchronise() -> None:
 
 def test_a_decision_is_in_force_after_the_lag_and_its_migration_comes_first() -> None:
     plan = best_plan(MODEL, CAPPED, 12, micro_batch_size=2)
-    moves = (Move(layer=1, source=0, target=1, size_bytes=2e6), Move(layer=2, source=0, target=1, size_bytes=1e6))
+    moves = tuple(LayerMove(layer=k, source=0, target=1, size_bytes=size) for k, size in ((1, 2e6), (2, 1e6)))
     decision = Decision(batch=3, generation=1, kind="plan", plan=plan, reason="", moves=moves)
     machine = Machine(MODEL, CAPPED, pause_s=0.5, layer_s=0.1)
     script = Scripted(plan, decision)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,57 +9,21 @@ import torch
 from torch import nn
 from torch.utils.data import DistributedSampler
 
-from benchmarks.peers import cases, device, launch, task
+from benchmarks.peers import cases, device, task
 from benchmarks.peers.cases import (
     CLUSTERS,
-    PEERS,
     SAMPLES,
     WORLD,
-    Peer,
     Run,
     effective_samples,
     key,
     parts_of,
-    runs_of,
 )
-from benchmarks.peers.figures import failures, figures_of, rows_of, table, to_target
-from benchmarks.stale import real
+from benchmarks.peers.figures import failures, figures_of, rows_of, table
 
 pytest.importorskip("sklearn")
 
 # ---- who and on what -----------------------------------------------------------------------------------------
-
-
-def test_devices_are_those_of_the_stale_benchmark() -> None:
-    theirs = {cluster.name: cluster for cluster in real.CLUSTERS}
-    assert cases.SPELL_STEP_S == real.SPELL_STEP_S
-    assert {cluster.name for cluster in CLUSTERS} <= set(theirs)
-    for cluster in CLUSTERS:
-        assert cluster.scenario(3) == theirs[cluster.name].scenario(cases.SAMPLE_S, 3, steps=100)
-
-
-def test_peers_are_interleaved_and_every_one_runs_where_it_has_an_answer() -> None:
-    runs = list(runs_of(quick=False, seeds=(0, 1, 2)))
-    assert len({key(run) for run in runs}) == len(runs)
-    assert [run.seed for run in runs] == sorted(run.seed for run in runs)
-    told = {peer.name for peer in PEERS if peer.told_speeds}
-    counts = Counter((run.cluster, run.peer) for run in runs)
-    for peer in PEERS:
-        assert counts["1:1:1/2:1/4", peer.name] == 3
-        assert counts["spells", peer.name] == (0 if peer.name in told else 3)
-    quick = list(runs_of(quick=True, seeds=(0, 1, 2)))
-    assert {(run.cluster, run.seed) for run in quick} == {(CLUSTERS[0].name, 0)} and len(quick) == len(PEERS)
-
-
-def test_a_package_that_is_not_there_is_told_of() -> None:
-    assert Peer(name="x", changes="").missing() is None
-    assert Peer(name="x", changes="", needs="torch").missing() is None
-    assert Peer(name="x", changes="", needs="no_such_package_here").missing() == (
-        "not installed (pip install no_such_package_here)"
-    )
-
-
-# ---- samples -------------------------------------------------------------------------------------------------
 
 
 def test_parts_are_the_global_batches_one_after_the_other() -> None:
@@ -145,17 +107,6 @@ def test_the_distance_is_to_one_process(monkeypatch: pytest.MonkeyPatch) -> None
     assert updates == 4 and 2.0 < loss < 2.5 and 0.0 <= accuracy < 0.5
 
 
-def test_a_curve_is_looked_at_every_four_updates_whoever_misses_one() -> None:
-    net, curve = nn.Linear(1, 1), task.Curve()
-    curve.begin()
-    for updates in (0, 3, 4, 5, 7, 9, 10, 12):
-        curve.look(updates, net.parameters())
-    assert [point[0] for point in curve.points] == [4, 9, 12]
-
-
-# ---- figures -------------------------------------------------------------------------------------------------
-
-
 def result(target_s: float | None, *, fit_s: float = 10.0, samples: int = 16) -> dict[str, Any]:
     loss = 0.5 if target_s is None else 0.2
     curve = [[4, 1.0, 0.9, 0.5], [8, target_s or 5.0, loss, 0.8], [12, fit_s, loss + 0.01, 0.9]]
@@ -170,12 +121,6 @@ def results(by_peer: dict[str, list[dict[str, Any]]]) -> tuple[dict[str, dict[st
         for seed, one in enumerate(ones)
     ]
     return {key(run): one for run, one in pairs}, [run for run, _ in pairs]
-
-
-def test_the_first_look_at_or_below_the_target_counts() -> None:
-    curve = [[4, 1.0, 0.31, 0.5], [8, 2.0, 0.3, 0.6], [12, 3.0, 0.1, 0.7]]
-    assert to_target(curve, 0.3) == [8, 2.0, 0.3, 0.6]
-    assert to_target(curve, 0.05) is None
 
 
 def test_rows_are_medians_and_ratios_of_the_same_seed() -> None:
@@ -199,13 +144,3 @@ def test_rows_are_medians_and_ratios_of_the_same_seed() -> None:
     names = {figure["name"] for figure in figures_of(list(rows.values()))}
     assert "1:1:1/2:1/4, ours: balanced: that time to stock DDP's" in names
     assert not any("post-localSGD: that time" in name for name in names)
-
-
-def test_a_peer_that_fails_is_told_of_by_its_exception(tmp_path: Path) -> None:
-    log = tmp_path / "log"
-    log.write_text("Traceback\n  File x\n[rank2]: torch.distributed.DistNetworkError: gone\n\n[INFO] Error counts: 0\n")
-    assert launch._last_words(log) == "[rank2]: torch.distributed.DistNetworkError: gone"
-    log.write_text("first\nlast \n")
-    assert launch._last_words(log) == "last"
-    log.write_text("")
-    assert launch._last_words(log) == "ended without a word"

@@ -11,10 +11,6 @@ import pytest
 
 from benchmarks.pipeline.figures import (
     case_figures,
-    median_s,
-    overhead_figures,
-    table,
-    tables,
     trained_figures,
 )
 from benchmarks.pipeline.models import MODELS, costs_of
@@ -30,7 +26,7 @@ from benchmarks.pipeline.plans import (
     our_entry,
     replica_sync_s,
 )
-from benchmarks.pipeline.scenarios import ORDER, QUICK, Case, cases, read
+from benchmarks.pipeline.scenarios import Case, cases, read
 from benchmarks.report import FIELDS
 from lightning_hetero.types import AffineCost, Cluster, Device, GroupPlan, LayerCost, Link, ModelCost
 
@@ -66,27 +62,6 @@ def case(speeds: list[float], mem_bytes: float = float("inf"), **options: Any) -
 
 
 # ---- scenarios -------------------------------------------------------------------------------------------------
-
-
-def test_scenarios_are_those_of_the_table() -> None:
-    every = {c.title: c for c in cases()}
-    assert len(every) == len(cases()) and len(ORDER) == len({c.cluster for c in every.values()})
-    assert {c.model for c in every.values()} == {"mlp", "cnn", "gpt"}
-    assert {c.world_size for c in every.values()} == {4, 8}
-    assert [d.speed for d in every["1:1:1/2:1/4, gpt"].cluster.devices] == [1.0, 1.0, 0.5, 0.25]
-    links = every["islands, gpt"].cluster.links
-    assert links[0][1].bandwidth_bytes_per_s == links[2][3].bandwidth_bytes_per_s == 1e9
-    assert links[1][2].bandwidth_bytes_per_s == links[3][0].bandwidth_bytes_per_s == 1e7
-    goals = {c.name for c in every.values() if c.less_than_even == 30}
-    assert goals == {"1:1:1/2:1/4", "islands", "memory-capped"}
-    assert {c.name for c in every.values() if c.less_than_chain == 60} == {"1:1:1/2:1/4", "memory-capped"}
-
-
-def test_a_quick_run_takes_some_of_them_shortened() -> None:
-    quick, every = cases(quick=True), {c.title: c for c in cases()}
-    assert [c.title for c in quick] == [title for title in every if title in QUICK] and len(quick) == len(QUICK)
-    for c in quick:
-        assert c == replace(every[c.title], global_batch=every[c.title].global_batch // 2)
 
 
 def test_a_file_gives_a_case_per_model_and_mistakes_are_named() -> None:
@@ -265,45 +240,10 @@ def test_figures_of_a_case_by_hand() -> None:
     )
 
 
-def test_what_any_plan_could_save_stands_beside_what_ours_does() -> None:
-    tried = {**walked(0.5, 1.0, 0.9), "exhaustive": {"ours_s": 0.6, "best_s": 0.48}}
-    figures = by_name(case_figures(GOALS, tried))
-    best, chain = "the best even pipeline (even, 2 groups)", "the even chain"
-    values = {name: figure["value"] for name, figure in figures.items() if name.startswith("modelled, ")}
-    assert values == pytest.approx(
-        {
-            "modelled, our plan / best of all plans": 1.25,
-            f"modelled, best of all plans, less time than {best}": 100 * (1 - 0.4 / 0.95),
-            f"modelled, best of all plans, less time than {chain}": 60.0,
-        }
-    )
-    assert figures["modelled, our plan / best of all plans"]["holds"] is False
-
-
 def test_the_planner_is_held_against_all_plans() -> None:
     (one,) = [case for case in cases() if case.title == "islands, cnn"]
     found = exhaustive(one, costs_of(one.model, one.sample_s, one.fixed_s))
     assert found["best_s"] <= found["ours_s"] <= 1.02 * found["best_s"]
-
-
-@pytest.mark.parametrize(("ours_s", "holds"), [(0.52, True), (0.53, False)])
-def test_a_plan_that_misses_the_model_is_told(ours_s: float, holds: bool) -> None:
-    figures = by_name(case_figures(GOALS, walked(ours_s, 1.0, 0.95)))
-    assert figures["modelled / measured"]["holds"] is holds
-    assert figures["modelled / measured"]["goal"] == ">= 0.95"
-
-
-@pytest.mark.parametrize("ours_s", [0.44, 0.56])
-def test_a_model_that_is_off_either_way_is_told(ours_s: float) -> None:
-    figures = by_name(case_figures(GOALS, walked(ours_s, 1.0, 0.95)))
-    assert figures["largest error of the model, all plans"]["value"] == pytest.approx(12.0)
-    assert figures["largest error of the model, all plans"]["holds"] is False
-
-
-def test_without_goals_nothing_is_held_against_even_pipelines() -> None:
-    figures = by_name(case_figures(case([1.0]), walked(0.5, 1.0, 0.95)))
-    assert figures["less time than the even chain"]["goal"] is None
-    assert figures["less time than the even chain"]["holds"] is None
 
 
 def trained(replicas_s: float, held: float) -> dict[str, Any]:
@@ -332,52 +272,3 @@ def test_figures_of_engines_by_hand(replicas_s: float, held: float, holds: bool)
     assert figures[f"{memory}, most held / device's memory"]["value"] == pytest.approx(held / 30.0)
     assert figures[f"{memory}, most held / device's memory"]["holds"] is holds
     assert figures[f"{memory}, whole model / largest memory"]["value"] == pytest.approx(90.0 / 40.0)
-
-
-def test_tails_and_the_truth_of_the_emulation_by_hand() -> None:
-    raw = trained(0.6, 30.0)
-    raw["steps_s"]["ours"] = [[0.5] * 19 + [0.9], [0.5] * 17 + [0.6, 0.7, 0.8]]
-    figures = by_name(trained_figures(GOALS, raw))
-    assert figures["ours, p95 step"]["value"] == pytest.approx(700.0)  # 38 of 40 steps are no longer
-    assert figures["ours, longest step"]["value"] == pytest.approx(900.0)
-    assert figures["stock DDP, longest step"]["value"] == pytest.approx(1000.0)
-    taken = "emulated work, taken / asked, greatest of all engines and ranks"
-    assert figures[taken]["value"] == 1.01 and figures[taken]["holds"] is True
-    raw["taken"]["balanced"] = [1.0, 1.05]
-    assert by_name(trained_figures(GOALS, raw))[taken]["holds"] is False
-
-
-def test_an_overhead_is_the_median_of_pairs() -> None:
-    steps_s = {"ours": [[1.0], [4.0], [1.2]], "torch": [[1.0], [2.0], [1.0]]}
-    processor_s = {"ours": [3.0, 2.0, 2.2], "torch": [2.0, 2.0, 2.0]}
-    raw = {"equal": {"steps_s": steps_s, "processor_s": processor_s, "modelled_s": 1.0}}
-    figure, spent = overhead_figures(raw)
-    assert figure["value"] == pytest.approx(1.2) and figure["holds"] is False and figure["goal"] == "<= 1.05"
-    assert spent["value"] == pytest.approx(1.1) and spent["name"].endswith("processor time")
-
-
-def test_a_median_is_of_medians() -> None:
-    assert median_s([[1.0, 2.0, 9.0], [3.0, 3.0, 3.0], [0.0, 1.0, 1.0]]) == 2.0
-
-
-def test_tables_show_every_plan_and_engine() -> None:
-    assert table(["a", "b"], [[1.23456, None], ["x", 2]]) == "| a | b |\n| --- | --- |\n| 1.23 | – |\n| x | 2 |"
-    raw = {
-        "walked": {"c, mlp": walked(0.5, 1.0, 0.95)},
-        "trained": {"c, mlp": trained(0.6, 30.0)},
-        "overhead": {
-            "real": {
-                "steps_s": {"ours": [[0.1]], "torch": [[0.2]]},
-                "processor_s": {"ours": [0.3], "torch": [0.4]},
-                "modelled_s": None,
-            }
-        },
-    }
-    raw["trained"]["c, mlp"]["steps_s"]["ours"] = [[0.5] * 3, [0.5, 0.5, 0.7]]  # a stall
-    text = tables(raw)
-    assert "| c, mlp | ours | 500.0 | 700.0 | 700.0 | 10.0 | 1.01 |" in text
-    assert "| c, mlp | ours | 700.0 | 250.0 | 125.0 |" in text and text.count(" | 250.0 | 125.0 |") == 1
-    assert "| c, mlp | ours | 500.0 | 1100.0 | 1100.0 | 500.0 | 1 | c |" in text
-    assert "| c, mlp | even, 4 groups | – | – | – | – | – | fits no device's memory |" in text
-    assert "| c, mlp | 1000.0 | 600.0 | 600.0 | 500.0 | 480.0 | 0.00 0.00 | 0.00 |" in text
-    assert "| real | 100.0 | 200.0 | – | 300.0 | 400.0 |" in text

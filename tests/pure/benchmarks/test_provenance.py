@@ -61,21 +61,16 @@ def test_an_imported_package_is_used_with_all_it_imports(root: Path) -> None:
 
 
 def test_engines_of_the_real_benchmarks() -> None:
-    used = {name: files_of(name) for name in ("balanced", "stale", "pipeline", "solvers")}
+    used = {name: files_of(name) for name in ("balanced", "stale", "pipeline")}
     engines = {
         name: {path.split("/")[1] for path in paths} & {"balanced", "stale", "pipeline"} for name, paths in used.items()
     }
     # The others are trained beside an engine, to be compared with; balanced is, too, by the stale simulation.
     assert engines["balanced"] == {"balanced"} and engines["stale"] == {"balanced", "stale"}
-    assert engines["pipeline"] == {"balanced", "pipeline"} and not engines["solvers"] & {"balanced", "stale"}
+    assert engines["pipeline"] == {"balanced", "pipeline"}
     for paths in (used["balanced"], used["stale"], used["pipeline"]):
         assert {"lightning_hetero/emulate/throttle.py", "lightning_hetero/data/batches.py"} <= set(paths)
     assert "benchmarks/pipeline/clusters/islands.yaml" in used["pipeline"]
-
-
-def test_a_folder_without_a_program_is_no_benchmark(root: Path) -> None:
-    with pytest.raises(ValueError, match=r"benchmarks/nothing is no benchmark"):
-        files_of("nothing", root=root)
 
 
 @pytest.mark.parametrize(
@@ -88,20 +83,6 @@ def test_a_folder_without_a_program_is_no_benchmark(root: Path) -> None:
 )  # fmt: skip
 def test_comments_and_docstrings_are_no_code(before: str, after: str) -> None:
     assert code_of(before) == code_of(after)
-
-
-@pytest.mark.parametrize(
-    ("before", "after"),
-    [
-        ("x = 1\n", "x = 2\n"),
-        ('x = "# a"\n', 'x = "# b"\n'),
-        ('x = f("a")\n', 'x = f("b")\n'),
-        ('x = (\n    "a"\n)\n', 'x = (\n    "b"\n)\n'),
-        ("if a:\n    b()\n    c()\n", "if a:\n    b()\nc()\n"),
-    ],
-)
-def test_everything_else_is(before: str, after: str) -> None:
-    assert code_of(before) != code_of(after)
 
 
 def test_changes_are_found_and_named(root: Path) -> None:

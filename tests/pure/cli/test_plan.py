@@ -12,7 +12,6 @@ from omegaconf import OmegaConf
 
 from lightning_hetero.cli.plan import CONF, answer, plan_tables, read_setup
 from lightning_hetero.plan.planner import plan
-from lightning_hetero.plan.what_if import Change
 from lightning_hetero.record import EventWriter, trace_path
 from lightning_hetero.types import Event
 
@@ -38,7 +37,7 @@ def test_a_formula_on_a_described_cluster() -> None:
     setup, notes = read_setup(given)
     assert setup.ranks == 4 and setup.prices == (2.0, 2.0, 1.0, 0.5) and "costs by formula: 4 layers" in notes[0]
     found, changes = answer(setup, given)
-    assert [change.title for change in changes] == [
+    assert [title for title, _ in changes] == [
         "without rank 3 (quarter)", "without rank 2 (half)", "without rank 1 (fast:1)", "2 x the batch (32 samples)",
     ]  # fmt: skip
     text = plan_tables(found, changes)
@@ -56,7 +55,8 @@ def test_a_recorded_run_and_changes_of_ones_own(tmp_path: Path) -> None:
     assert notes == [f"as recorded in {tmp_path}"] and setup.global_batch == 16
     assert {e.engine for e in found.estimates} == {"ddp", "balanced"}
     (change,) = changes
-    assert change.title == "speed 1: 2" and change.plan.estimates[-1].step_s < found.estimates[-1].step_s
+    title, other = change
+    assert title == "speed 1: 2" and other.estimates[-1].step_s < found.estimates[-1].step_s
     given = asked(f"run={tmp_path}", "exchange_s=0.5", "what_if=[]")
     setup, _ = read_setup(given)
     assert setup.exchange_s == 0.5 and answer(setup, given)[1] == []
@@ -65,7 +65,7 @@ def test_a_recorded_run_and_changes_of_ones_own(tmp_path: Path) -> None:
 def test_what_cannot_train_is_in_the_table() -> None:
     given = asked("cluster=small_memory", FORMULA, "global_batch=8", "what_if=[]")
     setup, _ = read_setup({**given, "formula": {**given["formula"], "params": 1e9}})
-    text = plan_tables(plan(setup), [Change(title="t", plan=plan(setup))])
+    text = plan_tables(plan(setup), [("t", plan(setup))])
     assert text.count("cannot") >= 4 and "no engine can train so" in text
 
 

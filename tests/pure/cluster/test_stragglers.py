@@ -74,23 +74,6 @@ def test_the_line_has_since_when_and_by_how_much() -> None:
     assert one.slowdown == pytest.approx(1.5, rel=0.05)
 
 
-def test_the_metric_follows_and_ends() -> None:
-    rows, test = steps_of(4, 2, 0.03, steps=400), StragglerTest(2)
-    assert all(math.isnan(value) for value in test.slowdowns())
-    seen: list[list[float]] = []
-    for i, row in enumerate(rows):
-        test.add(slowed(row, 0, 1.4 if 100 <= i < 250 else 1.0), epoch=0, step=i)
-        seen.append(test.slowdowns())
-    assert {tuple(values) for values in seen[:100]} == {(1.0, 1.0)}
-    assert seen[240] == [pytest.approx(1.4, rel=0.05), 1.0]
-    assert {tuple(values) for values in seen[270:]} == {(1.0, 1.0)}
-
-
-def test_no_single_step_is_enough() -> None:
-    rows = steps_of(5, 2, 0.01, steps=60)
-    assert found_in([slowed(row, 1, 100.0) if i in (30, 40, 50) else row for i, row in enumerate(rows)]) == []
-
-
 def test_a_spell_of_a_few_steps_names_nobody() -> None:
     rows = steps_of(7, 2, 0.03, steps=300)
     assert found_in([slowed(row, 1, 3.0) if i % 60 in range(40, 46) else row for i, row in enumerate(rows)]) == []

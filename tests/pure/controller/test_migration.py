@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, settings
 
-from lightning_hetero.controller.structure.migration import MigrationModel, moves_between, pieces_between
+from lightning_hetero.controller.migration import MigrationModel, moves_between, pieces_between
 from lightning_hetero.solvers.placement.neighbours import Pipes
 from lightning_hetero.solvers.placement.pipes import Pipe, Problem
 from tests.pure.controller.kit import cluster_of, model_of, structures

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import combinations, islice, pairwise
+from itertools import islice, pairwise
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from lightning_hetero.controller.migration import MigrationModel
+from lightning_hetero.controller.objective import Objective, Prices, Weight
 from lightning_hetero.controller.settings import Budget
-from lightning_hetero.controller.structure.migration import MigrationModel
-from lightning_hetero.controller.structure.objective import Objective, Prices, Weight
 from lightning_hetero.solvers.placement import search
 from lightning_hetero.solvers.placement.neighbours import (
     Drafts,
@@ -28,7 +28,6 @@ from lightning_hetero.types import Cluster, ModelCost
 from tests.pure.controller.kit import (
     best_by_force,
     cluster_of,
-    compositions,
     every_structure,
     model_of,
     structures,
@@ -51,7 +50,6 @@ def objective_of(
     horizon: float = 10.0,
     per_hour: bool = False,
     sizes: tuple[int, ...] = (1,),
-    rest_samples: float = 0.0,
 ) -> Objective:
     ranks = len(cluster.devices)
     budget = Budget("money", "money", per_hour, limit)
@@ -65,7 +63,6 @@ def objective_of(
         present=present,
         migration=MigrationModel(),
         horizon=horizon,
-        rest_samples=rest_samples,
     )
 
 
@@ -104,43 +101,6 @@ def test_small_cases_are_exact_against_brute_force(
             for p in every_structure(len(work), len(speeds))
         },
         horizon=10.0,
-    )
-    assert found.value == pytest.approx(best, rel=1e-9)
-
-
-@settings(max_examples=40)
-@given(
-    speeds=st.lists(SPEEDS, min_size=2, max_size=4),
-    queue=st.sampled_from([0.0, 1.0, 20.0]),
-    prices=st.lists(st.sampled_from([0.5, 1.0, 3.0]), min_size=4, max_size=4),
-    rest_samples=st.sampled_from([0.0, 0.5, 2.0]),
-    samples=st.integers(4, 7),
-)
-def test_who_works_and_on_how_much_is_exact_in_data_parallelism(
-    speeds: list[float], queue: float, prices: list[float], rest_samples: float, samples: int
-) -> None:
-    """All subsets and all splits; a rank at rest is busy with `rest_samples` samples, and nothing moves to wake it."""
-    model, cluster = model_of([1.0], state_bytes=0.0, fixed_s=0.5), cluster_of(speeds)
-    everyone = tuple(Pipe((rank,), (0, 1)) for rank in range(len(speeds)))
-    objective = objective_of(
-        model, cluster, everyone, samples=samples, queue=queue, limit=0.5, prices_per_s=prices[: len(speeds)],
-        sizes=(samples,), rest_samples=rest_samples,
-    )  # fmt: skip
-    now = objective.judge(everyone)
-    assert now is not None
-    found = better_structure(objective, now, rounds=0, candidates=1, most_groups=samples)
-
-    def value(shares: dict[int, int]) -> float:
-        computed = [shares.get(rank, rest_samples) for rank in range(len(speeds))]
-        busy_s = [(0.5 + n) / speed for n, speed in zip(computed, speeds, strict=True) if n > 0.0]
-        money = sum(prices[rank] for rank in shares)
-        return (1.0 + queue / (0.5 * samples) * money) * max(busy_s)
-
-    best = min(
-        value(dict(zip(ranks, split, strict=True)))
-        for k in range(1, len(speeds) + 1)
-        for ranks in combinations(range(len(speeds)), k)
-        for split in compositions(samples, k)
     )
     assert found.value == pytest.approx(best, rel=1e-9)
 

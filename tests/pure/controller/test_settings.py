@@ -62,8 +62,7 @@ def test_budgets_are_read_by_name() -> None:
         ({"prices": []}, r"prices=\[\]\) must be a number, or one per rank"),
         ({"prices": [1, -1]}, r"prices\[1\]=-1"),
         ({"look_every": 0}, r"look_every=0\) must be a whole number >= 1"),
-        ({"candidates": 1.5}, r"candidates=1.5\) must be a whole number"),
-        ({"horizon": 0}, r"horizon=0\) must be a whole number"),
+        ({"recheck": 1.5}, r"recheck=1.5\) must be a whole number"),
     ],
 )
 def test_bad_values_are_named(arguments: dict[str, Any], message: str) -> None:
@@ -75,6 +74,11 @@ def test_bad_values_are_named(arguments: dict[str, Any], message: str) -> None:
 def test_bad_types_are_named(name: str, value: Any) -> None:
     with pytest.raises(TypeError, match=f"{name}={value}"):
         LyapunovController(**{name: value})
+
+
+def test_settings_that_went_say_so() -> None:
+    with pytest.raises(TypeError, match=r"candidates=...\) is a constant now"):
+        LyapunovController(candidates=9)  # type: ignore[call-arg]
 
 
 def test_numbers_by_rank_must_be_as_many_as_ranks() -> None:

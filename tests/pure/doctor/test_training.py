@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 
-from lightning_hetero.doctor.facts import DeviceFacts, Facts, Parity
+from lightning_hetero.doctor.facts import DeviceFacts, Parity
 from lightning_hetero.doctor.training import CHECKS, examine, parity, verdict, world_size
+from tests.pure.doctor.kit import made_up
 
 pytestmark = pytest.mark.pure
 GPU = DeviceFacts(name="a", capability=(8, 0), mem_bytes=1.0, free_bytes=1.0)
@@ -38,42 +39,42 @@ def same(engine: str, error: float = 1e-15, problem: str = "") -> Parity:
     ],
 )
 def test_the_configuration_against_the_ranks_there_are(facts: dict[str, Any], level: str, words: str) -> None:
-    (found,) = world_size(Facts(**facts))
+    (found,) = world_size(made_up(**facts))
     assert found.level == level and words in found.text and bool(found.advice) == (level != "ok")
 
 
 def test_gradients() -> None:
-    assert parity(Facts()) == []
-    good = parity(Facts(parity=(same("one process", 0.0), same("ddp"), same("stale"))))
+    assert parity(made_up()) == []
+    good = parity(made_up(parity=(same("one process", 0.0), same("ddp"), same("stale"))))
     assert [(f.check, f.level) for f in good] == [("gradients, ddp", "ok"), ("gradients, stale", "ok")]
-    wrong = parity(Facts(parity=(same("one process", 0.0), same("balanced", 0.5))))
+    wrong = parity(made_up(parity=(same("one process", 0.0), same("balanced", 0.5))))
     assert wrong[0].level == "fail" and "by 5.0e-01" in wrong[0].text and "loss_reduction='sum'" in wrong[0].advice
-    refused = parity(Facts(parity=(same("one process", 0.0), same("pipeline", math.nan, "TypeError: no"))))
+    refused = parity(made_up(parity=(same("one process", 0.0), same("pipeline", math.nan, "TypeError: no"))))
     assert refused[0].level == "warn" and refused[0].text == "TypeError: no"
-    assert parity(Facts(parity=(same("ddp", math.nan, "no"),)))[0].level == "fail"
-    assert parity(Facts(parity=(same("balanced", math.nan),)))[0].level == "fail"
+    assert parity(made_up(parity=(same("ddp", math.nan, "no"),)))[0].level == "fail"
+    assert parity(made_up(parity=(same("balanced", math.nan),)))[0].level == "fail"
 
 
 def test_what_draws_random_numbers_or_does_not_train_alone_is_not_compared() -> None:
-    (random,) = parity(Facts(parity=(same("one process", 0.3), same("balanced", 0.3))))
+    (random,) = parity(made_up(parity=(same("one process", 0.3), same("balanced", 0.3))))
     assert random.level == "warn" and "draws random numbers" in random.text
-    (broken,) = parity(Facts(parity=(same("one process", math.nan, "KeyError: 'x'"),)))
+    (broken,) = parity(made_up(parity=(same("one process", math.nan, "KeyError: 'x'"),)))
     assert broken.level == "fail" and "KeyError: 'x'" in broken.text
 
 
 def test_the_verdict_recommends_what_is_faster_and_right() -> None:
     asked = {"verdict": "strategy=hetero_balanced: 2 times", "gain": 2.0, "engine": "balanced"}
-    (found,) = verdict(Facts(**asked, parity=(same("balanced"),)))
+    (found,) = verdict(made_up(**asked, parity=(same("balanced"),)))
     assert found.level == "ok" and "Trainer(strategy='hetero_balanced')" in found.advice
-    (doubt,) = verdict(Facts(**asked, parity=(same("balanced", 0.5),)))
+    (doubt,) = verdict(made_up(**asked, parity=(same("balanced", 0.5),)))
     assert doubt.level == "warn" and "gradients above" in doubt.advice
-    assert verdict(Facts()) == []
-    (stay,) = verdict(Facts(verdict="strategy=ddp: fine", engine="ddp"))
+    assert verdict(made_up()) == []
+    (stay,) = verdict(made_up(verdict="strategy=ddp: fine", engine="ddp"))
     assert stay.level == "ok" and not stay.advice
 
 
 def test_examining_runs_every_check_in_order() -> None:
-    facts = Facts(verdict="x", parity=(same("one process", 0.0), same("ddp")))
+    facts = made_up(verdict="x", parity=(same("one process", 0.0), same("ddp")))
     found = examine(facts)
     assert [f.check for f in found] == [f.check for check in CHECKS for f in check(facts)]
     assert found[-1].check == "verdict" and {"versions", "world size", "fork"} <= {f.check for f in found}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from lightning_hetero.controller.structure.migration import MigrationModel
+from lightning_hetero.controller.migration import MigrationModel
 from lightning_hetero.emulate.links import parcels_s, sums_s
 from lightning_hetero.pipeline.decide.plans import unit_costs
 from lightning_hetero.solvers.placement.pipes import Pipe, Problem

@@ -31,17 +31,6 @@ def test_it_is_the_engines_plan_and_the_time_of_its_schedule() -> None:
     assert any("groups by number of devices: 1 of 2" in reason for reason in found.reasons)
 
 
-def test_memory_of_a_stage_is_the_solvers() -> None:
-    setup = layered(SMALL, {"bandwidth": 1e4}, model=BIG_MODEL)
-    found = pipeline(setup)
-    assert found.plan is not None
-    (group,) = found.plan.groups
-    a, b = group.cuts[1], 4 - group.cuts[1]
-    size, depths = max(group.micro_batches), group.depths
-    assert found.memory_bytes[0] == pytest.approx(60 * a + depths[0] * size * 2 * a)
-    assert found.memory_bytes[1] == pytest.approx(60 * b + depths[1] * size * (2 * b + 1))
-
-
 def test_replicas_that_rest_are_said() -> None:
     slow = [{"count": 2}, {"name": "far", "speed": 0.01}]
     found = pipeline(layered(slow, {"bandwidth": 1e4, "latency": "10 ms"}, model=BIG_MODEL))

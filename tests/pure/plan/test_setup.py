@@ -37,11 +37,6 @@ def test_what_memory_holds_is_where_the_placement_solver_begins_to_refuse() -> N
             assert evaluate_plan(setup.model, setup.cluster, [group]).ok is ok  # type: ignore[arg-type]
 
 
-def test_devices_without_a_limit_hold_any_number() -> None:
-    assert lines().most_samples() == (None,) * 4
-    assert layered([{"mem": None, "count": 2}], model=model(activation_bytes=1.0)).most_samples() == (None, None)
-
-
 def test_an_exchange_that_is_given_holds_and_one_device_has_none() -> None:
     assert layered(DEVICES, LINK, exchange_s=0.5).exchange() == 0.5
     assert layered([{}], LINK, exchange_s=0.5).exchange() == 0.0

@@ -183,8 +183,8 @@ def test_a_profile_gives_the_shape_and_the_first_measurement_the_speed() -> None
 
 
 def test_a_profile_is_a_setting() -> None:
-    profiled = Curve.from_points(PROFILE, gate=5.0)
-    assert profiled.fresh().profile == tuple((float(b), t) for b, t in PROFILE) and profiled.gate == 5.0
+    profiled = Curve.from_points(PROFILE)
+    assert profiled.fresh().profile == tuple((float(b), t) for b, t in PROFILE)
     other = fed(Curve.from_points(PROFILE), stays(16, 40))
     restored = Curve.from_points(PROFILE)
     restored.load_state_dict(other.state_dict())

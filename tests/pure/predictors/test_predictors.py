@@ -167,18 +167,8 @@ def test_ewma_weight_is_checked(weight: float) -> None:
         Ewma(weight=weight)
 
 
-@pytest.mark.parametrize(
-    "setting", ["fixed_share", "fixed_share_std", "noise", "noise_floor", "drift", "split_drift", "gate"]
-)
-@pytest.mark.parametrize("value", [-0.1, 1e6, math.nan])
-def test_kalman_settings_are_checked(setting: str, value: float) -> None:
-    with pytest.raises(ValueError, match=rf"{setting}=.* must lie in \["):
-        Kalman(**{setting: value})
-
-
 def test_settings_survive_fresh() -> None:
     assert Ewma(weight=0.25).fresh().weight == 0.25
-    assert Kalman(gate=6.0, drift=0.5).fresh().gate == 6.0
 
 
 # --- time per sample: last value and EWMA ---
@@ -357,8 +347,8 @@ def test_kalman_adapts_to_the_noise_both_ways() -> None:
             predictor.update(16, 0.06 * jitter(rng, noise))
         stds.append(predictor.std_s(16) / 0.06)
     assert stds[0] < 0.01 and stds[1] > 0.02 and stds[2] < 0.01
-    exact = fed(Kalman(noise_floor=0.05), [(16, 0.06)] * 300)
-    assert exact.state_dict()["noise_sq"] == pytest.approx(0.05**2)
+    exact = fed(Kalman(), [(16, 0.06)] * 300)
+    assert exact.state_dict()["noise_sq"] == pytest.approx(0.005**2)
 
 
 def test_kalman_learns_the_fixed_cost_from_steps_without_samples() -> None:

@@ -25,7 +25,9 @@ ENDS = LayerCost(name="ends", forward=FREE, backward=FREE)
 MODEL = ModelCost(layers=(LAYER,) * 2, before=ENDS, head=ENDS)
 
 
-def pipeline_run(speeds: tuple[float, float], steps: list[list[tuple[float, float, float]]], samples: int = 2) -> RecordedRun:
+def pipeline_run(
+    speeds: tuple[float, float], steps: list[list[tuple[float, float, float]]], samples: int = 2
+) -> RecordedRun:
     """A pipeline of two stages with a layer each, and one micro-batch."""
     devices = tuple(Device(name=f"d{i}", speed=speed) for i, speed in enumerate(speeds))
     cluster = Cluster(devices=devices, links=((Link(),) * 2,) * 2)

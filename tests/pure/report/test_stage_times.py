@@ -56,16 +56,6 @@ def test_a_rank_that_is_scaled_is_named_and_no_other(
     assert stage_answer(times_with(rows), NAMES).startswith(f"Rank {rank} is slow in everything (")
 
 
-@given(rows=even(), factor=st.floats(1.5, 4.0), stage=st.sampled_from(["work", "between"]), data=st.data())
-def test_one_cell_that_is_scaled_is_named_with_its_stage(
-    rows: list[list[float]], factor: float, stage: str, data: st.DataObject
-) -> None:
-    rank = data.draw(st.integers(0, len(rows) - 1))
-    rows[rank][KINDS.index(stage)] *= factor
-    (found,) = outliers_of(times_with(rows))
-    assert (found.rank, found.stages, found.everything, found.only) == (rank, (stage,), False, True)
-
-
 @given(rows=even(), factor=st.floats(0.01, 100.0), column=st.integers(0, len(KINDS) - 1))
 def test_a_stage_that_is_scaled_names_no_rank(rows: list[list[float]], factor: float, column: int) -> None:
     for row in rows:
@@ -155,11 +145,6 @@ def test_validation_in_an_epoch_does_not_count_as_between_steps() -> None:
     events = events_of([[(8, 1.0, 0.0), (8, 1.0, 0.0)]] * 20)
     late = [replace(e, t_s=e.t_s + 50.0) if e.kind == "step" and e.step >= 10 else e for e in events]
     assert set(seconds_of(stage_times_of(run_of(late)))) == {"work"}
-
-
-def test_the_beginning_of_a_run_does_not_count() -> None:
-    steps = [[(8, 100.0, 0.0), (8, 1.0, 99.0)]] * 2 + [[(8, 1.0, 0.0), (8, 1.0, 0.0)]] * 18
-    assert seconds_of(stage_times_of(run_with(steps)))["work"] == (1.0, 1.0)
 
 
 def test_a_rank_at_rest_has_no_times() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from lightning_hetero.report.page.facts import RunFacts
 from lightning_hetero.report.run import RecordedRun, run_of
-from lightning_hetero.report.verdict import Verdict, milliseconds, percent, ranks_text, verdict_of
+from lightning_hetero.report.verdict import Verdict, verdict_of
 from tests.pure.report.kit import opened, run_with
 
 
@@ -39,12 +39,6 @@ def test_ranks_that_are_late_by_turns() -> None:
     assert found.cause.startswith("No single rank")
 
 
-def test_slow_ranks_that_get_less_are_no_cause() -> None:
-    turns = [[(12, 1.0, 0.1), (4, 1.1, 0.0)], [(12, 1.1, 0.0), (4, 1.0, 0.1)]]
-    found = judged(run_with(turns * 20, engine="balanced"))
-    assert found.cause.startswith("No single rank") and "larger batches" in found.next_step
-
-
 def test_waiting_while_a_run_begins_is_said() -> None:
     slow, even = [(8, 1.0, 9.0), (8, 10.0, 0.0)], [(8, 1.0, 0.1), (8, 1.1, 0.0)]
     found = judged(run_with([slow] * 2 + [even] * 18))
@@ -60,9 +54,3 @@ def test_what_was_not_measured_is_said_and_how_to_measure_it() -> None:
     found = judged(run_of([opened(0, 2), opened(1, 2)]))
     assert "not measured" in found.waited and "StragglerMonitor()" in found.next_step
     assert judged(run_with([[(8, 1.0, 0.0)]] * 3)).waited == "One device waits for nobody."
-
-
-def test_numbers_in_words() -> None:
-    assert [percent(x) for x in (0.0, 0.004, 0.123, 1.0, float("nan"))] == ["0 %", "0.4 %", "12 %", "100 %", "unknown"]
-    assert [milliseconds(x) for x in (0.0312, 1.5)] == ["31.2 ms", "1.50 s"]
-    assert [ranks_text(x) for x in ([2], [0, 2], [0, 2, 3])] == ["rank 2", "ranks 0 and 2", "ranks 0, 2 and 3"]

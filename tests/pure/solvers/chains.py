@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from hypothesis import strategies as st
 
-from lightning_hetero.solvers.chain.chain import Chain
+from lightning_hetero.solvers.chain.chain import DeviceChain
 from lightning_hetero.solvers.chain.layers import Layers
 from lightning_hetero.types import Device, Link
 
@@ -26,7 +26,7 @@ LATENCIES = [0.0, 0.0, 0.5, 0.1]
 @st.composite
 def chains(
     draw: st.DrawFn, *, link: str = "overlap", capped: bool = False, depth: str = "per_link", most: int = 4
-) -> Chain:
+) -> DeviceChain:
     """Up to ``most`` devices and 8 layers; ``link``: ``overlap``, ``blocking`` or ``free``.
 
     Hypothesis draws the size and a seed for the numbers: one draw per number would take longer than the tests.
@@ -55,7 +55,7 @@ def chains(
         need = sum(layers.state_bytes) + 4.0 * sum(layers.activation_bytes) + 2.0
         caps = [float(math.ceil(need * x / s)) for x in rng.choices(CAPS, k=s)]
     limits = enumerate(zip(rng.choices(SPEEDS, k=s), caps, strict=True))
-    return Chain(
+    return DeviceChain(
         layers=layers,
         devices=[Device(name=f"d{i}", speed=speed, mem_bytes=cap) for i, (speed, cap) in limits],
         links=[wire() for _ in range(s - 1)],
@@ -68,7 +68,7 @@ def chains(
     )
 
 
-def all_cuts(chain: Chain) -> Iterator[tuple[int, ...]]:
+def all_cuts(chain: DeviceChain) -> Iterator[tuple[int, ...]]:
     n = len(chain.layers)
     for inner in itertools.combinations(range(1, n), len(chain) - 1):
         yield (0, *inner, n)
@@ -83,7 +83,7 @@ class Naive(NamedTuple):
     memory_bytes: tuple[float, ...]
 
 
-def naive(chain: Chain, cuts: Sequence[int]) -> Naive | None:
+def naive(chain: DeviceChain, cuts: Sequence[int]) -> Naive | None:
     """The model of one split; None if it does not fit at any pace."""
     layers, devices, s = chain.layers, chain.devices, len(chain)
     speeds = [d.speed for d in devices]

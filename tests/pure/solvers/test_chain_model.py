@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_hetero.solvers.chain.chain import Chain, chain_of
-from lightning_hetero.solvers.chain.depth import cumulative_depth, per_link_depth
+from benchmarks.pipeline.depth import cumulative_depth, per_link_depth
+from lightning_hetero.solvers.chain.chain import DeviceChain, chain_of
 from lightning_hetero.solvers.chain.layers import Layers, layers_of
 from lightning_hetero.solvers.chain.model import evaluate
 from lightning_hetero.solvers.chain.reasons import why_infeasible
@@ -53,7 +53,7 @@ def test_depths_are_those_of_the_schedule(seed: int) -> None:
     work, one_way = rng.uniform(0.2, 2.0, s), rng.uniform(0.0, 1.5, s) * rng.choice([0.0, 1.0], s)
     head_s = float(rng.uniform(0.0, 0.5))
     links = [Link(latency_s=float(t)) for t in one_way]
-    chain = Chain(
+    chain = DeviceChain(
         layers=Layers(work_s=work.tolist(), cut_bytes=[0.0] * (s + 1), head_s=head_s),
         devices=[Device(name=str(i)) for i in range(s)],
         links=links[:-1], back=links[:-1], loop=links[-1], loop_back=links[-1], micro_batches=m,
@@ -158,7 +158,7 @@ def test_malformed_layers_raise(keywords: dict[str, Any], words: str) -> None:
 def test_a_malformed_chain_raises(keywords: dict[str, Any], words: str) -> None:
     two = [Device(name="a"), Device(name="b")]
     with pytest.raises(ValueError, match=words):
-        Chain(**{"layers": Layers(**LAYERS), "devices": two, "links": [Link()], "back": [Link()], **keywords})
+        DeviceChain(**{"layers": Layers(**LAYERS), "devices": two, "links": [Link()], "back": [Link()], **keywords})
 
 
 @pytest.mark.parametrize("samples", [0, 1.0])
@@ -173,11 +173,11 @@ def test_malformed_cuts_raise(cuts: tuple[int, ...]) -> None:
         evaluate(capped(6.0, 6.0, state=[1.0, 1.0]), cuts)
 
 
-def capped(*caps: float, state: list[float], **keywords: Any) -> Chain:
+def capped(*caps: float, state: list[float], **keywords: Any) -> DeviceChain:
     n = len(state)
     layers = {"work_s": [1.0] * n, "cut_bytes": [0.0] * (n + 1), "state_bytes": state}
     layers |= {"names": [f"blocks.{i}" for i in range(n)], **keywords.pop("layers", {})}
-    return Chain(
+    return DeviceChain(
         layers=Layers(**layers),
         devices=[Device(name=f"node{i}", mem_bytes=cap) for i, cap in enumerate(caps)],
         links=[Link()] * (len(caps) - 1),
@@ -225,7 +225,7 @@ def capped(*caps: float, state: list[float], **keywords: Any) -> Chain:
         ),
     ],
 )  # fmt: skip
-def test_an_impossible_split_is_a_status_with_numbers(chain: Chain, words: list[str]) -> None:
+def test_an_impossible_split_is_a_status_with_numbers(chain: DeviceChain, words: list[str]) -> None:
     plan = split(chain)
     assert plan.ok == (not words)
     assert all(part in plan.reason for part in words), plan.reason

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from scipy.optimize import Bounds, LinearConstraint, milp
 
-from lightning_hetero.solvers.chain.chain import Chain
+from lightning_hetero.solvers.chain.chain import DeviceChain
 from lightning_hetero.solvers.chain.layers import Layers
 from lightning_hetero.solvers.chain.model import ChainPlan, evaluate
 from lightning_hetero.solvers.chain.split import split
@@ -22,7 +22,7 @@ from tests.pure.solvers.chains import all_cuts, chains, naive
 MEAN_GAP = 0.005
 
 
-def check_plan(chain: Chain, plan: ChainPlan) -> None:
+def check_plan(chain: DeviceChain, plan: ChainPlan) -> None:
     """The plan is what the model says of its cuts."""
     again = naive(chain, plan.cuts)
     assert again is not None
@@ -38,7 +38,7 @@ def check_plan(chain: Chain, plan: ChainPlan) -> None:
 
 @settings(max_examples=200)
 @given(chains(link="overlap", capped=True))
-def test_a_plan_is_what_the_model_says_of_its_cuts(chain: Chain) -> None:
+def test_a_plan_is_what_the_model_says_of_its_cuts(chain: DeviceChain) -> None:
     plan = split(chain)
     if plan.ok:
         check_plan(chain, plan)
@@ -47,14 +47,14 @@ def test_a_plan_is_what_the_model_says_of_its_cuts(chain: Chain) -> None:
         assert plan.reason
 
 
-def big(seed: int, s: int, n: int, *, uniform: bool = False, slow: float = 0.5, **keywords: Any) -> Chain:
+def big(seed: int, s: int, n: int, *, uniform: bool = False, slow: float = 0.5, **keywords: Any) -> DeviceChain:
     rng = np.random.default_rng(seed)
     work, speeds = rng.uniform(0.2, 1.8, n), rng.choice([1.0, 0.5, 0.25], s)
     period = float(work.sum() / speeds.sum())
     cuts = np.ones(n + 1) if uniform else rng.uniform(0.2, 1.0, n + 1)
     wires = [Link(bandwidth_bytes_per_s=1 / (period * float(x))) for x in rng.uniform(0.01, slow, 2 * s)]
     caps = keywords.pop("mem_bytes", math.inf)
-    return Chain(
+    return DeviceChain(
         layers=Layers(work_s=work.tolist(), cut_bytes=cuts.tolist(), **keywords.pop("layers", {})),
         devices=[Device(name=f"d{i}", speed=float(f), mem_bytes=caps) for i, f in enumerate(speeds)],
         links=wires[: s - 1],
@@ -65,7 +65,7 @@ def big(seed: int, s: int, n: int, *, uniform: bool = False, slow: float = 0.5, 
     )
 
 
-def gap(chain: Chain) -> float | None:
+def gap(chain: DeviceChain) -> float | None:
     """Returns how much a split is worse than the best of all; None if there is none."""
     totals = [plan.total_s for cuts in all_cuts(chain) if (plan := evaluate(chain, cuts)).ok]
     plan = split(chain)
@@ -92,7 +92,7 @@ def test_the_mean_gap_to_brute_force_is_below_half_a_percent(keywords: dict[str,
     assert min(gaps) >= -1e-9 and sum(gaps) / len(gaps) <= MEAN_GAP and max(gaps) <= 0.05, gaps
 
 
-def least_total_by_milp(chain: Chain) -> float:
+def least_total_by_milp(chain: DeviceChain) -> float:
     """Stage by stage a flow from layer 0 to the last, and the period at least each chosen stage's and link's."""
     n, stages = len(chain.layers), len(chain)
     work = np.concatenate([[0.0], np.cumsum(chain.layers.work_s)])
@@ -145,7 +145,7 @@ def test_stages_are_never_empty_even_where_a_slow_device_could_be_left_out() -> 
     # The furthest end first takes [0, 3) and leaves one layer for two devices: stopping short is needed.
     layers = Layers(work_s=[1.0, 1.0, 1.0, 1.0], cut_bytes=[0.0] * 5)
     devices = [Device(name=str(i), speed=f) for i, f in enumerate([3.0, 1.0, 1.0])]
-    plan = split(Chain(layers=layers, devices=devices, links=[Link()] * 2, back=[Link()] * 2, micro_batches=99))
+    plan = split(DeviceChain(layers=layers, devices=devices, links=[Link()] * 2, back=[Link()] * 2, micro_batches=99))
     assert (plan.cuts, plan.period_s) == ((0, 2, 3, 4), 1.0)
 
 
@@ -153,7 +153,7 @@ def test_short_memory_slows_the_pace_instead_of_refusing() -> None:
     layers = Layers(work_s=[1.0, 1.0], cut_bytes=[0.0, 1.0, 0.0], activation_bytes=[1.0, 1.0])
     wire = Link(bandwidth_bytes_per_s=1.0, latency_s=0.0)
     two = [Device(name="a", mem_bytes=6.0), Device(name="b", mem_bytes=6.0)]
-    chain = Chain(layers=layers, devices=two, links=[wire], back=[Link(latency_s=1.0)], micro_batches=100)
+    chain = DeviceChain(layers=layers, devices=two, links=[wire], back=[Link(latency_s=1.0)], micro_batches=100)
     assert split(chain).depths == (5, 2)  # the round trip over the link takes 2 s: two more in flight
     tight = replace(chain, devices=[replace(two[0], mem_bytes=4.0), two[1]])
     plan = split(tight)
@@ -166,9 +166,9 @@ def test_short_memory_slows_the_pace_instead_of_refusing() -> None:
 def test_as_many_devices_as_layers_and_one_device() -> None:
     layers = Layers(work_s=[1.0, 2.0, 3.0], cut_bytes=[0.0] * 4, before_s=1.0, head_s=0.5)
     devices = [Device(name=c) for c in "abc"]
-    three = Chain(layers=layers, devices=devices, links=[Link()] * 2, back=[Link()] * 2, micro_batches=4)
+    three = DeviceChain(layers=layers, devices=devices, links=[Link()] * 2, back=[Link()] * 2, micro_batches=4)
     assert split(three).cuts == (0, 1, 2, 3)
-    one = Chain(layers=layers, devices=[Device(name="a", speed=2.0)], links=[], back=[], micro_batches=4)
+    one = DeviceChain(layers=layers, devices=[Device(name="a", speed=2.0)], links=[], back=[], micro_batches=4)
     plan = split(one)
     assert (plan.cuts, plan.depths, plan.total_s) == ((0, 3), (1,), 15.0)
 
@@ -176,7 +176,8 @@ def test_as_many_devices_as_layers_and_one_device() -> None:
 def test_nothing_to_do_takes_no_time() -> None:
     layers = Layers(work_s=[0.0, 0.0], cut_bytes=[0.0] * 3)
     devices = [Device(name="a"), Device(name="b")]
-    assert split(Chain(layers=layers, devices=devices, links=[Link()], back=[Link()], micro_batches=4)).total_s == 0.0
+    chain = DeviceChain(layers=layers, devices=devices, links=[Link()], back=[Link()], micro_batches=4)
+    assert split(chain).total_s == 0.0
 
 
 def test_a_chain_of_any_scale_is_split_alike() -> None:

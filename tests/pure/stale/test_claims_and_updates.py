@@ -9,7 +9,6 @@ import pytest
 from lightning_hetero.stale.decide.coordinator import Coordinator
 from lightning_hetero.stale.decide.effects import (
     Accepted,
-    Contribution,
     Effect,
     Passed,
     Refused,
@@ -342,7 +341,7 @@ def test_what_is_missing_of_a_batch_that_ends_early_is_still_to_come() -> None:
     assert it.push(0, first.lease, 1.0, tick=0)[1:] == [
         Updated(
             version=1, tick=1, samples=1, ends_step=True,
-            contributions=(Contribution(rank=0, lease=first.lease, samples=1, staleness=0),),
+            contributions=(Accepted(rank=0, lease=first.lease, samples=1, staleness=0),),
         )
     ]  # fmt: skip
     assert it.ends[1] - it.ledger.arrived == 3

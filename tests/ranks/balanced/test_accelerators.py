@@ -16,8 +16,8 @@ from torch.utils.data import DataLoader
 from lightning_hetero.balanced.fit import run as balanced_run
 from lightning_hetero.balanced.fit import shapes
 from lightning_hetero.callbacks.work import CountedOnHost
-from lightning_hetero.measure.device import Device
-from lightning_hetero.shares.policy import Decision
+from lightning_hetero.measure.device import HostDevice
+from lightning_hetero.shares.policy import ShareDecision
 from lightning_hetero.types import SpeedSample
 from tests.ranks.harness import run_ranks
 from tests.ranks.kit import Scripted, Toy, Weights, balanced, rank_trainer, regression, single, weights
@@ -25,7 +25,7 @@ from tests.ranks.kit import Scripted, Toy, Weights, balanced, rank_trainer, regr
 BATCH, STEPS = 128, 8
 
 
-class Ahead(Device):
+class Ahead(HostDevice):
     asynchronous = True
 
     def tensor_cores(self) -> bool:
@@ -42,7 +42,7 @@ class Noting(Scripted):
         super().__init__()
         self.whole: dict[int, bool] = {}
 
-    def observe(self, records: Sequence[SpeedSample]) -> Decision:
+    def observe(self, records: Sequence[SpeedSample]) -> ShareDecision:
         self.whole[records[0].step] = True
         return super().observe(records)
 

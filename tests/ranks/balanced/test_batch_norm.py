@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_hetero.balanced.runtime.batch_norm import least_samples
-from lightning_hetero.shares.policy import BalancePolicy, Decision
+from lightning_hetero.shares.policy import BalancePolicy, ShareDecision
 from lightning_hetero.types import SpeedSample
 from tests.ranks.exact_models import Gan
 from tests.ranks.harness import run_ranks
@@ -53,11 +53,11 @@ class Images(Toy):
 class Uneven(Scripted):
     """Knows nothing of BatchNorm: as uneven as can be, ranks without samples too."""
 
-    def observe(self, records: Sequence[SpeedSample]) -> Decision:
+    def observe(self, records: Sequence[SpeedSample]) -> ShareDecision:
         BalancePolicy.observe(self, records)
         lone = (self._seen % 3) % 2
         self._shares = [(self.limits.total - lone, lone), (lone, self.limits.total - lone)][self._seen % 2]
-        return Decision(shares=self._shares, changed=True, reason="uneven")
+        return ShareDecision(shares=self._shares, changed=True, reason="uneven")
 
 
 class AllToOne(Scripted):
@@ -67,10 +67,10 @@ class AllToOne(Scripted):
         super().start(**kwargs)
         self._shares = (self.limits.total, 0)
 
-    def observe(self, records: Sequence[SpeedSample]) -> Decision:
+    def observe(self, records: Sequence[SpeedSample]) -> ShareDecision:
         super().observe(records)
         self._shares = (self.limits.total, 0)
-        return Decision(shares=self._shares, changed=True, reason="all to one")
+        return ShareDecision(shares=self._shares, changed=True, reason="all to one")
 
 
 class Shared(IterableDataset):

@@ -11,7 +11,7 @@ from lightning.pytorch.callbacks import Callback
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from lightning_hetero.shares.policy import Decision
+from lightning_hetero.shares.policy import ShareDecision
 from lightning_hetero.types import SpeedSample
 from tests.ranks.harness import run_ranks
 from tests.ranks.kit import Scripted, Toy, Weights, balanced, rank_trainer, regression, single, weights
@@ -41,7 +41,7 @@ class Noting(Scripted):
     def _note(self, records: Sequence[SpeedSample]) -> None:
         self.measured.append((records[0].step, tuple(record.compute_s > 0 for record in records)))
 
-    def observe(self, records: Sequence[SpeedSample]) -> Decision:
+    def observe(self, records: Sequence[SpeedSample]) -> ShareDecision:
         self._note(records)
         return super().observe(records)
 

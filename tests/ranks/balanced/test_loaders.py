@@ -14,7 +14,7 @@ from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
-from lightning_hetero.shares.policy import Decision
+from lightning_hetero.shares.policy import ShareDecision
 from lightning_hetero.types import SpeedSample
 from tests.ranks.data.indexed import EXACT, Fit, Noting, by_name, ddp_order, fit, indexed, together
 from tests.ranks.harness import run_ranks
@@ -141,7 +141,7 @@ class Recording(Scripted):
         super().__init__()
         self.decisions: list[tuple[int, tuple[int, ...]]] = []
 
-    def observe(self, records: Sequence[SpeedSample]) -> Decision:
+    def observe(self, records: Sequence[SpeedSample]) -> ShareDecision:
         decision = super().observe(records)
         self.decisions.append((records[0].step, decision.shares))
         return decision

@@ -9,7 +9,7 @@ from lightning.pytorch.callbacks import Callback
 from torch.utils.data import DataLoader
 
 from lightning_hetero.callbacks import BatchRebalancer  # the other callbacks' public place is its, too
-from lightning_hetero.shares.policy import Decision
+from lightning_hetero.shares.policy import ShareDecision
 from lightning_hetero.types import SpeedSample
 from tests.ranks.harness import run_ranks
 from tests.ranks.kit import Scripted, Toy, Weights, balanced, rank_trainer, regression, single, weights
@@ -27,7 +27,7 @@ class Counting(Scripted):
         super().__init__()
         self.asked = 0
 
-    def observe(self, records: Sequence[SpeedSample]) -> Decision:
+    def observe(self, records: Sequence[SpeedSample]) -> ShareDecision:
         self.asked += 1
         return super().observe(records)
 

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader
 
 from lightning_hetero.base import precision
 from lightning_hetero.base.precision import trained_dtype, warn_of_emulation
-from lightning_hetero.measure.device import Device
+from lightning_hetero.measure.device import HostDevice
 from tests.ranks.harness import run_ranks
 from tests.ranks.kit import Toy, balanced, rank_trainer, regression
 
@@ -35,7 +35,7 @@ def test_the_precision_says_the_dtype(plugin: Precision, dtype: torch.dtype) -> 
     assert trained_dtype(plugin.precision) is dtype
 
 
-class Old(Device):
+class Old(HostDevice):
     def name(self) -> str:
         return "RTX 2080"
 

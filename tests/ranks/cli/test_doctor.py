@@ -10,12 +10,12 @@ import pytest
 import torch
 
 from lightning_hetero.cli import doctor
-from lightning_hetero.measure.device import Device
+from lightning_hetero.measure.device import HostDevice
 
 SMI = "GPU-aaaa, 1024\nGPU-bbbb, [N/A]\n"
 
 
-class Card(Device):
+class Card(HostDevice):
     """Has no memory left for whoever asks how much of it is free."""
 
     def identity(self) -> str:
@@ -42,8 +42,9 @@ def cards(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_card_that_is_full_is_no_problem_and_its_free_memory_is_asked_elsewhere(cards: None) -> None:
-    found, problem = doctor._gpus()
-    assert problem == "" and [one.free_bytes for one in found] == [2.0**30, None]
+    gpus = doctor._gpus()
+    found = gpus.devices
+    assert gpus.problem == "" and [one.free_bytes for one in found] == [2.0**30, None]
     assert all(one.capability == (7, 5) and not one.computes_bfloat16 for one in found)
 
 
@@ -52,7 +53,7 @@ def test_without_nvidia_smi_it_is_not_known(cards: None, monkeypatch: pytest.Mon
         raise FileNotFoundError("nvidia-smi")
 
     monkeypatch.setattr(subprocess, "run", missing)
-    assert [one.free_bytes for one in doctor._gpus()[0]] == [None, None]
+    assert [one.free_bytes for one in doctor._gpus().devices] == [None, None]
 
 
 def test_a_driver_that_does_not_answer_is_a_finding(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -60,4 +61,6 @@ def test_a_driver_that_does_not_answer_is_a_finding(monkeypatch: pytest.MonkeyPa
         raise RuntimeError("CUDA unknown error - this may be due to an incorrectly set up environment\nmore")
 
     monkeypatch.setattr(doctor, "accelerators", broken)
-    assert doctor._gpus() == ((), "CUDA unknown error - this may be due to an incorrectly set up environment")
+    found = doctor._gpus()
+    assert found.problem == "CUDA unknown error - this may be due to an incorrectly set up environment"
+    assert found.devices == ()

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, Subset, TensorDataset
 
 from lightning_hetero import FederatedStrategy
 from lightning_hetero.federated.decide.policy import LbBsp, Measured
-from lightning_hetero.shares.policy import Decision
+from lightning_hetero.shares.policy import ShareDecision
 from tests.ranks.kit import Toy, Weights, rank_trainer, regression, weights
 
 SAMPLES = 64
@@ -121,7 +121,7 @@ class Scripted(LbBsp):
 
     rounds_seen = 0
 
-    def decide(self, measured: Sequence[Measured]) -> Decision | None:
+    def decide(self, measured: Sequence[Measured]) -> ShareDecision | None:
         super().decide(measured)
         self.rounds_seen += 1
         total, world = sum(client for client in self._own), len(self._own)
@@ -130,7 +130,7 @@ class Scripted(LbBsp):
         sizes[0] += moved
         sizes[-1] -= moved
         self._resumed = tuple(sizes)
-        return Decision(shares=self._resumed, changed=True, reason="scripted")
+        return ShareDecision(shares=self._resumed, changed=True, reason="scripted")
 
     def state_dict(self) -> dict[str, Any]:
         return {**super().state_dict(), "rounds_seen": self.rounds_seen}

@@ -15,7 +15,7 @@ from torchmetrics import MeanMetric
 from lightning_hetero import StragglerMonitor
 from lightning_hetero.federated.decide.policy import AdaptiveSteps, Measured
 from lightning_hetero.federated.policy import FedAvg
-from lightning_hetero.shares.policy import Decision
+from lightning_hetero.shares.policy import ShareDecision
 from tests.ranks.federated.kit import EXACT, Plain, Scripted, by_hand, chunks, data, federated, fit, own
 from tests.ranks.harness import run_ranks
 from tests.ranks.kit import Weights, weights
@@ -82,10 +82,10 @@ def test_ranks_are_apart_within_a_round_and_together_behind_it() -> None:
 class Fixed(AdaptiveSteps):
     """Three times as many steps on rank 0, whatever was measured."""
 
-    def decide(self, measured: list[Measured]) -> Decision | None:  # type: ignore[override]
+    def decide(self, measured: list[Measured]) -> ShareDecision | None:  # type: ignore[override]
         super().decide(measured)
         self._resumed = (3, 1)
-        return Decision(shares=self._resumed, changed=True, reason="fixed")
+        return ShareDecision(shares=self._resumed, changed=True, reason="fixed")
 
 
 class Metered(Plain):

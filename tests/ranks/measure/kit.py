@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import torch
 
-from lightning_hetero.measure.device import Device, Stamp, device_of
+from lightning_hetero.measure.device import HostDevice, Stamp, device_of
 from lightning_hetero.measure.step_clock import Stopwatch
 
 
@@ -40,7 +40,7 @@ class VirtualStamp:
         return later._at_s - self._at_s
 
 
-class VirtualGpu(Device):
+class VirtualGpu(HostDevice):
     """One host and one stream, both of which pass time only when told.
 
     Attributes:

@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from lightning_hetero.cluster import equal_cluster
 from lightning_hetero.measure import cache, probe
-from lightning_hetero.measure.device import Device
+from lightning_hetero.measure.device import HostDevice
 from lightning_hetero.measure.link_probe import LinkProbe
 from lightning_hetero.measure.probe import measure_speed, probe_cluster, probe_key
 from lightning_hetero.types import Cluster
@@ -111,7 +111,7 @@ def override(rank: int, world_size: int) -> list[str]:
     return refused
 
 
-class Card(Device):
+class Card(HostDevice):
     """A device that ranks share, or have to themselves, with memory of which process groups take some."""
 
     groups = 0

@@ -6,14 +6,14 @@ import pytest
 import torch
 
 from lightning_hetero.measure import timer
-from lightning_hetero.measure.device import Device
+from lightning_hetero.measure.device import HostDevice
 from lightning_hetero.measure.rest_probe import RestProbe
 from lightning_hetero.measure.timer import Timer
 
 CPU = torch.device("cpu")
 
 
-class Ahead(Device):
+class Ahead(HostDevice):
     asynchronous = True
     waited = 0
 

@@ -118,23 +118,6 @@ class Nested(Net):
         return self.head(out["a"] + out["rest"][0]).square().mean()
 
 
-class Frozen(Net):
-    """Nothing is trained before the backbone."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed.requires_grad_(False)
-
-
-class FirstUnused(Net):
-    """The loss does not depend on the backbone."""
-
-    def training_step(self, batch: Tensor) -> Tensor:
-        x = self.embed(batch)
-        self.backbone(x)
-        return self.head(x).square().mean()
-
-
 class UnderNoGrad(Net):
     """A frozen teacher: forward only, then a second call with gradients."""
 

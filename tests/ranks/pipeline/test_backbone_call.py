@@ -14,15 +14,6 @@ from lightning_hetero.pipeline.runtime.step.resumable import Carrier
 from tests.ranks.pipeline.cut_kit import assert_same, suspended
 
 
-def test_a_call_hands_out_detached_tensors_that_share_memory(carrier: Carrier) -> None:
-    x = (torch.ones(2, requires_grad=True) * 2).requires_grad_()
-    _, call = suspended(carrier, lambda backbone: backbone((x, (torch.ones(1),))))
-    sent, constant = call.inputs
-    assert (sent.grad_fn, sent.requires_grad, sent.data_ptr()) == (None, True, x.data_ptr())
-    assert not constant.requires_grad
-    assert (call.number, call.grad_enabled, call.autocast) == (0, True, {})
-
-
 def test_a_call_under_no_grad_is_forward_only(carrier: Carrier) -> None:
     x = torch.ones(2, requires_grad=True)
 
@@ -87,12 +78,6 @@ def test_misuse_of_a_call_is_named(carrier: Carrier) -> None:
     assert_same(x.grad, torch.full((2,), 6.0))
     with pytest.raises(RuntimeError, match="gone back before"):
         call.backward([None])
-
-
-def test_where_nothing_is_trained_no_gradient_comes_back(carrier: Carrier) -> None:
-    step, call = suspended(carrier, lambda backbone: backbone(torch.ones(2)))
-    assert not step.resume(call.reply(torch.ones(2), requires_grad=False)).value.requires_grad
-    assert call.output_grads() == [None]
 
 
 def test_a_version_check_reaches_across_the_cut(carrier: Carrier) -> None:

@@ -17,8 +17,6 @@ from tests.ranks.pipeline.cut_kit import (
     Checkpoints,
     D,
     Dropout,
-    FirstUnused,
-    Frozen,
     InPlace,
     Loop,
     Nested,
@@ -37,7 +35,7 @@ from tests.ranks.pipeline.cut_kit import (
     piped,
 )
 
-NETS = [Net, Dropout, Skip, SkipOfLeaf, InPlace, Twice, TwoWithoutLink, Nested, Frozen, FirstUnused, UnderNoGrad]
+NETS = [Net, Dropout, Skip, SkipOfLeaf, InPlace, Twice, TwoWithoutLink, Nested, UnderNoGrad]
 NETS += [Autocast, Checkpoints, ReentrantCheckpoints, Loop]
 
 

@@ -12,7 +12,9 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_hetero.emulate.links import SlowClock
+from lightning_hetero.pipeline.decide.links import LinkClock
 from lightning_hetero.pipeline.fit import place
+from lightning_hetero.pipeline.fit.emulation import Emulation
 from lightning_hetero.types import AffineCost, Cluster, Device, LayerCost, Link, ModelCost
 from tests.ranks.harness import run_ranks
 from tests.ranks.kit import FEATURES, rank_trainer
@@ -141,10 +143,6 @@ def test_a_profile_that_is_wrong_about_one_layer_heals() -> None:
 # ---- a link that gets slow -------------------------------------------------------------------------------------------
 
 
-def over_jammed(clock: Any, link: Any, check: Any) -> SlowClock:
-    return SlowClock(clock, cast(Link, Jammed()), check)
-
-
 class Jammed:
     """From the twelfth batch on each message takes 20 ms."""
 
@@ -155,9 +153,14 @@ class Jammed:
         return WIRE.latency_s * (1.0 if Sleepy.batches < TURN else 20.0)
 
 
+class OverJammed(Emulation):
+    def clock(self, peer: int) -> Any:
+        return SlowClock(LinkClock(), cast(Link, Jammed()), lambda: None)
+
+
 def jammed(rank: int, world: int) -> tuple[list[Any], list[Any]]:
     options = {"profile": ALIKE, "cluster": EQUAL, "max_groups": 1, "emulate_links": True}
-    with mock.patch.object(place, "SlowClock", over_jammed):
+    with mock.patch.object(place, "Emulation", OverJammed):
         plans, replans = trained(rank, world, Slowed(Equal), options)
     return [plan.groups for plan in plans], replans
 

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import gc
 import random
 import re
-import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from typing import Any
 from unittest.mock import patch
 
@@ -133,47 +130,10 @@ class Twice(Deep):
         return nn.functional.mse_loss(self.head(self.model(self.model(self.before(x)))), y)
 
 
-class Cycle:
-    def __init__(self) -> None:
-        self.own = self
-
-
-LITTER: list[weakref.ref[Cycle]] = []  # not the module's: that is put back after measuring
-
-
-class Littering(Deep):
-    """Leaves reference cycles behind wherever its step runs."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.left: list[bool] = []
-
-    def loss(self, batch: Any) -> Tensor:
-        LITTER.append(weakref.ref(Cycle()))
-        return super().loss(batch)
-
-    def on_train_start(self) -> None:
-        self.left = [cycle() is not None for cycle in LITTER]
-
-
-@contextmanager
-def collecting_nothing() -> Iterator[None]:
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.enable()
-
-
 def good(rank: int, world: int) -> dict[str, dict[str, Any]]:
     found: dict[str, dict[str, Any]] = {}
     torch.manual_seed(rank)
     found["probed"] = run(rank, world, pipeline(None), DataLoader(Noisy(), batch_size=8, num_workers=0), Tracked())
-    littering = Littering()
-    LITTER.clear()
-    with collecting_nothing():
-        found["littering"] = run(rank, world, pipeline(None, cluster=FREE_LINK), module=littering)
-    found["littering"]["left"] = littering.left
     spec = OmegaConf.create({"cluster": FREE_LINK})  # as Hydra hands it over
     with patch.object(GradientSync, "arm", autospec=True, side_effect=GradientSync.arm) as arm:
         found["described"] = run(rank, world, pipeline(None, cluster=spec.cluster, micro_batch_size=4, max_groups=1))
@@ -220,9 +180,6 @@ def test_a_plan_is_found_and_trains() -> None:
     # Sums are not begun in a real backward pass that is over long before the emulated one.
     assert sum(rank["described"]["armed"] for rank in ranks) > 0
     assert sum(rank["emulated"]["armed"] for rank in ranks) == 0
-
-    left = first["littering"]["left"]  # of the steps that were measured
-    assert left and not any(left)
 
     notes = [rank["probed"]["notes"] for rank in ranks]
     assert any(note["after"]["held"] for note in notes)  # who rests is for the measured speeds to say

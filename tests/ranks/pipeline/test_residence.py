@@ -21,7 +21,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
 from lightning_hetero.measure import timer
-from lightning_hetero.measure.device import Device as HostDevice
+from lightning_hetero.measure.device import HostDevice
 from lightning_hetero.pipeline.fit.plan import rehearsal as rehearsing
 from lightning_hetero.pipeline.fit.plan.rehearsal import Rehearsal, measure_model, measure_series
 from lightning_hetero.pipeline.runtime.measure import layers, memory
@@ -59,7 +59,7 @@ class Wide(Deep):
         return F.mse_loss(self.head(self.model(h)[:, :WIDTH]), y)
 
 
-class Device:
+class HostDevice:
     """Counts what is on it.
 
     Attributes:
@@ -92,8 +92,8 @@ class Device:
 
 
 @pytest.fixture
-def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[Device]:
-    found = Device()
+def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[HostDevice]:
+    found = HostDevice()
     for module in (memory, layers):
         monkeypatch.setattr(module, "copied_to", found.copied_to)
     yield found
@@ -122,7 +122,7 @@ def measured(module: Deep, *, named: bool = True, **options: Any) -> Any:
     return measure_model(rehearsal(module, named=named), **{**defaults, **options})
 
 
-def test_one_layer_at_a_time_is_on_the_device(device: Device) -> None:
+def test_one_layer_at_a_time_is_on_the_device(device: HostDevice) -> None:
     module = Wide()
     outside = 8 * (FEATURES * WIDTH + WIDTH + WIDTH + 1)
     whole = sum(t.nbytes for t in (*module.parameters(), *module.buffers()))
@@ -136,7 +136,7 @@ def test_one_layer_at_a_time_is_on_the_device(device: Device) -> None:
     assert now == before and not any(b.any() for b in module.buffers())
 
 
-def test_fewer_samples_are_tried_where_so_many_do_not_fit(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fewer_samples_are_tried_where_so_many_do_not_fit(device: HostDevice, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Wide, "most_rows", 5)
     model, _ = measured(Wide())
     assert model.layers[0].output_bytes == 64 * 8  # of 4 samples
@@ -147,7 +147,7 @@ def test_fewer_samples_are_tried_where_so_many_do_not_fit(device: Device, monkey
         measured(Wide(), micro_batch_size=8)
 
 
-def test_what_fits_nowhere_is_told_with_a_way_out(device: Device) -> None:
+def test_what_fits_nowhere_is_told_with_a_way_out(device: HostDevice) -> None:
     device.cap_bytes = LAYER_BYTES / 2
     with pytest.raises(torch.OutOfMemoryError, match=re.escape("pass profile= with costs measured")):
         measured(Wide())
@@ -166,7 +166,7 @@ def test_what_fits_nowhere_is_told_with_a_way_out(device: Device) -> None:
     assert model.layers[0].activation_bytes > 10 * 64 * 8
 
 
-def test_a_series_of_whole_steps_has_the_module_on_the_device(device: Device) -> None:
+def test_a_series_of_whole_steps_has_the_module_on_the_device(device: HostDevice) -> None:
     module = Wide()
     whole = sum(t.nbytes for t in (*module.parameters(), *module.buffers()))
     before = {name: (id(t), t.data_ptr()) for name, t in (*module.named_parameters(), *module.named_buffers())}
@@ -194,7 +194,7 @@ class Launched(Wide):
 
 
 def test_more_samples_are_tried_where_they_seem_to_cost_nothing(
-    device: Device, monkeypatch: pytest.MonkeyPatch
+    device: HostDevice, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ahead = Ahead(torch.device("cpu"))
     monkeypatch.setattr(ahead, "stamp", lambda **_: HostDevice.stamp(ahead, clock=lambda: Launched.now_s))

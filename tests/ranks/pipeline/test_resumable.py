@@ -16,9 +16,7 @@ from lightning_hetero.pipeline.runtime.step.resumable import (
     Carrier,
     Done,
     ResumableStep,
-    StepClosed,
     Suspended,
-    current_step,
     stream_seed,
 )
 from tests.ranks.pipeline.resumable_kit import begun, suspend
@@ -39,10 +37,6 @@ def test_values_go_out_and_in_through_any_number_of_suspensions(carrier: Carrier
     assert step.ended
 
 
-def test_a_body_that_never_suspends_is_done_at_once(carrier: Carrier) -> None:
-    assert ResumableStep(lambda: "loss", carrier=carrier, seed=0).start() == Done("loss")
-
-
 def test_every_order_of_interleaving_keeps_the_steps_apart(carrier: Carrier) -> None:
     def body(k: int) -> list[Any]:
         return [suspend((k, 0)), suspend((k, 1))]
@@ -51,32 +45,6 @@ def test_every_order_of_interleaving_keeps_the_steps_apart(carrier: Carrier) -> 
         steps = [begun(carrier, lambda k=k: body(k)) for k in range(3)]
         ends = {k: steps[k].resume((k, "in", steps[k].suspensions)) for k in order}
         assert ends == {k: Done([(k, "in", 1), (k, "in", 2)]) for k in range(3)}
-
-
-def test_a_step_may_run_another_one(carrier: Carrier) -> None:
-    def outer() -> list[Any]:
-        me = current_step()
-        inner = begun(carrier, lambda: suspend("inner") + 1)
-        seen = [suspend("outer"), inner.resume(1)]
-        assert current_step() is me and me is not inner
-        return seen
-
-    step = begun(carrier, outer)
-    assert current_step() is None
-    assert step.resume("back") == Done(["back", Done(2)])
-
-
-def test_a_step_may_be_resumed_by_another_caller_than_its_starter(carrier: Carrier) -> None:
-    def outer() -> str:
-        suspend(begun(carrier, lambda: [suspend(), suspend("again")]))
-        return "outer"
-
-    step = ResumableStep(outer, carrier=carrier, seed=0)
-    inner = step.start()
-    assert isinstance(inner, Suspended)
-    assert inner.value.resume(1) == Suspended("again")
-    assert inner.value.resume(2) == Done([1, 2])
-    assert step.resume() == Done("outer")
 
 
 OUT_OF_TURN = ["start twice", "resume new", "resume ended", "resume itself", "close itself", "foreign"]
@@ -154,17 +122,6 @@ def test_an_exception_comes_out_with_the_users_line(carrier: Carrier, suspension
     step.close()
 
 
-@pytest.mark.parametrize("error", [SystemExit, KeyboardInterrupt, StopIteration])
-def test_any_exception_comes_out(carrier: Carrier, error: type[BaseException]) -> None:
-    def body() -> None:
-        suspend()
-        raise error
-
-    step = begun(carrier, body)
-    with pytest.raises(error):
-        step.resume()
-
-
 def test_close_runs_finally_where_the_step_waits(carrier: Carrier) -> None:
     seen: list[Any] = []
 
@@ -188,15 +145,6 @@ def test_close_runs_finally_where_the_step_waits(carrier: Carrier) -> None:
     assert seen == [False, True]
 
 
-def test_close_of_a_step_that_never_began(carrier: Carrier) -> None:
-    ran: list[int] = []
-    step = ResumableStep(lambda: ran.append(1), carrier=carrier, seed=0)
-    step.close()
-    assert step.ended and ran == []
-    with pytest.raises(RuntimeError, match="ended"):
-        step.start()
-
-
 def test_a_closed_step_cannot_suspend_again(carrier: Carrier) -> None:
     seen: list[str] = []
 
@@ -211,18 +159,6 @@ def test_a_closed_step_cannot_suspend_again(carrier: Carrier) -> None:
 
     begun(carrier, body).close()
     assert seen == ["end"]
-
-
-def test_an_error_while_closing_comes_out(carrier: Carrier) -> None:
-    def body() -> None:
-        try:
-            suspend()
-        finally:
-            raise OSError("disk full")
-
-    with pytest.raises(OSError, match="disk full") as info:
-        begun(carrier, body).close()
-    assert isinstance(info.value.__context__, StepClosed)
 
 
 def test_what_a_body_holds_goes_with_its_end(carrier: Carrier) -> None:

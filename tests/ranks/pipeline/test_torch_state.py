@@ -136,10 +136,10 @@ def _hooks() -> AbstractContextManager[Any]:
 
 REFUSED: dict[str, tuple[Callable[[], AbstractContextManager[Any]], Callable[[], Any]]] = {
     "inference_mode": (torch.inference_mode, torch.is_inference_mode_enabled),
-    "saved-tensor hooks": (_hooks, ambient._private_saved_tensor_hooks),
+    "saved-tensor hooks": (_hooks, ambient.saved_tensor_hooks),
     "torch.device": (lambda: torch.device("meta"), lambda: torch.empty(1).device.type),
-    "function mode": (_Functions, ambient._private_function_modes),
-    "dispatch mode": (_Dispatches, ambient._private_dispatch_modes),
+    "function mode": (_Functions, torch._C._len_torch_function_stack),
+    "dispatch mode": (_Dispatches, torch._C._len_torch_dispatch_stack),
     "set_default_dtype": (_DefaultDtype, torch.get_default_dtype),
     "sdpa_kernel": (lambda: sdpa_kernel(SDPBackend.MATH), ambient._sdpa_kernels),
 }
@@ -289,27 +289,30 @@ def test_behind_a_suspension_a_step_draws_from_a_stream_of_that_number(carrier: 
 
 
 def test_private_names_of_torch_mean_what_we_think() -> None:
-    """With another torch than 2.13: look at `torch_state`, section "private names"."""
+    """With another torch than 2.13: look at `torch_state`."""
     version = torch.__version__
     hooks = (lambda x: x, lambda x: x)
+
+    def modes() -> tuple[int, int]:
+        return torch._C._len_torch_function_stack(), torch._C._len_torch_dispatch_stack()
+
     mode, dispatch = _Functions(), _Dispatches()
-    assert ambient._private_forward_grad() is True, version
-    assert ambient._private_saved_tensor_hooks() is None, version
-    assert (ambient._private_function_modes(), ambient._private_dispatch_modes()) == ((), ()), version
-    assert ambient._private_transform_level() is None, version
+    assert torch._C._is_fwd_grad_enabled() is True, version
+    assert ambient.saved_tensor_hooks() is None, version
+    assert modes() == (0, 0), version
+    assert ambient.maybe_current_level() is None, version
     with torch.no_grad():
-        assert ambient._private_forward_grad() is True, version
+        assert torch._C._is_fwd_grad_enabled() is True, version
     with torch.autograd.graph.saved_tensors_hooks(*hooks):
-        assert ambient._private_saved_tensor_hooks() == hooks, version
+        assert ambient.saved_tensor_hooks() == hooks, version
     with mode, dispatch:
-        assert ambient._private_function_modes() == (mode,), version
-        assert ambient._private_dispatch_modes() == (dispatch,), version
+        assert modes() == (1, 1), version
     seen: list[Any] = []
 
     class Asks(torch.autograd.Function):
         @staticmethod
         def forward(ctx: Any, x: Tensor) -> Tensor:
-            seen.append(ambient._private_forward_grad())
+            seen.append(torch._C._is_fwd_grad_enabled())
             return x
 
         @staticmethod
@@ -317,7 +320,7 @@ def test_private_names_of_torch_mean_what_we_think() -> None:
             return grad
 
     Asks.apply(torch.ones(1, requires_grad=True))
-    torch.func.vmap(lambda x: seen.append(ambient._private_transform_level()) or x)(torch.ones(1))
+    torch.func.vmap(lambda x: seen.append(ambient.maybe_current_level()) or x)(torch.ones(1))
     assert seen == [False, 1], version
 
 
@@ -329,9 +332,9 @@ def test_before_torch_2_8_hooks_are_known_to_be_there_only(monkeypatch: pytest.M
             return getattr(torch._C._autograd, name)
 
     monkeypatch.setattr(ambient, "_autograd", Old())
-    assert ambient._private_saved_tensor_hooks() is None
+    assert ambient.saved_tensor_hooks() is None
     with ExitStack() as stack:
         for _ in range(2):
             stack.enter_context(_hooks())
-            assert ambient._private_saved_tensor_hooks() is True
-    assert ambient._private_saved_tensor_hooks() is None
+            assert ambient.saved_tensor_hooks() is True
+    assert ambient.saved_tensor_hooks() is None

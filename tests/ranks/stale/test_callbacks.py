@@ -11,7 +11,6 @@ import pytest
 from lightning.pytorch.callbacks import (
     Callback,
     LambdaCallback,
-    RichProgressBar,
     ThroughputMonitor,
     TQDMProgressBar,
 )
@@ -20,7 +19,6 @@ from torch.utils.data import DataLoader
 
 from lightning_hetero import HeteroTrace, StragglerMonitor
 from lightning_hetero.cluster import read_events
-from lightning_hetero.stale.decide.policy import Bsp
 from tests.ranks.harness import run_ranks
 from tests.ranks.kit import Toy, rank_trainer, regression, stale
 from tests.ranks.stale.fits import Late
@@ -157,20 +155,6 @@ def test_no_hook_of_the_user_sees_a_missing_batch(automatic: bool, who: int) -> 
         assert len(calls["before"]) == len(calls["step"]) + 2 * EPOCHS  # two batches in each validation
 
 
-def rich(rank: int, world: int) -> int:
-    callbacks = [RichProgressBar(), Late(0, "middle", 2)]
-    trainer = rank_trainer(rank, world, stale(), callbacks=callbacks, max_epochs=1, enable_progress_bar=True)
-    trainer.fit(Toy(), loader())
-    return trainer.global_step
-
-
-def test_the_rich_progress_bar_runs() -> None:
-    assert run_ranks(2, rich) == [TICKS] * 2
-
-
-# ---- hooks that look at no batch are called for every tick ----------------------------------------------------------
-
-
 class Counting(Callback):
     """Counts batches; looks at none, so it is called for every one of them."""
 
@@ -245,15 +229,14 @@ class Noted(CSVLogger):
         super().log_metrics(metrics, step)
 
 
-def recorded(rank: int, world: int, late: bool) -> tuple[Figures, list[Any]]:
-    figures, folder = Figures(), Path.cwd() / f"trace{late}"
+def recorded(rank: int, world: int) -> tuple[Figures, list[Any]]:
+    figures, folder = Figures(), Path.cwd() / "trace"
     callbacks: list[Callback] = [StragglerMonitor(every_n_steps=2), HeteroTrace(str(folder)), figures]
     # After the trace: it takes the events, too.
     waiting = Late(1, "middle", 3)
     waiting.on_train_epoch_end = lambda *_: None  # type: ignore[method-assign]
-    callbacks += [waiting] if late else []
     trainer = rank_trainer(
-        rank, world, stale() if late else stale(policy=Bsp()), callbacks=callbacks, max_epochs=EPOCHS,
+        rank, world, stale(), callbacks=[*callbacks, waiting], max_epochs=EPOCHS,
         logger=Noted(str(folder), figures),
     )  # fmt: skip
     with warnings.catch_warnings():
@@ -264,13 +247,12 @@ def recorded(rank: int, world: int, late: bool) -> tuple[Figures, list[Any]]:
 
 
 @cache
-def recordings(late: bool) -> list[tuple[Figures, list[Any]]]:
-    return run_ranks(2, recorded, late)
+def recordings() -> list[tuple[Figures, list[Any]]]:
+    return run_ranks(2, recorded)
 
 
-@pytest.mark.parametrize("late", [False, True])
-def test_the_trace_tells_of_every_tick(late: bool) -> None:
-    ranks = recordings(late)
+def test_the_trace_tells_of_every_step() -> None:
+    ranks = recordings()
     pushed = 0
     for _, events in ranks:
         assert events[0][0] == "run"
@@ -281,26 +263,22 @@ def test_the_trace_tells_of_every_tick(late: bool) -> None:
         pushed += sum(d["samples"] for d in steps)
         assert [kind for kind, *_ in events].count("last") == 1
     assert pushed == EPOCHS * SAMPLES + max(figures.metrics["discarded_samples"] for figures, _ in ranks)
-    assert any(kind == "passed" for kind, *_ in ranks[1][1]) == late
+    assert any(kind == "passed" for kind, *_ in ranks[1][1])
 
 
-@pytest.mark.parametrize("late", [False, True])
-def test_the_trace_tells_what_the_server_counted_and_of_what_policy(late: bool) -> None:
-    (_, first), (_, second) = recordings(late)
+def test_the_trace_tells_what_the_server_counted_and_of_what_policy() -> None:
+    (_, first), (_, second) = recordings()
     counted = [data for kind, *_, data in first if kind == "server"]
     assert counted[-1]["updates"] == EPOCHS * TICKS
     assert not any(kind == "server" for kind, *_ in second)
     assert [data["updates"] for data in counted] == sorted({data["updates"] for data in counted})
     assert sum(counted[-1]["staleness"].values()) >= EPOCHS * SAMPLES
     about = first[0][3]
-    assert (about["engine"], about["policy"], about["bound"]) == (
-        ("stale", "flexible", 2) if late else ("stale", "bsp", 0)
-    )
+    assert (about["engine"], about["policy"], about["bound"]) == ("stale", "flexible", 2)
 
 
-@pytest.mark.parametrize("late", [False, True])
-def test_the_monitor_reports_what_the_server_counted(late: bool) -> None:
-    (first, _), (second, _) = recordings(late)
+def test_the_monitor_reports_what_the_server_counted() -> None:
+    (first, _), (second, _) = recordings()
     assert first.steps and not second.steps  # only rank 0 reports
     logged = first.steps[-1]
     for figures in (first, second):
@@ -311,12 +289,3 @@ def test_the_monitor_reports_what_the_server_counted(late: bool) -> None:
         assert logged["hetero/contribution/rank0"] + logged["hetero/contribution/rank1"] == pytest.approx(1.0)
         assert figures.summary is not None and figures.summary.startswith(f"hetero_stale: {EPOCHS * TICKS} updates")
         assert figures.metrics["hold_s"] >= 0 and figures.metrics["apply_s"] > 0
-        if late:  # an update may be of one part, which waits for nothing
-            continue
-        assert max(step["hetero/hold_s"] for step in first.steps) > 0
-        assert figures.metrics["contribution/rank0"] == figures.metrics["contribution/rank1"] == 0.5
-        assert figures.metrics["staleness_max"] == figures.metrics["stale_fraction"] == 0.0
-        assert figures.metrics["discarded_samples"] == 0.0
-        # Two equal parts per update, and perhaps one that waits for the next.
-        ends = [s["hetero/share/rank0"] + s["hetero/share/rank1"] for s in first.steps]
-        assert ends and all(BATCH <= end <= 3 * BATCH for end in ends)

@@ -267,50 +267,6 @@ def test_counters_and_weights_are_those_of_stock_ddp(name: str) -> None:
             assert [e[:2] for e in late["ends"]] == [e[:2] for e in facts["ends"]]
 
 
-class Counts(Callback):
-    """Notes the steps counted in a batch, and those a rank would count that the batch went by without."""
-
-    def __init__(self) -> None:
-        self.steps: list[int] = []
-        self.passed: list[int] = []
-        self._before = 0
-
-    def on_train_batch_start(self, trainer: Any, *_: Any) -> None:
-        self._before = trainer.global_step
-
-    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
-        self.steps.append(trainer.global_step - self._before)
-        self.passed.append(int(trainer.strategy._run.binder.steps._counts_step()))
-
-
-COUNTED: dict[str, tuple[dict[str, Any], Callable[[], list[Callback]]]] = {
-    "all": ({}, list),
-    "windows of 5": ({"accumulate_grad_batches": 5}, list),
-    "windows in a part of the epoch": ({"accumulate_grad_batches": 3, "limit_train_batches": 5}, list),
-    "averages renewed": ({}, lambda: [StochasticWeightAveraging(0.01, swa_epoch_start=1)]),
-    "averages renewed in a part": (
-        {"limit_train_batches": 5, "accumulate_grad_batches": 2},
-        lambda: [StochasticWeightAveraging(0.01, swa_epoch_start=1)],
-    ),
-}
-
-
-def counted(rank: int, world: int, name: str) -> tuple[list[int], list[int]]:
-    options, callbacks = COUNTED[name]
-    counts = Counts()
-    trainer = rank_trainer(
-        rank, world, stale(policy=Bsp()), max_epochs=3, callbacks=[*callbacks(), counts], **options
-    )
-    trainer.fit(Normed(), DataLoader(regression(SAMPLES), batch_size=BATCH))
-    return counts.steps, counts.passed
-
-
-@pytest.mark.parametrize("name", COUNTED)
-def test_a_batch_counts_as_many_steps_whether_a_rank_trains_it_or_not(name: str) -> None:
-    for steps, passed in run_ranks(2, counted, name):
-        assert sum(steps) and passed == steps
-
-
 # ---- values of a step ---------------------------------------------------------------------------------------------
 
 

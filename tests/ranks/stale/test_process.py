@@ -11,18 +11,15 @@ import threading
 import time
 import warnings
 from collections.abc import Callable
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 import torch
-from torch.distributed import TCPStore
 
 from lightning_hetero.stale.runtime.processes import fork as process
-from lightning_hetero.stale.runtime.processes.fork import ServerProcess, fork_server
-from lightning_hetero.transport.store import host_store
+from lightning_hetero.stale.runtime.processes.fork import fork_server
 from tests import warm
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -102,12 +99,6 @@ def test_it_gives_up_the_files_of_the_parent_except_those_to_keep() -> None:
         assert theirs.recv(100) == b""  # the child holds no copy, so the end is seen
         assert server.details == {"reused": False}
         assert server.stop(20.0) == 0
-
-
-@pytest.mark.parametrize("bad", [10**6, -1, "1", None, 10**30])
-def test_a_number_to_keep_must_be_open(bad: Any) -> None:
-    with pytest.raises(ValueError, match=r"not an open file descriptor"):
-        fork_server(until_let_go, keep=[bad])
 
 
 def test_no_handler_of_the_parent_runs_in_it(tmp_path: Path) -> None:
@@ -241,48 +232,6 @@ def test_a_process_that_is_not_the_parent_does_nothing() -> None:
     assert server.stop(20.0) == 0
 
 
-def test_exactly_the_warning_about_forking_with_threads_is_silenced(monkeypatch: pytest.MonkeyPatch) -> None:
-    """CPython gives it from 3.12 on, here every version does."""
-    known = f"This process (pid={os.getpid()}) is multi-threaded, use of fork() may lead to deadlocks in the child."
-    fork = os.fork
-
-    def forks(text: str) -> Callable[[], int]:
-        def warn_and_fork() -> int:
-            warnings.warn(text, DeprecationWarning, stacklevel=2)
-            return fork()
-
-        return warn_and_fork
-
-    filters = list(warnings.filters)
-    monkeypatch.setattr(os, "fork", forks(known))
-    server = fork_server(until_let_go, keep=[])
-    assert server.stop(20.0) == 0
-    assert warnings.filters == filters
-    monkeypatch.setattr(os, "fork", forks("os.fork() is incompatible with something else"))
-    with pytest.raises(DeprecationWarning, match="something else"):
-        fork_server(until_let_go, keep=[])
-
-
-def test_many_forks_beside_busy_threads() -> None:
-    end = threading.Event()
-
-    def busy() -> None:
-        while not end.is_set():
-            torch.randn(1000).sort()
-
-    threads = [threading.Thread(target=busy) for _ in range(3)]
-    for thread in threads:
-        thread.start()
-    try:
-        for i in range(10):
-            server = fork_server(lambda r, o, i=i: until_let_go(r, o, i=i), keep=[])
-            assert server.details == {"i": i} and server.stop(20.0) == 0
-    finally:
-        end.set()
-        for thread in threads:
-            thread.join()
-
-
 def test_exit_hooks_and_buffered_output_stay_the_parents(tmp_path: Path) -> None:
     done = script(
         tmp_path,
@@ -334,27 +283,3 @@ os.kill(os.getpid(), signal.SIGKILL)
     assert done.returncode == -signal.SIGKILL, done.stderr
     pid = int((tmp_path / "orphaned").read_text())
     wait_for(lambda: not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE)
-
-
-def served_store(host: str) -> ServerProcess:
-    def body(ready: Ready, orphaned: Orphaned) -> None:
-        store = host_store(host, timedelta(seconds=20))
-        store.set("who", "the child")
-        until_let_go(ready, orphaned, port=store.port)
-
-    return fork_server(body, keep=[])
-
-
-@pytest.mark.parametrize(("host", "loopback"), [("127.0.0.1", True), ("localhost", True), ("0.0.0.0", False)])
-def test_it_hosts_a_store_that_strangers_reach_only_if_they_must(host: str, loopback: bool) -> None:
-    server = served_store(host)
-    port = server.details["port"]
-    client = TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=20))
-    assert client.get("who") == b"the child"
-    client.set("answer", "42")
-    assert TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False).get("answer") == b"42"
-    listening = [c.laddr for c in psutil.Process(server.pid).net_connections() if c.status == psutil.CONN_LISTEN]
-    assert [where.port for where in listening] == [port]
-    assert (listening[0].ip == "127.0.0.1") == loopback
-    del client
-    assert server.stop(20.0) == 0

@@ -12,13 +12,10 @@ import pytest
 import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import (
-    LearningRateFinder,
     ModelCheckpoint,
-    StochasticWeightAveraging,
     WeightAveraging,
 )
 from lightning.pytorch.strategies import DDPStrategy
-from lightning.pytorch.tuner.tuning import Tuner
 from torch import Tensor
 from torch.optim.swa_utils import get_ema_avg_fn
 from torch.utils.data import DataLoader, DistributedSampler
@@ -236,26 +233,6 @@ def ema_job(rank: int, world: int, folder: str) -> list[Weights]:
     return runs
 
 
-def swa_job(rank: int, world: int, folder: str) -> list[Weights]:
-    def swa() -> StochasticWeightAveraging:
-        return StochasticWeightAveraging(swa_lrs=1e-3, swa_epoch_start=2)
-
-    runs = []
-    for callbacks, ckpt in (([swa(), Saver(folder, [])], None), ([swa()], f"{folder}/epoch-1.ckpt")):
-        module = Toy()
-        trainer = rank_trainer(rank, world, bsp(), max_epochs=4, callbacks=callbacks)
-        trainer.fit(module, pair()[0], ckpt_path=ckpt)
-        runs.append(weights(module))
-    return runs
-
-
-def test_stochastic_weight_averaging_is_that_of_one_process(tmp_path: Path) -> None:
-    module = Toy()
-    single(module, regression(), 24, callbacks=[StochasticWeightAveraging(swa_lrs=1e-3, swa_epoch_start=2)])
-    for runs in run_ranks(2, swa_job, str(tmp_path)):
-        assert [run.distance(weights(module)) <= EXACT for run in runs] == [True, True]
-
-
 # ---- one Trainer, many uses ----------------------------------------------------------------------------------------
 
 
@@ -304,36 +281,3 @@ def test_one_trainer_fits_validates_tests_predicts_and_fits_again() -> None:
         assert end.distance(weights(module)) <= EXACT
 
 
-def tuner_job(rank: int, world: int) -> tuple[float | None, int, Weights, str]:
-    gc.collect()
-    train = DataLoader(regression(), batch_size=12)
-    trainer = rank_trainer(rank, world, bsp(), max_epochs=2, enable_checkpointing=True)
-    module = Toy()
-    module.train_dataloader = lambda: train  # type: ignore[method-assign]
-    found = Tuner(trainer).lr_find(module, num_training=12, update_attr=False)
-    assert found is not None
-    # As a callback the finder trains inside the fit, which then starts over: nothing of the search may remain.
-    rate = LearningRateFinder(num_training_steps=12, update_attr=False)
-    after = Toy()
-    rank_trainer(rank, world, bsp(), max_epochs=2, enable_checkpointing=True, callbacks=[rate]).fit(
-        after, train
-    )
-    with pytest.raises(ValueError) as error:
-        Tuner(rank_trainer(rank, world, bsp(), max_epochs=1)).scale_batch_size(module, max_trials=1)
-    return (
-        found.suggestion(skip_begin=1, skip_end=1),
-        len(found.results["lr"]),
-        weights(after),
-        str(error.value),
-    )
-
-
-def test_the_learning_rate_finder_works_and_batch_scaling_is_lightnings_refusal() -> None:
-    module = Toy()
-    single(module, regression(), 24, max_epochs=2)
-    first, second = run_ranks(2, tuner_job)
-    assert first[0] is not None and first[1] >= 10
-    assert first[:2] == second[:2]
-    for _, _, after, message in (first, second):
-        assert after.distance(weights(module)) <= EXACT
-        assert "not supported with distributed strategies" in message

@@ -14,8 +14,8 @@ from benchmarks.faults.simulation import Outcome, simulate
 from lightning_hetero.stale.decide.coordinator import Coordinator
 from lightning_hetero.stale.decide.policy import Bsp, Policy
 from lightning_hetero.stale.runtime.serve.agreement import LiveWorkers
+from lightning_hetero.stale.runtime.serve.answers import Answers
 from lightning_hetero.stale.runtime.serve.open_batch import OpenBatch
-from lightning_hetero.stale.runtime.serve.replies import Replies
 
 SCHEDULES = 120
 WITHIN = 90  # a bug must be found within so many schedules
@@ -133,7 +133,7 @@ BUGS: dict[str, tuple[type, str, Callable[[Any], Any]]] = {
     "what a dead rank had is lost": (Coordinator, "lost", without_freeing),
     "samples that were issued again are accepted from both": (Coordinator, "_receive", whatever_became_of_it),
     "only who asks is told that the run has failed": (
-        Replies,
+        Answers,
         "fail",
         lambda _: lambda self, text: vars(self).update(failure=self.failure or text),
     ),

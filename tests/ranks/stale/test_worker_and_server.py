@@ -41,28 +41,6 @@ def test_the_server_tells_the_threshold_of_its_policy() -> None:
     assert grants[0].flags == 4
 
 
-def test_training_with_compressed_pushes_approaches_that_without() -> None:
-    torch.manual_seed(0)
-    x = torch.randn(48, 5)
-    y = x @ torch.randn(5, 2)
-    ends = ends_of(48, 12)
-    model = nn.Linear(5, 2)
-    finals: dict[str, float] = {}
-    for compression in (None, "bf16", "fp16"):
-        setting = Setting(model, lambda m: [torch.optim.SGD(m.parameters(), lr=0.1)], Bsp(), 2, compression=compression)
-
-        def body(trainee: Trainee) -> None:
-            for epoch in range(12):
-                trainee.epoch(epoch, ends)
-
-        Script(setting, automatic(x, y, loss), body, workers=2, work_s=constant).run()
-        finals[repr(compression)] = float(loss(setting.model, x, y).detach())
-    initial = float(loss(model, x, y).detach())
-    assert finals["None"] < 0.01 * initial
-    assert finals["'bf16'"] == pytest.approx(finals["None"], rel=0.2, abs=1e-4)
-    assert finals["'fp16'"] == pytest.approx(finals["None"], rel=0.05, abs=1e-4)
-
-
 def test_state_and_metrics_reach_a_worker() -> None:
     x, y = torch.randn(24, 5), torch.randn(24, 2)
     seen: dict[str, Any] = {}

@@ -1,1 +1,1 @@
-"""The plan of a fit: the user's step tried and measured, and who computes what decided (layer L)."""
+"""The plan of a fit: the user's step tried and measured, and which rank computes what decided (layer L)."""

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from lightning.pytorch import LightningModule
 from torch import Tensor
 from torch.utils.data import DataLoader
 
@@ -17,12 +18,8 @@ from lightning_hetero.measure.device import device_of, is_out_of_memory
 from lightning_hetero.pipeline.decide.plans import beside_bytes, held_bytes, with_room
 from lightning_hetero.pipeline.fit.leader_step import add_hint
 from lightning_hetero.pipeline.fit.plan.rehearsal import nobody_notices
+from lightning_hetero.transport.side_channel import SideChannel
 from lightning_hetero.types import Cluster, ModelCost, PipelinePlan
-
-if TYPE_CHECKING:
-    from lightning.pytorch import LightningModule
-
-    from lightning_hetero.transport.side_channel import SideChannel
 
 __all__ = ["agree_layout", "first_finds", "plan_with_room"]
 

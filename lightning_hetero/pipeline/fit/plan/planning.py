@@ -13,9 +13,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import torch
+from lightning.pytorch.strategies import DDPStrategy
 from torch import nn
 
 from lightning_hetero.base.loaders import SharedSettings
@@ -40,12 +41,8 @@ from lightning_hetero.record import read_events
 from lightning_hetero.solvers.chain.chain import DepthRule
 from lightning_hetero.solvers.placement import place
 from lightning_hetero.solvers.plans import replicas
+from lightning_hetero.transport.side_channel import SideChannel
 from lightning_hetero.types import Cluster, ModelCost, PipelinePlan
-
-if TYPE_CHECKING:
-    from lightning.pytorch.strategies import DDPStrategy
-
-    from lightning_hetero.transport.side_channel import SideChannel
 
 __all__ = [
     "CannotDivideError",
@@ -147,7 +144,7 @@ class PlanResult:
     """What was decided before training, the same on all ranks.
 
     Attributes:
-        plan: who computes what.
+        plan: which rank computes what.
         cluster: the devices it was made for.
         model: the costs it was made from; None if a plan was given and nothing had to be measured.
         calls: of the backbone in one training step.

@@ -7,10 +7,11 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 import torch
 from lightning.fabric.utilities.rank_zero import rank_zero_warn
+from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
@@ -34,9 +35,6 @@ from lightning_hetero.pipeline.runtime.step.layer_calls.route import RoutedCall
 from lightning_hetero.pipeline.runtime.step.random_streams import nothing_drawn
 from lightning_hetero.pipeline.runtime.step.undivided import Undivided
 from lightning_hetero.types import ModelCost
-
-if TYPE_CHECKING:
-    from lightning.pytorch import LightningModule
 
 __all__ = ["Rehearsal", "calls_in", "measure_model", "measure_series", "nobody_notices"]
 
@@ -262,7 +260,7 @@ def _known(parameters: Sequence[nn.Parameter], optimizers: Sequence[torch.optim.
 def nobody_notices(
     module: LightningModule, loader: object, device: torch.device, *, leave: tuple[type[Tensor], ...] = ()
 ) -> Iterator[None]:
-    """Inside, steps log nothing; what they leave behind is put back, and what is drawn nobody has drawn afterwards.
+    """Inside, steps log nothing; what they leave behind, and what they draw, is put back afterwards.
 
     Args:
         module: whose steps they are.

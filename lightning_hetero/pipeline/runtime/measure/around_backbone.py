@@ -102,7 +102,7 @@ def measure_outside(
         layers: of the backbone, in order.
         parameters: outside of the layers.
         buffers: outside of the layers, e.g. statistics of a BatchNorm that stands there.
-        optimizer: for the size of its state, see `footprint.optimizer_bytes`.
+        optimizer: for the size of its state, see `optimizer_bytes`.
         device: where the step runs; layers that are elsewhere go there one at a time, in copies.
 
     Raises:

@@ -49,7 +49,7 @@ class WholeState:
 
     Args:
         module: the whole model, pruned.
-        ownership: who holds what.
+        ownership: which rank holds what.
         group: over all ranks, one that takes CPU tensors (gloo).
     """
 

@@ -1,7 +1,7 @@
 """Layers change hands between two training batches, with all that belongs to them; in two phases (layer T).
 
     stage     every rank says what it is about to send, and where it stands: one ticket for all
-              tensors travel into new ones, past gloo from host to host; every rank confirms
+              tensors travel into new ones, from host to host; every rank confirms
               until here nothing has changed, and a rank that cannot do its part cancels it for all
     commit    new tensors take their place, what is elsewhere now loses its memory: without a message
 
@@ -29,7 +29,7 @@ from lightning_hetero.pipeline.runtime.ownership.pruning import like, prune, put
 from lightning_hetero.pipeline.runtime.ownership.stand_ins import Here
 from lightning_hetero.transport.objects import Wait, gathered, packed, unpacked
 
-__all__ = ["CancelledError", "Migration", "Move", "moves"]
+__all__ = ["CancelledError", "Migration", "TensorMove", "moves"]
 
 
 class CancelledError(RuntimeError):
@@ -37,7 +37,7 @@ class CancelledError(RuntimeError):
 
 
 @dataclass(frozen=True, slots=True)
-class Move:
+class TensorMove:
     """One tensor, or the extra state of one module, goes to one rank.
 
     Attributes:
@@ -52,10 +52,10 @@ class Move:
     extra: bool = False
 
 
-def moves(old: Ownership, new: Ownership, module: nn.Module) -> list[Move]:
+def moves(old: Ownership, new: Ownership, module: nn.Module) -> list[TensorMove]:
     """Returns what must travel so that all holders under a new plan have what they hold, the same on all ranks.
 
-    Sent is what the target does not have: of several ranks that hold a layer, the one which has least to send so far.
+    What the target does not have is sent. If several ranks hold a layer, the one that has least to send so far sends it.
     Buffers come from the lowest group, and its new rank gets them even where it holds the layer: other groups'
     statistics may differ.
 
@@ -63,7 +63,7 @@ def moves(old: Ownership, new: Ownership, module: nn.Module) -> list[Move]:
         old, new: of the same module.
         module: for the sizes of its tensors, which may be on meta.
     """
-    found: list[Move] = []
+    found: list[TensorMove] = []
     loads: dict[int, int] = {}
     senders: dict[tuple[object, int], int] = {}
     for name, tensor in old.tensors(module).items():
@@ -76,11 +76,11 @@ def moves(old: Ownership, new: Ownership, module: nn.Module) -> list[Move]:
             else:
                 source = old.owners(name)[0]
             loads[source] = loads.get(source, 0) + tensor.nbytes
-            found.append(Move(name, source, target))
+            found.append(TensorMove(name, source, target))
     for path, part in module.named_modules():
         if type(part).get_extra_state is not nn.Module.get_extra_state:
             before, after = old.owners_of_key(path), new.owners_of_key(path)
-            found += [Move(path, before[0], t, extra=True) for t in _targets(before, before, after, after, False)]
+            found += [TensorMove(path, before[0], t, extra=True) for t in _targets(before, before, after, after, False)]
     return found
 
 
@@ -104,9 +104,9 @@ class Migration:
         module: the whole model, pruned by ``old``.
         copies: of it, pruned alike; parameters and buffers of these move, too.
         optimizers: over its parameters.
-        old, new: who holds what; of this rank.
+        old, new: which rank holds what, before and after.
         gradients: whether gradients that parameters have at present go with them.
-        device: of this rank's layers.
+        device: where this rank's layers are.
         group: over all ranks, one that takes CPU tensors (gloo).
         wait: for a collective.
         wait_for_peer: for sends and receives.

@@ -152,7 +152,7 @@ class Ownership:
         return self._owners[self.first_name[name]]
 
     def holders(self, name: str) -> tuple[int, ...]:
-        """Returns the owners, and behind them what other ranks keep a copy: of buffers that layers share."""
+        """Returns the owners, then further ranks that keep a copy of a buffer which layers share."""
         return self._holders[self.first_name[name]]
 
     def owners_of_key(self, key: str) -> tuple[int, ...]:
@@ -169,10 +169,6 @@ class Ownership:
     def is_shared(self, name: str) -> bool:
         """Whether several layers use it, or a layer and what is outside."""
         return self.first_name[name] in self._shared
-
-    def owned(self) -> tuple[str, ...]:
-        """Returns all names, also further ones of shared tensors, of what this rank keeps, in the module's order."""
-        return tuple(name for name in self.layer_of if self.holds(name))
 
     # ---- tensors -----------------------------------------------------------------------------------------------
 

@@ -46,7 +46,7 @@ def prune(
     Args:
         module: the whole model.
         optimizers: all that were made from its parameters.
-        ownership: who holds what.
+        ownership: which rank holds what.
         here: what runs on this rank, for what stand-ins may do.
         device: of this rank's layers; None: where the tensors are.
 

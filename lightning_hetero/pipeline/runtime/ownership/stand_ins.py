@@ -134,33 +134,6 @@ class StandIn(Tensor):
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
         return f"<{self.held}, of shape {tuple(self.shape)}>"
 
-    def __format__(self, _: str) -> NoReturn:
-        self.refuse("format")
-
-    def __float__(self) -> NoReturn:
-        self.refuse("float")
-
-    def __int__(self) -> NoReturn:
-        self.refuse("int")
-
-    def numpy(self, **_: Any) -> NoReturn:  # type: ignore[override]
-        self.refuse("numpy")
-
-    def __array__(self, *_: Any, **__: Any) -> NoReturn:  # type: ignore[override]
-        self.refuse("numpy")
-
-    def __dlpack__(self, *_: Any, **__: Any) -> NoReturn:  # type: ignore[override]
-        self.refuse("dlpack")
-
-    def tolist(self) -> NoReturn:  # type: ignore[override]
-        self.refuse("tolist")
-
-    def data_ptr(self) -> NoReturn:  # type: ignore[override]
-        self.refuse("data_ptr")
-
-    def untyped_storage(self) -> NoReturn:  # type: ignore[override]
-        self.refuse("storage")
-
     # ---- errors ------------------------------------------------------------------------------------------------
 
     def check_step(self, what: str) -> None:
@@ -190,6 +163,18 @@ class StandIn(Tensor):
             f"{self.held} in this pipeline, and rank {here.rank} has no values of it for {what}{where}: {out}; or use"
             " strategy='hetero_balanced', where each rank has the whole model"
         )
+
+
+def _refusing(what: str) -> Callable[..., NoReturn]:
+    def refuse(self: StandIn, *_: Any, **__: Any) -> NoReturn:
+        self.refuse(what)
+
+    return refuse
+
+
+for _name in ("__format__", "__float__", "__int__", "numpy", "__array__", "__dlpack__", "tolist", "data_ptr"):
+    setattr(StandIn, _name, _refusing(_name.strip("_")))
+StandIn.untyped_storage = _refusing("storage")  # type: ignore[method-assign]
 
 
 def stand_in_for(tensor: Tensor, name: str, ranks: Sequence[int], here: Here, *, device: torch.device) -> StandIn:

@@ -20,7 +20,6 @@ import sysconfig
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from functools import cache
 from operator import is_
 from typing import Any, Literal, NamedTuple
@@ -52,7 +51,7 @@ _OWN = frozenset(vars(nn.Module()))  # attributes of torch's
 
 
 class Change(NamedTuple):
-    """Of one attribute, or of a part of it.
+    """One change of an attribute, or of a part of it.
 
     Attributes:
         path: to it.
@@ -279,34 +278,19 @@ class Buffers:
 # ---- what a value was ------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class _List:
-    kind: type
-    refs: list[Any]
-    parts: list[Any]  # structures; empty for a long one
+class _Then(NamedTuple):
+    """A container, a tensor or an object as it was.
 
+    Attributes:
+        ref: the object or tensor itself; the entries of a list or a set.
+        parts: what was in it, in this form; of a long list nothing. A tensor's version; of an inference tensor, which
+            counts none, its values.
+        kind: its type.
+    """
 
-@dataclass(frozen=True, slots=True)
-class _Dict:
-    kind: type
-    parts: dict[Any, Any]
-
-
-@dataclass(frozen=True, slots=True)
-class _Set:
-    entries: frozenset[Any]
-
-
-@dataclass(frozen=True, slots=True)
-class _Tensor:
-    ref: Tensor
-    version: Any  # of an inference tensor, which counts none, its values
-
-
-@dataclass(frozen=True, slots=True)
-class _Object:
     ref: Any
-    parts: dict[str, Any]
+    parts: Any
+    kind: type
 
 
 def _structure(value: Any, depth: int = 4) -> Any:
@@ -314,17 +298,17 @@ def _structure(value: Any, depth: int = 4) -> Any:
     if isinstance(value, _ATOMS) or depth == 0:
         return value
     if isinstance(value, Tensor):
-        return _Tensor(value, value.detach().clone() if value.is_inference() else value._version)
+        return _Then(value, value.detach().clone() if value.is_inference() else value._version, Tensor)
     if isinstance(value, list | deque | tuple):
         refs = list(value)
         parts = [_structure(entry, depth - 1) for entry in refs] if _looks_into(refs) else []
-        return _List(type(value), refs, parts)
+        return _Then(refs, parts, type(value))
     if isinstance(value, Mapping):
-        return _Dict(type(value), {key: _structure(entry, depth - 1) for key, entry in value.items()})
+        return _Then(None, {key: _structure(entry, depth - 1) for key, entry in value.items()}, type(value))
     if isinstance(value, set):
-        return _Set(frozenset(value))
+        return _Then(frozenset(value), None, set)
     if _is_object(value):
-        return _Object(value, {key: _structure(entry, depth - 1) for key, entry in vars(value).items()})
+        return _Then(value, {key: _structure(entry, depth - 1) for key, entry in vars(value).items()}, object)
     return value
 
 
@@ -340,34 +324,37 @@ def _is_object(value: Any) -> bool:
 
 
 def _compare(old: Any, new: Any, path: Path, found: list[Change]) -> None:
-    if isinstance(old, _Tensor):
+    if not isinstance(old, _Then):
+        if not (new is old or (isinstance(new, _ATOMS) and type(new) is type(old) and new == old)):
+            found.append(Change(path, "set", new, old if isinstance(old, _ATOMS) else None))
+    elif old.kind is Tensor:
         if old.ref is not new or _changed(old):
             found.append(Change(path, "set", new, None if old.ref is new else old.ref))
-    elif isinstance(old, _List):
-        _compare_lists(old, new, path, found)
-    elif isinstance(old, _Dict) and type(new) is old.kind:
-        _compare_keys(old.parts, new, path, found)
-    elif isinstance(old, _Set) and isinstance(new, set) and old.entries <= new:
-        if len(new) > len(old.entries):
-            found.append(Change(path, "update", new - old.entries))
-    elif isinstance(old, _Object) and old.ref is new:
+    elif old.kind is object and old.ref is new:
         _compare_keys(old.parts, vars(new), path, found)
-    elif not (new is old or (isinstance(new, _ATOMS) and type(new) is type(old) and new == old)):
-        found.append(Change(path, "set", new, old if isinstance(old, _ATOMS) else None))
+    elif isinstance(old.ref, list):
+        _compare_lists(old, new, path, found)
+    elif isinstance(old.parts, dict) and type(new) is old.kind:
+        _compare_keys(old.parts, new, path, found)
+    elif old.kind is set and isinstance(new, set) and old.ref <= new:
+        if len(new) > len(old.ref):
+            found.append(Change(path, "update", new - old.ref))
+    else:
+        found.append(Change(path, "set", new))
 
 
-def _changed(old: _Tensor) -> bool:
-    return not torch.equal(old.ref, old.version) if old.ref.is_inference() else old.ref._version != old.version
+def _changed(old: _Then) -> bool:
+    return not torch.equal(old.ref, old.parts) if old.ref.is_inference() else old.ref._version != old.parts
 
 
-def _compare_lists(old: _List, new: Any, path: Path, found: list[Change]) -> None:
-    count = len(old.refs)
+def _compare_lists(old: _Then, new: Any, path: Path, found: list[Change]) -> None:
+    count = len(old.ref)
     if type(new) is not old.kind or len(new) < count or (len(new) > count and old.kind is not list):
         found.append(Change(path, "set", new))
     elif old.parts:
         for i, (part, entry) in enumerate(zip(old.parts, new, strict=False)):
             _compare(part, entry, (*path, i), found)
-    elif not all(map(is_, old.refs, new)):
+    elif not all(map(is_, old.ref, new)):
         found.append(Change(path, "set", new))
         return
     if old.kind is list and type(new) is list and len(new) > count:

@@ -3,7 +3,7 @@
     x = embed(batch)   |   h = x.detach()  ->  the pipeline's stages  ->  y   |   loss = head(y)
                        |   x.backward(h.grad)  <-  the stages  <-  y's grad   |   loss.backward()
 
-Forward, as seen by who runs the steps; ``module.training_step`` is untouched:
+Forward, as the runtime sees it; ``module.training_step`` is untouched:
 
     cut = BackboneCut(module.backbone)
     with cut:
@@ -30,12 +30,13 @@ import torch
 from torch import Tensor, nn
 
 from lightning_hetero.pipeline.runtime.step.graph_input import GraphInput
-from lightning_hetero.pipeline.runtime.step.layer_calls.caches import SeenCaches, without_cache
 from lightning_hetero.pipeline.runtime.step.layer_calls.chain import (
     CalledLayer,
-    Chain,
     LayerOutput,
+    LayerWalk,
+    SeenCaches,
     stand_ins,
+    without_cache,
 )
 from lightning_hetero.pipeline.runtime.step.layer_calls.route import Route
 from lightning_hetero.pipeline.runtime.step.resumable import current_step
@@ -226,7 +227,7 @@ class BackboneCut:
     Args:
         modules: the backbone; or the layers that the step calls one after another, each with what the one before
             returned, or a part of it, and with anything else that does not come from a layer: e.g. those of an
-            ``nn.ModuleList``. Then the step is suspended at the last of them. See `Chain`.
+            ``nn.ModuleList``. Then the step is suspended at the last of them. See `LayerWalk`.
         starts: the index in the backbone of each module's first layer; None: each is one layer.
 
     Attributes:
@@ -308,10 +309,10 @@ class BackboneCut:
         self._caches.add([*args, *kwargs.values()])
         return self.in_place(tuple(map(without_cache, args)), {k: without_cache(v) for k, v in kwargs.items()})
 
-    def _chain(self, i: int, given: Sequence[LayerOutput]) -> Chain:
+    def _chain(self, i: int, given: Sequence[LayerOutput]) -> LayerWalk:
         """Returns the walk that a call belongs to."""
         known = (out.chain for out in given if out.chain.modules is self._modules) if i else ()
-        return next(iter(known), None) or Chain(self._modules, self._original, self._structures)
+        return next(iter(known), None) or LayerWalk(self._modules, self._original, self._structures)
 
     def _original(self, i: int, *args: Any, **kwargs: Any) -> Any:
         module = self._modules[i]

@@ -47,7 +47,7 @@ def stream_seed(seed: int, *numbers: int) -> int:
 
 
 def layer_seed(seed: int, index: int) -> int:
-    """Returns the seed of one of the streams that belong to ``seed``: of a layer, whose micro-batch has that.
+    """Returns the seed of a layer's random stream for the micro-batch that has ``seed``.
 
     The output function of SplitMix64 (Steele, Lea, Flood: Fast splittable pseudorandom number generators, 2014), at
     half the time of `stream_seed`: that counts once per layer and micro-batch.
@@ -78,7 +78,7 @@ def seed_streams(seed: int) -> None:
 
 @contextmanager
 def nothing_drawn(device: torch.device | None = None) -> Iterator[None]:
-    """What is drawn inside, from torch on the CPU and the device, `random` or NumPy, nobody has drawn afterwards.
+    """Inside, random numbers are drawn without effect on later ones: from torch (CPU, device), `random` and NumPy.
 
     Args:
         device: one; None: that in use.

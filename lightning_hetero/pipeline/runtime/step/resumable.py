@@ -252,7 +252,7 @@ class ResumableStep:
         """Called by the body: `start` or `resume` return ``Suspended(value)``.
 
         Args:
-            value: for whoever runs the step.
+            value: what the caller of `start` or `resume` gets.
             without_hooks: take off the saved-tensor hooks that the body has put on, and put them on again afterwards.
 
         Returns:

@@ -10,8 +10,8 @@ that it holds open would hold for everything which runs meanwhile. They fall int
   the default dtype, ...;
 - **reseeded** at every entry (`random_streams.seed_streams`): the random streams of torch, `random` and NumPy.
 
-The private names of torch needed for this are the functions ``_private_*`` here and nothing else;
-``tests/ranks/pipeline/test_resumable.py`` pins them to the installed torch. Verified with torch 2.13.
+The private names of torch needed for this are in `_REFUSED`, `saved_tensor_hooks` and `hooks_taken_off`;
+``tests/ranks/pipeline/test_torch_state.py`` pins them to the installed torch. Verified with torch 2.13.
 """
 
 from __future__ import annotations
@@ -129,20 +129,20 @@ _REFUSED: tuple[tuple[str, Callable[[], Any], str], ...] = (
     ),
     (
         "the forward of a torch.autograd.Function (e.g. torch.utils.checkpoint(..., use_reentrant=True))",
-        lambda: _private_forward_grad(),
+        torch._C._is_fwd_grad_enabled,  # off in autograd.Function.forward and in inference mode only
         f"it computes without a graph and once more in backward: {_INSIDE_LAYERS}, e.g. checkpoint each layer",
     ),
     (
         "saved-tensor hooks (torch.autograd.graph.saved_tensors_hooks, save_on_cpu, torch.utils.checkpoint)",
-        lambda: _private_saved_tensor_hooks(),
+        lambda: saved_tensor_hooks(),
         f"the backbone's activations are saved elsewhere: {_INSIDE_LAYERS}, e.g. checkpoint each layer in its forward",
     ),
     (
         "a torch function mode (with torch.device(...), torch.set_default_device)",
-        lambda: _private_function_modes(),
+        torch._C._len_torch_function_stack,
         f"pass device= to the functions that need it, or {_INSIDE_LAYERS}",
     ),
-    ("a torch dispatch mode", lambda: _private_dispatch_modes(), _INSIDE_LAYERS),
+    ("a torch dispatch mode", torch._C._len_torch_dispatch_stack, _INSIDE_LAYERS),
     (
         "another torch.set_default_dtype",
         torch.get_default_dtype,
@@ -154,7 +154,7 @@ _REFUSED: tuple[tuple[str, Callable[[], Any], str], ...] = (
         torch.is_anomaly_enabled,
         "use Trainer(detect_anomaly=True)",
     ),
-    ("a torch.func transform (grad, vmap, ...)", lambda: _private_transform_level(), _INSIDE_LAYERS),
+    ("a torch.func transform (grad, vmap, ...)", maybe_current_level, _INSIDE_LAYERS),
 )
 
 
@@ -186,34 +186,7 @@ class Surroundings:
 
 
 def saved_tensor_hooks() -> Any:
-    """Returns the saved-tensor hooks in force; None: there are none."""
-    return _private_saved_tensor_hooks()
-
-
-@contextmanager
-def hooks_taken_off(kept: Any) -> Iterator[None]:
-    """Inside, only those saved-tensor hooks are in force that were when `saved_tensor_hooks` returned ``kept``."""
-    taken: list[tuple[Any, Any]] = []
-    while (top := _private_saved_tensor_hooks()) is not None and top != kept and top is not True:
-        _autograd._pop_saved_tensors_default_hooks()
-        taken.append(top)
-    try:
-        yield
-    finally:
-        for pack, unpack in reversed(taken):
-            _autograd._push_saved_tensors_default_hooks(pack, unpack)
-
-
-# ---- private names of torch ------------------------------------------------------------------------------------
-
-
-def _private_forward_grad() -> bool:
-    # Forward-mode AD is off in autograd.Function.forward and in inference mode only: no_grad leaves it on.
-    return torch._C._is_fwd_grad_enabled()
-
-
-def _private_saved_tensor_hooks() -> Any:
-    """Returns the pair of hooks in force or None; with torch < 2.8, whether there is one."""
+    """Returns the pair of saved-tensor hooks in force or None; with torch < 2.8, whether there is one."""
     top = getattr(_autograd, "_top_saved_tensors_default_hooks", None)
     if top is not None:
         return top(True)
@@ -224,15 +197,15 @@ def _private_saved_tensor_hooks() -> Any:
         return True
 
 
-def _private_function_modes() -> tuple[Any, ...]:
-    number = torch._C._len_torch_function_stack()  # mostly none
-    return tuple([torch._C._get_function_stack_at(i) for i in range(number)]) if number else ()
-
-
-def _private_dispatch_modes() -> tuple[Any, ...]:
-    number = torch._C._len_torch_dispatch_stack()
-    return tuple([torch._C._get_dispatch_stack_at(i) for i in range(number)]) if number else ()
-
-
-def _private_transform_level() -> int | None:
-    return maybe_current_level()
+@contextmanager
+def hooks_taken_off(kept: Any) -> Iterator[None]:
+    """Inside, only those saved-tensor hooks are in force that were when `saved_tensor_hooks` returned ``kept``."""
+    taken: list[tuple[Any, Any]] = []
+    while (top := saved_tensor_hooks()) is not None and top != kept and top is not True:
+        _autograd._pop_saved_tensors_default_hooks()
+        taken.append(top)
+    try:
+        yield
+    finally:
+        for pack, unpack in reversed(taken):
+            _autograd._push_saved_tensors_default_hooks(pack, unpack)

@@ -1,14 +1,24 @@
-"""Carries out what the coordinator decided (layer T).
+"""Carries out what the coordinator decided, and says when pushes inside a batch become an update (layer T).
 
     Accepted            a slot is added to the pool
     Updated             the pool becomes an update, and is published
     Granted, Passed     a claim is answered
     Refused, Reissued   are counted
+
+In manual optimization a batch pushes several times; all but the last (`PushFlag.FINAL`) are *sub-steps*. Sub-step k of
+a tick has a pool of its own, applied when the tick's samples, or all live workers, are in it, and at the latest with
+the tick's update. Who pushed waits for that as long as the policy waits for anybody (a barrier: until it is applied; a
+grace: so long, but until it is applied if further steps of the batch follow, which build on it; asynchronous policies
+apply every push at once). What comes after its sub-step was applied counts in the
+next tick's; where that would exceed the bound, or there is no next tick, it is applied at once, worth its samples.
+
+Each sub-step counts once for a sample, also if its worker's last push is refused and the sample is issued again.
 """
 
 from __future__ import annotations
 
-from collections.abc import KeysView, Sequence
+import math
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from torch import Tensor
@@ -23,12 +33,11 @@ from lightning_hetero.stale.decide.effects import (
     Reissued,
     Updated,
 )
-from lightning_hetero.stale.decide.report.counts import Counts, Measures
-from lightning_hetero.stale.runtime.messages import measures_text
-from lightning_hetero.stale.runtime.serve.agreement import AnnouncedEpochs, LiveWorkers
-from lightning_hetero.stale.runtime.serve.manual_steps import ManualSteps
+from lightning_hetero.stale.decide.policy import Asynchronous
+from lightning_hetero.stale.decide.report.counts import Counts
+from lightning_hetero.stale.runtime.serve.agreement import AnnouncedEpochs
+from lightning_hetero.stale.runtime.serve.answers import Answers
 from lightning_hetero.stale.runtime.serve.open_batch import OpenBatch
-from lightning_hetero.stale.runtime.serve.replies import Replies
 from lightning_hetero.transport.base import Request, Say
 from lightning_hetero.transport.flags import PushFlag, ReplyFlag
 
@@ -44,61 +53,21 @@ class Pushed(NamedTuple):
 
 
 class Executor:
-    """Keeps the claims that wait for an answer, which effects are about.
+    """See the module; what it knows is in these.
 
     Args:
-        coordinator: whose effects they are.
+        coordinator: whose decisions they are.
         batch: the sums of gradients.
-        manual_steps: end with the tick's update.
-        replies: answers and publishes.
+        answers: which workers wait for what.
         epochs: keep what each tick did.
-        live_workers: the workers that live.
         counts: where all is counted.
     """
 
     def __init__(
-        self,
-        coordinator: Coordinator,
-        batch: OpenBatch,
-        manual_steps: ManualSteps,
-        replies: Replies,
-        epochs: AnnouncedEpochs,
-        live_workers: LiveWorkers,
-        counts: Counts,
+        self, coordinator: Coordinator, batch: OpenBatch, answers: Answers, epochs: AnnouncedEpochs, counts: Counts
     ) -> None:
-        self._coordinator, self._batch, self._manual_steps = coordinator, batch, manual_steps
-        self._replies, self._epochs = replies, epochs
-        self._live_workers, self._counts = live_workers, counts
-        self._claims: dict[int, tuple[Request, float]] = {}  # and when they were made [s]
-        self._wasted: set[int] = set()  # workers whose last push counts nothing, to be told with the answer
-
-    @property
-    def claiming(self) -> KeysView[int]:
-        """Workers whose claim is unanswered."""
-        return self._claims.keys()
-
-    def claimed(self, rank: int, claim: Request, now: float) -> None:
-        """A worker claims work; some effect will answer it."""
-        self._claims[rank] = (claim, now)
-
-    def wasted(self, rank: int) -> None:
-        """The push of a worker that is about to be answered counts nothing."""
-        self._wasted.add(rank)
-
-    def _told(self, rank: int) -> bool:
-        """Returns whether a worker is to be told, now, that its push counts nothing."""
-        wasted = rank in self._wasted
-        self._wasted.discard(rank)
-        return wasted
-
-    def forget(self, rank: int) -> None:
-        """A worker is gone."""
-        self._claims.pop(rank, None)
-        self._wasted.discard(rank)
-
-    def forget_claims(self) -> None:
-        """The run has failed; all who claimed have been told."""
-        self._claims.clear()
+        self._coordinator, self._batch, self._answers = coordinator, batch, answers
+        self._epochs, self._counts = epochs, counts
 
     def carry_out(self, effects: Sequence[Effect], now: float, pushed: Pushed | None = None) -> None:
         """Carries out what the coordinator decided.
@@ -108,55 +77,68 @@ class Executor:
             now: time [s].
             pushed: what caused them, if a push did.
         """
+        answers, counts = self._answers, self._counts
         for effect in effects:
             if isinstance(effect, Granted):
-                self._granted(effect, now)
+                answers.granted(effect, now)
             elif isinstance(effect, Passed):
-                asked = self._answered(effect.rank, now)
-                words = self._epochs.words(self._epochs.number)[asked.tick :]
-                flags, text = self.measures_for(asked)
-                self._replies.answer(
-                    effect.rank, Say.PASSED, tick=effect.tick, numbers=words, flags=flags,
-                    wasted=self._told(effect.rank), text=text,
-                )  # fmt: skip
+                answers.passed(effect, now)
             elif isinstance(effect, Accepted):
                 assert pushed is not None
-                self._counts.accepted(effect.rank, effect.samples, effect.staleness, pushed.request.compute_s)
+                counts.accepted(effect.rank, effect.samples, effect.staleness, pushed.request.compute_s)
                 self._batch.accept(effect, pushed.request, pushed.slot, pushed.base)
             elif isinstance(effect, Updated):
                 if (word := self._batch.update(effect)) is not None:
                     self._epochs.tick_over(word)
-                self._replies.publish()
-                self._manual_steps.applied()
+                answers.publish()
+                answers.resume(list(answers.paused), ReplyFlag.CHANGED)  # all that was left of sub-steps was applied
             elif isinstance(effect, Refused):
-                self._counts.discarded[effect.reason] += effect.samples
+                counts.discarded[effect.reason] += effect.samples
                 if effect.reason != "nonfinite":  # these samples are nobody else's
-                    self.wasted(effect.rank)
+                    answers.wasted(effect.rank)
             else:
                 assert isinstance(effect, Reissued)
-                self._counts.reissued[effect.reason] += effect.samples
+                counts.reissued[effect.reason] += effect.samples
 
-    def measures_for(self, request: Request) -> tuple[int, str]:
-        """Returns flags and text of an answer: what was counted, if the request asks for it."""
-        if not request.flags & PushFlag.MEASURES:
-            return 0, ""
-        return int(ReplyFlag.MEASURES), self.measures_text()
+    # ---- sub-steps --------------------------------------------------------------------------------------------
 
-    def measures_text(self) -> str:
-        """Returns what was counted so far and is known now."""
-        return measures_text(Measures.take(self._counts, self._coordinator))
+    def push_substep(
+        self, rank: int, pushed: Pushed, now: float, *, granted_s: float, finite: bool, counts: bool
+    ) -> None:
+        """Takes in a push inside a batch.
 
-    def _answered(self, rank: int, now: float) -> Request:
-        """Takes the claim of a worker that is answered now."""
-        claim, at_s = self._claims.pop(rank)
-        self._counts.held(rank, now - at_s)
-        return claim
+        Args:
+            rank: its worker.
+            pushed: what it says.
+            now: time [s].
+            granted_s: when its samples were granted [s].
+            finite: False: its samples count, its gradients do not.
+            counts: False: the sub-step counts for these samples already, see `Coordinator.substep`.
+        """
+        policy, batch, answers = self._coordinator.policy, self._batch, self._answers
+        push, slot, base = pushed
+        batch.add_substep(rank, push, slot, base, finite=finite, counts=counts)
+        if counts and (isinstance(policy, Asynchronous) or not batch.may_wait(push.substep, base)):
+            batch.apply_at_once(push)
+            answers.publish()
+            answers.answer(rank, Say.APPLIED, flags=ReplyFlag.CHANGED)
+        elif batch.is_open(push):
+            patience_s = policy.grace * (self._coordinator.step_s or now - granted_s)
+            if policy.holds == "barrier" or (policy.holds == "grace" and push.flags & PushFlag.MORE):
+                patience_s = math.inf
+            answers.paused[rank] = (push.substep, now + patience_s)
+            self.settle(now)
+        else:
+            answers.answer(rank, Say.APPLIED)
 
-    def _granted(self, granted: Granted, now: float) -> None:
-        self._answered(granted.rank, now)
-        self._replies.answer(
-            granted.rank, Say.GRANT, tick=granted.tick, version=granted.base, lease=granted.lease, micro=granted.micro,
-            numbers=[number for span in granted.spans for number in span], hint=granted.hint,
-            flags=self._coordinator.policy.threshold_for(len(self._live_workers.live)) or 0,
-            wasted=self._told(granted.rank),
-        )  # fmt: skip
+    def settle(self, now: float) -> None:
+        """Applies the sub-steps that are complete, and lets the workers go on that have waited long enough."""
+        answers = self._answers
+        for k in self._batch.apply_complete(answers.claiming):
+            answers.publish()
+            answers.resume([r for r, (substep, _) in answers.paused.items() if substep == k], ReplyFlag.CHANGED)
+        answers.resume([r for r, (_, until_s) in answers.paused.items() if until_s <= now], ReplyFlag(0))
+
+    def wake_s(self) -> float:
+        """Returns when the first has waited long enough [s]; inf: nobody waits, or without end."""
+        return min((until_s for _, until_s in self._answers.paused.values()), default=math.inf)

@@ -2,7 +2,7 @@
 
     listener.events() -> ParameterServer.handle -> PushChecks    pushes that may count
                                                 -> Coordinator -> effects -> Executor -> OpenBatch   sums, optimizers
-                                                                                      -> Replies     answers, versions
+                                                                                      -> Answers     answers, versions
 
 The coordinator decides; this file takes events in and hands each to who knows about it. No clock of its own (times are
 passed in, except for measuring its own work) and no socket.
@@ -29,11 +29,10 @@ from lightning_hetero.stale.runtime.serve.agreement import (
     LiveWorkers,
     Meeting,
 )
+from lightning_hetero.stale.runtime.serve.answers import Answers
 from lightning_hetero.stale.runtime.serve.executor import Executor, Pushed
-from lightning_hetero.stale.runtime.serve.manual_steps import ManualSteps
 from lightning_hetero.stale.runtime.serve.open_batch import HalfUpdateError, OpenBatch
 from lightning_hetero.stale.runtime.serve.push_checks import NonFiniteError, PushChecks
-from lightning_hetero.stale.runtime.serve.replies import Replies
 from lightning_hetero.stale.runtime.serve.thread_shards import ThreadShards
 from lightning_hetero.stale.runtime.serve.update import OwnMethodError, Updater, bits
 from lightning_hetero.transport.base import (
@@ -108,13 +107,11 @@ class ParameterServer:
         self._push_checks = PushChecks(
             listener, self._updater, self._live_workers, self.counts, stop=nonfinite == "stop"
         )
-        self._replies = Replies(listener, area, coordinator, self._live_workers, self._epochs, self._batch.settle)
-        self._manual_steps = ManualSteps(self._batch, coordinator, self._replies)
-        self._executor = Executor(
-            coordinator, self._batch, self._manual_steps, self._replies, self._epochs, self._live_workers,
-            self.counts,
+        self._answers = Answers(
+            listener, area, self._batch, coordinator, self._live_workers, self._epochs, self.counts
         )
-        self._replies.publish()
+        self._executor = Executor(coordinator, self._batch, self._answers, self._epochs, self.counts)
+        self._answers.publish()
 
     @property
     def deserted(self) -> bool:
@@ -152,7 +149,7 @@ class ParameterServer:
             self._request(happened.rank, happened.request, now)
         elif isinstance(happened, Joined):
             self._live_workers.joined(happened.rank, now)
-            if self._replies.failure is None:
+            if self._answers.failure is None:
                 self._executor.carry_out(self.coordinator.joined(happened.rank, now), now)
         elif isinstance(happened, Gone):
             self._gone(happened, now)
@@ -163,18 +160,18 @@ class ParameterServer:
         """Does what is due by now."""
         for rank, reason in self._live_workers.overdue(self._meeting, now):
             self._leave_behind(rank, reason, now)
-        if self._replies.failure is None:
+        if self._answers.failure is None:
             self._executor.carry_out(self.coordinator.wake(now), now)
-            self._manual_steps.settle(self._executor.claiming, now)
+            self._executor.settle(now)
             self._batch.settle()
             self._settle_meeting(now)
 
     def wake_s(self) -> float:
         """Returns when `wake` is due next [s]; inf: only an event can change anything."""
         due_s = self._live_workers.overdue_s(self._meeting)
-        if self._replies.failure is not None:
+        if self._answers.failure is not None:
             return due_s
-        return min(self.coordinator.wake_s(), self._manual_steps.wake_s(), due_s, self._meeting_due_s)
+        return min(self.coordinator.wake_s(), self._executor.wake_s(), due_s, self._meeting_due_s)
 
     @property
     def meets(self) -> bool:
@@ -189,9 +186,7 @@ class ParameterServer:
 
     def fail(self, text: str) -> None:
         """Tells everybody, now and later, that the run cannot go on."""
-        self._replies.fail(text)
-        self._executor.forget_claims()
-        self._manual_steps.clear()
+        self._answers.fail(text)
 
     def close(self) -> None:
         """Ends the server's threads; idempotent."""
@@ -199,7 +194,6 @@ class ParameterServer:
 
     def _gone(self, gone: Gone, now: float) -> None:
         rank = gone.rank
-        self._replies.forget(rank)
         self._epochs.forget(rank)
         self._live_workers.gone(rank, gone.reason)
         self._without(rank, now)
@@ -212,27 +206,26 @@ class ParameterServer:
 
     def _without(self, rank: int, now: float) -> None:
         """The others go on without a worker."""
-        self._executor.forget(rank)
-        self._manual_steps.forget(rank)
+        self._answers.forget(rank)
         self._meeting.forget(rank)
-        if self._replies.failure is None:
+        if self._answers.failure is None:
             self._executor.carry_out(self.coordinator.lost(rank, now), now)
-            self._manual_steps.settle(self._executor.claiming, now)
+            self._executor.settle(now)
             self._meeting_due_s = now
 
     def _request(self, rank: int, request: Request, now: float) -> None:
         kind = request.kind
-        self._replies.asked(rank)
+        self._answers.asked(rank)
         if kind is Ask.LEAVE:
-            self._replies.answer(rank, Say.DONE)
+            self._answers.answer(rank, Say.DONE)
             self._live_workers.left(rank)
             self._without(rank, now)
         elif kind is Ask.ABORT:
-            self._replies.answer(rank, Say.DONE)
+            self._answers.answer(rank, Say.DONE)
             self._live_workers.left(rank)
             self.fail(f"worker {rank} failed: {request.text}")
-        elif self._replies.failure is not None and kind is not Ask.STATE:  # a failed run may still be saved
-            self._replies.answer_failed(rank)
+        elif self._answers.failure is not None and kind is not Ask.STATE:  # a failed run may still be saved
+            self._answers.answer_failed(rank)
         else:
             try:
                 self._serve(rank, request, now)
@@ -267,7 +260,7 @@ class ParameterServer:
                 self._tell(rank, request)
             except Exception as error:  # nothing has changed: it is the asker's alone
                 words = f"the parameter server could not answer {kind.name}: {type(error).__name__}: {error}"
-                self._replies.answer(rank, Say.FAILED, text=failure_text(words, error))
+                self._answers.answer(rank, Say.FAILED, text=failure_text(words, error))
         elif request.epoch < self._epochs.number:
             self._of_epoch_before(rank, request)
         else:
@@ -283,13 +276,13 @@ class ParameterServer:
         """Answers a question."""
         if request.kind is Ask.METRICS:
             alive = sorted(self._live_workers.live)
-            self._replies.answer(rank, Say.DONE, numbers=alive, text=self._executor.measures_text())
+            self._answers.answer(rank, Say.DONE, numbers=alive, text=self._answers.measures_text())
             return
         state = self.state()
         if request.numbers and request.numbers[0] != state["version"]:  # the version it has
             state["area"] = self.area
         self.listener.share_state(state_bytes(state))
-        self._replies.answer(rank, Say.STATE)
+        self._answers.answer(rank, Say.STATE)
 
     # ---- epochs and meetings ----------------------------------------------------------------------------------
 
@@ -303,7 +296,7 @@ class ParameterServer:
             self._epochs.begin(request.epoch, epoch)
             self._batch.begin()
         hints = self.coordinator.hints(rank) if request.epoch == self._epochs.number else ()
-        self._replies.answer(rank, Say.DONE, numbers=[number for span in hints for number in span])
+        self._answers.answer(rank, Say.DONE, numbers=[number for span in hints for number in span])
 
     def _of_epoch_before(self, rank: int, request: Request) -> None:
         """The worker was silent while the others finished its epoch: what it has is discarded, politely."""
@@ -311,12 +304,12 @@ class ParameterServer:
             self.counts.discarded["gone"] += request.samples
         words = self._epochs.words(request.epoch)
         if request.kind is Ask.PUSH and not request.flags & PushFlag.FINAL:
-            self._replies.answer(rank, Say.APPLIED)
+            self._answers.answer(rank, Say.APPLIED)
         elif not 0 <= request.tick < len(words):
             raise ValueError(f"batch {request.tick} of epoch {request.epoch}, which had {len(words)}")
         else:
-            flags, text = self._executor.measures_for(request)
-            self._replies.answer(
+            flags, text = self._answers.measures_for(request)
+            self._answers.answer(
                 rank, Say.PASSED, epoch=request.epoch, tick=len(words), numbers=words[request.tick :], flags=flags,
                 wasted=request.kind is Ask.PUSH, text=text,
             )  # fmt: skip
@@ -333,14 +326,14 @@ class ParameterServer:
             one = next(iter(met.values()))
             for o in bits(one.steps):  # they have met for a method that an optimizer has besides its step
                 self._updater.call(o, one.text)
-                self._replies.publish()
+                self._answers.publish()
         except (DisagreementError, OwnMethodError) as error:
             self.fail(str(error))
             return
         alive = sorted(self._live_workers.live)
         for rank, request in met.items():
             text = Met.text(self.counts, self._live_workers.take_notices(rank))
-            self._replies.answer(rank, Say.MET, tick=request.tick, numbers=alive, text=text)
+            self._answers.answer(rank, Say.MET, tick=request.tick, numbers=alive, text=text)
 
     # ---- claims and pushes ------------------------------------------------------------------------------------
 
@@ -352,15 +345,15 @@ class ParameterServer:
             raise ValueError(f"it is in batch {request.tick}, the server in {self.coordinator.tick}")
 
     def _claim(self, rank: int, request: Request, now: float) -> None:
-        self._executor.claimed(rank, request, now)
+        self._answers.claims[rank] = (request, now)
         self._executor.carry_out(self.coordinator.claim(rank, request.tick, now), now)
-        self._manual_steps.settle(self._executor.claiming, now)
+        self._executor.settle(now)
 
     def _push(self, rank: int, push: Request, now: float) -> None:
         """The last push of a batch; a claim for the same batch follows at once."""
         slot = self._push_checks.slot(rank, push)
         if slot is None:
-            self._executor.wasted(rank)
+            self._answers.wasted(rank)
             self._executor.carry_out(self.coordinator.give_back(rank, push.lease, now), now)
         else:
             lease = self.coordinator.lease(rank, push.lease)
@@ -377,13 +370,13 @@ class ParameterServer:
     def _push_substep(self, rank: int, push: Request, now: float) -> None:
         slot, lease = self._push_checks.slot(rank, push), self.coordinator.lease(rank, push.lease)
         if slot is None or lease is None or lease.void or not self.coordinator.within_bound(lease.base):
-            self._replies.answer(rank, Say.APPLIED)  # the last push of the batch will be refused as a whole
+            self._answers.answer(rank, Say.APPLIED)  # the last push of the batch will be refused as a whole
             return
         finite = self._push_checks.finite(rank, push, slot)
-        self._manual_steps.push(
-            rank, push, slot, now, base=lease.base, granted_s=lease.granted_s, finite=finite,
-            counts=self.coordinator.substep(lease, push.substep, push.samples), done=self._executor.claiming,
-        )  # fmt: skip
+        counts = self.coordinator.substep(lease, push.substep, push.samples)
+        self._executor.push_substep(
+            rank, Pushed(push, slot, lease.base), now, granted_s=lease.granted_s, finite=finite, counts=counts
+        )
 
     # ---- state ------------------------------------------------------------------------------------------------
 

@@ -14,12 +14,12 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 from torch import Tensor
 
-from lightning_hetero.measure.device import Device, Stamp, device_of
+from lightning_hetero.measure.device import HostDevice, Stamp, device_of
 
 __all__ = ["Image", "Readout", "lock_pages"]
 
 
-def lock_pages(memories: Iterable[Tensor], devices: Sequence[Device]) -> list[Callable[[], None]]:
+def lock_pages(memories: Iterable[Tensor], devices: Sequence[HostDevice]) -> list[Callable[[], None]]:
     """Locks the host's memory (uint8) for copies to and from devices, once, where that is to be had; returns what ends
     it."""
     locked: list[Callable[[], None]] = []

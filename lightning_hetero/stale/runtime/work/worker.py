@@ -126,7 +126,7 @@ class Worker:
 
     @property
     def version(self) -> int:
-        """Of the parameters pulled last; -1 before."""
+        """The version of the parameters pulled last; -1 before the first pull."""
         return self.weights.version
 
     def pull(self) -> int:

@@ -1,29 +1,30 @@
 """The layers of a backbone as a step calls them one after another, before any of them is computed (layer T).
 
 In a step that runs in a pipeline a layer returns a `LayerOutput`: a stand-in for what it would return, which the step
-may take apart (``out[0]``, ``x, weights = out``) and pass to the next layer, and nothing else. Of the calls a `Route`
-is made, and the tensors among their arguments are the backbone's inputs. Tensors made by anything but the layers can be
+may take apart (``out[0]``, ``x, weights = out``) and pass to the next layer, and nothing else. A `Route` is made of the
+calls, and the tensors among their arguments are the backbone's inputs. Tensors made by anything but the layers can be
 passed to any of them, at any time: the step can compute nothing from a stand-in, so they do not depend on a layer.
 """
 
 from __future__ import annotations
 
+import sys
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 from torch.utils import _pytree as pytree  # private by name, but where torch registers its own classes
 
-from lightning_hetero.pipeline.runtime.step.layer_calls.caches import without_cache
 from lightning_hetero.pipeline.runtime.step.layer_calls.route import Path, Route, encode
 from lightning_hetero.pipeline.runtime.step.random_streams import nothing_drawn
 
-__all__ = ["CalledLayer", "Chain", "LayerOutput", "NotAChainError", "stand_ins"]
+__all__ = ["CalledLayer", "LayerOutput", "LayerWalk", "NotAChainError", "SeenCaches", "stand_ins", "without_cache"]
 
 
 class NotAChainError(RuntimeError):
@@ -53,7 +54,7 @@ class CalledLayer:
 
 
 @dataclass(slots=True)
-class Chain:
+class LayerWalk:
     """The calls of one walk along the layers, as far as it has come.
 
     Attributes:
@@ -235,7 +236,7 @@ class LayerOutput:
         path: of this part of the output; empty: all of it.
     """
 
-    def __init__(self, chain: Chain, layer: int, path: Path = ()) -> None:
+    def __init__(self, chain: LayerWalk, layer: int, path: Path = ()) -> None:
         self.chain, self.layer, self.path = chain, layer, path
 
     def __getitem__(self, key: Any) -> LayerOutput:
@@ -297,3 +298,42 @@ class LayerOutput:
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         between = next(value for value in pytree.tree_leaves((args, kwargs)) if type(value) is cls)
         raise NotAChainError(between._unknown())  # not TypeError: operators would take it for NotImplemented
+
+
+# ---- caches of keys and values ---------------------------------------------------------------------------------
+# Models of `transformers` hand one to each of their layers, for generating text token by token. In a training step, or
+# a validation step that calls the model once, each layer writes to its own part and nobody reads it: an empty cache
+# and none compute the same. So in a pipeline a layer gets none. A cache that comes a second time was meant to be read,
+# and the result would be wrong: refused.
+
+
+def without_cache(value: Any) -> Any:
+    """Returns None in place of a cache, and everything else as it is."""
+    return None if _is_cache(value) else value
+
+
+class SeenCaches:
+    """The caches that the calls of one backbone have come with, while they exist."""
+
+    def __init__(self) -> None:
+        self._seen: WeakSet[Any] = WeakSet()
+
+    def add(self, values: Iterable[Any]) -> None:
+        """Takes down the caches among the arguments of a call.
+
+        Raises:
+            RuntimeError: one is not empty, or has come before.
+        """
+        for cache in filter(_is_cache, values):
+            if cache in self._seen or cache.get_seq_length() > 0:
+                raise RuntimeError(
+                    f"the backbone is called with a {type(cache).__name__} that an earlier call has filled: the layers"
+                    " of a pipeline keep no keys and values from call to call; pass use_cache=False (to generate():"
+                    " slower, the same text), or generate on one device"
+                )
+            self._seen.add(cache)
+
+
+def _is_cache(value: Any) -> bool:
+    transformers = sys.modules.get("transformers")  # whoever has one has imported it
+    return transformers is not None and isinstance(value, transformers.Cache)

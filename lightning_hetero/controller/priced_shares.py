@@ -20,7 +20,7 @@ __all__ = ["priced_shares", "times_of"]
 
 
 def priced_shares(
-    tables: Sequence[Floats], samples: int, alpha: float, gamma: Sequence[float], least_s: float = 0.0
+    tables: Sequence[Floats], samples: int, alpha: float, gamma: Sequence[float]
 ) -> tuple[list[int], float]:
     """Returns the samples of each group and when the slowest is done [s]; none and ``inf`` if it cannot be.
 
@@ -29,7 +29,6 @@ def priced_shares(
         samples: N.
         alpha: weight of the time, >= 0.
         gamma: weight of a sample, by group.
-        least_s: ends before count as this [s].
 
     >>> import numpy as np
     >>> fast, cheap = np.arange(1.0, 9.0), 3.0 * np.arange(1.0, 9.0)
@@ -45,7 +44,7 @@ def priced_shares(
     deadlines = np.unique(np.concatenate(tables))
     deadlines = deadlines[deadlines >= max(table[0] for table in tables)]
     left = np.full(len(deadlines), samples - groups, dtype=np.int64)
-    value: Floats = alpha * np.maximum(deadlines, least_s) + sum(gamma)
+    value: Floats = alpha * deadlines + sum(gamma)
     given = np.ones((groups, len(deadlines)), dtype=np.int64)
     for g in sorted(range(groups), key=lambda g: (gamma[g], g)):
         more = np.minimum(np.searchsorted(tables[g], deadlines, side="right") - 1, left)

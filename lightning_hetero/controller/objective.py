@@ -13,7 +13,7 @@ should last, T_ref the first plan's time. r_k is what a batch takes of constrain
 and what a batch takes is linear in the time and the samples of the groups:
 
     money     T' * prices of the ranks in use (+ a part of those at rest)
-    energy    T' * idle power, + (power - idle power) * own work, that of ranks at rest included
+    energy    T' * idle power, + (power - idle power) * own work
     traffic   activations and gradients on links, + synchronisation
 
 so that J = alpha T' + sum gamma_g n_g + rest for a given structure, which `Objective.judge` minimises exactly.
@@ -32,9 +32,9 @@ from typing import NamedTuple
 
 import numpy as np
 
+from lightning_hetero.controller.migration import MigrationModel
+from lightning_hetero.controller.priced_shares import priced_shares, times_of
 from lightning_hetero.controller.settings import Budget, Resource
-from lightning_hetero.controller.structure.migration import MigrationModel
-from lightning_hetero.controller.structure.shares import priced_shares, times_of
 from lightning_hetero.solvers.chain.layers import Floats
 from lightning_hetero.solvers.placement.pipes import Pipe, Problem
 from lightning_hetero.solvers.placement.search import Judged
@@ -95,7 +95,6 @@ class Objective:
         present: the plan in force: migrations start from it.
         migration: how long they take.
         horizon: H, batches.
-        rest_samples: that a rank at rest computes all the same, for nothing.
         known: shares that are best for the time, by structure; kept as long as ``problem`` is.
     """
 
@@ -110,7 +109,6 @@ class Objective:
         present: Sequence[Pipe],
         migration: MigrationModel,
         horizon: float,
-        rest_samples: float = 0.0,
         known: dict[tuple[Pipe, ...], tuple[list[int], float]] | None = None,
     ) -> None:
         self.problem, self.present = problem, tuple(present)
@@ -119,9 +117,6 @@ class Objective:
         self._v, self._reference_s = v, reference_s
         self._migration, self._horizon = migration, horizon
         self._known = {} if known is None else known
-        fixed_s, per_sample_s = problem.work_s[:, -1] + problem.leader_s
-        idle_s = (fixed_s + per_sample_s * rest_samples) / problem.speeds if rest_samples > 0.0 else ()
-        self._idle_s: dict[int, float] = {rank: float(s) for rank, s in enumerate(idle_s)}  # own work of a rank at rest
         self._pieces: dict[tuple[Resource, Pipe], float] = {}
         self._tables: dict[Pipe, Floats] = {}
 
@@ -139,16 +134,7 @@ class Objective:
         per_s = held + prices.rest_cost * (float(rates.sum()) - held)
         if resource == "money":
             return Use(per_s, (0.0,) * len(pipes), 0.0)
-        more = prices.power_w - prices.idle_power_w
-        fixed = sum(float(more[rank]) * seconds for rank, seconds in self._idle_s.items() if rank not in used)
-        return Use(per_s, tuple(self._per_sample(resource, pipe) for pipe in pipes), fixed)
-
-    def _rest_s(self, pipes: Sequence[Pipe]) -> float:
-        """Returns how long the ranks at rest are busy [s]: no batch is shorter."""
-        if not self._idle_s:
-            return 0.0
-        used = {rank for pipe in pipes for rank in pipe.ranks}
-        return max([seconds for rank, seconds in self._idle_s.items() if rank not in used] or [0.0])
+        return Use(per_s, tuple(self._per_sample(resource, pipe) for pipe in pipes), 0.0)
 
     def _per_sample(self, resource: Resource, pipe: Pipe) -> float:
         found = self._pieces.get((resource, pipe))
@@ -196,14 +182,13 @@ class Objective:
         alpha, gamma, rest = self._terms(pipes)
         if max(gamma) > min(gamma):
             tables = [self._table(pipe) for pipe in pipes]
-            shares, compute_s = priced_shares(tables, problem.samples, alpha, gamma, self._rest_s(pipes))
+            shares, compute_s = priced_shares(tables, problem.samples, alpha, gamma)
         else:
             if pipes not in self._known:
                 self._known[pipes] = share([problem.cost(pipe) for pipe in pipes], problem.samples)
             shares, compute_s = self._known[pipes]
         if not shares:
             return None
-        compute_s = max(compute_s, self._rest_s(pipes))
         pause_s = self._migration.pause_s(problem, self.present, pipes)
         wire_s = sync_s(problem, pipes)
         value = alpha * (compute_s + wire_s + pause_s / self._horizon) + rest
@@ -220,7 +205,7 @@ class Objective:
         problem = self.problem
         alpha, gamma, rest = self._terms(pipes)
         value = rest + min(gamma) * problem.samples
-        value += alpha * max(level([problem.cost(pipe) for pipe in pipes], problem.samples), self._rest_s(pipes))
+        value += alpha * level([problem.cost(pipe) for pipe in pipes], problem.samples)
         if value < limit:
             value += alpha * sync_s(problem, pipes)
         if value < limit:
@@ -239,7 +224,6 @@ class Objective:
         compute_s = max(problem.cost(pipe).seconds(n) for pipe, n in zip(pipes, shares, strict=True))
         if compute_s == math.inf:
             return None
-        compute_s = max(compute_s, self._rest_s(pipes))
         alpha, gamma, rest = self._terms(pipes)
         time_s = compute_s + sync_s(problem, pipes)
         pause_s = self._migration.pause_s(problem, self.present, pipes)

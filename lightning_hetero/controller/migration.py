@@ -12,7 +12,7 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from statistics import median
 
-from lightning_hetero.controller.messages import Move
+from lightning_hetero.controller.messages import LayerMove
 from lightning_hetero.solvers.placement.pipes import Pipe, Problem
 
 __all__ = ["MigrationModel", "moves_between", "pieces_between"]
@@ -61,7 +61,7 @@ def piece_bytes(problem: Problem, piece: Piece) -> float:
 
 def moves_between(
     problem: Problem, old: Sequence[Pipe], new: Sequence[Pipe], bounds: Sequence[int], sizes: Sequence[float]
-) -> tuple[Move, ...]:
+) -> tuple[LayerMove, ...]:
     """Returns the moves of single layers; ``bounds`` says where the problem's layers begin in the model's.
 
     Args:
@@ -70,13 +70,13 @@ def moves_between(
         bounds: of the problem's layers, in the model's.
         sizes: bytes of the state of the model's layers.
     """
-    moves: list[Move] = []
+    moves: list[LayerMove] = []
     for first, end, source, target in pieces_between(problem, old, new):
         if first < 0:
-            moves.append(Move(layer=-1, source=source, target=target, size_bytes=problem.leader_state_bytes))
+            moves.append(LayerMove(layer=-1, source=source, target=target, size_bytes=problem.leader_state_bytes))
             continue
         for layer in range(bounds[first], bounds[end]):
-            moves.append(Move(layer=layer, source=source, target=target, size_bytes=sizes[layer]))
+            moves.append(LayerMove(layer=layer, source=source, target=target, size_bytes=sizes[layer]))
     return tuple(moves)
 
 

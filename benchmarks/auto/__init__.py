@@ -1,1 +1,0 @@
-"""Whether `AutoStrategy` takes the engine that is fastest, and what its warm-up costs."""

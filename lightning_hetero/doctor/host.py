@@ -1,0 +1,106 @@
+"""Checks of the host and of how ranks would meet: each a small function of `Facts` (layer P)."""
+
+from __future__ import annotations
+
+from lightning_hetero.cluster.units import bytes_text
+from lightning_hetero.doctor.facts import Facts
+from lightning_hetero.doctor.finding import Finding, failing, fine, warning
+
+__all__ = ["backends", "cores", "fork", "rendezvous", "shared_memory", "versions"]
+
+_SHM_LEAST = 256 * 2.0**20  # Docker's default is 64 MiB
+_SLOTS = 3.0  # of the parameters' size, per rank of a node, that the stale engine keeps there
+
+
+def versions(facts: Facts) -> list[Finding]:
+    """Packages that are needed, in versions that are known to work."""
+    wrong = [package for package in facts.host.packages if not package.fits]
+    known = ", ".join(f"{p.name} {p.installed}" for p in facts.host.packages if p.installed)
+    return [
+        failing(
+            "versions",
+            f"{package.name} {package.installed or 'not installed'}, needed is {package.wanted or 'any version'}",
+            f"pip install '{package.name}{package.wanted}'",
+        )
+        for package in wrong
+    ] or [fine("versions", known)]
+
+
+def shared_memory(facts: Facts) -> list[Finding]:
+    """Whether ``/dev/shm`` holds the stale engine's slots, and loaders' batches."""
+    check, whole, free = "shared memory", facts.host.shm_bytes, facts.host.shm_free_bytes
+    if whole is None or free is None:
+        text = "there is no /dev/shm: hetero_stale uses a temporary folder"
+        return [warning(check, text, "mount a tmpfs there if that folder is on a disk")]
+    ranks = facts.devices_wanted or len(facts.gpus.devices) or (len(facts.cluster.devices) if facts.cluster else 1)
+    need = max(_SHM_LEAST, _SLOTS * facts.module.param_bytes * ranks)
+    text = f"{bytes_text(free)} of {bytes_text(whole)} free in /dev/shm"
+    if free >= need:
+        return [fine(check, text)]
+    text += f"; hetero_stale on {ranks} ranks here, and loaders with workers, want {bytes_text(need)}"
+    gib = max(1, -(-int(need) // 2**30))
+    advice = f"docker run --shm-size={gib}g (Kubernetes: an emptyDir of medium Memory at /dev/shm)"
+    return [warning(check, text, advice)]
+
+
+def fork(facts: Facts) -> list[Finding]:
+    """Whether the stale engine's server can be forked."""
+    if "fork" in facts.host.start_methods:
+        return [fine("fork", "processes can be forked")]
+    text = f"{facts.host.system} forks no processes: hetero_stale has no server here"
+    return [warning("fork", text, "use hetero_balanced or hetero_pipeline, or Linux")]
+
+
+def backends(facts: Facts) -> list[Finding]:
+    """Whether ranks can talk."""
+    check, names = "backends", facts.host.backends
+    if "gloo" not in names:
+        has = ", ".join(names) or "none"
+        text = f"torch.distributed has no gloo, which all engines measure with (it has {has})"
+        return [failing(check, text, "install an official wheel of torch")]
+    if len(facts.gpus.devices) > 1 and "nccl" not in names:
+        text = "several GPUs and no NCCL: gradients travel through host memory"
+        return [warning(check, text, "install a CUDA wheel of torch on Linux")]
+    return [fine(check, ", ".join(names))]
+
+
+def rendezvous(facts: Facts) -> list[Finding]:
+    """Whether ranks will find one another."""
+    check, environ, network = "rendezvous", facts.environ, facts.network
+    found: list[Finding] = []
+    for address, resolves in network.addresses.items():
+        if not resolves:
+            advice = "give a host name or an address that every node reaches"
+            found.append(failing(check, f"MASTER_ADDR={address} cannot be resolved", advice))
+    for port, free in network.free_ports.items():
+        if not free:
+            advice = "give another one, or end what listens there (a run that was not ended?)"
+            found.append(failing(check, f"MASTER_PORT={port} is in use on this machine, or no port", advice))
+    for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+        # NCCL takes names by their beginning, gloo as they are: the milder rule for both.
+        named, there = _named(environ.get(name, "")), network.interfaces
+        missing = [part for part in named if not any(interface.startswith(part) for interface in there)]
+        if missing and network.interfaces:
+            text = f"{name}={environ[name]} names {', '.join(missing)}, which this machine has not"
+            found.append(failing(check, text, f"choose of {', '.join(network.interfaces)}"))
+    if int(environ.get("WORLD_SIZE", "1") or 1) > 1 and "MASTER_ADDR" not in environ:
+        text = f"WORLD_SIZE={environ['WORLD_SIZE']} and no MASTER_ADDR"
+        found.append(failing(check, text, "start ranks with torchrun or srun, which say where they meet"))
+    launcher = (
+        "torchrun" if "TORCHELASTIC_RUN_ID" in environ else "SLURM" if "SLURM_JOB_ID" in environ else "Lightning"
+    )
+    return found or [fine(check, f"ranks are started by {launcher}")]
+
+
+def _named(value: str) -> list[str]:
+    """Returns the interfaces that a variable names; none where it names what is not to be used."""
+    return [part.strip() for part in value.lstrip("=").split(",") if part.strip() and not value.startswith("^")]
+
+
+def cores(facts: Facts) -> list[Finding]:
+    """Whether processes on CPUs have cores of their own."""
+    ranks, there = facts.devices_wanted or len(facts.gpus.devices) or 1, facts.host.cores
+    if ranks <= there:
+        return [fine("cores", f"{there} for {ranks} ranks")]
+    text = f"{ranks} ranks share {there} cores: what they measure of each other's speed wanders"
+    return [warning("cores", text, "start fewer ranks, or give the container more cores")]

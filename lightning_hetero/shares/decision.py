@@ -1,0 +1,66 @@
+"""What a balancing policy decides on, and what it has decided (layer P)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+__all__ = ["ShareDecision", "Thresholds"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Thresholds:
+    """The settings of `BalancePolicy`, which documents them, checked.
+
+    Raises:
+        ValueError: one is out of range.
+    """
+
+    dead_band: float
+    min_gain_s: float
+    noise_guard: float
+    cooldown: int
+    warmup: int
+    surprise: float
+    guard: bool
+
+    def __post_init__(self) -> None:
+        for name in ("dead_band", "min_gain_s", "noise_guard", "surprise"):
+            value: Any = getattr(self, name)  # whatever a command line has made of it
+            if not (isinstance(value, int | float) and math.isfinite(value) and value >= 0):
+                raise ValueError(f"{name}={value!r} must be a finite number >= 0")
+        for name in ("cooldown", "warmup"):
+            value = getattr(self, name)
+            if type(value) is not int or value < 0:
+                raise ValueError(f"{name}={value!r} must be a whole number >= 0 (records)")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ShareDecision:
+    """What was decided on the last records, and why.
+
+    Attributes:
+        shares: samples per rank from now on.
+        changed: whether they are others than before.
+        reason: in words.
+        predicted_s: time of a batch that is expected of them [s].
+        gain_s: time per batch that is won, or would have been [s].
+        data: what else a trace says of it, plain.
+        outcome: what became of an earlier change, for a trace, plain; empty: nothing new.
+    """
+
+    shares: tuple[int, ...]
+    changed: bool
+    reason: str
+    predicted_s: float = math.nan
+    gain_s: float = 0.0
+    data: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    outcome: Mapping[str, Any] = field(default_factory=dict[str, Any])
+
+    @property
+    def predicted_gain(self) -> float:
+        """`gain_s` as a part of what a batch takes without the change; NaN where nothing was predicted."""
+        before_s = self.predicted_s + self.gain_s
+        return self.gain_s / before_s if before_s > 0.0 else math.nan

@@ -1,0 +1,156 @@
+"""What goes out of the server: published versions, and one answer to every request (layer T)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from collections.abc import Set as AbstractSet
+
+from torch import Tensor
+
+from lightning_hetero.stale.decide.coordinator import Coordinator
+from lightning_hetero.stale.decide.effects import Granted, Passed
+from lightning_hetero.stale.decide.report.counts import Counts, Measures
+from lightning_hetero.stale.runtime.messages import measures_text
+from lightning_hetero.stale.runtime.serve.agreement import AnnouncedEpochs, LiveWorkers
+from lightning_hetero.stale.runtime.serve.open_batch import OpenBatch
+from lightning_hetero.transport.base import Listener, Reply, Request, Say
+from lightning_hetero.transport.flags import PushFlag, ReplyFlag
+
+__all__ = ["Answers"]
+
+
+class Answers:
+    """Knows which worker waits for what, and fills in what every answer says.
+
+    Args:
+        listener: the transport's end.
+        area: uint8 flat parameters and buffers, what is published.
+        batch: its contributions may lie in a worker's slot until that is answered.
+        coordinator: knows tick and version.
+        live_workers: have notices for workers.
+        epochs: know the epoch's number, and what each tick did.
+        counts: what is told of them, and where held workers are counted.
+
+    Attributes:
+        failure: why the run cannot go on; None: it can.
+        claims: workers that wait for work, with the claim and when it was made [s].
+        paused: workers that wait for a sub-step, with its number and until when [s].
+    """
+
+    def __init__(
+        self, listener: Listener, area: Tensor, batch: OpenBatch, coordinator: Coordinator, live_workers: LiveWorkers,
+        epochs: AnnouncedEpochs, counts: Counts,
+    ) -> None:  # fmt: skip
+        self._listener, self._area, self._batch, self._coordinator = listener, area, batch, coordinator
+        self._live_workers, self._epochs, self._counts = live_workers, epochs, counts
+        self.failure: str | None = None
+        self.claims: dict[int, tuple[Request, float]] = {}
+        self.paused: dict[int, tuple[int, float]] = {}
+        self._unanswered: set[int] = set()
+        self._wasted: set[int] = set()  # workers whose last push counts nothing, to be told with the answer
+
+    @property
+    def claiming(self) -> AbstractSet[int]:
+        """Workers that will push nothing more for any sub-step of this tick."""
+        return self.claims.keys()
+
+    def publish(self) -> None:
+        """Lets workers see the present parameters."""
+        self._listener.publish(self._coordinator.version, self._area)
+
+    def asked(self, rank: int) -> None:
+        """A request has come, which is to be answered some time."""
+        self._unanswered.add(rank)
+
+    def wasted(self, rank: int) -> None:
+        """The push of a worker that is about to be answered counts nothing."""
+        self._wasted.add(rank)
+
+    def forget(self, rank: int) -> None:
+        """A worker is gone, or has left: it waits for nothing."""
+        self._unanswered.discard(rank)
+        self._wasted.discard(rank)
+        self.claims.pop(rank, None)
+        self.paused.pop(rank, None)
+
+    def fail(self, text: str) -> None:
+        """Tells all who wait that the run cannot go on; the first reason stays."""
+        self.failure = self.failure or text
+        for rank in list(self._unanswered):
+            self.answer_failed(rank)
+        self.claims.clear()
+        self.paused.clear()
+
+    def answer_failed(self, rank: int) -> None:
+        """Tells a worker that the run cannot go on."""
+        self.answer(rank, Say.FAILED, text=self.failure or "")
+
+    def measures_for(self, request: Request) -> tuple[int, str]:
+        """Returns flags and text of an answer: what was counted, if the request asks for it."""
+        if not request.flags & PushFlag.MEASURES:
+            return 0, ""
+        return int(ReplyFlag.MEASURES), self.measures_text()
+
+    def measures_text(self) -> str:
+        """Returns what was counted so far and is known now."""
+        return measures_text(Measures.take(self._counts, self._coordinator))
+
+    def passed(self, passed: Passed, now: float) -> None:
+        """Answers a claim: the tick is over."""
+        asked = self._claim_of(passed.rank, now)
+        words = self._epochs.words(self._epochs.number)[asked.tick :]
+        flags, text = self.measures_for(asked)
+        self.answer(passed.rank, Say.PASSED, tick=passed.tick, numbers=words, flags=flags, text=text)
+
+    def granted(self, granted: Granted, now: float) -> None:
+        """Answers a claim with work."""
+        self._claim_of(granted.rank, now)
+        self.answer(
+            granted.rank, Say.GRANT, tick=granted.tick, version=granted.base, lease=granted.lease, micro=granted.micro,
+            numbers=[number for span in granted.spans for number in span], hint=granted.hint,
+            flags=self._coordinator.policy.threshold_for(len(self._live_workers.live)) or 0,
+        )  # fmt: skip
+
+    def _claim_of(self, rank: int, now: float) -> Request:
+        claim, at_s = self.claims.pop(rank)
+        self._counts.held(rank, now - at_s)
+        return claim
+
+    def resume(self, ranks: Iterable[int], flags: ReplyFlag) -> None:
+        """Lets workers go on that wait for a sub-step."""
+        for rank in ranks:
+            del self.paused[rank]
+            self.answer(rank, Say.APPLIED, flags=flags)
+
+    def answer(
+        self, rank: int, kind: Say, *, epoch: int | None = None, tick: int | None = None, version: int | None = None,
+        lease: int = 0, micro: int = 0, numbers: Sequence[int] = (), hint: tuple[int, int] = (0, 0),
+        flags: int = 0, wasted: bool = False, text: str = "",
+    ) -> None:  # fmt: skip
+        """Answers a worker; see `Reply`.
+
+        Args:
+            epoch, tick, version: None: the server's.
+            text: empty: what the worker has still to be told.
+        """
+        self._unanswered.discard(rank)
+        self._batch.settle(rank)  # the worker may write its slot from now on
+        if kind in (Say.GRANT, Say.PASSED):
+            wasted = wasted or rank in self._wasted
+            self._wasted.discard(rank)
+        reply = Reply(
+            kind=kind,
+            epoch=self._epochs.number if epoch is None else epoch,
+            tick=self._coordinator.tick if tick is None else tick,
+            version=self._coordinator.version if version is None else version,
+            lease=lease,
+            micro=micro,
+            hint_start=hint[0],
+            hint_end=hint[1],
+            generation=self._live_workers.generation,
+            flags=flags,
+            wasted=wasted,
+            numbers=numbers,
+            text=text or "\n".join(self._live_workers.take_notices(rank)),
+        )
+        self._listener.reply(rank, reply)
