@@ -256,8 +256,8 @@ def federated(results: Results) -> str:
             f"{results[f'{case}, rounds']:.0f}",
             f"{100 * results[f'{case}, waiting']:.0f} %",
         ])  # fmt: skip
-    head = ["policy", "emulated time to 90 %", "final accuracy", "points lost to `fedavg` after as many rounds", "rounds",
-            "waiting"]  # fmt: skip
+    head = ["policy", "emulated time to 90 %", "final accuracy", "points lost to `fedavg` after as many rounds",
+            "rounds", "waiting"]  # fmt: skip
     return _table(head, rows)
 
 

@@ -167,7 +167,7 @@ class CriticalPathProbe(Callback):
         self.beside_s: list[float] = []
         self.critical_s: list[float] = []
         self.hidden: list[bool] = []
-        self._spent_s = {"full_shares": 0.0, "_step_measured": 0.0}
+        self._spent_s = {"full_shares": 0.0, "step_over": 0.0}
         self._sums: list[Any] = []
         self._over, self._looks = True, False
 
@@ -180,7 +180,7 @@ class CriticalPathProbe(Callback):
         if batch_idx == 1:  # there is a controller since the first batch
             run = trainer.strategy._run  # type: ignore[attr-defined]
             self._wrap(run.binder.controller, "full_shares")
-            self._wrap(run, "_step_measured")
+            self._wrap(run, "step_over")
             self._looks = True
 
     def _sum(self, group, bucket):  # type: ignore[no-untyped-def]  # DDP reads annotations and knows no words for them
@@ -203,7 +203,7 @@ class CriticalPathProbe(Callback):
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         if batch_idx >= self.WARM_UP:
-            fetch_s, beside_s = self._spent_s["full_shares"], self._spent_s["_step_measured"]
+            fetch_s, beside_s = self._spent_s["full_shares"], self._spent_s["step_over"]
             self.fetch_s.append(fetch_s)
             self.beside_s.append(beside_s)
             self.hidden.append(not self._over)
@@ -220,7 +220,7 @@ class CriticalPathProbe(Callback):
                 return inner(*args, **kwargs)
             finally:
                 self._spent_s[name] += time.perf_counter() - before_s
-                if name == "_step_measured":
+                if name == "step_over":
                     self._look()
 
         setattr(owner, name, timed)

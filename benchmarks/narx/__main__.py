@@ -37,19 +37,8 @@ PREDICTORS: Mapping[str, Callable[[], Predictor]] = {
     "last": LastValue,
 }
 VARIANTS: Mapping[str, Callable[[], Predictor]] = {
-    "1 time": lambda: Narx(times=1),
-    "4 times": lambda: Narx(times=4),
-    "1 load": lambda: Narx(loads=1),
-    "4 loads": lambda: Narx(loads=4),
-    "0 hidden": lambda: Narx(hidden=0),
-    "8 hidden": lambda: Narx(hidden=8),
-    "16 hidden": lambda: Narx(hidden=16),
     "zone 0": lambda: Narx(zone=0.0),
     "zone 0.2": lambda: Narx(zone=0.2),
-    "forget 0": lambda: Narx(forget=0.0),
-    "forget 0.01": lambda: Narx(forget=0.01),
-    "prior 1": lambda: Narx(prior=1.0),
-    "prior 100": lambda: Narx(prior=100.0),
     "margin 0": lambda: Narx(margin=0.0),
 }
 NOTES = (

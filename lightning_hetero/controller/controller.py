@@ -204,15 +204,16 @@ class Controller:
             pause_s=new.pause_s if kind != "shares" else 0.0,
         )
 
-    def _decision(self, reason: str, **new: Any) -> Decision:
+    def _decision(self, reason: str, *, kind: DecisionKind = "keep", **new: Any) -> Decision:
         return Decision(
             batch=self._plans.seen,
             generation=self.generation,
+            kind=kind,
             plan=self.plan,
             reason=reason,
             queues=self._spending.values,
             outcome=self._trials.taken_outcome(),
-            **{"kind": "keep", **new},
+            **new,
         )
 
     # ---- the model ----

@@ -26,8 +26,9 @@ from lightning_hetero.predictors import Predictor, PredictorName
 from lightning_hetero.predictors import by_name as predictor_by_name
 from lightning_hetero.stale.decide.policy import Policy, PolicyName
 from lightning_hetero.stale.decide.policy import by_name as policy_by_name
+from lightning_hetero.stale.fit.held_state import released
 from lightning_hetero.stale.fit.meetings import ServerMeetings
-from lightning_hetero.stale.fit.optimizers import refuse_unusual_steps, released
+from lightning_hetero.stale.fit.optimizers import refuse_unusual_steps
 from lightning_hetero.stale.fit.refusals import (
     REFUSALS,
     refuse_controller,

@@ -1,4 +1,4 @@
-"""``quantum="auto"``: shares in steps that compiled code and tensor cores can do with (layer P).
+"""``quantum="auto"``: shares in steps that compiled code and tensor cores can do with; pieces of a part (layer P).
 
 Where code is compiled anew for each number of samples, each new share costs seconds; so a rank should see few. On a
 device with tensor cores libraries choose, and at times look for, other kernels for each. A coarse step costs balance:
@@ -8,10 +8,10 @@ docs/reference/balanced.md.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-__all__ = ["ShapeNeeds", "auto_quantum"]
+__all__ = ["ShapeNeeds", "auto_quantum", "piece_sizes"]
 
 TILE = 8  # rows that tensor cores take at once
 PARTS = 8  # of an equal share
@@ -69,3 +69,32 @@ def auto_quantum(total: int, world_size: int, needs: ShapeNeeds) -> int:
     while 2 * quantum <= most and 2 * quantum * PARTS * world_size <= total and total % (2 * quantum) == 0:
         quantum *= 2
     return quantum
+
+
+def piece_sizes(
+    shares: Sequence[int], caps: Sequence[int], computed: int, *, least: int = 1, quantum: int = 1
+) -> list[int]:
+    """Returns the samples of each piece of a rank's part, as equal as can be; 0: a piece that counts nothing.
+
+    Their number is the same on all ranks, so that the ranks meet in whatever a step communicates: what the rank with
+    the most pieces needs. A rank with too few samples for so many makes up for the others by pieces of 0.
+
+    Args:
+        shares: samples of the batch, per rank.
+        caps: most samples of a piece, per rank; multiples of ``quantum``.
+        computed: samples that this rank computes on: its share, or those of a dummy.
+        least: samples of a piece that has any, where the part allows it.
+        quantum: pieces are multiples of it, if the part is one and has enough.
+
+    >>> piece_sizes([9, 3], [4, 4], 9), piece_sizes([9, 3], [4, 4], 3), piece_sizes([9, 1], [4, 4], 1)
+    ([3, 3, 3], [1, 1, 1], [1, 0, 0])
+    """
+
+    def pieces(samples: int, wanted: int) -> int:
+        return max(1, min(wanted, samples // least))
+
+    number = max(pieces(share, -(-share // cap)) for share, cap in zip(shares, caps, strict=True) if share)
+    own = pieces(computed, number)
+    unit = quantum if computed % quantum == 0 and own * quantum <= computed else 1
+    size, more = divmod(computed // unit, own)
+    return [(size + (i < more)) * unit for i in range(own)] + [0] * (number - own)

@@ -13,12 +13,11 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from lightning.fabric.utilities.rank_zero import rank_zero_info, rank_zero_warn
-from torch import nn
 from torch.utils.data import DataLoader
 
 from lightning_hetero import lightning_compat as compat
 from lightning_hetero.balanced.decide.controller import ExchangeClock, ShareController
-from lightning_hetero.balanced.decide.quantum import ShapeNeeds, auto_quantum
+from lightning_hetero.balanced.decide.quantum import ShapeNeeds, auto_quantum, piece_sizes
 from lightning_hetero.balanced.runtime.batch_norm import least_samples
 from lightning_hetero.base.loaders import BoundLoader, PartBinder, SharedSettings
 from lightning_hetero.base.own_data import check_own_batches, indexed
@@ -271,8 +270,6 @@ class BalancedBinder(PartBinder[_Balanced]):
         )
         if not module.automatic_optimization:
             raise ValueError(f"{said} and manual optimization cannot accumulate it for you; lower the batch")
-        if any(isinstance(layer, nn.SyncBatchNorm) for layer in module.modules()):
-            raise ValueError(f"{said} and SyncBatchNorm needs each rank's part at once; lower the batch")
         rank_zero_info(f"{said}: each rank computes its part in up to {pieces} pieces, within one batch")
         return pieces
 
@@ -329,14 +326,13 @@ class BalancedBinder(PartBinder[_Balanced]):
         """In which a rank computes its part of a full batch at most; 1: at once."""
         return self._bound[0].pieces if self._bound else 1
 
-    @property
-    def most_at_once(self) -> int | None:
-        """The most samples that this rank computes at once, by ``max_samples``; None: its whole part."""
+    def piece_sizes(self, part: Part) -> list[int]:
+        """Returns the samples of the pieces in which this rank computes its part; one: at once."""
         bound = self._bound[0]
         if bound.pieces == 1:
-            return None
+            return [part.computed]
         caps = replace(self._bounds, least=bound.least).caps(self._channel.world_size, bound.quantum)
-        return max(1, caps[self._channel.rank])
+        return piece_sizes(part.shares, caps, part.computed, least=bound.least, quantum=bound.quantum)
 
     @property
     def cuts_by_cost(self) -> bool:

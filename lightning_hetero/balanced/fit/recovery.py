@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -30,7 +30,7 @@ from torch.utils._pytree import tree_map
 
 from lightning_hetero import lightning_compat as compat
 from lightning_hetero.balanced.fit.piece_logs import PieceLogs
-from lightning_hetero.balanced.runtime.batch_norm import least_samples
+from lightning_hetero.balanced.runtime.batch_norm import least_samples, statistics_kept
 from lightning_hetero.balanced.runtime.loss_weight import LossWeight
 from lightning_hetero.balanced.runtime.pieces import (
     MemoryWatch,
@@ -61,7 +61,7 @@ class _Guarded:
     Attributes:
         original: the user's ``training_step``.
         samples: of this rank's batch; None: not counted yet.
-        planned: most samples of a piece, by ``max_samples``; None: as many as fit.
+        planned: samples of each piece, by ``max_samples``, as many pieces on every rank; 0: one that counts nothing.
         whole: whether the batch was computed at once.
         cut_again: whether it is computed in pieces other than the planned ones.
         in_pieces: whether a piece runs.
@@ -70,7 +70,7 @@ class _Guarded:
 
     original: Callable[..., Any]
     samples: int | None
-    planned: int | None
+    planned: Sequence[int]
     whole: bool = False
     in_pieces: bool = False
     cut_again: bool = False
@@ -111,16 +111,16 @@ class Recovery:
         self._learned: Mapping[str, Any] = {}
         self._warned = False
 
-    def guarding(self, samples: int | None, planned: int | None = None) -> AbstractContextManager[None]:
+    def guarding(self, samples: int | None, planned: Sequence[int] = ()) -> AbstractContextManager[None]:
         """Inside, ``training_step`` of the module runs in the pieces that are planned, and survives a lack of memory.
 
         For the length of a step only: another patch of the module's, e.g. an emulated device's, stays below this one.
 
         Args:
             samples: of this rank's batch; None: as Lightning counts them, once memory has been short.
-            planned: see `_Guarded`.
+            planned: see `_Guarded`; fewer than two: none are.
         """
-        self._step = _Guarded(self._module.training_step, samples, planned)
+        self._step = _Guarded(self._module.training_step, samples, planned if len(planned) > 1 else ())
         return patched(self._module, "training_step", self._training_step)
 
     def _training_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -131,11 +131,11 @@ class Recovery:
         if step.samples is None and cap.failed is not None:
             self._count(step, args)
         samples = -1 if step.samples is None else step.samples
-        most = samples if step.planned is None else min(samples, step.planned)
+        most = max(step.planned, default=samples)
         if cap.exceeded_by(most):
             step.cut_again, most = True, cap.safe
             step.reason = step.reason or f"{samples} samples do not fit, as was learned before"
-        if most < samples:
+        if step.planned or most < samples:
             return self._in_pieces(step, args, kwargs, most)
         put_back = self._save() if cap.untried(samples) else None
         self._memory.begin(samples)
@@ -182,11 +182,14 @@ class Recovery:
                 return None, None
             gradients.add(loss, weight)
             value = loss.detach() * weight if weight else torch.zeros_like(loss)
-            return _detached(_without_loss(output)), value
+            return apply_to_collection(_without_loss(output), Tensor, Tensor.detach), value
 
         done: list[tuple[Any, Tensor | None]] = []
         sizes: list[int] = []
         todo = deque([(args[0], total)])
+        if planned := [size for size in step.planned if size]:
+            todo = deque(zip(self._split(step, args[0], planned), planned, strict=True))
+        first, empty = todo[0][0], len(step.planned) - len(planned)
         while todo:
             piece, size = todo.popleft()
             if len(smaller := cut(size, most, least)) > 1:
@@ -214,16 +217,22 @@ class Recovery:
             step.cut_again = True
             most = self._failed(size)
             todo.appendleft((piece, size))
+        for _ in range(empty):  # the peers have more pieces, in which a step may communicate
+            with compat.metrics_frozen(self._module), statistics_kept(self._module), logs.collecting(first, 0):
+                loss = _loss_of(step.original(first, *args[1:], **kwargs))
+            if loss is not None:
+                gradients.add(loss, 0.0)
         self._believed = not step.cut_again
         logs.publish()
         if self._tried:
-            self._tell(step, total if step.planned is None else min(total, step.planned))
+            self._tell(step, max(step.planned, default=total))
         outputs, values = zip(*done, strict=True)
         if any(value is None for value in values):
             return None  # Lightning says what that means
         value, found = torch.stack(values).sum(0), gradients.gradients()
         self._check_reached(step, (p in found for p in self._trained()))
-        return _with_loss(join_outputs(outputs, sizes), stand_in(value, found))
+        rest, loss = join_outputs(outputs, sizes), stand_in(value, found)
+        return loss if rest is None else {"loss": loss, **rest}
 
     def _split(self, step: _Guarded, piece: Any, sizes: list[int]) -> list[Any]:
         try:
@@ -291,7 +300,7 @@ class Recovery:
             RuntimeError: of a step that is done in pieces: its peers take part once.
         """
         self._exchanged += 1
-        if self._step is not None and self._step.in_pieces:
+        if self._step is not None and self._step.in_pieces and (self._step.cut_again or not self._step.planned):
             raise RuntimeError(
                 "training_step communicates with the other ranks (all_gather, reduce, broadcast or barrier),"
                 " once per piece on this rank and once on the others; lower max_samples for this rank"
@@ -385,14 +394,5 @@ def _loss_of(output: Any) -> Tensor | None:
     return loss if isinstance(loss, Tensor) else None
 
 
-def _detached(output: Any) -> Any:
-    return apply_to_collection(output, Tensor, Tensor.detach)
-
-
 def _without_loss(output: Any) -> Any:
-    """Returns what a step gives besides its loss."""
     return {k: v for k, v in output.items() if k != "loss"} if isinstance(output, Mapping) else None
-
-
-def _with_loss(rest: Any, loss: Tensor) -> Any:
-    return loss if rest is None else {"loss": loss, **rest}

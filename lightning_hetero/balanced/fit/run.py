@@ -239,7 +239,7 @@ class BalancedRun(EngineRun[BalancedBinder]):
             return nullcontext()
         if self.part is None:
             return self._recovery.guarding(None)
-        return self._recovery.guarding(self.part.computed, self.binder.most_at_once)
+        return self._recovery.guarding(self.part.computed, self.binder.piece_sizes(self.part))
 
     def _work_of(self, part: Part, batch: Any) -> float:
         """Returns the work of the batch; NaN, which counts as that of mean samples, where a weight of 0 tells none."""

@@ -65,8 +65,8 @@ def _at_some_places(chain: DeviceChain) -> tuple[int, ...] | None:
     if n <= most:
         return _best_at(chain, np.arange(n + 1))
     work = chain.layers.work_to
-    even = np.interp(np.linspace(0.0, work[n], most), work, np.arange(n + 1.0))
-    cuts = _best_at(chain, _places(even.round().astype(np.int64), n), rounds=1)
+    even: Ints = np.searchsorted(work, np.linspace(0.0, float(work[n]), most))
+    cuts = _best_at(chain, _places(even, n), rounds=1)
     reach = max(2, most // (2 * len(chain)))
     if cuts is not None:
         near = (np.array(cuts)[:, None] + np.arange(-reach, reach + 1)).ravel()
@@ -123,7 +123,8 @@ def _best_at(
     if rounds == 1:
         return min(zip(totals, cuts, strict=True))[1]
     i = which[int(np.argmin(totals))]
-    between = np.linspace(asked[max(i - 1, 0)], asked[min(i + 1, len(steps) - 1)], _BETWEEN + 2)[1:-1]
+    first_s, last_s = float(asked[max(i - 1, 0)]), float(asked[min(i + 1, len(steps) - 1)])
+    between: Floats = np.linspace(first_s, last_s, _BETWEEN + 2)[1:-1]
     more, more_totals, _ = table.best(between)
     return min([*zip(totals, cuts, strict=True), *zip(more_totals, more, strict=True)])[1]
 
@@ -152,13 +153,13 @@ class _Table:
             ahead, back = chain.crossing_s(stage, sizes)
             trips = (ahead + back)[self._ends]
             compute = span / chain.speeds[stage] + (0.0 if stage else before_s)
-            busy = compute + (0.0 if stage else head_s)
+            busy: Floats = compute + (0.0 if stage else head_s)
             if chain.overlap:
                 beside = (0.0, 0.0) if stage else chain.beside_s
                 busy = np.maximum(busy, np.maximum(ahead + beside[0], back + beside[1])[self._ends])
             else:
-                front = sum(chain.crossing_s(stage - 1, sizes if stage else sizes[-1:]))
-                busy = busy + trips + front[:, None]
+                before, after = chain.crossing_s(stage - 1, sizes if stage else sizes[-1:])
+                busy = busy + trips + (before + after)[:, None]
             self._trips.append(ahead + back)
             self._cost.append(compute + trips)
             self._busy.append(busy)

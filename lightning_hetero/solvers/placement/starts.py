@@ -178,8 +178,9 @@ def _pieces(chain: Sequence[int], by: Floats, n: int) -> Groups:
     """Cuts a chain of neighbours into n pieces of about equal speed, or of what ``by`` says of each device."""
     weights = np.minimum(by[list(chain)], 1e300)
     middles = np.cumsum(weights) - 0.5 * weights
-    places = np.minimum((middles / float(weights.sum()) * n * (1.0 + 1e-12)).astype(np.int64), n - 1).tolist()
-    pieces: list[list[int]] = [[] for _ in range(n)]
+    parts = (middles / float(weights.sum()) * n * (1.0 + 1e-12)).astype(np.int64)
+    places: list[int] = np.minimum(parts, n - 1).tolist()
+    pieces: list[list[int]] = [list[int]() for _ in range(n)]
     for rank, place in zip(chain, places, strict=True):
         pieces[place].append(rank)
     return tuple(tuple(piece) for piece in pieces if piece)

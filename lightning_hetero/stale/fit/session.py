@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 from lightning_hetero.base.elastic.members import Members
 from lightning_hetero.base.loaders import SharedSettings
 from lightning_hetero.stale.decide.policy import Policy
-from lightning_hetero.stale.fit.optimizers import hold, release
+from lightning_hetero.stale.fit.held_state import hold, release
 from lightning_hetero.stale.fit.refusals import Changed
 from lightning_hetero.stale.runtime.memory.layout import CompressionName, FlatLayout
 from lightning_hetero.stale.runtime.messages import Met

@@ -287,6 +287,13 @@ def test_a_search_over_more_devices_is_sound_and_repeatable(fits: float) -> None
     assert plan == place(case.model, case.cluster, case.samples, budget=30)
 
 
+def test_a_thousand_devices_are_planned() -> None:
+    case = large_case(np.random.default_rng(0), 1000, 400)
+    plan = place(case.model, case.cluster, case.samples, budget=60)
+    check(case, plan)
+    assert plan.total_s <= 1.4 * plan.lower_bound_s
+
+
 # ---- impossible and malformed ---------------------------------------------------------------------------------
 
 

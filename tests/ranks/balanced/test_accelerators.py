@@ -13,8 +13,8 @@ import torch
 from lightning.pytorch import LightningDataModule
 from torch.utils.data import DataLoader
 
+from lightning_hetero.balanced.fit import loaders as balanced_loaders
 from lightning_hetero.balanced.fit import run as balanced_run
-from lightning_hetero.balanced.fit import shapes
 from lightning_hetero.callbacks.work import CountedOnHost
 from lightning_hetero.measure.device import HostDevice
 from lightning_hetero.shares.policy import ShareDecision
@@ -61,7 +61,7 @@ def on_accelerators(rank: int, world: int, precision: Any) -> tuple[dict[int, bo
     )
     with (
         mock.patch.object(balanced_run, "device_of", lambda _: device),
-        mock.patch.object(shapes, "device_of", lambda _: device),
+        mock.patch.object(balanced_loaders, "device_of", lambda _: device),
         warnings.catch_warnings(record=True) as caught,
     ):
         warnings.simplefilter("always")

@@ -115,20 +115,3 @@ def test_what_is_thawed_or_frozen_later_is_trained_by_all_ranks_together(name: s
         assert name == "a new layer" or off < 1e-12
         for key, value in everyone[0].items():
             torch.testing.assert_close(everyone[1][key], value, rtol=0, atol=0)
-
-
-def unequal(rank: int, world: int, engine: str) -> None:
-    """PL#20340: after such a change ranks compare their parameters, without being asked to."""
-
-    class Parts(Callback):
-        def on_train_batch_end(self, trainer: Any, pl_module: Any, *args: Any, **kwargs: Any) -> None:
-            if trainer.current_epoch == 3 and trainer.global_rank == 1:
-                with torch.no_grad():
-                    pl_module.head.weight += 1.0
-
-    trainer = kit.trainer(rank, world, engine, {"balanced": kit.UNEVEN}, callbacks=[Later(), Parts()], max_epochs=80)
-    trainer.fit(Net(), DataLoader(data(), batch_size=8))
-
-
-def test_ranks_compare_their_parameters_after_a_change() -> None:
-    assert "parameters" in kit.refusal(unequal, "balanced")
