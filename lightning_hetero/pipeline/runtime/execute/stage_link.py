@@ -31,7 +31,7 @@ from torch import distributed as dist
 from lightning_hetero.measure.device import HostDevice, Stamp
 from lightning_hetero.pipeline.decide.links import LinkClock
 from lightning_hetero.pipeline.runtime.execute.messages import Message, pack, unpack
-from lightning_hetero.pipeline.runtime.execute.watch import LOOK_S, Watch
+from lightning_hetero.pipeline.runtime.execute.watch import LOOK_S, NeighbourWatch
 from lightning_hetero.transport.sockets import FOREVER, first_line
 
 __all__ = ["CLOSED", "HEAD_BYTES", "STAMP", "Block", "Job", "StageLink"]
@@ -140,7 +140,9 @@ class StageLink:
         watch: of this rank's links.
     """
 
-    def __init__(self, wire: Any, peer: int, *, rank: int, device: HostDevice, clock: LinkClock, watch: Watch) -> None:
+    def __init__(
+        self, wire: Any, peer: int, *, rank: int, device: HostDevice, clock: LinkClock, watch: NeighbourWatch
+    ) -> None:
         self.peer, self.clock, self._device, self._watch = peer, clock, device, watch
         self._wire, self._there = wire, dist.get_group_rank(wire, peer)
         self._broken: str | Exception | None = None  # why nothing can be sent any more
