@@ -1,6 +1,6 @@
 """``python -m tests.docs.call_order [--all ENGINE]``: the orders of calls on docs/reference/architecture.md, traced.
 
-Two ranks train a small model; what rank 0 calls in one steady batch, on its training thread, is taken down. `STOPS` names
+Two ranks train a small model; what rank 0 calls in one steady batch, on its training thread, is taken down. `STOPS` has
 what a reader should find of hundreds of calls, and says what happens there; their order, and that they are called at
 all, is the trace's. ``--all`` prints every function in the order of its first call.
 """
@@ -33,7 +33,7 @@ __all__ = ["PAGE", "STOPS", "page_with", "traced"]
 
 PACKAGE = Path(lightning_hetero.__file__).resolve().parent
 PAGE = REFERENCE / "architecture.md"
-BATCH = 31
+STEADY = 20  # batches before anything is taken down
 PLAN = {"groups": [{"ranks": [0, 1], "cuts": [0, 3, 6], "samples": 32, "micro_batches": [8, 8, 8, 8]}]}
 STRATEGIES = {
     "balanced": LoadBalancedStrategy,
@@ -41,8 +41,65 @@ STRATEGIES = {
     "pipeline": partial(HeteroPipelineStrategy, backbone="model", plan=PLAN),
     "federated": partial(FederatedStrategy, local_steps=4),
 }
-STOPS: dict[str, dict[str, str]] = {}
-"""{engine: {"file:function": what happens there}}, twelve at most."""
+STOPS: dict[str, dict[str, str]] = {
+    "balanced": {
+        "data/batches.py:GlobalBatchSampler.__iter__": "which samples are the global batch, whatever the shares",
+        "balanced/fit/loaders.py:BalancedBinder.split": "the shares of this batch are asked for",
+        "balanced/decide/controller.py:ShareController.full_shares": "a last record that surprises decides now",
+        "shares/policy.py:BalancePolicy.shares": "else the shares last decided stay",
+        "balanced/strategy.py:LoadBalancedStrategy.batch_to_device": "the batch arrives on the rank's device",
+        "balanced/fit/loaders.py:BalancedBinder.open": "which part of which global batch it is",
+        "balanced/runtime/loss_weight.py:LossWeight.open": "its weight W n / N",
+        "balanced/strategy.py:LoadBalancedStrategy.training_step": "the user's step, guarded against a lack of memory",
+        "balanced/runtime/loss_weight.py:LossWeight.factor": "the loss is weighted before backward",
+        "measure/step_clock.py:StepProbe.backward_ended": "own gradients are complete: the stopwatch stops",
+        "balanced/decide/controller.py:ShareController.measured": "the record is sent; no rank waits for it",
+        "measure/step_clock.py:StepProbe.updating": "the optimizer steps",
+    },
+    "stale": {
+        "stale/fit/global_steps.py:GlobalSteps.claim": "Lightning asks for a batch: the rank claims samples of the step",
+        "stale/runtime/work/worker.py:Worker.claim": "the request, and the server's answer: an assignment, or none",
+        "stale/runtime/work/worker.py:Worker.pull": "the parameters of the version it was assigned",
+        "data/granted.py:SampleSource.batch": "a batch of the samples assigned",
+        "stale/fit/step_loop.py:StepLoop.opened": "what its samples weigh",
+        "stale/strategy.py:BoundedStalenessStrategy.training_step": "the user's step",
+        "stale/fit/step_loop.py:StepLoop.backward_done": "gradients are complete",
+        "stale/fit/step_loop.py:StepLoop.stepped": "the user's optimizer would step: a push instead",
+        "stale/runtime/work/gradient_writer.py:GradientWriter.write": "gradients go into the rank's slot",
+        "stale/runtime/work/worker.py:Worker.push": "the server is told, and answers with the next assignment",
+        "stale/fit/step_loop.py:StepLoop._top_up": "as long as it is one of the same step, that is computed, too",
+        "stale/fit/global_steps.py:GlobalSteps.over": "the global step is over on this rank",
+    },
+    "pipeline": {
+        "pipeline/fit/loaders.py:PipelineBinder.split": "samples per group, by the plan",
+        "pipeline/fit/training.py:TrainBatches.open": "what rank 0 has decided begins here",
+        "pipeline/fit/loaders.py:PipelineBinder.micro_batches": "the leader's part is cut",
+        "pipeline/runtime/execute/work.py:LeaderRunner.train": "the schedule's operations begin",
+        "pipeline/runtime/step/resumable.py:ResumableStep.start": "a training step runs in a greenlet",
+        "pipeline/runtime/step/resumable.py:ResumableStep.suspend": "it has called the backbone, and is suspended",
+        "pipeline/runtime/execute/stages.py:Stage.forward": "this rank's layers",
+        "pipeline/runtime/execute/stage_links.py:StageLinks.send": "activations go to the next stage",
+        "pipeline/runtime/execute/stage_links.py:StageLinks.receive": "the last stage's output comes back",
+        "pipeline/runtime/execute/stages.py:Flight.backward": "gradients of a micro-batch, through this rank's layers",
+        "pipeline/runtime/ownership/gradients.py:GradientSync.launch": "sums over the ranks that hold the same begin",
+        "pipeline/fit/logs.py:StepLogs.send": "what was logged and measured, once for all micro-batches",
+    },
+    "federated": {
+        "federated/fit/rounds.py:Rounds.plan": "what the policy has decided for this round",
+        "federated/runtime/own.py:OwnOrder.items": "samples of the rank's own data",
+        "federated/fit/local_steps.py:LocalSteps.begin": "a local step is timed",
+        "federated/strategy.py:FederatedStrategy.training_step": "the user's step",
+        "federated/fit/run.py:FederatedRun.pull": "FedProx: towards the last average",
+        "federated/fit/local_steps.py:LocalSteps.end": "own work is known",
+        "federated/decide/rounds.py:Course.ends_round": "after the round's last step ranks meet",
+        "federated/fit/averaging.py:Averaging.meet": "who is there, and what each has measured",
+        "federated/runtime/averaging.py:average_": "the weighted average of parameters",
+        "federated/runtime/states.py:average_states_": "and of the optimizers' state",
+        "federated/fit/rounds.py:Rounds.next": "the next round is decided",
+        "federated/fit/averaging.py:Averaging.remember": "where the next round starts from",
+    },
+}
+"""{engine: {"file:function": what happens there}}, twelve each."""
 
 
 class Model(LightningModule):
@@ -64,26 +121,28 @@ class Model(LightningModule):
 
 
 class Recorder(Callback):
-    """Takes down the functions of ours that are called between two batches' ends, in the order of their first calls."""
+    """Takes down the functions of ours that are called in each batch, in the order of their first calls."""
 
     def __init__(self) -> None:
-        self.seen: dict[str, None] = {}
+        self.batches: list[dict[str, None]] = []
 
     def _profile(self, frame: FrameType, event: str, argument: object) -> None:
         if event == "call" and (path := Path(frame.f_code.co_filename)).is_relative_to(PACKAGE):
             name = getattr(frame.f_code, "co_qualname", frame.f_code.co_name).replace("<locals>.", "")
-            self.seen.setdefault(f"{path.relative_to(PACKAGE).as_posix()}:{name}")
+            self.batches[-1].setdefault(f"{path.relative_to(PACKAGE).as_posix()}:{name}")
 
     def on_train_batch_end(self, trainer: Trainer, *args: Any) -> None:
-        batch = args[-1]
-        if batch in (BATCH - 1, BATCH):
-            sys.setprofile(self._profile if batch == BATCH - 1 else None)
+        self.batches.append({})
+        sys.setprofile(self._profile)
+
+    def on_train_epoch_end(self, *args: Any) -> None:
+        sys.setprofile(None)
 
 
-def fit(rank: int, world_size: int, engine: str) -> list[str]:
-    """Trains for some batches; returns what this rank has called."""
+def fit(rank: int, world_size: int, engine: str) -> list[list[str]]:
+    """Trains for some batches; returns what this rank has called in each."""
     recorder = Recorder()
-    rows = 16 * (BATCH + 5) * (1 if engine == "federated" else world_size)
+    rows = 16 * (STEADY + 12) * (1 if engine == "federated" else world_size)
     data = TensorDataset(torch.randn(rows, 16), torch.randn(rows, 1))
     trainer = Trainer(
         accelerator="cpu", devices=world_size, strategy=STRATEGIES[engine](), max_epochs=1, callbacks=[recorder],
@@ -91,24 +150,27 @@ def fit(rank: int, world_size: int, engine: str) -> list[str]:
         enable_progress_bar=False, enable_model_summary=False,
     )  # fmt: skip
     trainer.fit(Model(), DataLoader(data, batch_size=16))
-    return list(recorder.seen)
+    return [list(batch) for batch in recorder.batches[STEADY:]]
 
 
 def traced(engine: str) -> list[str]:
-    """Returns "file:function" of all that rank 0 calls in one batch, in the order of the first calls."""
-    return run_ranks(2, fit, engine)[0]
+    """Returns "file:function" of all that rank 0 calls in one batch, in the order of the first calls.
+
+    It is the first one with all of the engine's stops: a rank may have no part in a batch, or a round may go on.
+
+    Raises:
+        ValueError: no batch has them.
+    """
+    batches, stops = run_ranks(2, fit, engine)[0], set(STOPS[engine])
+    if found := [batch for batch in batches if stops <= set(batch)]:
+        return found[0]
+    missed = stops - {call for batch in batches for call in batch}
+    raise ValueError(f"{engine} does not call {sorted(missed)}, or not in one batch")
 
 
 def lines(engine: str) -> str:
-    """Returns an engine's stops in the order of the trace.
-
-    Raises:
-        ValueError: one of them is not called.
-    """
-    calls, stops = traced(engine), STOPS[engine]
-    if missed := set(stops) - set(calls):
-        raise ValueError(f"{engine} does not call {sorted(missed)} in a steady batch")
-    found = [call.partition(":") + (stops[call],) for call in calls if call in stops]
+    """Returns an engine's stops in the order of the trace."""
+    found = [(*call.partition(":"), STOPS[engine][call]) for call in traced(engine) if call in STOPS[engine]]
     return "\n".join(f"{n}. `{file}` `{name}`: {what}." for n, (file, _, name, what) in enumerate(found, 1))
 
 
