@@ -57,7 +57,7 @@ STOPS: dict[str, dict[str, str]] = {
         "measure/step_clock.py:StepProbe.updating": "the optimizer steps",
     },
     "stale": {
-        "stale/fit/global_steps.py:GlobalSteps.claim": "Lightning asks for a batch: the rank claims samples of the step",
+        "stale/fit/global_steps.py:GlobalSteps.claim": "Lightning asks for a batch: samples are claimed",
         "stale/runtime/work/worker.py:Worker.claim": "the request, and the server's answer: an assignment, or none",
         "stale/runtime/work/worker.py:Worker.pull": "the parameters of the version it was assigned",
         "data/granted.py:SampleSource.batch": "a batch of the samples assigned",
