@@ -30,6 +30,7 @@ DDP = "bsp (stock DDP)"
 CONTENDERS = (
     contender("bsp", DDP),
     contender("flexible"),
+    contender("joining"),
     contender("aged"),
     contender("quorum"),
     contender("backup", spares=1),
@@ -39,7 +40,7 @@ CONTENDERS = (
     contender("dynsgd"),
 )
 SCENARIOS = {"equal": "calm", "1:1:1:1/8": "one straggler, 8 times slower", "spells": "slow spells"}
-MODELS = ("MLP, momentum", "MLP, Adam")
+MODELS = ("MLP, momentum", "MLP, Adam", "MLP at the edge, momentum")
 TICKS = TRAINING_SAMPLES // BATCH
 EPOCHS = 30
 SEEDS = tuple(range(700, 706))
@@ -64,7 +65,7 @@ def curve_of(learner: Learner, ticks_s: Sequence[float]) -> Run:
 def trained(case: Case, policy: Contender, seed: int, epochs: int) -> Run:
     """Simulates a policy and trains on its schedule; returns a curve per recipe."""
     decides, workers, speeds = policy.policy(), range(len(case.speeds)), case.build(seed)
-    learners = [Learner(RECIPES[model], seed) for model in MODELS]
+    learners = [Learner(RECIPES[model], seed, completes=decides.completes) for model in MODELS]
     training = Training(learners, seed)
     trace = simulate(
         Coordinator(decides, workers=workers),

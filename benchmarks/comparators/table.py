@@ -11,6 +11,7 @@ __all__ = ["CLUSTERS", "rows_of", "table_of"]
 NAMES = {
     "bsp (stock DDP)": "`bsp`: stock DDP",
     "flexible": "`flexible`, the default",
+    "joining": "`joining`: late samples join the next update",
     "aged": "`aged`: late samples count 1/4 per version",
     "quorum": "`quorum`, more than half",
     "backup spares=1": "`backup`, 1 spare",

@@ -146,6 +146,7 @@ def contender(kind: str, name: str | None = None, **settings: Any) -> Contender:
 # costs half as much loss again. DynSGD is there as published; the quorum has its defaults.
 CONTENDERS = (
     contender("flexible"),
+    contender("joining"),
     contender("bsp", "bsp (stock DDP)"),
     contender("balanced", "balanced (>= 1 sample)", min_samples=1),
     contender("balanced", "balanced (0 samples allowed)", min_samples=0),

@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from benchmarks.stale.simulator import Hooks
+from lightning_hetero.stale.decide.completion import completed
 from lightning_hetero.stale.decide.effects import Accepted, Granted, Refused, Span, Updated
 
 __all__ = ["BATCH", "RECIPES", "TRAINING_SAMPLES", "Learner", "Recipe", "Training", "synchronous"]
@@ -194,10 +195,11 @@ class Learner:
     Args:
         recipe: model and optimizer.
         seed: of the initial weights.
+        completes: a late contribution completes the mean of the update that it missed, see `Policy`.
     """
 
-    def __init__(self, recipe: Recipe, seed: int) -> None:
-        self.recipe = recipe
+    def __init__(self, recipe: Recipe, seed: int, *, completes: bool = False) -> None:
+        self.recipe, self.completes = recipe, completes
         self.weights = recipe.weights(np.random.default_rng([7, seed]))
         self.total = recipe.epochs * (TRAINING_SAMPLES // BATCH)
         self.tick = self.steps = 0
@@ -208,7 +210,10 @@ class Learner:
         self.samples = 0
         self.tick_losses: list[float] = []
         self.target_tick: int | None = None
-        self._taken: dict[int, Vector] = {}
+        self._taken: dict[int, tuple[int, Vector]] = {}  # lease -> version and its weights
+        self._means: dict[int, tuple[Vector, int]] = {}  # version -> mean of what was computed with it, and of how many
+        self._moves = np.zeros_like(self.weights)  # of these means, since the last update
+        self._late = 0  # samples in them
 
     @property
     def running(self) -> bool:
@@ -217,13 +222,22 @@ class Learner:
 
     def take(self, lease: int) -> None:
         """A worker copies the parameters."""
-        self._taken[lease] = self.weights
+        self._taken[lease] = self.steps, self.weights
 
     def give(self, lease: int, images: Vector, labels: NDArray[np.int64], scale: float) -> None:
         """A worker's gradients over its samples go into the pool."""
-        loss, gradient = self.gradient(self._taken.pop(lease), images, labels)
+        base, then = self._taken.pop(lease)
+        loss, gradient = self.gradient(then, images, labels)
         self.loss_sum += loss * len(labels)
         self.samples += len(labels)
+        if base in self._means:
+            mean, count = self._means[base]
+            whole, part = completed(float(count), float(len(labels)))
+            move = np.float32(part) * (gradient - mean)
+            self._means[base] = mean + move, int(whole)
+            self._moves = self._moves + move
+            self._late += len(labels)
+            return
         self.pool += np.float32(scale * len(labels)) * gradient
 
     def gradient(self, weights: Vector, images: Vector, labels: NDArray[np.int64]) -> tuple[float, Vector]:
@@ -237,7 +251,14 @@ class Learner:
     def step(self, samples: int, worth: float, ends_step: bool) -> None:
         """One update with the mean of the pool, at ``worth`` times the scheduled learning rate."""
         lr = np.float32(worth * self.recipe.lr * 0.5 * (1 + math.cos(math.pi * self.tick / self.total)))
-        gradient = self.pool / np.float32(max(samples, 1))
+        fresh = samples - self._late
+        gradient = self.pool / np.float32(max(fresh, 1))
+        if self.completes:
+            known = {**self._means, **({self.steps: (gradient, fresh)} if fresh else {})}
+            taken = {base for base, _ in self._taken.values()}
+            self._means = {base: known[base] for base in known if base in taken}
+            gradient = gradient + self._moves
+            self._moves, self._late = np.zeros_like(self.weights), 0
         self.steps += 1
         if self.recipe.adam:
             self.first = np.float32(0.9) * self.first + np.float32(0.1) * gradient

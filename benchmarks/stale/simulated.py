@@ -115,7 +115,7 @@ def run_one(job: Job) -> Result:
         policy = contender.policy()
         coordinator = Coordinator(policy, workers=range(workers))
         names = () if contender.synchronous else recipes
-        learners = [Learner(scaled(name, epochs), seed) for name in names]
+        learners = [Learner(scaled(name, epochs), seed, completes=policy.completes) for name in names]
         training = Training(learners, seed)
         trace = simulate(
             coordinator,

@@ -27,6 +27,8 @@ REMOVED_OPTIONS: dict[str, dict[str, str]] = {
     "BoundedStalenessStrategy": {
         "overlap": "working ahead made every contribution one version old, which cost several times the final loss."
         " Drop it, or pass a Policy of your own",
+        "late": "late contributions always complete the mean that they missed. Drop it, or pass a policy derived from"
+        " Flexible with `completes = False`",
     },
     "HeteroPipelineStrategy": {
         "overlap": "transfers always run beside computation, which was the default and never slower. Leave it out",

@@ -53,8 +53,8 @@ class BoundedStalenessStrategy(ElasticDDPStrategy[StaleRun]):
     """Data parallelism over a parameter server that bounds staleness and waits for no straggler (after SaPS).
 
     A drop-in for `DDPStrategy`: number, size and learning rate of updates are DDP's; the samples of one global batch
-    come from whatever mix of ranks is fast enough, each computed on parameters at most ``bound`` versions old. Ranks
-    may stall or die; the others go on.
+    come from whatever mix of ranks is fast enough, each computed on parameters at most ``bound`` versions old. What is
+    late completes the mean of the update that it missed. Ranks may stall or die; the others go on.
 
     Args:
         policy: ``"flexible"`` (the default; see `lightning_hetero.stale.policy` for ``"saps"``, ``"asp"``, ``"bsp"``,

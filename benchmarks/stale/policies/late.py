@@ -1,17 +1,24 @@
-"""The engine's default, for a learning rate with momentum that is at the edge of stability."""
+"""The engine's default with other rules of what a late contribution counts."""
 
 from __future__ import annotations
 
 from lightning_hetero.stale.policy import Flexible
 
-__all__ = ["Aged"]
+__all__ = ["Aged", "Joining"]
 
 
-class Aged(Flexible):
-    """A late contribution counts a quarter per version that it is old.
+class Joining(Flexible):
+    """A late contribution joins the mean of the next update, each sample counting the same.
 
-    Late gradients act as more momentum, which such a recipe has no room for.
+    Late gradients act as more momentum then, which a learning rate at the edge of stability has no room for.
     """
+
+    name = "joining"
+    completes = False
+
+
+class Aged(Joining):
+    """It joins, and counts a quarter per version that it is old."""
 
     name = "aged"
 

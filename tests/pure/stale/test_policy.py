@@ -207,6 +207,8 @@ def test_a_policy_that_went_says_where_it_is_now(name: str) -> None:
         (lambda: Flexible(bound=True), TypeError, "bound=True"),
         (lambda: Flexible(grace=-0.1), ValueError, "grace=-0.1"),
         (lambda: Flexible(grace=math.nan), ValueError, "grace=nan"),
+        (lambda: Flexible(late="join"), TypeError, "Flexible no longer has late="),  # type: ignore[arg-type]
+        (lambda: by_name("flexible", late="complete"), TypeError, "Flexible no longer has late="),
         (lambda: Ssp(bound=-1), ValueError, "bound=-1"),
         (lambda: Saps(threshold=0), ValueError, "threshold=0"),
         (lambda: Saps(threshold=4, bound=4), ValueError, "must exceed threshold=4"),

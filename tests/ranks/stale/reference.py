@@ -87,6 +87,12 @@ def equal_speed(rank: int, samples: int, now_s: float) -> float:
 
 def replay(setting: Setting, script: Script, x: Tensor, y: Tensor) -> nn.Module:
     """Recomputes a run with SGD from what the coordinator decided: each contribution at the parameters of its base."""
+    completes = setting.coordinator.policy.completes
+    return replay_completing(setting, script, x, y)[0] if completes else replay_joining(setting, script, x, y)
+
+
+def replay_joining(setting: Setting, script: Script, x: Tensor, y: Tensor) -> nn.Module:
+    """The same where late contributions join the mean of the update they come to."""
     model = copy.deepcopy(setting.initial)
     (optimizer,) = setting.make(model)
     positions = {lease: some for t in script.trainees for lease, _, some in t.log}
@@ -109,6 +115,42 @@ def replay(setting: Setting, script: Script, x: Tensor, y: Tensor) -> nn.Module:
         optimizer.param_groups[0]["lr"] = lr
         history.append(copy.deepcopy(model))
     return model
+
+
+def replay_completing(setting: Setting, script: Script, x: Tensor, y: Tensor) -> tuple[nn.Module, int]:
+    """The same where late contributions complete the mean of the update they missed; returns their number, too.
+
+    Means are made anew out of all that is in them, not moved step by step.
+    """
+    model = copy.deepcopy(setting.initial)
+    (optimizer,) = setting.make(model)
+    positions = {lease: some for t in script.trainees for lease, _, some in t.log}
+    history = [copy.deepcopy(model)]
+    computed: dict[int, list[list[Tensor]]] = {}  # version -> gradient of each sample that was computed with it
+    late = 0
+
+    def mean(version: int) -> list[Tensor]:
+        return [torch.stack(some).mean(0) for some in zip(*computed[version], strict=True)]
+
+    for updated in setting.coordinator.updates:
+        version = updated.version - 1
+        before = {base: mean(base) for base in computed}
+        for c in updated.contributions:
+            base = history[version - c.staleness]
+            late += c.staleness > 0
+            for i in positions[c.lease][: c.samples]:
+                base.zero_grad()
+                mse(base, x[i : i + 1], y[i : i + 1]).backward()
+                one = [torch.zeros_like(p) if p.grad is None else p.grad.clone() for p in base.parameters()]
+                computed.setdefault(version - c.staleness, []).append(one)
+        now = {base: mean(base) for base in computed}
+        moves = [now[version]] if version in now else []
+        moves += [[a - b for a, b in zip(now[base], before[base], strict=True)] for base in before]
+        for p, *parts in zip(model.parameters(), *moves, strict=True):
+            p.grad = torch.stack(parts).sum(0)
+        optimizer.step()
+        history.append(copy.deepcopy(model))
+    return model, late
 
 
 def unequal(rank: int, samples: int, now_s: float) -> float:

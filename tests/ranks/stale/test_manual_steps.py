@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from benchmarks.stale.policies import Buffered, Drop, Quorum
+from benchmarks.stale.policies import Buffered, Drop, Joining, Quorum
 from lightning_hetero.stale.decide.policy import Asp, Bsp, Flexible, Policy
 from lightning_hetero.transport.base import Reply, Say
 from lightning_hetero.transport.flags import PushFlag, ReplyFlag
@@ -224,10 +224,11 @@ def troubled(seed: int, workers: int) -> dict[str, Any]:
     }
 
 
+# A sum tells which samples are in it, a corrected mean does not: so these policies join.
 @pytest.mark.parametrize("slow_s", [3.0, 12.0, 18.0, 27.0])
 def test_a_late_step_counts_once_and_never_beyond_the_bound(slow_s: float) -> None:
-    """A worker's first batch takes so long; the others fill in, and have their next steps without it."""
-    ledger = Ledger(Flexible(bound=1), 3)
+    """A worker's first batch takes so long; the others top up, and have their next steps without it."""
+    ledger = Ledger(Joining(bound=1), 3)
     ledger.run(
         3, work_s=lambda rank, n, now_s: slow_s if rank == 2 and now_s < 1.0 else float(n), rest_s=lambda *_: 3.0
     )  # fmt: skip
@@ -237,7 +238,7 @@ def test_a_late_step_counts_once_and_never_beyond_the_bound(slow_s: float) -> No
 @pytest.mark.parametrize("more", [False, True])
 def test_a_step_that_others_build_on_waits_for_all(more: bool) -> None:
     """A worker is slow with its first step of a batch: without a word that more follow, the others go on without it."""
-    ledger = Ledger(Flexible(bound=2), 3, more=more)
+    ledger = Ledger(Joining(bound=2), 3, more=more)
     ledger.run(3, work_s=lambda rank, n, now_s: 20.0 if rank == 2 else float(n), rest_s=lambda *_: 3.0)
     ledger.check(more)
     assert (max(ledger.staleness) == 0) == more
@@ -245,7 +246,7 @@ def test_a_step_that_others_build_on_waits_for_all(more: bool) -> None:
 
 @pytest.mark.parametrize(
     "policy",
-    [Flexible(bound=0), Flexible(bound=1), Flexible(bound=2, grace=0.5), Bsp(), Asp(), Drop(bound=1),
+    [Joining(bound=0), Joining(bound=1), Joining(bound=2, grace=0.5), Bsp(), Asp(), Drop(bound=1),
      Buffered(k=2), Quorum(quorum=1)],
     ids=str,
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -25,6 +26,8 @@ from tests.ranks.stale.reference import (
     mse,
     plain,
     replay,
+    replay_completing,
+    replay_joining,
     sgd,
     unequal,
 )
@@ -65,6 +68,44 @@ def test_slots_are_read_before_their_workers_are_answered(policy: Policy) -> Non
     setting = Setting(mlp(), sgd, policy, 3)
     script = Scribbling(setting, automatic(x, y, mse), epochs, workers=3, work_s=unequal).run()
     assert differ(replay(setting, script, x, y), setting.model) <= 1e-12
+
+
+@pytest.mark.parametrize("shards", [1, 3])
+@pytest.mark.parametrize("make", [sgd, lambda m: [torch.optim.AdamW(m.parameters(), lr=0.01)]])
+def test_late_contributions_complete_the_update_they_missed(make: Any, shards: int) -> None:
+    x, y = data(5)
+    setting = Setting(mlp(), make, Flexible(grace=0.0), 3, shards=shards)
+    kept: list[int] = []
+
+    def counted(trainee: Trainee, grant: Reply, positions: list[int]) -> Reply:
+        kept.append(len(setting.server._batch._means))
+        return automatic(x, y, mse)(trainee, grant, positions)
+
+    script = Script(setting, counted, epochs, workers=3, work_s=unequal).run()
+    expected, late = replay_completing(setting, script, x, y)
+    assert late > 3, "the script was to make something late"
+    assert differ(expected, setting.model) <= 1e-12
+    assert differ(replay_joining(setting, script, x, y), setting.model) > 1e-4
+    assert sum(u.samples for u in setting.coordinator.updates) == EPOCHS * SAMPLES
+    assert 1 <= max(kept) <= 2
+
+
+def test_under_a_policy_of_a_user_they_join_the_next() -> None:
+    class Joining(Flexible):
+        completes = False
+
+    x, y = data(5)
+    setting = Setting(mlp(), sgd, Joining(grace=0.0), 3)
+    script = Script(setting, automatic(x, y, mse), epochs, workers=3, work_s=unequal).run()
+    assert differ(replay_joining(setting, script, x, y), setting.model) <= 1e-12
+    assert differ(replay_completing(setting, script, x, y)[0], setting.model) > 1e-4
+
+
+def test_nothing_late_nothing_kept() -> None:
+    x, y = data(5)
+    setting = Setting(mlp(), sgd, Flexible(grace=math.inf, bound=0), 3)
+    script = Script(setting, automatic(x, y, mse), epochs, workers=3, work_s=equal_speed).run()
+    assert differ(replay_joining(setting, script, x, y), setting.model) <= 1e-12
 
 
 def test_asynchronous_policies_step_once_per_accumulation_window() -> None:

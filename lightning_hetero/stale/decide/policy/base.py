@@ -166,12 +166,15 @@ class Policy(ABC):
             `bound_for`, one that depends on the number of workers).
         equal_shares: shares are equal rather than by speed.
         grace: longest hold under ``"grace"``, as a fraction of the time of a global step.
+        completes: a late contribution completes the mean of the update that it missed, see `completed`; else it joins
+            that of the next one. For policies whose updates are all worth a global batch; `scale` is then not asked.
     """
 
     name: ClassVar[str]
     holds: ClassVar[Holds]
     equal_shares: ClassVar[bool] = False
     grace: float = 0.0
+    completes: ClassVar[bool] = False
 
     @property
     def claims_bound(self) -> int | None:

@@ -34,24 +34,33 @@ class Flexible(Pooled):
     the *current* weights, and what the straggler computes counts for a later update. With equal constant speeds nothing
     is ever stale and every update is exactly its batch.
 
-    A late contribution joins the mean of the next update, each sample counting the same. Where a learning rate with
-    momentum is at the edge of stability, a policy of yours may let it count less, see `Policy.scale`.
+    A late contribution completes the mean of the update that it missed, and the next update moves by the difference,
+    whatever the optimizer: so it does not act as more momentum. The server keeps that mean, a copy of the gradients for
+    each version that somebody still computes on. Losses that are sums, and steps inside a batch of manual optimization,
+    join the next update; so does all that is late under a subclass with ``completes = False``.
 
     Ours, in the spirit of SaPS's abstract ("limit the staleness of parameters without waiting for stragglers").
 
     Args:
         bound: versions a contribution may be old, >= 0. 1, 2 and 4 trained equally well; 2 recomputes less than 1.
         grace: longest hold, as a fraction of the time of a step, >= 0; 0 holds nobody, inf waits like a barrier.
+        late: no longer an option; refused for one release.
 
     Raises:
-        TypeError: ``bound`` is not a whole number.
+        TypeError: ``bound`` is not a whole number, or ``late`` is given.
         ValueError: a number is out of range.
     """
 
     name = "flexible"
     holds: ClassVar[Holds] = "grace"
+    completes = True
 
-    def __init__(self, *, bound: int = 2, grace: float = 0.1) -> None:
+    def __init__(self, *, bound: int = 2, grace: float = 0.1, late: None = None) -> None:
+        if late is not None:
+            raise TypeError(
+                "Flexible no longer has late=: late contributions always complete the mean that they missed. Drop it,"
+                " or derive a policy with `completes = False`"
+            )
         self.bound = whole("Flexible", "bound", bound, 0)
         self.grace = part("Flexible", "grace", grace, "a step")
 

@@ -12,6 +12,8 @@ Memory is what limits all this, so contributions are not added one by one: they 
 stay as they are, and those that came together are added in one pass, block by block, each block in the cache until all
 are in it and it is divided. Every number meets the same operations in the same order as if they were not.
 
+Late contributions that complete the mean of an earlier update are in neither sum; their moves are added at the end.
+
 What becomes of the buffers is in `PushedBuffers`.
 """
 
@@ -86,6 +88,7 @@ class GradientSum:
     Attributes:
         layout, spares: what gradients look like, and where their memory comes from.
         sums: per parameter, in units of the first contribution; None if nobody had a gradient for it.
+        moves: per parameter, of the means of earlier updates by late contributions; in units of gradients.
         weight: sum of the contributions' weights.
         samples: sum of their samples.
         steps, zeroes: optimizers that step with this update, and whose gradients were zeroed before it.
@@ -99,6 +102,7 @@ class GradientSum:
     layout: FlatLayout
     spares: Spares
     sums: list[Tensor | None] = field(init=False)
+    moves: list[Tensor | None] = field(init=False)
     weight: float = 0.0
     samples: int = 0
     steps: int = 0
@@ -113,6 +117,7 @@ class GradientSum:
 
     def __post_init__(self) -> None:
         self.sums = [None] * len(self.layout.parameters)
+        self.moves = [None] * len(self.layout.parameters)
         self.buffers = PushedBuffers(self.layout)
 
     def count(self, weight: float, samples: int, scale: float) -> float:
@@ -200,9 +205,17 @@ class GradientSum:
         divisor = self.weight if divide_by is None else divide_by
         return self._unit / divisor if divisor != 0.0 else 0.0
 
+    def move(self, index: int, move: Tensor | None) -> None:
+        """Adds the move of a parameter's mean of an earlier update."""
+        if move is not None:
+            total = self.moves[index]
+            self.moves[index] = move if total is None else total.add_(move)
+
     def give_to(self, index: int, parameter: Tensor) -> None:
-        """Adds a parameter's sum to its ``.grad``; nothing if nobody had a gradient for it."""
+        """Adds a parameter's sum and moves to its ``.grad``; nothing if nobody had a gradient for it."""
         total, self.sums[index] = self.sums[index], None
+        if (move := self.moves[index]) is not None:
+            total = move if total is None else total.add_(move)
         if total is None:
             return
         if parameter.grad is not None:

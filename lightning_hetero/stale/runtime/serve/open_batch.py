@@ -22,6 +22,7 @@ from lightning_hetero.stale.decide.coordinator import Coordinator
 from lightning_hetero.stale.decide.effects import Accepted, Updated
 from lightning_hetero.stale.decide.report.counts import Counts
 from lightning_hetero.stale.runtime.serve.accumulator import GradientSum
+from lightning_hetero.stale.runtime.serve.kept_mean import KeptMean
 from lightning_hetero.stale.runtime.serve.update import Updater, bits
 from lightning_hetero.transport.base import Request
 from lightning_hetero.transport.flags import PushFlag, Word
@@ -49,6 +50,7 @@ class OpenBatch:
         counts: Counts,
     ) -> None:
         self._updater, self._coordinator, self._counts = updater, coordinator, counts
+        self._completes = coordinator.policy.completes and updater.divides_by_weight
         self.begin()
 
     def begin(self) -> None:
@@ -62,6 +64,7 @@ class OpenBatch:
             None  # steps and zeroes of this tick, once one of its workers has pushed
         )
         self._unread: set[int] = set()  # workers whose slot waits to be added
+        self._means: dict[int, KeptMean] = {}  # of the updates from versions that somebody still computes on
         self._count_need()
 
     def _new_pool(self) -> GradientSum:
@@ -86,6 +89,11 @@ class OpenBatch:
         if not pool.current:  # not for optimizers that accumulate: whether they step is this tick's to say
             pool.steps = pool.zeroes = pool.steps | (request.steps & request.zeroes)
         pool.ranks.add(accepted.rank)
+        mean = self._means.get(base)
+        if mean is not None and not request.flags & PushFlag.OVERFLOW:
+            pool.buffers.add(slot, samples=request.samples, base=base, rank=accepted.rank)
+            self._updater.complete(pool, mean, slot, weight=request.weight, samples=request.samples)
+            return
         self._add(pool, accepted.rank, request, slot, base, finite=True, scale=accepted.scale)
 
     def add_substep(
@@ -201,7 +209,13 @@ class OpenBatch:
         pool, self._pool = self._pool, self._new_pool()
         if self._flags is not None:
             pool.steps, pool.zeroes = self._flags
-        self._apply(pool, -1, worth=updated.worth, last=updated.ends_step)
+        bases, base, mean = self._coordinator.bases(), updated.version - 1, None
+        if self._completes and pool.weight > 0.0 and base in bases:
+            mean = KeptMean(pool.weight, [None] * len(pool.sums))
+        self._apply(pool, -1, worth=updated.worth, last=updated.ends_step, mean=mean)
+        if mean is not None and not pool.overflow:
+            self._means[base] = mean
+        self._means = {version: kept for version, kept in self._means.items() if version in bases}
         if not updated.ends_step:
             return None
         self._flags = None
@@ -215,11 +229,19 @@ class OpenBatch:
         self._count_need()
         return word
 
-    def _apply(self, pool: GradientSum, substep: int, *, worth: float = 1.0, last: bool = True) -> None:
+    def _apply(
+        self,
+        pool: GradientSum,
+        substep: int,
+        *,
+        worth: float = 1.0,
+        last: bool = True,
+        mean: KeptMean | None = None,
+    ) -> None:
         began_s = time.perf_counter()
         try:
             version = self._coordinator.version
-            stepped = self._updater.apply(pool, version=version, worth=worth, last=last)
+            stepped = self._updater.apply(pool, version=version, worth=worth, last=last, mean=mean)
         except Exception as error:
             raise HalfUpdateError(
                 f"a step of an optimizer failed in the parameter server: {type(error).__name__}: {error}. If it needs"

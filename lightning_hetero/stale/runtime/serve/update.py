@@ -23,6 +23,7 @@ from lightning_hetero.stale.runtime.memory.entry import NONFINITE
 from lightning_hetero.stale.runtime.memory.hyper_parameters import CLIP_NORM, CLIP_VALUE, HyperParameters
 from lightning_hetero.stale.runtime.memory.layout import FlatLayout
 from lightning_hetero.stale.runtime.serve.accumulator import GradientSum, Spares, runs
+from lightning_hetero.stale.runtime.serve.kept_mean import KeptMean
 from lightning_hetero.stale.runtime.serve.thread_shards import ThreadShards, step
 
 __all__ = ["OwnMethodError", "Updater", "bits"]
@@ -119,6 +120,11 @@ class Updater:
         rest = iter(own)
         self._shard_of.append([[self.shards.of(next(rest)) for _ in group] for group in groups])
 
+    @property
+    def divides_by_weight(self) -> bool:
+        """Whether an update is a mean of contributions, and not a sum of losses that are sums."""
+        return self._divide_by is None
+
     # ---- contributions ----------------------------------------------------------------------------------------
 
     def nonfinite(self, slot: Tensor) -> str | None:
@@ -132,6 +138,18 @@ class Updater:
         """Has a slot's gradients wait for `settle` or `apply`, which add them to a pool: till then they must stay."""
         flags = self.layout.flags_of(slot)[0].tolist()
         pool.wait(flags, self._values_of(slot), pool.count(weight, samples, scale))
+
+    def complete(self, pool: GradientSum, mean: KeptMean, slot: Tensor, *, weight: float, samples: int) -> None:
+        """Completes the mean of an earlier update by a slot, which is free again then; a pool gets the move."""
+        flags, values, part = self.layout.flags_of(slot)[0].tolist(), self._values_of(slot), mean.count(weight)
+        pool.samples += samples
+
+        def work(shard: int) -> None:
+            for run in self._runs[shard]:
+                for i in run:
+                    pool.move(i, mean.complete(i, values[i] if flags[i] else None, part))
+
+        self.shards.run(work)
 
     def settle(self, pool: GradientSum) -> None:
         """Adds the slots that wait; afterwards they may be written again."""
@@ -157,13 +175,22 @@ class Updater:
 
     # ---- updates ----------------------------------------------------------------------------------------------
 
-    def apply(self, pool: GradientSum, *, version: int = 0, worth: float = 1.0, last: bool = True) -> int:
+    def apply(
+        self,
+        pool: GradientSum,
+        *,
+        version: int = 0,
+        worth: float = 1.0,
+        last: bool = True,
+        mean: KeptMean | None = None,
+    ) -> int:
         """Makes a pool an update; see the module.
 
         Args:
             version: of the parameters that come of it.
             worth: what it is worth, in batches.
             last: whether it is the tick's last update.
+            mean: where the mean of the pool is to be kept.
 
         Returns:
             Bits of the optimizers that stepped, or would have but for an overflow.
@@ -190,6 +217,8 @@ class Updater:
                 for part, factor in zip(parts, (whole, whole * worth), strict=True):
                     pool.sum_up(part, factor)
                     for i in part:
+                        if mean is not None and (total := pool.sums[i]) is not None:
+                            mean.values[i] = total.clone()
                         pool.give_to(i, self.parameters[i])
 
         self.shards.run(work)
