@@ -82,8 +82,7 @@ SLEEPS = {
     "faults::Model.training_step": "a device's work: faults fall into its middle",
     "ranks/lightning_compat::PARENT_DIES": "outlives the time after which it would be ended",
     "ranks/lightning_compat::play": "ranks die in turns, the next within the time that the first one leaves",
-    "ranks/measure::MeetingPeer.loss": "a device's work: the one place where real time is measured",
-    "ranks/measure::Peer.loss": "a device's work, likewise",
+    "ranks/measure::Peer.loss": "a device's work: the one place where real time is measured",
     "ranks/measure::Peer.on_after_backward": "a device's work, likewise",
     "ranks/measure::_SlowGradient.backward": "a device's work, likewise",
     "ranks/pipeline::Sleepy.forward": "a device's work that nobody has announced: what the controller is there for",
@@ -94,9 +93,7 @@ SLEEPS = {
     "simgpu/sim::_sleep_until": "a simulated device's work: what torch.cuda._sleep asks for",
     "ranks/stale::Slow.on_before_backward": "a device's work: ranks of unequal speed",
     "ranks/stale::Watched.training_step": "a device's work: ranks of unequal speed",
-    "ranks/stale::test_the_last_answer_reaches_a_worker_that_is_late_to_receive_it.late": "comes after the close",
     "ranks/transport::forks_and_waits": "a child that only a kill ends",
-    "ranks/transport::rounds": "ranks come late in turn, so that one is a round ahead",
 }
 
 

@@ -111,7 +111,7 @@ class Walk:
             speeds = [device.speed for device in case.cluster.devices]
             scenario = Scenario(speeds=speeds, sample_s=case.sample_s, step_s=case.fixed_s)
             self.busy = EmulatedPace(BusyTime(), scenario, rank)  # as under the strategy
-            self.busy.parts = parts_of(model, group, rank, max(group.micro_batches))
+            self.busy.parts = parts_of(model, group, rank)
         failures = FailureBoard(dist.PrefixStore(name, dist.distributed_c10d._get_default_store()), rank)
 
         def clock(peer: int) -> LinkClock | SlowClock:

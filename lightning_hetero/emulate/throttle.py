@@ -152,7 +152,7 @@ class Throttle:
         self._spent_s = 0.0
         self._forward_s: float | None = None  # spent before the sleep; None: it has not slept yet
         self._slept_s = 0.0
-        self._forwards_s, self._backwards_s = 0.0, 0.0  # of earlier steps, weighted
+        self._earlier_s = (0.0, 0.0)  # forward and backward of earlier steps, weighted
         self._backward_per_forward = backward_per_forward
         self._faults_until: int | None = None  # last step whose faults were carried out
 
@@ -231,8 +231,9 @@ class Throttle:
         if self._forward_s is None:  # no backward pass, or one that nobody told of
             self._slept_s = self.pacer.sleep(wanted_s - self._spent_s)
         else:
-            self._forwards_s = _MEMORY * self._forwards_s + self._forward_s
-            self._backwards_s = _MEMORY * self._backwards_s + self._spent_s - self._forward_s
+            forwards_s, backwards_s = self._earlier_s
+            backward_s = self._spent_s - self._forward_s
+            self._earlier_s = _MEMORY * forwards_s + self._forward_s, _MEMORY * backwards_s + backward_s
         self.pacer.settle(wanted_s, self._spent_s + self._slept_s)
         self._step, self._forward_s = None, None
 
@@ -248,7 +249,8 @@ class Throttle:
         return real_s * self.scenario.stretch(self.rank, self._step)
 
     def _backwards_per_forward(self) -> float:
-        return self._backwards_s / self._forwards_s if self._forwards_s > 0.0 else self._backward_per_forward
+        forward_s, backward_s = self._earlier_s
+        return backward_s / forward_s if forward_s > 0.0 else self._backward_per_forward
 
     def _run_faults(self, step: int) -> None:
         # A step that is smaller than the last one is a new run, e.g. another fit.

@@ -1,6 +1,6 @@
 """``python -m tests.docs.call_order [--all ENGINE]``: the orders of calls on docs/reference/architecture.md, traced.
 
-Two ranks train a small model; what rank 0 calls in one steady batch, on its training thread, is taken down. `STOPS` names
+Two ranks train a small model; what rank 0 calls in one steady batch, on its training thread, is taken down. `STOPS` has
 what a reader should find of hundreds of calls, and says what happens there; their order, and that they are called at
 all, is the trace's. ``--all`` prints every function in the order of its first call.
 """
@@ -108,7 +108,7 @@ def lines(engine: str) -> str:
     calls, stops = traced(engine), STOPS[engine]
     if missed := set(stops) - set(calls):
         raise ValueError(f"{engine} does not call {sorted(missed)} in a steady batch")
-    found = [call.partition(":") + (stops[call],) for call in calls if call in stops]
+    found = [(*call.partition(":"), stops[call]) for call in calls if call in stops]
     return "\n".join(f"{n}. `{file}` `{name}`: {what}." for n, (file, _, name, what) in enumerate(found, 1))
 
 

@@ -92,7 +92,8 @@ def table() -> str:
             tested = ", ".join(engine for engine, said in row.items() if said)
             works[part].append(name if all(row.values()) else f"{name} ({tested})")
     lists = [f"- **{part}**: {'; '.join(names)}." for part, names in works.items()]
-    return "\n".join([*rows, "", "What tests show to work (under all three engines, or those in brackets):", "", *lists])
+    head = "What tests show to work (under all three engines, or those in brackets):"
+    return "\n".join([*rows, "", head, "", *lists])
 
 
 def page_with(text: str) -> str:

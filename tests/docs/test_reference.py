@@ -35,7 +35,7 @@ from lightning_hetero.federated import policy as federated_policies
 from lightning_hetero.federated.decide import policy as federated_policy
 from lightning_hetero.federated.decide import rounds as federated_rounds
 from lightning_hetero.federated.decide.rounds import ClientRow
-from lightning_hetero.predictors import Kalman
+from lightning_hetero.predictors import Kalman, kalman
 from lightning_hetero.stale import policy as stale_policy
 from lightning_hetero.stale.decide.policy import _KNOWN, Asynchronous, by_name
 from lightning_hetero.stale.decide.report.counts import Counts, Measures
@@ -92,7 +92,7 @@ def test_the_group_file_keeps_the_defaults(engine: Engine) -> None:
 
 
 def test_policies_are_documented_with_their_defaults() -> None:
-    table = {row[0].strip("`"): row for row in rows(section(THEORY / "stale.md", "The policies"))}
+    table = {row[0].split("`")[1]: row for row in rows(section(THEORY / "stale.md", "The policies"))}
     assert table.keys() == _KNOWN.keys()
     for name, row in table.items():
         said = dict(re.findall(r"`(\w+)` \(([\d.]+)\)", " ".join(row)))
@@ -114,6 +114,7 @@ def test_numbers_among_the_formulas_are_the_defaults() -> None:
     found = {name: float(number) for name, number in re.findall(r"\b([a-z_]+) \(([\d.]+)\)", text)}
     owners = (BalancePolicy, Kalman, ExchangeClock)
     known = {name: p.default for owner in owners for name, p in inspect.signature(owner).parameters.items()}
+    known |= {name.strip("_").lower(): value for name, value in vars(kalman).items() if name.isupper()}
     assert found == {name: known[name] for name in found}
     assert {"drift", "gate", "dead_band", "noise_guard", "surprise", "period_s"} <= set(found)
 

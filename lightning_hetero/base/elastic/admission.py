@@ -13,7 +13,7 @@ from lightning.pytorch.callbacks import Checkpoint
 
 from lightning_hetero import lightning_compat as compat
 from lightning_hetero.base.elastic.coming import Coming
-from lightning_hetero.base.elastic.groups import Groups, Place
+from lightning_hetero.base.elastic.groups import Groups, MeetingPlace
 from lightning_hetero.base.elastic.join import FIRST_GENERATION, Invitation, JoinRequests
 from lightning_hetero.base.elastic.members import Members
 from lightning_hetero.base.elastic.start import wait_as_member, wait_as_newcomer
@@ -53,7 +53,7 @@ class Admission:
     def __init__(
         self,
         trainer: Trainer,
-        place: Place,
+        place: MeetingPlace,
         members: Members,
         groups: Groups,
         requests: JoinRequests,

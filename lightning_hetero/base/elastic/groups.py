@@ -23,10 +23,10 @@ from lightning_hetero.transport.side_channel import SideChannel
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
 
-__all__ = ["GroupSettings", "Groups", "Met", "Place"]
+__all__ = ["GroupSettings", "Groups", "MeetingPlace"]
 
 
-class Met(Protocol):
+class _Met(Protocol):
     """All live ranks have met."""
 
     @property
@@ -40,7 +40,7 @@ class Met(Protocol):
         ...
 
 
-class Address(Protocol):
+class _Address(Protocol):
     """Of the store in which new groups find together; a dataclass of plain values."""
 
     __dataclass_fields__: ClassVar[dict[str, Any]]
@@ -52,7 +52,7 @@ class Address(Protocol):
     def port(self) -> int: ...
 
 
-class Place(Protocol):
+class MeetingPlace(Protocol):
     """Where the ranks of an engine meet: at its server, or in a store."""
 
     @property
@@ -61,7 +61,7 @@ class Place(Protocol):
         ...
 
     @property
-    def address(self) -> Address:
+    def address(self) -> _Address:
         """Of the store there; a dataclass of plain values, with what else a newcomer must know of the engine."""
         ...
 
@@ -69,7 +69,7 @@ class Place(Protocol):
         """Who lives now, as everybody is told."""
         ...
 
-    def meet(self, what: str) -> Met:
+    def meet(self, what: str) -> _Met:
         """Waits for all live ranks."""
         ...
 
@@ -96,7 +96,7 @@ class Groups:
     """
 
     def __init__(
-        self, trainer: Trainer, place: Place, members: Members, channel: SideChannel, settings: GroupSettings
+        self, trainer: Trainer, place: MeetingPlace, members: Members, channel: SideChannel, settings: GroupSettings
     ) -> None:
         self._trainer, self._place, self._members = trainer, place, members
         self._channel, self._settings = channel, settings

@@ -15,7 +15,7 @@ import time
 from collections.abc import Sequence
 
 from lightning_hetero.base.elastic.coming import Beats, Coming
-from lightning_hetero.base.elastic.groups import Place
+from lightning_hetero.base.elastic.groups import MeetingPlace
 from lightning_hetero.base.elastic.join import JoinRequests
 
 __all__ = ["wait_as_member", "wait_as_newcomer"]
@@ -27,7 +27,13 @@ _ASK_S = 0.5
 
 
 def wait_as_member(
-    rank: int, asking: Sequence[int], before: Sequence[int], *, coming: Coming, place: Place, requests: JoinRequests
+    rank: int,
+    asking: Sequence[int],
+    before: Sequence[int],
+    *,
+    coming: Coming,
+    place: MeetingPlace,
+    requests: JoinRequests,
 ) -> None:
     """Returns when all newcomers are ready to train.
 
@@ -64,7 +70,7 @@ def wait_as_member(
     _check(coming)
 
 
-def wait_as_newcomer(rank: int, members: Sequence[int], *, coming: Coming, place: Place) -> None:
+def wait_as_newcomer(rank: int, members: Sequence[int], *, coming: Coming, place: MeetingPlace) -> None:
     """As `wait_as_member`, for a rank that comes in and is connected.
 
     Args:

@@ -246,7 +246,7 @@ def emulated(model: ModelCost, scenario: Scenario) -> ModelCost:
 
 
 def parts_of(
-    model: ModelCost, group: GroupPlan, rank: int, samples: int, calls: int = 1
+    model: ModelCost, group: GroupPlan, rank: int, calls: int = 1
 ) -> dict[tuple[Kind, int], float]:
     """Returns which part of the whole model's time each computation of a rank is, by kind and stage of the schedule.
 
@@ -254,9 +254,10 @@ def parts_of(
         model: costs by layer.
         group: the rank's.
         rank: global rank.
-        samples: at which the costs are compared.
         calls: of the backbone per step: with S stages, stage s of call k is number k * S + s, and the head the last.
     """
+
+    samples = max(group.micro_batches)
 
     def forward_s(costs: Sequence[LayerCost]) -> float:
         return sum(cost.forward.seconds(samples) for cost in costs)

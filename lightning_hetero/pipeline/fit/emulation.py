@@ -56,7 +56,7 @@ class Emulation:
         """Goes over to this rank's part of a plan; None: it rests."""
         if isinstance(busy, EmulatedPace):
             rank = self._rank
-            busy.parts = {} if group is None else parts_of(model, group, rank, max(group.micro_batches), calls)
+            busy.parts = {} if group is None else parts_of(model, group, rank, calls)
 
     def clock(self, peer: int) -> LinkClock | SlowClock:
         """Returns what times that which comes from a neighbour, global rank."""

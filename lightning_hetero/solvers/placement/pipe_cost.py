@@ -14,19 +14,16 @@ matter to `shares`. ``period(r)`` is the bottleneck at size r, stretched as much
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, NamedTuple, TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
 from lightning_hetero.solvers.chain.layers import Floats, Ints
 from lightning_hetero.solvers.chain.model import ROOM_SNAP, Times, depths, fitting_periods, room, times
-from lightning_hetero.types import LayerCost
+from lightning_hetero.solvers.placement.arrays import Pipe, ProblemArrays, fixed_and_per_sample
 
-if TYPE_CHECKING:
-    from lightning_hetero.solvers.placement.pipes import Pipe, Problem
-
-__all__ = ["PipeCost", "fixed_and_per_sample"]
+__all__ = ["PipeCost"]
 
 Bools: TypeAlias = NDArray[np.bool_]
 
@@ -49,12 +46,6 @@ class Mode(NamedTuple):
     stretch: float
 
 
-def fixed_and_per_sample(cost: LayerCost) -> tuple[float, float]:
-    """Returns the fixed time and the time per sample, forward and backward."""
-    forward, backward = cost.forward, cost.backward
-    return forward.fixed_s + backward.fixed_s, forward.per_sample_s + backward.per_sample_s
-
-
 class PipeCost:
     """T(n) of one pipeline: a `Cost`.
 
@@ -64,7 +55,7 @@ class PipeCost:
         first_s: T(1).
     """
 
-    def __init__(self, problem: Problem, pipe: Pipe) -> None:
+    def __init__(self, problem: ProblemArrays, pipe: Pipe) -> None:
         self._problem, self._pipe = problem, pipe
         cuts, ranks = np.array(pipe.cuts), np.array(pipe.ranks)
         stages = _steps(problem.work_s[:, cuts]) / problem.speeds[ranks]

@@ -17,7 +17,7 @@ import numpy as np
 from lightning_hetero.solvers.chain.layers import Floats
 from lightning_hetero.solvers.placement.pipes import Pipe, Problem
 
-__all__ = ["least_sync_s", "sync_loads_s", "sync_s"]
+__all__ = ["sync_loads_s", "sync_s"]
 
 
 def sync_s(problem: Problem, pipes: Sequence[Pipe]) -> float:
@@ -25,24 +25,6 @@ def sync_s(problem: Problem, pipes: Sequence[Pipe]) -> float:
     if len(pipes) < 2:
         return 0.0
     return float(sync_loads_s(problem, pipes).max()) * (1.0 - problem.sync_overlap)
-
-
-def least_sync_s(problem: Problem, pipes: Sequence[Pipe]) -> float:
-    """Returns a lower bound of `sync_s` for any borders and orders of these groups' devices [s].
-
-    All parameters pass all groups: the device with most to do has no less than the mean, over the fastest links.
-    """
-    k = len(pipes)
-    if k < 2:
-        return 0.0
-    ranks = np.array([rank for pipe in pipes for rank in pipe.ranks])
-    links = np.ix_(ranks, ranks)
-    off_diagonal = ~np.eye(len(ranks), dtype=bool)
-    size = float(problem.param_bytes[-1]) + problem.leader_param_bytes
-    each_s = 2.0 * (k - 1) * size * float(problem.per_byte_s[links][off_diagonal].min()) / len(ranks)
-    if size > 0.0:
-        each_s = max(each_s, 2.0 * (k - 1) * float(problem.latency_s[links][off_diagonal].min()))
-    return each_s * (1.0 - problem.sync_overlap)
 
 
 def sync_loads_s(problem: Problem, pipes: Sequence[Pipe]) -> Floats:

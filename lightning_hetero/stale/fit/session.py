@@ -28,7 +28,7 @@ from lightning_hetero.stale.runtime.memory.layout import CompressionName, FlatLa
 from lightning_hetero.stale.runtime.messages import Met
 from lightning_hetero.stale.runtime.processes.fork import ServerProcess
 from lightning_hetero.stale.runtime.processes.start import Address, ServerSettings, connect, start_server
-from lightning_hetero.stale.runtime.work.watch import Numbers, Place, places
+from lightning_hetero.stale.runtime.work.watch import Numbers, ParameterPlace, places
 from lightning_hetero.stale.runtime.work.worker import Worker
 from lightning_hetero.transport.link import Pulse
 
@@ -76,9 +76,9 @@ class _Shared:
     """What a server is started with: all it trains, and by identity which parameters each group of optimizers has."""
 
     layout: FlatLayout
-    trained: list[Place]
-    buffers: list[Place]
-    others: list[Place]  # parameters that no optimizer has
+    trained: list[ParameterPlace]
+    buffers: list[ParameterPlace]
+    others: list[ParameterPlace]  # parameters that no optimizer has
     numbers: dict[str, Numbers]  # of each of these, as they were
     groups: list[list[list[int]]]
 
@@ -308,5 +308,5 @@ class Session:
         worker.link.close()
 
 
-def _numbers_of(held: list[Place]) -> dict[str, Numbers]:
+def _numbers_of(held: list[ParameterPlace]) -> dict[str, Numbers]:
     return {place.name: Numbers.of(place.now()) for place in held}

@@ -34,12 +34,12 @@ def pace(rank: int, clock: Clock, calls: int = 1, **scenario: object) -> Emulate
         clock=lambda: clock.now_s,
         sleep=clock.sleep,
     )
-    found.parts = parts_of(MODEL, GROUP, rank, 4, calls)
+    found.parts = parts_of(MODEL, GROUP, rank, calls)
     return found
 
 
 def test_all_parts_make_the_whole() -> None:
-    parts = parts_of(MODEL, GROUP, 2, 4) | parts_of(MODEL, GROUP, 0, 4)
+    parts = parts_of(MODEL, GROUP, 2) | parts_of(MODEL, GROUP, 0)
     assert sum(parts.values()) == pytest.approx(1.0)
     assert parts[Kind.FORWARD, 0] == pytest.approx(2 / 18) and parts[Kind.BACKWARD, 1] == pytest.approx(8 / 18)
 
@@ -84,7 +84,7 @@ def test_a_scenario_may_pass_with_time() -> None:
     slow = EmulatedPace(
         BusyTime(), scenario, 0, step_of=steps, clock=lambda: clock.now_s, sleep=clock.sleep
     )
-    slow.parts = parts_of(MODEL, GROUP, 0, 4)
+    slow.parts = parts_of(MODEL, GROUP, 0)
     clock.now_s = 100.0
     for batch in range(5):
         slow.begin(batch)

@@ -14,13 +14,14 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
+from benchmarks.pipeline.schedules import per_link
 from lightning_hetero.pipeline.decide.schedule import Kind
 from lightning_hetero.pipeline.runtime.execute.failures import FailureBoard
 from lightning_hetero.pipeline.runtime.execute.stage_runner import MicroBatch, RunnerSettings, StageRunner
 from lightning_hetero.pipeline.runtime.execute.straight import InPlaceExecution
 from lightning_hetero.pipeline.runtime.step.cut import BackboneCut
 from lightning_hetero.types import GroupPlan
-from tests.ranks.pipeline.models import per_link, times_of
+from tests.ranks.pipeline.models import times_of
 
 pytestmark = pytest.mark.ranks
 

@@ -24,11 +24,11 @@ from lightning_hetero.pipeline.runtime.execute.messages import Message, pack, un
 from lightning_hetero.pipeline.runtime.execute.stage_link import (
     CLOSED,
     HEAD_BYTES,
-    LOOK_S,
     STAMP,
     Job,
     StageLink,
 )
+from lightning_hetero.pipeline.runtime.execute.watch import LOOK_S
 from lightning_hetero.transport.sockets import FOREVER, first_line
 
 __all__ = ["DeviceLink"]

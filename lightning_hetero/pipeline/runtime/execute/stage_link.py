@@ -30,14 +30,12 @@ from torch import distributed as dist
 
 from lightning_hetero.measure.device import HostDevice, Stamp
 from lightning_hetero.pipeline.decide.links import LinkClock
-from lightning_hetero.pipeline.runtime.execute.failures import FailureBoard
 from lightning_hetero.pipeline.runtime.execute.messages import Message, pack, unpack
-from lightning_hetero.transport.patience import Patience
+from lightning_hetero.pipeline.runtime.execute.watch import LOOK_S, NeighbourWatch
 from lightning_hetero.transport.sockets import FOREVER, first_line
 
-__all__ = ["CLOSED", "HEAD_BYTES", "LOOK_S", "Block", "Job", "StageLink", "Watch", "close_connections"]
+__all__ = ["CLOSED", "HEAD_BYTES", "STAMP", "Block", "Job", "StageLink"]
 
-LOOK_S = 1.0  # at the failure board, while waiting
 HEAD_BYTES = 1024
 _AHEAD = 2  # blocks that are posted: one fills while the message before is used
 # When it was sent [s, time.monotonic]; what came back seems to have taken [s, LinkClock].
@@ -50,100 +48,26 @@ _ROOM_BYTES = 64 * 2**20  # of a block, at most
 _REMEMBERED = 8  # messages, whose largest determines the size of a block
 _HELD, _HELD_BYTES = 32, 16 * 2**20  # messages, and their bytes, that may wait together to be freed
 _ARRIVED_S = 5e-5  # a wait that took less found the message there
-_TAG, _TAG_REST, _TAG_OF_THE_END = 0x9A55, 0x9A58, 0x9A56
+_TAG, _TAG_REST = 0x9A55, 0x9A58
 CLOSED = "it has closed its links"
 
 
 class _Rooms:
-    """How large the blocks of later messages are; the same on both sides."""
+    """How large the blocks of the next messages are; the same on both sides.
+
+    Attributes:
+        next: of those that are posted [bytes].
+    """
 
     def __init__(self) -> None:
+        self.next = deque([HEAD_BYTES] * _AHEAD, maxlen=_AHEAD)
         self._sizes: deque[int] = deque(maxlen=_REMEMBERED)
 
     def went(self, payload_bytes: int) -> int:
         """Takes note of a message; returns the size of the block for the one that is `_AHEAD` behind it [bytes]."""
         self._sizes.append(HEAD_BYTES + payload_bytes)
-        return max([size for size in self._sizes if size <= _ROOM_BYTES], default=HEAD_BYTES)
-
-
-class Watch:
-    """Looks at the failure board while the training thread waits for a neighbour.
-
-    Args:
-        wire: whose connections are closed when there is a reason to.
-        failures: looked at.
-        timeout_s: how long the thread waits for one message at most.
-        rank: this process, global.
-
-    Attributes:
-        patience: for waits with a timeout of their own.
-    """
-
-    def __init__(self, wire: Any, failures: FailureBoard, timeout_s: float, rank: int) -> None:
-        self._wire, self._failures, self.patience = wire, failures, Patience(failures, timeout_s)
-        self._waiting: tuple[int, str, float] | None = None
-        self._found: RuntimeError | None = None
-        self._ended = threading.Event()
-        self._name = f"pipeline-watch-{rank}"
-        self._thread: threading.Thread | None = None
-
-    def wait(self, work: Any, peer: int, what: str) -> None:
-        """Waits for a work of gloo.
-
-        Args:
-            work: a send, or a receive.
-            peer: global rank.
-            what: it has not done if it does not come, e.g. "sent nothing".
-
-        Raises:
-            RuntimeError: a rank has failed, the peer is gone, or the timeout has passed; names rank and cause.
-        """
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._look, name=self._name, daemon=True)
-            self._thread.start()
-        self._waiting = (peer, what, self.patience.deadline_s())
-        try:
-            work.wait(FOREVER)
-        except RuntimeError as error:
-            raise self.lost(peer, f"its connection is closed: {first_line(error)}") from None
-        finally:
-            self._waiting = None
-
-    def lost(self, peer: int, why: str | Exception) -> Exception:
-        """Returns the error to raise: what the watch has found, what went wrong here, or that a peer is gone."""
-        if self._found is not None:
-            return self._found
-        return why if isinstance(why, Exception) else self._failures.lost(peer, why)
-
-    def _look(self) -> None:
-        before = None
-        while not self._ended.wait(0.5 * LOOK_S):
-            waiting = self._waiting
-            if waiting is None or waiting is not before:  # what has just begun to be waited for
-                before = waiting
-                continue
-            try:
-                peer, what, deadline_s = waiting
-                self.patience.look(peer, deadline_s, what)
-            except RuntimeError as error:
-                self._found = error
-                close_connections(self._wire)
-                return
-
-    def end(self) -> None:
-        """Ends the thread."""
-        self._ended.set()
-        if self._thread is not None:
-            self._thread.join(LOOK_S)  # longer only if it asks a store that does not answer
-
-
-def close_connections(wire: Any) -> None:
-    """Ends whatever is sent or received over a group of gloo, which has no other way: a wait that times out."""
-    for rank in range(dist.get_world_size(wire)):
-        if rank != dist.get_rank(wire):
-            with contextlib.suppress(RuntimeError):  # always; and some are closed already
-                end = torch.empty(1, dtype=torch.uint8)
-                wire.recv([end], rank, _TAG_OF_THE_END).wait(timedelta(milliseconds=1))
+        self.next.append(max([size for size in self._sizes if size <= _ROOM_BYTES], default=HEAD_BYTES))
+        return self.next[-1]
 
 
 class Block(NamedTuple):
@@ -180,6 +104,29 @@ class Job(NamedTuple):
     direct: Tensor | None = None
 
 
+class _Held:
+    """Messages on their way that have not been given to the thread that waits until they are out."""
+
+    def __init__(self) -> None:
+        self._jobs: list[Job] = []
+        self._before = 0  # messages before the first of these
+        self._size_bytes = 0
+
+    def add(self, job: Job) -> bool:
+        """Takes in the next message; returns whether these are many."""
+        self._jobs.append(job)
+        self._size_bytes += sum(part.numel() for part in job.parts)
+        return len(self._jobs) >= _HELD or self._size_bytes >= _HELD_BYTES
+
+    def taken(self, had: int | None = None) -> list[Job]:
+        """Lets go of those among the ``had`` first messages of the link; None: of all."""
+        count = len(self._jobs) if had is None else max(0, had - self._before)
+        jobs, self._jobs = self._jobs[:count], self._jobs[count:]
+        self._before += len(jobs)
+        self._size_bytes -= sum(part.numel() for job in jobs for part in job.parts)
+        return jobs
+
+
 class StageLink:
     """This rank's end of the link to one neighbour, for layers in host memory. Used by one thread.
 
@@ -193,19 +140,19 @@ class StageLink:
         watch: of this rank's links.
     """
 
-    def __init__(self, wire: Any, peer: int, *, rank: int, device: HostDevice, clock: LinkClock, watch: Watch) -> None:
+    def __init__(
+        self, wire: Any, peer: int, *, rank: int, device: HostDevice, clock: LinkClock, watch: NeighbourWatch
+    ) -> None:
         self.peer, self.clock, self._device, self._watch = peer, clock, device, watch
         self._wire, self._there = wire, dist.get_group_rank(wire, peer)
         self._broken: str | Exception | None = None  # why nothing can be sent any more
         self._went, self._came = _Rooms(), _Rooms()
-        self._rooms = deque([HEAD_BYTES] * _AHEAD)  # the blocks that the peer has posted [bytes]
         self._blocks: deque[tuple[Tensor, Any]] = deque()  # posted, and the works that fill them
         self._due_bytes = 0  # size of the block that is to be posted next; 0: none
         self._ended = False  # nothing comes any more
         self._posted: SimpleQueue[list[Job] | None] = SimpleQueue()
-        self._held: list[Job] = []  # on their way, not yet given to the thread
-        self._held_bytes = 0
-        self._sent = self._received = 0  # messages, so far
+        self._held = _Held()
+        self._received = 0  # messages, so far
         for _ in range(_AHEAD):
             self._post_block(HEAD_BYTES)
         self._sender = threading.Thread(target=self._send_on, name=f"pipeline-send-{rank}-{peer}", daemon=True)
@@ -236,9 +183,9 @@ class StageLink:
         head, sizes = block.numpy().data, (len(header), payload_bytes or direct_bytes)
         _FRONT.pack_into(head, 0, time.monotonic(), self.clock.least_s, *sizes, direct_bytes > 0, self._received)
         parts = [block]
-        if block.numel() > self._rooms.popleft():
+        if block.numel() > self._went.next.popleft():
             parts = [block[:HEAD_BYTES], block[HEAD_BYTES:]]
-        self._rooms.append(self._went.went(payload_bytes))
+        self._went.went(payload_bytes)
         if len(header) <= _INLINE_BYTES:
             head[_BEFORE_HEADER : _BEFORE_HEADER + len(header)] = header
         else:
@@ -256,10 +203,7 @@ class StageLink:
                 job.works.extend(self._begun(job.parts))
             except RuntimeError as error:
                 self._broken = first_line(error)
-        self._sent += 1
-        self._held.append(job)
-        self._held_bytes += sum(part.numel() for part in job.parts)
-        if not self._at_once or len(self._held) >= _HELD or self._held_bytes >= _HELD_BYTES:
+        if self._held.add(job) or not self._at_once:
             self._hand_over()
 
     def _begun(self, parts: Iterable[Tensor]) -> list[Any]:
@@ -267,17 +211,8 @@ class StageLink:
         return [self._wire.send([part], self._there, next(tags, _TAG_REST)) for part in parts]
 
     def _hand_over(self) -> None:
-        if self._held:
-            self._posted.put(self._held)
-            self._held, self._held_bytes = [], 0
-
-    def _free(self, had: int) -> None:
-        """Lets go of messages that the peer says it has: of so many first ones."""
-        while self._held and self._sent - len(self._held) < had:
-            job = self._held.pop(0)
-            self._held_bytes -= sum(part.numel() for part in job.parts)
-            for work in job.works:
-                work.wait(FOREVER)  # does not wait
+        if jobs := self._held.taken():
+            self._posted.put(jobs)
 
     def settle(self) -> None:
         """Ends a step."""
@@ -329,7 +264,9 @@ class StageLink:
         head = block.numpy().data
         *times, header_bytes, size_bytes, direct, had = _FRONT.unpack_from(head)
         self._received += 1
-        self._free(had)
+        for job in self._held.taken(had):
+            for work in job.works:
+                work.wait(FOREVER)  # does not wait: the peer has it
         if not header_bytes:
             self._ended, self._due_bytes = True, 0
             return None

@@ -16,7 +16,8 @@ from lightning_hetero.pipeline.runtime.execute.device_link import DeviceLink
 from lightning_hetero.pipeline.runtime.execute.direct_ways import DirectWay
 from lightning_hetero.pipeline.runtime.execute.failures import FailureBoard
 from lightning_hetero.pipeline.runtime.execute.messages import Message
-from lightning_hetero.pipeline.runtime.execute.stage_link import StageLink, Watch, close_connections
+from lightning_hetero.pipeline.runtime.execute.stage_link import StageLink
+from lightning_hetero.pipeline.runtime.execute.watch import NeighbourWatch, close_connections
 
 __all__ = ["ClockOf", "StageLinks", "link_clock"]
 
@@ -58,7 +59,7 @@ class StageLinks:
         clock: ClockOf = link_clock,
     ) -> None:
         self._wire, self._rank = wire, rank
-        self._watch = Watch(wire, failures, timeout_s, rank)
+        self._watch = NeighbourWatch(wire, failures, timeout_s, rank)
         self._links: dict[int, StageLink] = {}
         self._closed = False
         for peer in sorted(set(peers)):

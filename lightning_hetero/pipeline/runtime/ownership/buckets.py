@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from lightning_hetero.transport.one_round import Sum, Waited, start_sum
 
-__all__ = ["Arrived", "Bucket", "Queue", "fill_buckets"]
+__all__ = ["Bucket", "BucketArrived", "Queue", "fill_buckets"]
 
 
 class Bucket:
@@ -100,7 +100,7 @@ class Queue:
             bucket.forget()
 
 
-class Arrived:
+class BucketArrived:
     """The hook of a bucket's parameters: one more gradient is complete."""
 
     def __init__(self, queue: Queue, bucket: Bucket) -> None:

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_hetero.measure.device import device_of
-from lightning_hetero.pipeline.runtime.ownership.buckets import Arrived, Bucket, Queue, fill_buckets
+from lightning_hetero.pipeline.runtime.ownership.buckets import Bucket, BucketArrived, Queue, fill_buckets
 from lightning_hetero.pipeline.runtime.ownership.owner_groups import OwnerGroups
 from lightning_hetero.pipeline.runtime.ownership.ownership import Ownership
 from lightning_hetero.transport.one_round import Waited, start_sum, wait_for
@@ -122,7 +122,7 @@ class GradientSync:
         for bucket in self._queue.buckets:
             bucket.awaited = set() if bucket.late else set(map(id, bucket.parameters))
             if not bucket.late:
-                arrived = Arrived(self._queue, bucket)
+                arrived = BucketArrived(self._queue, bucket)
                 self._hooks += [p.register_post_accumulate_grad_hook(arrived) for p in bucket.parameters]
 
     def disarm(self) -> None:

@@ -55,7 +55,7 @@ class TensorMove:
 def moves(old: Ownership, new: Ownership, module: nn.Module) -> list[TensorMove]:
     """Returns what must travel so that all holders under a new plan have what they hold, the same on all ranks.
 
-    What the target does not have is sent. If several ranks hold a layer, the one that has least to send so far sends it.
+    What the target does not have is sent. If several ranks hold a layer, the one with least to send so far sends it.
     Buffers come from the lowest group, and its new rank gets them even where it holds the layer: other groups'
     statistics may differ.
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from lightning_hetero.stale.runtime.memory.layout import FlatLayout
-from lightning_hetero.stale.runtime.work.watch import Place, Watch
+from lightning_hetero.stale.runtime.work.watch import ParameterPlace, ReplicaWatch
 
 __all__ = ["Replica"]
 
@@ -30,7 +30,7 @@ class Replica:
         layout: of the flat memory.
         parameters, buffers: as in the layout; a callable returns the module's present buffers, for modules that
             replace theirs.
-        held: where modules keep the parameters, see `Watch`.
+        held: where modules keep the parameters, see `ReplicaWatch`.
 
     Attributes:
         watch: what of it is changed.
@@ -47,7 +47,7 @@ class Replica:
         layout: FlatLayout,
         parameters: Sequence[Parameter],
         buffers: Sequence[Tensor] | Callable[[], Sequence[Tensor]] = (),
-        held: Sequence[Place] = (),
+        held: Sequence[ParameterPlace] = (),
     ) -> None:
         self.layout = layout
         self.parameters: list[Parameter] = _once(parameters)
@@ -68,7 +68,7 @@ class Replica:
         self.areas: list[Tensor] = []
         self._views: list[Tensor] = []
         self._clean: list[Tensor] = []  # of each area: its buffers as they came
-        self.watch = Watch(layout, self.parameters, self._buffers, held)
+        self.watch = ReplicaWatch(layout, self.parameters, self._buffers, held)
 
     def _tensors(self) -> list[Tensor]:
         return [*self.parameters, *self._buffers()]

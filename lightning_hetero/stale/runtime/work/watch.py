@@ -24,12 +24,12 @@ from torch.nn import Parameter
 from lightning_hetero.measure.device import device_of
 from lightning_hetero.stale.runtime.memory.layout import FlatLayout
 
-__all__ = ["Numbers", "Place", "Watch", "places"]
+__all__ = ["Numbers", "ParameterPlace", "ReplicaWatch", "places"]
 
 _SAMPLES, _WORD_BYTES = 1024, 4  # words that are compared, of all parameters together
 
 
-class Place(NamedTuple):
+class ParameterPlace(NamedTuple):
     """Where a module keeps a parameter or buffer, in whose stead its user may put another one."""
 
     name: str
@@ -55,16 +55,16 @@ class Place(NamedTuple):
         return found
 
 
-def places(module: nn.Module) -> tuple[list[Place], list[Place]]:
+def places(module: nn.Module) -> tuple[list[ParameterPlace], list[ParameterPlace]]:
     """Returns where a module's parameters and its buffers are, each once."""
-    found: tuple[list[Place], list[Place]] = [], []
+    found: tuple[list[ParameterPlace], list[ParameterPlace]] = [], []
     seen = set[int]()
     for prefix, layer in module.named_modules():
         for into, held in zip(found, (layer._parameters, layer._buffers), strict=True):
             for key, tensor in held.items():
                 if tensor is not None and id(tensor) not in seen:
                     seen.add(id(tensor))
-                    into.append(Place(f"{prefix}.{key}" if prefix else key, tensor, held, key))  # type: ignore[arg-type]
+                    into.append(ParameterPlace(f"{prefix}.{key}" if prefix else key, tensor, held, key))  # type: ignore[arg-type]
     return found
 
 
@@ -121,7 +121,7 @@ class _Words:
         return [(at, bits) for at, bits in zip(self._at, noted, strict=True) if bits]
 
 
-class Watch:
+class ReplicaWatch:
     """See the module; of one replica in flat memory.
 
     Args:
@@ -136,7 +136,7 @@ class Watch:
         layout: FlatLayout,
         parameters: Sequence[Parameter],
         buffers: Callable[[], Sequence[Tensor]],
-        held: Sequence[Place] = (),
+        held: Sequence[ParameterPlace] = (),
     ) -> None:
         self._layout, self._parameters, self._buffers = layout, parameters, buffers
         index = {id(p): i for i, p in enumerate(parameters)}

@@ -34,7 +34,7 @@ from lightning_hetero.stale.runtime.messages import (
 from lightning_hetero.stale.runtime.work.gradient_writer import GradientWriter
 from lightning_hetero.stale.runtime.work.images import Readout, lock_pages
 from lightning_hetero.stale.runtime.work.replica import Replica
-from lightning_hetero.stale.runtime.work.watch import Place
+from lightning_hetero.stale.runtime.work.watch import ParameterPlace
 from lightning_hetero.stale.runtime.work.weights import Phase, PulledWeights
 from lightning_hetero.transport.base import (
     Ask,
@@ -57,7 +57,7 @@ class Worker:
         layout: the server's, by digest.
         parameters, buffers: as in the layout; a callable returns the module's present buffers, for modules that
             replace theirs.
-        held: where modules keep the parameters, see `Watch`.
+        held: where modules keep the parameters, see `ReplicaWatch`.
         optimizers: whose hyper-parameters travel with each push.
         overlap: copy gradients while backward runs; None: if they are on a GPU, or so many that it takes time. Pass
             False where gradients are changed behind autograd's back afterwards, as `torch.amp.GradScaler` does.
@@ -80,7 +80,7 @@ class Worker:
         buffers: Sequence[Tensor] | Callable[[], Sequence[Tensor]] = (),
         optimizers: Sequence[Optimizer] = (),
         *,
-        held: Sequence[Place] = (),
+        held: Sequence[ParameterPlace] = (),
         overlap: bool | None = None,
         tell: Callable[[str], None] | None = None,
     ) -> None:

@@ -1,0 +1,100 @@
+"""A thread that looks at the failure board while the training thread waits for a neighbour (layer T)."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch import distributed as dist
+
+from lightning_hetero.pipeline.runtime.execute.failures import FailureBoard
+from lightning_hetero.transport.patience import Patience
+from lightning_hetero.transport.sockets import FOREVER, first_line
+
+__all__ = ["LOOK_S", "NeighbourWatch", "close_connections"]
+
+LOOK_S = 1.0  # at the failure board, while waiting
+_TAG_OF_THE_END = 0x9A56
+
+
+class NeighbourWatch:
+    """Looks at the failure board while the training thread waits for a neighbour.
+
+    Args:
+        wire: whose connections are closed when there is a reason to.
+        failures: looked at.
+        timeout_s: how long the thread waits for one message at most.
+        rank: this process, global.
+
+    Attributes:
+        patience: for waits with a timeout of their own.
+    """
+
+    def __init__(self, wire: Any, failures: FailureBoard, timeout_s: float, rank: int) -> None:
+        self._wire, self._failures, self.patience = wire, failures, Patience(failures, timeout_s)
+        self._waiting: tuple[int, str, float] | None = None
+        self._found: RuntimeError | None = None
+        self._ended = threading.Event()
+        self._name = f"pipeline-watch-{rank}"
+        self._thread: threading.Thread | None = None
+
+    def wait(self, work: Any, peer: int, what: str) -> None:
+        """Waits for a work of gloo.
+
+        Args:
+            work: a send, or a receive.
+            peer: global rank.
+            what: it has not done if it does not come, e.g. "sent nothing".
+
+        Raises:
+            RuntimeError: a rank has failed, the peer is gone, or the timeout has passed; names rank and cause.
+        """
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._look, name=self._name, daemon=True)
+            self._thread.start()
+        self._waiting = (peer, what, self.patience.deadline_s())
+        try:
+            work.wait(FOREVER)
+        except RuntimeError as error:
+            raise self.lost(peer, f"its connection is closed: {first_line(error)}") from None
+        finally:
+            self._waiting = None
+
+    def lost(self, peer: int, why: str | Exception) -> Exception:
+        """Returns the error to raise: what the watch has found, what went wrong here, or that a peer is gone."""
+        if self._found is not None:
+            return self._found
+        return why if isinstance(why, Exception) else self._failures.lost(peer, why)
+
+    def _look(self) -> None:
+        before = None
+        while not self._ended.wait(0.5 * LOOK_S):
+            waiting = self._waiting
+            if waiting is None or waiting is not before:  # what has just begun to be waited for
+                before = waiting
+                continue
+            try:
+                peer, what, deadline_s = waiting
+                self.patience.look(peer, deadline_s, what)
+            except RuntimeError as error:
+                self._found = error
+                close_connections(self._wire)
+                return
+
+    def end(self) -> None:
+        """Ends the thread."""
+        self._ended.set()
+        if self._thread is not None:
+            self._thread.join(LOOK_S)  # longer only if it asks a store that does not answer
+
+
+def close_connections(wire: Any) -> None:
+    """Ends whatever is sent or received over a group of gloo, which has no other way: a wait that times out."""
+    for rank in range(dist.get_world_size(wire)):
+        if rank != dist.get_rank(wire):
+            with contextlib.suppress(RuntimeError):  # always; and some are closed already
+                end = torch.empty(1, dtype=torch.uint8)
+                wire.recv([end], rank, _TAG_OF_THE_END).wait(timedelta(milliseconds=1))
