@@ -43,8 +43,6 @@ from lightning_hetero.shares.policy import BalancePolicy
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
 
-__all__ = ["LoadBalancedStrategy"]
-
 
 class LoadBalancedStrategy(HeteroStrategy[BalancedRun]):
     """Synchronous data parallelism with per-rank batches re-sized so that all ranks finish together (LB-BSP).

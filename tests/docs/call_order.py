@@ -29,8 +29,6 @@ from lightning_hetero import (
 from tests.docs.kit import REFERENCE
 from tests.ranks.harness import RankEnvironment, run_ranks
 
-__all__ = ["PAGE", "STOPS", "page_with", "traced"]
-
 PACKAGE = Path(lightning_hetero.__file__).resolve().parent
 PAGE = REFERENCE / "architecture.md"
 STEADY = 20  # batches before anything is taken down

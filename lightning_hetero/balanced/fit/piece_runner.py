@@ -27,8 +27,6 @@ from lightning_hetero.shares.caps import MemoryCap
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
 
-__all__ = ["GuardedStep", "PieceRunner", "give_up", "reason_of"]
-
 
 @dataclass(slots=True)
 class GuardedStep:

@@ -43,8 +43,6 @@ from lightning_hetero.shares.caps import MemoryCap
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
 
-__all__ = ["Recovery"]
-
 
 class Recovery:
     """Runs this rank's steps, in pieces if need be, and learns how many samples fit.

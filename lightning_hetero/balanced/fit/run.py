@@ -39,8 +39,6 @@ from lightning_hetero.types import StepReport
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
 
-__all__ = ["BalanceSettings", "BalancedRun"]
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BalanceSettings:

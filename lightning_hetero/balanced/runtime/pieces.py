@@ -21,18 +21,6 @@ from torch import Tensor, nn
 from lightning_hetero.measure.device import HostDevice
 from lightning_hetero.shares.caps import MemoryCap, MemoryUse
 
-__all__ = [
-    "GradientsTaken",
-    "MemoryWatch",
-    "PieceGradients",
-    "cut",
-    "free_memory",
-    "leaves",
-    "save_buffers",
-    "save_random_states",
-    "stand_in",
-]
-
 
 def free_memory(device: HostDevice) -> None:
     """Gives back what nothing refers to any more: an error's frames may be part of a circle."""
