@@ -7,8 +7,6 @@ from typing import Any
 from lightning_hetero import Scenario, ThrottleCallback
 from lightning_hetero.emulate import Pacer, Throttle
 
-__all__ = ["Emulated"]
-
 
 class Emulated(ThrottleCallback):
     """A `ThrottleCallback` that keeps what emulated work was to take and took on this rank."""

@@ -19,8 +19,6 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-__all__ = ["ROOT", "changed_files", "code_of", "files_of", "provenance"]
-
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = ("benchmarks", "lightning_hetero", "tests")
 LEFT_OUT = ("benchmarks/provenance.py", "benchmarks/report.py", "lightning_hetero/_version.py")

@@ -20,8 +20,6 @@ from typing import Any
 
 from benchmarks.provenance import ROOT, changed_files, provenance
 
-__all__ = ["page_of", "write_results"]
-
 FIELDS = ("name", "value", "unit", "goal", "holds")
 PACKAGES = ("lightning-hetero", "lightning", "torch", "numpy", "scipy")
 _FLAT_LIST = re.compile(r"\[\n[^][{}\"]*\]")  # of numbers, true, false, null

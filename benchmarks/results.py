@@ -8,8 +8,6 @@ from typing import Any
 
 from benchmarks.provenance import ROOT
 
-__all__ = ["DASH", "Results", "measured"]
-
 DASH = "–"
 
 

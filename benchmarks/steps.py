@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-__all__ = ["percentile"]
-
 
 def percentile(values: Sequence[float], percent: float) -> float:
     """Returns the smallest value that at least ``percent`` % of all do not exceed (nearest rank).

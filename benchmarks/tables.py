@@ -18,8 +18,6 @@ from benchmarks.fault_matrix.table import failing_list, fault_table, hook_table
 from benchmarks.provenance import ROOT
 from benchmarks.results import DASH, Results, measured
 
-__all__ = ["BLOCKS", "PAGES", "page_with"]
-
 PAGES = ("README.md", "docs/benchmarks.md", "docs/theory/stale.md", "docs/theory/stale_policies.md",
          "docs/theory/federated.md", "docs/reference/faults.md")  # fmt: skip
 _BLOCK = re.compile(r"(<!-- (?P<name>[\w ]+): python -m benchmarks\.tables -->\n).*?(<!-- end -->)", re.S)

@@ -13,8 +13,6 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-__all__ = ["as_rank", "launch"]
-
 
 def launch(
     module: str, world_size: int, *arguments: object, environment: Mapping[str, str] | None = None

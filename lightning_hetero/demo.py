@@ -21,8 +21,6 @@ from torchmetrics.text import Perplexity
 
 from lightning_hetero.data.partition import partition_by_labels
 
-__all__ = ["CharTransformer", "DigitsCNN", "DigitsClients", "DigitsData", "TopicsText"]
-
 TOTAL_SAMPLES = 1797
 # Fixed, not collected from the text: the text differs between Python versions, a checkpoint must not.
 ALPHABET = "\n" + string.printable[:95]

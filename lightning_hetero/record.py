@@ -36,8 +36,6 @@ from typing import IO, Any, cast
 
 from lightning_hetero.types import Event, SpeedSample
 
-__all__ = ["SCHEMA_VERSION", "EventWriter", "TornTraceWarning", "read_events", "replay", "trace_path"]
-
 SCHEMA_VERSION = 1
 
 _RANK_FILE = re.compile(r"rank(\d+)\.jsonl")

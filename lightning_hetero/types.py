@@ -12,26 +12,6 @@ from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Any, Literal, Protocol, TypeAlias, runtime_checkable
 
-__all__ = [
-    "AffineCost",
-    "Allocation",
-    "Cluster",
-    "Cost",
-    "Device",
-    "Event",
-    "GroupPlan",
-    "LayerCost",
-    "LearnedCost",
-    "Link",
-    "LossReduction",
-    "ModelCost",
-    "PipelinePlan",
-    "SaturatingCost",
-    "SpeedSample",
-    "Status",
-    "StepReport",
-]
-
 LossReduction = Literal["mean", "sum"]
 """What ``training_step`` returns of its batch's losses."""
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import gc
 
-__all__ = ["search_rarely"]
-
 
 def search_rarely() -> None:
     """What there is by now stays: no later search looks at it. Trainers come and go by thousands: rarer searches save

@@ -27,17 +27,6 @@ import psutil
 import torch
 import torch.distributed as dist
 
-__all__ = [
-    "LeakError",
-    "child_processes",
-    "droppings",
-    "environment",
-    "listening_ports",
-    "process_group",
-    "process_state",
-    "threads",
-]
-
 REPOSITORY = Path(__file__).resolve().parents[1]
 GRACE_S = 3.0  # what is on its way out gets this long
 

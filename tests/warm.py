@@ -33,8 +33,6 @@ from pathlib import Path
 from types import ModuleType
 from typing import IO, Any
 
-__all__ = ["WarmProcess", "close", "pids", "run", "start"]
-
 ROOT = Path(__file__).resolve().parents[1]
 _POLL_S = 0.01
 _SPARES = 3  # as many as one program starts at a time

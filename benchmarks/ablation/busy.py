@@ -14,8 +14,6 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
-__all__ = ["BusyLoops", "Load", "Products", "Sequences", "pin", "usable_cores"]
-
 WIDTH, LENGTH, LAYERS, EXAMPLES = 128, 64, 6, 256
 
 # Computes while the last byte that came was a 1, and ends with its parent: then there is nothing more to read.

@@ -9,8 +9,6 @@ from typing import Any
 from lightning_hetero.predictors import by_name
 from lightning_hetero.shares.policy import BalancePolicy
 
-__all__ = ["PREDICTORS", "Candidate", "available", "default_name", "named"]
-
 PREDICTORS = ("last", "ewma", "kalman", "curve", "narx")
 NO_GUARD = ", no guard"
 

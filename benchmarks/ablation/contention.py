@@ -11,8 +11,6 @@ from benchmarks.ablation.real import KEPT, WORKER, Cell, figure, others, ratios
 from benchmarks.balanced.figures import SETTLED
 from benchmarks.torchrun import launch
 
-__all__ = ["KINDS", "LOOPS", "NOTES", "figures", "is_loaded", "measure", "steps_of", "table", "timed"]
-
 LOOPS = 2  # on rank 1's core
 KINDS = ("steady", "comes and goes")
 PHASE = 40  # steps with the loops, and without

@@ -14,8 +14,6 @@ from typing import Any
 from benchmarks.ablation.candidates import NO_GUARD, PREDICTORS
 from benchmarks.ablation.simulated import LAGS
 
-__all__ = ["PICTURE", "drawn"]
-
 HERE = Path(__file__).parent
 PICTURE = HERE.parents[1] / "docs" / "pictures" / "ablation.svg"
 WIDTH, PANEL, LEFT, RIGHT, TOP, BOTTOM = 860, 250, 56, 12, 62, 34

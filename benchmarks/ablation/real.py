@@ -11,24 +11,6 @@ from benchmarks.balanced.figures import SETTLED, typical
 from benchmarks.torchrun import launch
 from lightning_hetero.emulate import Scenario
 
-__all__ = [
-    "DDP",
-    "KEPT",
-    "NOTES",
-    "REPEATS",
-    "WORKER",
-    "Cell",
-    "case_of",
-    "cells",
-    "figure",
-    "figures",
-    "measure",
-    "others",
-    "ratios",
-    "table",
-    "timed",
-]
-
 WORKER = "benchmarks.ablation.worker"
 DDP = ("DDP", "DDP again")
 KINDS = ("equal", "spells", "jitter")

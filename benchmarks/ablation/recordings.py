@@ -12,8 +12,6 @@ from benchmarks.balanced.series import Series
 from lightning_hetero.record import replay
 from lightning_hetero.types import Event
 
-__all__ = ["FIXED_S", "FOLDER", "PER_SAMPLE_S", "TOTAL", "from_events", "recorded", "recordings"]
-
 FOLDER = Path(__file__).parent / "recorded"
 FIXED_S, PER_SAMPLE_S, TOTAL = 0.009, 0.003, 64  # of the closed loop, in which the series are played
 

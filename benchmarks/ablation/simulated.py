@@ -12,8 +12,6 @@ from benchmarks.ablation.candidates import PREDICTORS, available, default_name
 from benchmarks.ablation.recordings import FIXED_S, PER_SAMPLE_S, TOTAL, recorded, recordings
 from benchmarks.balanced.series import SCENARIOS, Series, closed_loop, series
 
-__all__ = ["NOTES", "best", "figures", "measure", "over_default", "table"]
-
 Ratios: TypeAlias = Mapping[str, Mapping[str, Mapping[str, Sequence[float]]]]
 """Scenario and lag -> candidate -> ``to_equal``, ``to_ideal`` -> one per seed."""
 

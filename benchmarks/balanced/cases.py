@@ -7,8 +7,6 @@ from dataclasses import dataclass, replace
 
 from lightning_hetero.emulate import Scenario, SlowSpells
 
-__all__ = ["Case", "EqualCase", "equal_cases", "unequal_cases"]
-
 SPELLS = SlowSpells(probability=1 / 30, factor=6.0, steps=8)  # a quarter of the steps, as in `benchmarks.stale`
 PATTERN = (1.0, 1.0, 0.5, 0.25)
 STRONG = (1.0, 1.0, 0.5, 0.125)

@@ -9,8 +9,6 @@ from typing import Any
 from benchmarks.balanced.cases import Case, EqualCase
 from benchmarks.steps import percentile
 
-__all__ = ["critical_path_figures", "critical_path_table", "equal_figures", "makespans", "steps_to", "summarize"]
-
 Figure = dict[str, Any]
 Runs = Sequence[Sequence[float]]
 SETTLED = 10  # steps after the start, and after a swap, before a step is called steady

@@ -18,8 +18,6 @@ from lightning_hetero.balanced.decide.controller import ExchangeClock, Row, Shar
 from lightning_hetero.shares.bounds import ShareBounds
 from lightning_hetero.shares.policy import BalancePolicy
 
-__all__ = ["RANKS", "figures", "measure"]
-
 RANKS = (4, 64, 1000)
 PER_RANK = 16
 FIXED_S, PER_SAMPLE_S = 0.009, 0.003

@@ -18,8 +18,6 @@ from lightning_hetero.shares.policy import BalancePolicy
 from lightning_hetero.solvers import minimax
 from lightning_hetero.types import AffineCost
 
-__all__ = ["SCENARIOS", "Outcome", "Series", "closed_loop", "series", "spells"]
-
 PATTERN = (1.0, 1.0, 2.0, 4.0)  # the benchmark's unequal cluster; repeated cyclically
 NOISE = 0.02  # of a calm machine, relative
 _SEEN = ("contention",)  # scenarios whose cause is seen in the processor time that others leave free

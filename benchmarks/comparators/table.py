@@ -6,8 +6,6 @@ from typing import Any
 
 from benchmarks.results import DASH, Results
 
-__all__ = ["CLUSTERS", "rows_of", "table_of"]
-
 NAMES = {
     "bsp (stock DDP)": "`bsp`: stock DDP",
     "flexible": "`flexible`, the default",

@@ -6,8 +6,6 @@ from typing import Any
 
 from lightning_hetero import BoundedStalenessStrategy
 
-__all__ = ["StaleWithBarrier"]
-
 
 class StaleWithBarrier(BoundedStalenessStrategy):
     """``policy="bsp"`` unless another is given."""

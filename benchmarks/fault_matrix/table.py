@@ -9,8 +9,6 @@ from typing import Any
 
 from benchmarks.results import DASH, Results
 
-__all__ = ["failing_list", "fault_table", "hook_table"]
-
 Row = dict[str, Any]
 _HOOK = "exception in "
 

@@ -11,8 +11,6 @@ from torch import Tensor
 from benchmarks.faults.cases import Case
 from lightning_hetero.stale.runtime.memory.layout import FlatLayout
 
-__all__ = ["Audit"]
-
 _MOST = 5  # violations of one run that are worth reading
 
 

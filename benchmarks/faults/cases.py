@@ -19,8 +19,6 @@ from lightning_hetero.stale.decide.policy import (
     Ssp,
 )
 
-__all__ = ["LIVENESS_S", "SERVER", "Case", "Fault", "Kind", "Point", "case_of"]
-
 SERVER = -1
 """The server, among the victims of a fault."""
 

@@ -22,8 +22,6 @@ if TYPE_CHECKING:
     from benchmarks.faults.ranks import Rank
     from benchmarks.faults.wires import Store
 
-__all__ = ["GROUP_TIMEOUT_S", "ProcessGroup", "played"]
-
 GROUP_TIMEOUT_S = 1800.0  # torch's
 
 

@@ -41,8 +41,6 @@ from lightning_hetero.transport.groups import rebuild_default_group
 if TYPE_CHECKING:
     from benchmarks.faults.simulation import Simulation
 
-__all__ = ["Lobby", "Rank", "model_of"]
-
 _SILENT_S = 30.0  # as in `Newcomer`: without any store
 _ANSWER_S = 3.0  # as in `JoinRequests`
 _TRIES = 3  # as in `Newcomer`

@@ -33,8 +33,6 @@ from lightning_hetero.stale.runtime.processes.start import serve
 from lightning_hetero.stale.runtime.serve.agreement import Limits
 from lightning_hetero.stale.runtime.serve.server import ParameterServer
 
-__all__ = ["Outcome", "Simulation", "simulate"]
-
 _MOST_EVENTS = 50_000
 
 

@@ -31,8 +31,6 @@ from lightning_hetero.transport.base import (
 )
 from lightning_hetero.transport.seqlock import ParameterArea, Slot
 
-__all__ = ["Delays", "MemoryLink", "MemoryListener", "Store", "Wires"]
-
 _HANDSHAKE_S = 0.002
 
 

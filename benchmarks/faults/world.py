@@ -13,8 +13,6 @@ from typing import Any
 
 from greenlet import GreenletExit, getcurrent, greenlet
 
-__all__ = ["EndlessError", "Process", "World"]
-
 
 class EndlessError(RuntimeError):
     """So many events came that somebody must be going round in circles."""

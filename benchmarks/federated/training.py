@@ -27,8 +27,6 @@ from lightning_hetero.federated.decide.policy import AdaptiveSteps, FedAvg, LbBs
 from lightning_hetero.federated.decide.rounds import Client
 from lightning_hetero.federated.runtime.own import DataPlace, OwnBatches, OwnOrder
 
-__all__ = ["CLIENTS", "POLICIES", "SPEEDS", "Course", "runs_of", "scenario_of", "train"]
-
 SPEEDS = (1.0, 1.0, 1.0, 1.0, 0.5, 0.5, 0.25, 0.125)
 CLIENTS, BATCH, LOCAL_STEPS, ALPHA, LR = len(SPEEDS), 16, 10, 0.3, 0.1
 SAMPLE_S, STEP_S, JITTER, EXCHANGE_S = 0.003, 0.004, 0.05, 0.02

@@ -22,8 +22,6 @@ from lightning_hetero.solvers.placement.shares import share
 from lightning_hetero.solvers.plans import replicas
 from lightning_hetero.types import Cluster, PipelinePlan
 
-__all__ = ["BANKS", "VS", "bounds", "figures", "measure"]
-
 BATCHES, DWELL, PART = 2000, 20.0, 0.85
 SPEEDS = (1.0, 1.0, 0.5, 0.5, 0.25, 0.25)
 VS = (0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0, 1000.0, 3000.0)

@@ -16,8 +16,6 @@ from benchmarks.joint.waves import waves_s
 from lightning_hetero import LyapunovController
 from lightning_hetero.pipeline.decide.plans import best_plan
 
-__all__ = ["NOTES", "figures", "measure", "table"]
-
 BATCHES, SEEDS = 2400, (1, 2, 3)
 CHAIN, EVEN, WAVES, STATIC, HINDSIGHT, SHARES, OURS, ORACLE = (
     "even chain", "best of 1, 2, 4 even chains", "waves", "first plan", "best static plan in hindsight",

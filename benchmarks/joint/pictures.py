@@ -7,8 +7,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["Line", "chart"]
-
 WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 640, 360, 64, 16, 40, 48
 COLOURS = ("#1f6fb4", "#d95f02", "#3a8f3a", "#7b5ea7")
 

@@ -15,8 +15,6 @@ from lightning_hetero.solvers.chain.layers import Floats
 from lightning_hetero.solvers.placement import evaluate_plan, micro_batches_of, place
 from lightning_hetero.types import GroupPlan, PipelinePlan
 
-__all__ = ["blended_plans", "even_plans", "fastest", "lengths", "mean_s", "oracle_plans"]
-
 Phases = Sequence[tuple[Phase, int]]
 """Phases with the number of batches that each holds."""
 

@@ -17,8 +17,6 @@ from benchmarks.joint.simulated.traces import (
 )
 from lightning_hetero.types import AffineCost, Cluster, Device, LayerCost, Link, ModelCost
 
-__all__ = ["LAYERS", "SAMPLES", "SCENARIOS", "Scenario", "Traced", "cluster_of", "model_of"]
-
 LAYERS, SAMPLES = 48, 128
 STATE, PARAMS, OUTPUT = 16e6, 4e6, 1e5
 DWELL = 150.0  # batches that a state of the whole cluster lasts on average

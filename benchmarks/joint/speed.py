@@ -17,8 +17,6 @@ from lightning_hetero.controller.controller import Controller
 from lightning_hetero.controller.messages import Decision, Observation
 from lightning_hetero.solvers.placement import place
 
-__all__ = ["NOTES", "figures", "measure"]
-
 LAYERS, DWELL = 100, 20.0
 SIZES = {4: 400, 16: 1200, 64: 150, 256: 60}
 NOTES = (

@@ -19,8 +19,6 @@ from lightning_hetero.solvers.chain.model import evaluate
 from lightning_hetero.solvers.placement.pipes import Pipe, Problem
 from lightning_hetero.types import Cluster
 
-__all__ = ["waves_s"]
-
 _WORKERS, _SIZES = (1, 2, 4), (1, 2, 4, 8, 16)
 
 

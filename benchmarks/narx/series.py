@@ -7,8 +7,6 @@ from collections.abc import Callable, Mapping, Sequence
 from random import Random
 from typing import NamedTuple
 
-__all__ = ["RELATED", "SERIES", "Step", "series"]
-
 _NOISE = 0.03  # of times, relative
 _LOAD_NOISE = 0.03  # of the free part
 

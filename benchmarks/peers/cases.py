@@ -9,32 +9,6 @@ from importlib.util import find_spec
 
 from lightning_hetero.emulate import Scenario
 
-__all__ = [
-    "BATCHES",
-    "CLUSTERS",
-    "DISTANCE_AFTER",
-    "EVERY",
-    "GLOBAL_BATCH",
-    "LIMIT_S",
-    "PEERS",
-    "PER_RANK",
-    "QUICK_LIMIT_S",
-    "QUICK_UPDATES",
-    "SAMPLES",
-    "SPELL_STEP_S",
-    "SYNC_EVERY",
-    "TARGET_LOSS",
-    "UPDATES",
-    "WORLD",
-    "Cluster",
-    "Peer",
-    "Run",
-    "effective_samples",
-    "key",
-    "parts_of",
-    "runs_of",
-]
-
 WORLD = 4
 PER_RANK = 16
 GLOBAL_BATCH = PER_RANK * WORLD

@@ -11,8 +11,6 @@ from benchmarks.peers.cases import SPELL_STEP_S, Cluster
 from lightning_hetero.emulate import Throttle
 from lightning_hetero.emulate.throttle import scenario_steps
 
-__all__ = ["Device"]
-
 
 class Device:
     """Lets forward and backward of each batch take the scenario's time, real work included.

@@ -8,8 +8,6 @@ from typing import Any
 
 from benchmarks.peers.cases import CLUSTERS, GLOBAL_BATCH, PEERS, TARGET_LOSS, Run, key
 
-__all__ = ["failures", "figures_of", "rows_of", "table", "to_target"]
-
 STOCK, PLAIN = "stock DDP", "DDP, plain loop"
 Row = dict[str, Any]
 

@@ -19,8 +19,6 @@ from typing import Any
 
 from benchmarks.peers.cases import LIMIT_S, PEERS, WORLD, Run, key
 
-__all__ = ["run_all"]
-
 START_S = 120.0  # imports, set-up and the judgement at the end, at most
 Result = dict[str, Any]
 

@@ -30,8 +30,6 @@ from benchmarks.peers.cases import (
 from benchmarks.peers.device import Device
 from benchmarks.peers.task import Curve, datasets, net_of, optimizer_of, recipe, schedule_of
 
-__all__ = ["train"]
-
 MATCHMAKING_S = 0.5  # of hivemind; its documentation has 3 to 5 s for small local runs
 
 Batches = Iterator[tuple[Tensor, Tensor]]

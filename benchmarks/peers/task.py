@@ -17,18 +17,6 @@ from torch.utils.data import TensorDataset
 from benchmarks.peers.cases import BATCHES, DISTANCE_AFTER, EVERY, GLOBAL_BATCH, SAMPLES
 from lightning_hetero.demo import TOTAL_SAMPLES, DigitsCNN, DigitsData
 
-__all__ = [
-    "Curve",
-    "datasets",
-    "distance",
-    "judged",
-    "net_of",
-    "optimizer_of",
-    "order_of",
-    "recipe",
-    "schedule_of",
-]
-
 
 def datasets() -> tuple[TensorDataset, TensorDataset]:
     """Returns training and validation set."""

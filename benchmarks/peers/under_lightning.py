@@ -28,8 +28,6 @@ from benchmarks.peers.task import Curve, datasets, net_of, order_of, recipe
 from lightning_hetero import BoundedStalenessStrategy, HeteroPipelineStrategy, LoadBalancedStrategy
 from lightning_hetero.solvers import apportion
 
-__all__ = ["Dealt", "shares_of", "train"]
-
 
 class Digits(LightningModule):
     """The CNN, and stock DDP's recipe.

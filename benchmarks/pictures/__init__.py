@@ -15,8 +15,6 @@ from benchmarks.pictures.sheet import BOTH, Paper, Picture, svg
 from benchmarks.provenance import ROOT
 from benchmarks.results import Results, measured
 
-__all__ = ["FOLDER", "PICTURES", "files"]
-
 FOLDER = "docs/pictures"
 
 PICTURES: dict[str, tuple[str, Callable[[Results], Picture], Paper]] = {

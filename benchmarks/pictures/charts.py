@@ -9,8 +9,6 @@ from typing import NamedTuple
 
 from lightning_hetero.report.page.drawing import WIDTH, Drawing, text_width
 
-__all__ = ["Bar", "Group", "groups"]
-
 _NAME, _PITCH, _BAR, _GAP = 15.0, 15.0, 10.0, 7.0
 
 

@@ -9,8 +9,6 @@ from benchmarks.pictures.sheet import Picture
 from benchmarks.results import Results
 from lightning_hetero.report.page.charts import Line, lines
 
-__all__ = ["COLOURS", "balanced", "federated", "pipeline", "stale"]
-
 COLOURS = {"stock DDP": "idle", "balanced": "r0", "stale": "r1", "pipeline": "r2", "auto": "r3"}
 """Of the engines, in all pictures."""
 

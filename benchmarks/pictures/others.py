@@ -9,8 +9,6 @@ from benchmarks.pictures.engines import COLOURS
 from benchmarks.pictures.sheet import Picture
 from benchmarks.results import Results
 
-__all__ = ["joint", "peers", "planner"]
-
 
 def _bar(results: Results, figure: str, kind: str, form: str = "{:.2f}") -> Bar:
     """A figure's bar, with its goal if that is missed."""

@@ -15,8 +15,6 @@ from typing import Literal
 
 from lightning_hetero.report.page.drawing import DARK, LIGHT, MARKS, WIDTH, text_width
 
-__all__ = ["BOTH", "Paper", "Picture", "svg"]
-
 Paper = Literal["light", "dark", "both"]
 BOTH: Paper = "both"
 """By the reader's preference; for a page whose host knows better than the browser, one file of each."""

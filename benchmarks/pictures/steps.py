@@ -13,8 +13,6 @@ from benchmarks.pictures.sheet import Picture
 from benchmarks.results import Results
 from lightning_hetero.report.page.charts import Line, Span, lines, rank_kind, time_lines
 
-__all__ = ["shares", "timeline"]
-
 SHOWN = "4 ranks 1:1:1/2:1/4"
 SWAPPED = "4 ranks, speeds reversed at step 30"
 DDP_STEPS = 5  # in the time lines

@@ -8,8 +8,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-__all__ = ["cumulative_depth", "per_link_depth"]
-
 _SLACK = 1e-9
 """A quotient this little above a whole number, relatively, is rounding: 3 * 0.1 / 0.1 is not above 3."""
 

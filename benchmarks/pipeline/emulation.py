@@ -16,8 +16,6 @@ from torch import Tensor, nn
 from lightning_hetero.emulate import Pacer
 from lightning_hetero.types import AffineCost
 
-__all__ = ["Sleeping"]
-
 
 class Sleeping(nn.Module):
     """A part of a model that takes an emulated device's time. Used by one thread.

@@ -29,8 +29,6 @@ from dataclasses import dataclass
 from benchmarks.pipeline.scenarios import Case
 from lightning_hetero.types import Cluster, ModelCost
 
-__all__ = ["BUCKET_BYTES", "FIRST_BUCKET_BYTES", "Bucket", "ddp_buckets", "ddp_exposed_s", "exposed_s", "ring_s"]
-
 FIRST_BUCKET_BYTES, BUCKET_BYTES = 2**20, 25 * 2**20
 
 

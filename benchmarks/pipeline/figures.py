@@ -11,16 +11,6 @@ from benchmarks.pipeline.scenarios import Case
 from benchmarks.pipeline.stalls import stalls
 from benchmarks.steps import percentile
 
-__all__ = [
-    "case_figures",
-    "median_s",
-    "overhead_figures",
-    "overhead_table",
-    "table",
-    "tables",
-    "trained_figures",
-]
-
 Figure = dict[str, Any]
 Runs = Sequence[Sequence[float]]
 MODELLED, AGREEMENT, PLANNED = 0.95, 0.10, 1.02

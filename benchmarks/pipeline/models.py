@@ -21,8 +21,6 @@ from lightning_hetero.pipeline.runtime.measure.layers import Example, LayerTrial
 from lightning_hetero.pipeline.runtime.measure.memory import state_bytes, tensor_bytes, trained_bytes
 from lightning_hetero.types import AffineCost, LayerCost, ModelCost
 
-__all__ = ["MODELS", "Net", "costs_of", "dataset", "make", "parameters_of"]
-
 OPTIMIZER = torch.optim.Adam
 WIDTHS = (64, 192, 256, 96, 256, 128, 320, 160, 256, 64, 384, 128, 256, 192, 96, 256, 64)
 CHANNELS = (1, 12, 16, 16, 24, 24, 32, 32, 48, 48, 64, 64, 64)

@@ -27,23 +27,6 @@ from lightning_hetero.solvers.placement.pipes import Pipe, Problem
 from lightning_hetero.solvers.placement.sync import sync_loads_s
 from lightning_hetero.types import Cluster, GroupPlan, ModelCost
 
-__all__ = [
-    "CHAIN",
-    "OURS",
-    "STOCK",
-    "TEXTBOOK",
-    "Entry",
-    "balanced_cuts",
-    "chain_entry",
-    "described",
-    "even_entries",
-    "exhaustive",
-    "fits_whole",
-    "our_entry",
-    "policy_of",
-    "replica_sync_s",
-]
-
 EVEN_GROUPS = (1, 2, 4)
 TEXTBOOK, OURS = "1F1B", "per link"
 CHAIN = "even, 1 group"

@@ -13,8 +13,6 @@ from lightning_hetero.cluster.spec import cluster_from_plain
 from lightning_hetero.solvers.chain.chain import DepthRule
 from lightning_hetero.types import Cluster
 
-__all__ = ["Case", "cases", "read"]
-
 FOLDER = Path(__file__).parent / "clusters"
 _KEYS = ("name", "models", "global_batch", "sample_s", "fixed_s", "cluster")
 _OPTIONS = ("depth", "trained", "stock_pipeline", "less_than_even", "less_than_chain")

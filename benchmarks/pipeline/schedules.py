@@ -9,8 +9,6 @@ from benchmarks.pipeline.depth import per_link_depth
 from lightning_hetero.pipeline.decide.generate import SchedulePolicy
 from lightning_hetero.pipeline.decide.schedule import PipelineTimes, Row, route
 
-__all__ = ["bottleneck_s", "fill_s", "lower_bound_s", "model_s", "one_f_one_b", "per_link", "proportional"]
-
 
 def proportional(
     sizes: Sequence[float],

@@ -22,8 +22,6 @@ from typing import Any
 
 from benchmarks.steps import percentile
 
-__all__ = ["Collections", "Sleeper", "Span", "stalls", "within"]
-
 NAP_S, LATE_S = 0.01, 0.002
 STALL = 1.3  # times the median of the engine
 

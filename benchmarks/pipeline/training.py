@@ -23,8 +23,6 @@ from lightning_hetero import HeteroPipelineStrategy, LoadBalancedStrategy, Scena
 from lightning_hetero.solvers.apportion import apportion
 from lightning_hetero.types import GroupPlan, ModelCost, PipelinePlan
 
-__all__ = ["ENGINES", "exchange_s", "train"]
-
 ENGINES = ("ddp", "balanced", "ours", "replicas")
 """``ours`` plans by itself; ``replicas`` is ours with a given plan, plain data parallelism."""
 

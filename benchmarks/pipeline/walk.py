@@ -32,8 +32,6 @@ from lightning_hetero.pipeline.runtime.ownership.ownership import Ownership
 from lightning_hetero.pipeline.runtime.step.cut import BackboneCut
 from lightning_hetero.types import AffineCost, GroupPlan, LayerCost, ModelCost, PipelinePlan
 
-__all__ = ["Timed", "Walk", "run_stock", "timed"]
-
 SEED = 0
 CPU = torch.device("cpu")
 TIMEOUT_S = 120.0

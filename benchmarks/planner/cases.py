@@ -12,8 +12,6 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_hetero import Scenario
 from lightning_hetero.plan.estimate import EngineName
 
-__all__ = ["CASES", "PER_RANK", "STEPS", "WARM_UP", "Case", "Net", "loader"]
-
 PER_RANK, STEPS, WARM_UP = 16, 28, 10
 WIDTH, LAYERS = 64, 6
 

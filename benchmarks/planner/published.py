@@ -17,8 +17,6 @@ from lightning_hetero.plan.planner import Plan, plan
 from lightning_hetero.plan.setup import Setup
 from lightning_hetero.types import AffineCost
 
-__all__ = ["CASES", "PiecewiseLinearCost", "box", "box_table", "levels", "markdown_table"]
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PiecewiseLinearCost:

@@ -20,8 +20,6 @@ from lightning_hetero import BoundedStalenessStrategy, HeteroPipelineStrategy, L
 from lightning_hetero.pipeline.decide.costs import model_from_plain
 from lightning_hetero.solvers.plans import plan_from_plain
 
-__all__ = ["train"]
-
 
 class Notes(Callback):
     """Notes when each batch ends."""

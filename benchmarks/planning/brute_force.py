@@ -18,8 +18,6 @@ from lightning_hetero.solvers.chain.layers import Layers, layers_of
 from lightning_hetero.solvers.chain.model import fitting_periods, times
 from lightning_hetero.types import Cluster, ModelCost
 
-__all__ = ["BruteForce"]
-
 Shape = tuple[tuple[int, ...], tuple[int, ...]]
 """Ranks in order, and cuts."""
 Times: TypeAlias = NDArray[np.float64]

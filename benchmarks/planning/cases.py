@@ -9,8 +9,6 @@ import numpy as np
 
 from lightning_hetero.types import AffineCost, Cluster, Device, LayerCost, Link, ModelCost
 
-__all__ = ["Case", "large_case", "small_case"]
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Case:

@@ -18,8 +18,6 @@ from lightning_hetero.solvers.chain.model import ChainPlan, evaluate
 from lightning_hetero.solvers.chain.split import split
 from lightning_hetero.types import Device, Link
 
-__all__ = ["NOTES", "figures", "measure", "run"]
-
 NOTES = (
     "New random problems in every row; medians; milliseconds of CPU time, on one thread. Layers differ up to 9-fold in "
     "work, devices 4-fold in speed; one way over a link takes up to half a bottleneck; 4 micro-batches per stage. "

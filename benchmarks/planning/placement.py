@@ -16,8 +16,6 @@ from benchmarks.planning.brute_force import BruteForce
 from benchmarks.planning.cases import large_case, small_case
 from lightning_hetero.solvers.placement import place
 
-__all__ = ["NOTES", "figures", "measure", "run"]
-
 NOTES = (
     "*gap*: modelled time of a batch / that of the best plan - 1; the best of all subsets, groups, orders, borders, "
     "micro-batches and shares (6-12 samples). *sync light, medium, heavy*: all gradients over a slow link take 2, 20, "

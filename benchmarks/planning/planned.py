@@ -12,8 +12,6 @@ from lightning_hetero.pipeline.decide.costs import times_of
 from lightning_hetero.pipeline.decide.generate import SchedulePolicy, makespan_s
 from lightning_hetero.solvers.placement import place
 
-__all__ = ["NOTES", "figures", "measure", "run"]
-
 NOTES = (
     "Random models are planned, the plans' times are taken apart operation by operation, and schedules with the plans' "
     "depths are generated: makespan / modelled time, by pipeline of two stages or more. *small*: 2-5 devices, 12 "

@@ -17,8 +17,6 @@ from benchmarks.pipeline.schedules import model_s, one_f_one_b, per_link, propor
 from lightning_hetero.pipeline.decide.generate import SchedulePolicy, generate, makespan_s
 from lightning_hetero.pipeline.decide.schedule import PipelineTimes
 
-__all__ = ["NOTES", "figures", "measure", "run", "table"]
-
 NOTES = (
     "Makespan of the generated schedule / (fill + (m - 1) * bottleneck); new random pipelines per row: 2-8 stages of "
     "0.5-1 of the bottleneck, forward : backward = 1 : 2, head 2-30 % of the bottleneck, 2-6 micro-batches per stage. "

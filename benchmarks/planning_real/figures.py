@@ -6,8 +6,6 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-__all__ = ["COLUMNS", "WARM_UP", "Compared", "compared", "figures", "table"]
-
 WARM_UP = 8  # steps until shares and predictors have settled
 Run = Mapping[str, Any]  # of one engine on one case: what the worker noted
 

@@ -13,8 +13,6 @@ from torch.utils.data import TensorDataset
 
 from lightning_hetero.demo import VOCABULARY, CausalBlock
 
-__all__ = ["CASES", "Case", "Net"]
-
 CLASSES = 10
 
 

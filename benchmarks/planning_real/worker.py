@@ -22,8 +22,6 @@ from benchmarks.planning_real.models import CASES, Case
 from lightning_hetero import BoundedStalenessStrategy, HeteroPipelineStrategy, LoadBalancedStrategy
 from lightning_hetero.types import StepReport
 
-__all__ = ["main", "train"]
-
 
 def strategy(engine: str) -> Any:
     """Returns an engine as a user has it: nothing emulated, no costs and no devices told."""

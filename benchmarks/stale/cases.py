@@ -17,19 +17,6 @@ from benchmarks.stale.simulator import Costs
 from benchmarks.stale.speeds import SimulatedSpeeds
 from lightning_hetero.stale.decide import policy as policies
 
-__all__ = [
-    "CASES",
-    "CONTENDERS",
-    "COSTS",
-    "FINAL_SEEDS",
-    "GRIDS",
-    "TUNING_CASES",
-    "TUNING_SEEDS",
-    "Case",
-    "Contender",
-    "JitteredWork",
-]
-
 SAMPLE_S = 0.001
 LAUNCH_S = 0.001
 # Parameters to the worker: as long as a sample. Gradients go to the server beside the backward pass, bucket by bucket,

@@ -20,8 +20,6 @@ from benchmarks.stale.simulator import Hooks
 from lightning_hetero.stale.decide.completion import completed
 from lightning_hetero.stale.decide.effects import Accepted, Granted, Refused, Span, Updated
 
-__all__ = ["BATCH", "RECIPES", "TRAINING_SAMPLES", "Learner", "Recipe", "Training", "synchronous"]
-
 TRAINING_SAMPLES = 1408  # of 1797; 22 global batches
 BATCH = 64
 NOISE = 0.12  # standard deviation of noise on pixels in [0, 1]: without it the training loss goes to 0

@@ -22,8 +22,6 @@ from typing import Any
 from benchmarks.stale.simulated import geometric
 from lightning_hetero import Scenario
 
-__all__ = ["CLUSTERS", "ENGINES", "TASKS", "Cluster", "Run", "bound_s", "key", "run_all", "summarize"]
-
 WORLD = 4
 PER_RANK = 16
 SPELL_STEP_S = 0.02

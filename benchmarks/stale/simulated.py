@@ -40,8 +40,6 @@ from lightning_hetero.solvers.scale import scale_shares
 from lightning_hetero.stale.decide.coordinator import Coordinator
 from lightning_hetero.types import SpeedSample
 
-__all__ = ["balanced_barrier", "run", "run_one", "tune"]
-
 Result = dict[str, Any]
 Job = tuple[Case, Contender, int, tuple[str, ...], int]  # ..., seed, recipes, epochs
 CACHE = Path(__file__).parent / ".cache" / "simulated.jsonl"

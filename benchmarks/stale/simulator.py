@@ -25,8 +25,6 @@ from lightning_hetero.stale.decide.coordinator import Coordinator
 from lightning_hetero.stale.decide.effects import Accepted, Effect, Granted, Passed, Refused, Span, Updated
 from lightning_hetero.stale.decide.intervals import head
 
-__all__ = ["ChunkTime", "Costs", "Hooks", "Simulated", "WorkerTotals", "simulate"]
-
 
 class ChunkTime(Protocol):
     """Seconds a worker computes on a chunk."""

@@ -7,8 +7,6 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
 
-__all__ = ["SimulatedSpeeds"]
-
 
 class SimulatedSpeeds:
     """Speeds that are constant between given moments; a chunk under way slows down with its worker.

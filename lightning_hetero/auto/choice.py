@@ -9,8 +9,6 @@ from typing import Literal, NoReturn
 from lightning_hetero.plan.planner import Plan, plan
 from lightning_hetero.plan.setup import Setup
 
-__all__ = ["ENGINES", "Choice", "ChosenName", "choose", "without_measuring"]
-
 ChosenName = Literal["balanced", "stale", "pipeline"]
 ENGINES: tuple[ChosenName, ...] = ("balanced", "pipeline", "stale")
 """From the one that changes least of how a model trains to the one that changes most."""

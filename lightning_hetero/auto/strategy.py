@@ -38,8 +38,6 @@ from lightning_hetero.transport.side_channel import SideChannel
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
 
-__all__ = ["AutoStrategy"]
-
 _CLASSES: dict[ChosenName, type[HeteroStrategy[Any]]] = {
     "balanced": LoadBalancedStrategy,
     "pipeline": HeteroPipelineStrategy,

@@ -38,8 +38,6 @@ from lightning_hetero.types import AffineCost, Cluster, ModelCost
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule
 
-__all__ = ["WarmUp"]
-
 _FEWEST, _MOST = 8, 64  # steps of the series
 _EMULATED = 64  # steps that are looked at where nothing needs to be run
 _LEVEL = 0.05  # speeds that differ by less are taken for equal

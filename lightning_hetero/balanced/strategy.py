@@ -43,8 +43,6 @@ from lightning_hetero.shares.policy import BalancePolicy
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
 
-__all__ = ["LoadBalancedStrategy"]
-
 
 class LoadBalancedStrategy(HeteroStrategy[BalancedRun]):
     """Synchronous data parallelism with per-rank batches re-sized so that all ranks finish together (LB-BSP).
@@ -117,6 +115,7 @@ class LoadBalancedStrategy(HeteroStrategy[BalancedRun]):
         check_flags(rebalance=rebalance)
         self.policy = _chosen_policy(policy, predictor, dead_band)
         self._plain = PlainBackward()
+        self._closure_loss: Tensor | None = None  # until its backward pass
         self._warned_of_gathering = False
         self.settings = BalanceSettings(
             policy=self.policy,
@@ -190,12 +189,21 @@ class LoadBalancedStrategy(HeteroStrategy[BalancedRun]):
         self.configure_ddp()
         run.attach(self.model)
 
+    def pre_backward(self, closure_loss: Tensor) -> None:
+        self._closure_loss = closure_loss if self._run is not None else None  # holds the graph, also if it gets scaled
+        super().pre_backward(closure_loss)
+
     def _weighted_backward(self, loss: Tensor, model: Any, optimizer: Any, *args: Any, **kwargs: Any) -> None:
         """Weights the loss: a fit's ``backward`` of the precision plugin, behind all hooks that see the loss."""
         run, plugin = self._run, self.precision_plugin
         assert run is not None
-        with patched(self._plain, "manual", True), run.backward():
-            type(plugin).backward(plugin, run.weigh(loss), model, optimizer, *args, **kwargs)
+        holders, self._closure_loss = [] if self._closure_loss is None else [self._closure_loss], None
+
+        def differentiate(weighted: Tensor) -> None:
+            type(plugin).backward(plugin, weighted, model, optimizer, *args, **kwargs)
+
+        with patched(self._plain, "manual", True):
+            run.backward(loss, differentiate, holders)
 
     def optimizer_step(self, optimizer: Any, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
         output = super().optimizer_step(optimizer, closure, model, **kwargs)

@@ -10,20 +10,6 @@ from typing import Any, NoReturn
 
 from torch.nn.parallel import DistributedDataParallel
 
-__all__ = [
-    "check_averaging",
-    "check_choice",
-    "check_controller",
-    "check_counts",
-    "check_ddp_arguments",
-    "check_flags",
-    "check_same_settings",
-    "name_changed_rows",
-    "name_lost_peer",
-    "refuse_fabric",
-    "refuse_other_package",
-]
-
 PACKAGE_REFUSAL = (
     "this program uses the package pytorch_lightning, whose Trainer knows nothing of lightning.pytorch's strategies:"
     " the two packages are copies of the same code. Import lightning.pytorch instead of pytorch_lightning"

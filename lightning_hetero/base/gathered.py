@@ -9,8 +9,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-__all__ = ["gather_unequal"]
-
 _DIMS = 8  # of a tensor, at most
 
 

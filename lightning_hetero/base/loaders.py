@@ -37,8 +37,6 @@ from lightning_hetero.types import LossReduction
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
 
-__all__ = ["BoundLoader", "LoaderBinder", "PartBinder", "SharedSettings"]
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SharedSettings:

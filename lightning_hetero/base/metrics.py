@@ -13,8 +13,6 @@ from torch import Tensor
 
 from lightning_hetero.measure.device import device_of
 
-__all__ = ["integer_mean_", "is_mean", "weighted_mean_"]
-
 
 def is_mean(reduce_op: object) -> bool:
     """Tells whether a Lightning ``reduce_op`` asks for a mean over ranks."""

@@ -23,8 +23,6 @@ from lightning.pytorch.accelerators import CPUAccelerator
 from lightning_hetero.cluster.units import tasks_per_node
 from lightning_hetero.lightning_compat.strategies import CheckedSettingsStrategy
 
-__all__ = ["Launch", "UnevenNodesStrategy", "gather_nodes", "launch_of"]
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Launch:

@@ -15,8 +15,6 @@ from lightning_hetero.data.batches import HandedParts
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
 
-__all__ = ["OneDeviceFit"]
-
 
 class OneDeviceFit:
     """What a fit on one device has of an engine: nothing, as long as stock DDP's batches will do.

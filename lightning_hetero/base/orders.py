@@ -29,8 +29,6 @@ from lightning_hetero.data.stream import StreamMode
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
 
-__all__ = ["OrderFinder"]
-
 
 class OrderFinder:
     """Compares the ranks' train loaders and finds the order of each one's epochs: stock DDP's wherever it has one.

@@ -15,8 +15,6 @@ from lightning_hetero.data.samplers import first_drawn
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
 
-__all__ = ["check_own_batches", "indexed", "own_data_in"]
-
 
 _Data = tuple[int, list[Any], list[Print]]  # samples of a dataset, and what some of them look like
 

@@ -12,8 +12,6 @@ from lightning_hetero.measure.device import device_of
 if TYPE_CHECKING:
     from lightning.pytorch.plugins.precision import Precision
 
-__all__ = ["trained_dtype", "warn_of_emulation"]
-
 _NAMES = {"bf16": torch.bfloat16, "transformer-engine": torch.bfloat16, "16": torch.float16, "64": torch.float64}
 
 

@@ -19,8 +19,6 @@ from lightning_hetero.lightning_compat import trainer_callbacks
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule
 
-__all__ = ["Refusals", "refuse_saving_in_step"]
-
 # Arguments of `DistributedDataParallel` where there is none. Others only tune it: without effect, with a warning.
 _HELD_ANYWAY = {"find_unused_parameters"}  # parameters that a loss does not use need no flag
 _CHANGE_WHAT_IS_TRAINED = {

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-__all__ = ["REMOVED_OPTIONS", "refuse_removed"]
-
 # {strategy's class: {option: why it went, and the way out}}; an entry stays for one release
 REMOVED_OPTIONS: dict[str, dict[str, str]] = {
     "LoadBalancedStrategy": {

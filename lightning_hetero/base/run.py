@@ -31,8 +31,6 @@ from lightning_hetero.types import Event
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
 
-__all__ = ["EngineRun", "EventLog", "gloo_group", "planned_batches"]
-
 _MOST_EVENTS = 4096  # kept for a trace that nobody may write
 
 

@@ -17,8 +17,6 @@ if TYPE_CHECKING:
     from lightning.pytorch import Trainer
     from lightning.pytorch.strategies import DDPStrategy
 
-__all__ = ["CHECKPOINT_KEY", "LastFit", "has_monitor", "refuse_elsewhere", "register"]
-
 CHECKPOINT_KEY = "lightning_hetero"
 """The one top-level key added to a checkpoint; stock Lightning ignores it."""
 

@@ -41,8 +41,6 @@ from lightning_hetero.types import Event, LossReduction, StepReport
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
 
-__all__ = ["HeteroStrategy"]
-
 Run = TypeVar("Run", bound=EngineRun[Any])
 
 

@@ -11,8 +11,6 @@ from lightning_hetero.shares.policy import BalancePolicy
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
 
-__all__ = ["BatchRebalancer"]
-
 
 class BatchRebalancer(Callback):
     """Holds the policy that re-sizes batches; without one among the Trainer's callbacks the strategy makes its own.

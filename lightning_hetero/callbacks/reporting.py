@@ -12,8 +12,6 @@ from lightning_hetero.types import Event, StepReport
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
 
-__all__ = ["EventSource", "Reporting", "event_source", "reporting_of"]
-
 
 class EventSource:
     """Notes events of this rank; a callback of the user's may be one, too."""

@@ -20,8 +20,6 @@ from lightning.pytorch.callbacks import Callback
 from lightning_hetero import lightning_compat as compat
 from lightning_hetero.lightning_compat.patches import patched
 
-__all__ = ["RequeueByOne", "RequeueTogether"]
-
 
 class _BatchEnds(Callback):  # private, so that command lines do not offer it
     """Calls ``save`` when a batch has ended, also one that is None, and when training has."""

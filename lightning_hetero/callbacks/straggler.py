@@ -33,8 +33,6 @@ from lightning_hetero.types import Event, SpeedSample, StepReport
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
 
-__all__ = ["StragglerMonitor"]
-
 _OFTEN = 50  # steps between two looks for stragglers under stock DDP, where nothing is logged
 _SELDOM = 5  # and at least so many where all is logged: to send something costs as much as some hooks
 

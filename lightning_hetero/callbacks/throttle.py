@@ -16,8 +16,6 @@ from lightning_hetero.callbacks.work import count_samples
 from lightning_hetero.emulate.scenario import Scenario
 from lightning_hetero.emulate.throttle import Throttle, scenario_steps
 
-__all__ = ["ThrottleCallback"]
-
 
 class ThrottleCallback(Callback):
     """Emulates unequal devices under any Trainer and any strategy; only training steps are slowed down.

@@ -15,8 +15,6 @@ from lightning_hetero.callbacks.work import count_samples
 from lightning_hetero.record import EventWriter, trace_path
 from lightning_hetero.types import Event
 
-__all__ = ["HeteroTrace"]
-
 
 class HeteroTrace(Callback):
     """Records every rank's steps, and its strategy's decisions, under ``dirpath/rank{r}.jsonl``.

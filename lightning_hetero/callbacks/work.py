@@ -17,8 +17,6 @@ from lightning_hetero.callbacks.reporting import reporting_of
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
 
-__all__ = ["BatchCost", "CountedOnHost", "check_batch_cost", "cost_in", "count_samples", "count_work"]
-
 BatchCost = Callable[[Any], float]
 
 

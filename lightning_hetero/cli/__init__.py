@@ -12,5 +12,3 @@
 """
 
 from __future__ import annotations
-
-__all__: list[str] = []

@@ -48,8 +48,6 @@ from lightning_hetero.measure.device import accelerators, device_of, wheel_archi
 from lightning_hetero.plan.planner import plan
 from lightning_hetero.plan.setup import Setup
 
-__all__ = ["find_out", "main"]
-
 _ENVIRON = (
     "CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER", "MASTER_ADDR", "MASTER_PORT", "RANK", "LOCAL_RANK", "WORLD_SIZE",
     "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE", "TORCHELASTIC_RUN_ID", "SLURM_JOB_ID", "SLURM_TASKS_PER_NODE",

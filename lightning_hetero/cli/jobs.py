@@ -25,8 +25,6 @@ from hydra.core.hydra_config import HydraConfig
 from lightning.pytorch import Trainer
 from omegaconf import read_write
 
-__all__ = ["child_arguments", "end_children", "isolated_job", "job_number", "leave_process_group"]
-
 _LOG = logging.getLogger(__name__)
 _GRACE_S = 2.0  # for a rank that failed first, and whose failure we saw, to end with its own exit code
 _FLAGS_WITH_VALUE = {

@@ -24,8 +24,6 @@ from lightning_hetero.pipeline.runtime.step.undivided import Undivided, find_lay
 from lightning_hetero.solvers.tied_layers import Span
 from lightning_hetero.types import ModelCost
 
-__all__ = ["Profile", "before_first_batch", "load_data", "load_module", "profile_module", "quiet_trainer"]
-
 T = TypeVar("T")
 
 _USUAL_BATCH = 8  # samples, of a dataset without a loader

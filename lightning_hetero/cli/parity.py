@@ -33,8 +33,6 @@ from lightning_hetero.doctor.facts import Parity
 from lightning_hetero.pipeline.fit.plan.planning import tied_spans
 from lightning_hetero.pipeline.runtime.step.undivided import Undivided, find_layers
 
-__all__ = ["ENGINES", "compare_gradients"]
-
 ENGINES = ("ddp", "balanced", "stale", "pipeline")
 ALONE = "one process"
 BATCH, SHARES, STEPS, LR = 8, [5, 3], 10, 1e-2

@@ -33,8 +33,6 @@ from lightning_hetero.plan.what_if import changed, usual_changes
 from lightning_hetero.record import read_events
 from lightning_hetero.types import Cluster
 
-__all__ = ["answer", "main", "plan_tables", "read_setup"]
-
 CONF = Path(__file__).resolve().parent / "conf"
 _FEW = 16  # devices up to which each has a line
 

@@ -25,8 +25,6 @@ from lightning_hetero.measure.probe import probe_cluster
 from lightning_hetero.pipeline.decide.links import MOST_COMMUNICATORS
 from lightning_hetero.types import Cluster
 
-__all__ = ["as_rank", "on_ranks", "probe_machine"]
-
 _CPU_RANKS = 2  # where nothing tells how many
 _TAIL = 1500  # characters of a failed program's output that say why
 

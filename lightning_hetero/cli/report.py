@@ -14,8 +14,6 @@ from lightning_hetero.report.page.build import page_of
 from lightning_hetero.report.perfetto import perfetto_of
 from lightning_hetero.report.run import RecordedRun, run_of
 
-__all__ = ["REPORT_FILE", "TRACE_FILE", "main", "read_run", "write_report"]
-
 REPORT_FILE, TRACE_FILE, RESULT_FILE = "report.html", "perfetto.json", "result.json"
 _TRACES = ("", "events", "hetero")  # where a trace is inside a run's folder
 

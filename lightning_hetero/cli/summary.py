@@ -18,8 +18,6 @@ from typing import Any
 
 from lightning_hetero.types import Event
 
-__all__ = ["RankSummary", "comparison_table", "format_table", "mean_global_batch", "rank_table", "summarise_ranks"]
-
 _STEADY = 0.5  # part of each rank's steps, from the end, that is looked at
 
 

@@ -36,8 +36,6 @@ from lightning_hetero.cli.summary import comparison_table, mean_global_batch, ra
 from lightning_hetero.pipeline.strategy import HeteroPipelineStrategy
 from lightning_hetero.record import read_events
 
-__all__ = ["ComparisonTable", "FitClock", "build", "main", "run_job"]
-
 RESULT_FILE = "result.json"
 _LOG = logging.getLogger(__name__)
 CONF = Path(__file__).resolve().parent / "conf"

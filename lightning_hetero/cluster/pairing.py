@@ -14,8 +14,6 @@ from typing import TypeAlias
 
 from lightning_hetero.types import Link
 
-__all__ = ["budget_bytes", "complete_links", "level", "meetings", "tournament"]
-
 Pair: TypeAlias = tuple[int, int]
 
 _PART = 0.9  # of free memory: pieces between tensors that are of no use

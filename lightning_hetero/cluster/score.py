@@ -22,18 +22,6 @@ from collections.abc import Sequence
 from lightning_hetero.solvers import minimax
 from lightning_hetero.types import AffineCost, Cost, SpeedSample
 
-__all__ = [
-    "exchange_alone",
-    "imbalance",
-    "items_of",
-    "least_s",
-    "not_working",
-    "other_engines_text",
-    "shares_text",
-    "straggler_scores",
-    "waiting",
-]
-
 _MOST_SHARES = 8  # one by one
 
 

@@ -30,8 +30,6 @@ from lightning_hetero.cluster.units import (
 )
 from lightning_hetero.types import Cluster, Device, Link
 
-__all__ = ["cluster_from_plain", "cluster_to_plain", "equal_cluster", "override_cluster", "ranks_named", "relinked"]
-
 _FREE = Link()
 _SPEC = ("devices", "nodes", "link", "links", "matrix")
 _DEVICE = ("name", "speed", "mem", "count")

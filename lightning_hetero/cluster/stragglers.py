@@ -26,8 +26,6 @@ from statistics import median
 from lightning_hetero.cluster.score import items_of
 from lightning_hetero.types import SpeedSample
 
-__all__ = ["Straggler", "StragglerTest"]
-
 _SLOWER = math.log(1.3)
 _LIMIT = 16.0
 _STEPS = 8

@@ -16,18 +16,6 @@ from typing import Any
 
 from lightning_hetero.types import Cluster, Link
 
-__all__ = [
-    "as_bytes",
-    "as_number",
-    "as_rate",
-    "as_seconds",
-    "bytes_text",
-    "describe_cluster",
-    "rate_text",
-    "seconds_text",
-    "tasks_per_node",
-]
-
 _QUANTITY = re.compile(r"\s*([+-]?(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?|inf)\s*([^\d\s].*?)?\s*")
 _TASKS = re.compile(r"(\d+)(?:\(x(\d+)\))?")  # of SLURM: the tasks of a node, and of how many nodes
 

@@ -19,8 +19,6 @@ from lightning_hetero.solvers.placement.search import Judged, better_structure
 from lightning_hetero.solvers.plans import plan_from_plain, plan_to_plain
 from lightning_hetero.types import Cluster, PipelinePlan
 
-__all__ = ["Controller"]
-
 _STALE, _SURE = 0.01, 2.0  # relative change of an estimate, and in its standard deviations, that counts
 _WARM_UP = 1  # first batches to ignore
 _ROUNDS, _CANDIDATES = 2, 60  # of the search for a structure

@@ -29,8 +29,6 @@ from lightning_hetero.predictors import Kalman
 from lightning_hetero.solvers.placement.pipes import Pipe
 from lightning_hetero.types import Cluster, LayerCost, Link, ModelCost
 
-__all__ = ["Estimates", "State"]
-
 _FEW = 3  # layers in a stage, below which their median says nothing
 _SMALL = 0.1  # of the mean layer of a stage
 _SURE = 2.0  # standard deviations that a change must exceed, besides the dead band

@@ -16,8 +16,6 @@ from lightning_hetero.solvers.plans import evened
 from lightning_hetero.solvers.tied_layers import Span, join_layers
 from lightning_hetero.types import Cluster, GroupPlan, ModelCost, PipelinePlan
 
-__all__ = ["Forms", "shares_of"]
-
 Pipes = tuple[Pipe, ...]
 
 

@@ -14,8 +14,6 @@ from lightning_hetero.solvers.chain.chain import DepthRule
 from lightning_hetero.solvers.tied_layers import Span
 from lightning_hetero.types import Cluster, ModelCost, PipelinePlan
 
-__all__ = ["LyapunovController"]
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LyapunovController(ControllerSettings):

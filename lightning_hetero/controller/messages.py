@@ -13,8 +13,6 @@ from typing import Literal
 
 from lightning_hetero.types import PipelinePlan
 
-__all__ = ["Decision", "DecisionKind", "LayerMove", "LinkTime", "Observation", "Outcome"]
-
 DecisionKind = Literal["keep", "shares", "plan", "rollback"]
 
 

@@ -15,8 +15,6 @@ from statistics import median
 from lightning_hetero.controller.messages import LayerMove
 from lightning_hetero.solvers.placement.pipes import Pipe, Problem
 
-__all__ = ["MigrationModel", "moves_between", "pieces_between"]
-
 Piece = tuple[int, int, int, int]  # first layer, end, source, target; (-1, 0, ...): outside the backbone
 
 _AGREE_S = 0.05

@@ -41,8 +41,6 @@ from lightning_hetero.solvers.placement.search import Judged
 from lightning_hetero.solvers.placement.shares import level, share
 from lightning_hetero.solvers.placement.sync import sync_s
 
-__all__ = ["Objective", "Prices", "Weight"]
-
 _HOUR_S = 3600.0
 _ROUNDING = 1e-9
 _LEAST = 0.01  # part of its own weight that time has at least

@@ -16,8 +16,6 @@ import numpy as np
 from lightning_hetero.solvers.chain.layers import Floats
 from lightning_hetero.solvers.placement.pipe_cost import PipeCost
 
-__all__ = ["priced_shares", "times_of"]
-
 
 def priced_shares(
     tables: Sequence[Floats], samples: int, alpha: float, gamma: Sequence[float]

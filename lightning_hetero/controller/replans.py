@@ -10,8 +10,6 @@ from typing import Any
 
 from lightning_hetero.controller.messages import Decision, Outcome
 
-__all__ = ["Replan", "ReplanLog"]
-
 _COMPARED = 3  # batches before and after a change
 
 

@@ -7,8 +7,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Literal, NamedTuple, cast
 
-__all__ = ["Budget", "ControllerSettings", "Resource"]
-
 Resource = Literal["money", "energy", "traffic"]
 
 _RESOURCES: tuple[Resource, ...] = ("money", "energy", "traffic")

@@ -22,8 +22,6 @@ from lightning_hetero.controller.objective import Prices, Use, Weight
 from lightning_hetero.controller.settings import Budget, ControllerSettings, Resource
 from lightning_hetero.solvers.placement.search import Judged
 
-__all__ = ["Spending", "VirtualQueue"]
-
 _PART = 0.02  # of all batches: V and bank; an overspending of about that part is left at the end at most
 _LEAST_V, _V, _MOST_V = 10.0, 50.0, 100.0
 _HOUR_S = 3600.0

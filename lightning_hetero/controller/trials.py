@@ -10,8 +10,6 @@ from statistics import median
 from lightning_hetero.controller.messages import Outcome
 from lightning_hetero.solvers.placement.pipes import Pipe
 
-__all__ = ["Trial", "Trials"]
-
 Pipes = tuple[Pipe, ...]
 
 _REMEMBERED = 12  # structures

@@ -10,8 +10,6 @@ from lightning_hetero.controller.estimates import Estimates, State
 from lightning_hetero.controller.settings import ControllerSettings
 from lightning_hetero.controller.spending import Spending
 
-__all__ = ["Look", "Triggers"]
-
 _QUEUE_STEP, _QUEUE_EVERY = 0.1, 5  # of V: a change of a queue's weight that is worth a look; so many batches apart
 _LEAST_LIFE, _LIFE, _MOST_LIFE = 20.0, 80.0, 400.0  # batches that a state is taken to last
 

@@ -21,8 +21,6 @@ from torch.utils.data import Sampler
 from lightning_hetero.data.costs import SampleCosts
 from lightning_hetero.data.order import EpochOrder, equal_parts
 
-__all__ = ["GlobalBatchSampler", "HandedParts", "Part", "Split"]
-
 Split = Callable[[int, int, int], tuple[int, ...]]
 """(epoch, step, total samples) -> samples per rank, summing to the total."""
 

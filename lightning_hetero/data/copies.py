@@ -15,8 +15,6 @@ from typing import Any
 
 from torch.utils.data import DataLoader
 
-__all__ = ["BatchFeed", "LazyIterator", "altered_copy", "fed_copy", "keep_samples", "users_own"]
-
 
 class BatchFeed(ABC):
     """What a copied loader hands out in the place of its own batches."""

@@ -10,8 +10,6 @@ import numpy as np
 
 from lightning_hetero.solvers.cut import cut_by_cost
 
-__all__ = ["SampleCosts", "check_sample_costs", "costs_digest", "costs_in"]
-
 
 class SampleCosts:
     """Moves the boundaries between the ranks' parts of a global batch to where these cost what their shares say.

@@ -10,8 +10,6 @@ from typing import Any
 from torch import Tensor
 from torch.utils.data import DataLoader, default_collate, default_convert
 
-__all__ = ["DroppedSamples", "watch_drops"]
-
 
 @dataclass(slots=True)
 class DroppedSamples:

@@ -25,8 +25,6 @@ from torch.utils.data import DataLoader, Dataset
 from lightning_hetero.data.copies import keep_samples
 from lightning_hetero.data.samplers import undrawn
 
-__all__ = ["Leaf", "Print", "differs", "fingerprints"]
-
 Leaf = tuple[str, tuple[int, ...], Any]
 """Kind, shape, and up to `_PROBES` values of something in a sample."""
 

@@ -11,8 +11,6 @@ from __future__ import annotations
 import gc
 import os
 
-__all__ = ["spare_inherited"]
-
 _spared = False
 
 

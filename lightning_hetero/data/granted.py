@@ -24,8 +24,6 @@ from lightning_hetero.data.loader import sampled_by
 from lightning_hetero.data.order import EpochOrder, equal_parts
 from lightning_hetero.measure.device import page_locked
 
-__all__ = ["EpochSampler", "SampleSource", "granted_loader"]
-
 
 class EpochSampler(Sampler[list[Any]]):
     """What Lightning finds as the batch sampler of a granted loader: knows the epoch, whose order `draw` agrees on.

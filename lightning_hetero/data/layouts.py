@@ -28,8 +28,6 @@ from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 from torch.utils.data import DataLoader, IterableDataset
 
-__all__ = ["WAY_OUT", "Layout", "first_samples", "learn_layout", "parts_of"]
-
 WAY_OUT = (
     "give the batch a method split(sizes), or the LightningModule a method split_batch(batch, sizes), that returns one"
     " batch for each of the sizes"

@@ -28,8 +28,6 @@ from lightning_hetero.data.dropped import DroppedSamples, watch_drops
 from lightning_hetero.data.order import EpochOrder
 from lightning_hetero.data.samplers import undrawn, yields_batches
 
-__all__ = ["IndivisibleError", "LoaderSpec", "inspect_loader", "rebatched_loader"]
-
 
 class IndivisibleError(TypeError):
     """A train loader's batches cannot be divided by speed; the message says why, and what would be needed."""

@@ -16,9 +16,6 @@ from torch import Tensor
 
 from lightning_hetero.data.layouts import WAY_OUT, Layout, parts_of
 
-__all__ = ["join_outputs", "split_batch"]
-
-
 # ---- apart -----------------------------------------------------------------------------------------------------
 
 

@@ -20,15 +20,6 @@ from torch.utils.data import DistributedSampler
 
 from lightning_hetero.data.samplers import announce_epoch, draw, undrawn
 
-__all__ = [
-    "Channel",
-    "ContinuedOrder",
-    "EpochOrder",
-    "FixedSizeOrder",
-    "SamplerOrder",
-    "ShuffledOrder",
-]
-
 
 class Channel(Protocol):
     """The few blocking exchanges that orders need, at set-up and at the start of an epoch."""

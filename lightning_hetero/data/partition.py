@@ -13,8 +13,6 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["partition_by_group", "partition_by_labels"]
-
 _TRIALS = 1000
 
 

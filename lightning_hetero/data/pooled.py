@@ -8,8 +8,6 @@ from typing import Any
 from lightning_hetero.data.order import Channel, EpochOrder, chunks, concatenate, equal_parts
 from lightning_hetero.data.samplers import batch_size_of, draw, undrawn
 
-__all__ = ["PooledBatches", "PooledRanks"]
-
 
 class PooledRanks(EpochOrder):
     """Every rank's own sampler, as stock DDP would use it: global batch t is the ranks' t-th batches together.

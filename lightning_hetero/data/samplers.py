@@ -12,8 +12,6 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader
 
-__all__ = ["announce_epoch", "batch_size_of", "draw", "first_drawn", "splits_by_rank", "undrawn", "yields_batches"]
-
 
 def announce_epoch(source: object, epoch: int) -> None:
     """Calls ``set_epoch`` of a sampler and of the sampler inside a batch sampler.

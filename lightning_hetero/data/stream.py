@@ -22,8 +22,6 @@ from torch.utils.data import DataLoader
 from lightning_hetero.data.batches import Part, Split
 from lightning_hetero.data.copies import BatchFeed, altered_copy, fed_copy, keep_samples
 
-__all__ = ["StreamMode", "rebatched_stream"]
-
 StreamMode = Literal["infinite", "shared"]
 
 

@@ -7,8 +7,6 @@ from dataclasses import dataclass, field
 
 from lightning_hetero.types import Cluster
 
-__all__ = ["DeviceFacts", "Facts", "GpuFacts", "HostFacts", "ModuleFacts", "NetworkFacts", "Package", "Parity"]
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Package:

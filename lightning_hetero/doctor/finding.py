@@ -6,8 +6,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
-__all__ = ["Finding", "Level", "failing", "findings_text", "fine", "warning", "worst"]
-
 Level = Literal["ok", "warn", "fail"]
 _ORDER: tuple[Level, ...] = ("ok", "warn", "fail")
 

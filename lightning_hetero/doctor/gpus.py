@@ -9,8 +9,6 @@ from lightning_hetero.cluster.units import bytes_text
 from lightning_hetero.doctor.facts import DeviceFacts, Facts
 from lightning_hetero.doctor.finding import Finding, failing, fine, warning
 
-__all__ = ["architectures", "bfloat16", "device_order", "instances", "memory", "same_names"]
-
 
 def device_order(facts: Facts) -> list[Finding]:
     """Which rank gets which device."""

@@ -6,8 +6,6 @@ from lightning_hetero.cluster.units import bytes_text
 from lightning_hetero.doctor.facts import Facts
 from lightning_hetero.doctor.finding import Finding, failing, fine, warning
 
-__all__ = ["backends", "cores", "fork", "rendezvous", "shared_memory", "versions"]
-
 _SHM_LEAST = 256 * 2.0**20  # Docker's default is 64 MiB
 _SLOTS = 3.0  # of the parameters' size, per rank of a node, that the stale engine keeps there
 

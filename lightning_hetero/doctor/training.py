@@ -10,8 +10,6 @@ from lightning_hetero.doctor import gpus, host
 from lightning_hetero.doctor.facts import Facts, Parity
 from lightning_hetero.doctor.finding import Finding, failing, fine, warning
 
-__all__ = ["CHECKS", "examine"]
-
 _SPREAD = 1.05  # fastest over slowest, from which on devices are unequal: the probe's own tolerance
 _SLOW_LINK = 4.0  # fastest over slowest
 _EXACT = 1e-9  # relative, in float64

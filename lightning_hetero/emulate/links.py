@@ -12,8 +12,6 @@ from typing import Any, Protocol
 
 from lightning_hetero.types import Cluster, Link
 
-__all__ = ["SlowClock", "parcels_s", "slow", "sums_s"]
-
 _CHECK_S = 1.0  # how often a sleep looks for failures elsewhere
 
 

@@ -16,8 +16,6 @@ from typing import Any, Protocol
 from lightning_hetero.emulate.scenario import Scenario
 from lightning_hetero.emulate.throttle import Pacer
 
-__all__ = ["EmulatedPace"]
-
 
 class _Busy(Protocol):
     """See `BusyTime`."""

@@ -8,20 +8,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Literal, TypeGuard, TypeVar, cast
 
-__all__ = [
-    "Fault",
-    "SlowSpells",
-    "Slowdown",
-    "SpeedChange",
-    "as_caps",
-    "as_changes",
-    "as_faults",
-    "as_real",
-    "as_speeds",
-    "as_spells",
-    "as_whole",
-]
-
 T = TypeVar("T")
 
 _KINDS = ("kill", "stall", "exception")

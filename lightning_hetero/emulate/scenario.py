@@ -33,8 +33,6 @@ from lightning_hetero.emulate.parts import (
     as_whole,
 )
 
-__all__ = ["Scenario"]
-
 _SPELLS, _JITTER = 0, 1  # independent streams of random numbers
 
 

@@ -25,8 +25,6 @@ import torch
 
 from lightning_hetero.emulate.scenario import Scenario
 
-__all__ = ["Pacer", "Throttle", "scenario_steps"]
-
 _MAKE_UP_S = 0.05
 _MEMORY = 0.8  # weight of the steps before, in what a backward pass is expected to take
 

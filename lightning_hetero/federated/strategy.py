@@ -28,8 +28,6 @@ from lightning_hetero.predictors import Predictor, PredictorName
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
 
-__all__ = ["FederatedStrategy"]
-
 
 class FederatedStrategy(ElasticDDPStrategy[FederatedRun]):
     """Local steps on each rank's own data, whose results are averaged by the samples they have used (after LB-BSP).

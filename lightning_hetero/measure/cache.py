@@ -13,8 +13,6 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-__all__ = ["key_of", "load", "save"]
-
 
 def key_of(facts: Any) -> str:
     """Returns a key for JSON values; different facts get different keys, for all practical purposes (SHA-256)."""

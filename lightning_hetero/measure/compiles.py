@@ -21,8 +21,6 @@ from torch import nn
 
 from lightning_hetero.measure.device import HostDevice
 
-__all__ = ["CompileWatch", "Compiled", "NewSizes", "compiled_parts"]
-
 
 class CompileWatch:
     """Tells whether torch compiled anything in this process since it was asked last.

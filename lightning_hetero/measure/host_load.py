@@ -10,8 +10,6 @@ from typing import Any, NamedTuple
 
 import psutil
 
-__all__ = ["HostLoad", "Reading", "read_host"]
-
 _LEAST_S = 0.05  # systems count processors' time in steps of 10 ms
 _IDLE = ("idle", "iowait")
 _IN_OTHERS = ("guest", "guest_nice")  # counted in user and nice as well

@@ -16,8 +16,6 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-__all__ = ["Accelerator", "Cuda", "HostDevice", "Mps", "Stamp"]
-
 
 class Stamp(Protocol):
     """A place in the order of a device's work; on an accelerator, an event on the stream that was current."""

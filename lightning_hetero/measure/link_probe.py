@@ -17,8 +17,6 @@ from lightning_hetero.measure.device import device_of
 from lightning_hetero.solvers.fit import fit_affine
 from lightning_hetero.types import Link
 
-__all__ = ["LinkProbe"]
-
 _REPEATS = 6
 _SMALL_BYTES = 1
 _FIRST_BYTES = 1 << 16  # grows from here until a message takes its part of the budget

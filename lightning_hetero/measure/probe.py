@@ -35,8 +35,6 @@ from lightning_hetero.measure.link_probe import LinkProbe
 from lightning_hetero.measure.timer import Timer
 from lightning_hetero.types import Cluster, Device, Link
 
-__all__ = ["measure_speed", "probe_cluster", "probe_key"]
-
 VERSION = 2  # of the procedure; part of the cache's key
 CACHE_KIND = "cluster"
 

@@ -6,8 +6,6 @@ import torch
 
 from lightning_hetero.measure.timer import Timer
 
-__all__ = ["RestProbe"]
-
 _SIZES = (256, 4096)  # of matrices; from the first on, until a product takes long enough
 _LEAST_S = 5e-4  # for it not to be the launch that is timed
 

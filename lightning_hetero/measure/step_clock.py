@@ -31,8 +31,6 @@ from torch import Tensor, nn
 
 from lightning_hetero.measure.device import HostDevice, Stamp
 
-__all__ = ["StepProbe", "Stopwatch", "when_backward_ends"]
-
 
 def when_backward_ends(loss: Tensor, callback: Callable[[], None]) -> None:
     """Calls ``callback`` once when the backward pass through ``loss`` has computed its last gradient.

@@ -14,8 +14,6 @@ import torch
 
 from lightning_hetero.measure.device import device_of
 
-__all__ = ["Timer"]
-
 _WARM_S = 0.3  # of load, after which the clocks of a device that was idle have risen
 
 

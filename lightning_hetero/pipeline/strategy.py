@@ -58,8 +58,6 @@ from lightning_hetero.pipeline.runtime.step.undivided import Undivided, find_lay
 from lightning_hetero.solvers.plans import plan_from_plain
 from lightning_hetero.types import Cluster, ModelCost, PipelinePlan
 
-__all__ = ["HeteroPipelineStrategy"]
-
 
 class HeteroPipelineStrategy(WholeCheckpointsDDP):
     """Pipelines of unequal devices, data parallel among each other, planned from measured speeds (joint DP + MP).

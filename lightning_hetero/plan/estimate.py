@@ -10,8 +10,6 @@ from lightning_hetero.plan.setup import Setup
 from lightning_hetero.solvers.plans import plan_to_plain
 from lightning_hetero.types import PipelinePlan
 
-__all__ = ["EngineName", "Estimate", "impossible"]
-
 EngineName = Literal["ddp", "balanced", "stale", "pipeline"]
 
 

@@ -22,8 +22,6 @@ from typing import Any, cast
 from lightning_hetero.cluster.units import as_number
 from lightning_hetero.types import AffineCost, LayerCost, ModelCost
 
-__all__ = ["model_from_formula"]
-
 
 def model_from_formula(formula: Mapping[str, Any]) -> ModelCost:
     """Returns the costs of a model by its sizes; see the module for both kinds.

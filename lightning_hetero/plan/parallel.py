@@ -21,8 +21,6 @@ from lightning_hetero.shares.policy import BalancePolicy
 from lightning_hetero.solvers import minimax
 from lightning_hetero.types import Cost, SpeedSample
 
-__all__ = ["balanced", "ddp", "slowest_s"]
-
 _MOST_STEPS = 400
 _SETTLED = 30  # records without a change of shares: evidence grows with them
 _NOTABLE = 0.05  # part of a step that is worth a sentence

@@ -14,8 +14,6 @@ from lightning_hetero.plan.parallel import slowest_s
 from lightning_hetero.plan.setup import Setup
 from lightning_hetero.types import PipelinePlan
 
-__all__ = ["pipeline", "plan_override"]
-
 # More devices than these: the search keeps to one rule of depths, and to micro-batches of powers of two
 # up to a few times a device's equal share.
 _MANY = 32

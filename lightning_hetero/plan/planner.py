@@ -14,8 +14,6 @@ from lightning_hetero.plan.pipelines import pipeline
 from lightning_hetero.plan.setup import Setup
 from lightning_hetero.plan.stale import stale
 
-__all__ = ["ENGINES", "Plan", "check_engines", "plan"]
-
 ENGINES: dict[EngineName, Callable[[Setup], Estimate]] = {
     "ddp": ddp,
     "balanced": balanced,

@@ -17,8 +17,6 @@ from lightning_hetero.record import replay
 from lightning_hetero.solvers.fit import fit_affine
 from lightning_hetero.types import AffineCost, Cluster, Device, Event, Link, SpeedSample
 
-__all__ = ["setup_from_events", "setup_from_steps"]
-
 _WARM_UP = 2  # first steps of all, which are no measure of the others
 _APART = 1.2  # largest over smallest share, from which on a line says more than a proportion
 _MOST_STEPS = 160  # of the last ones

@@ -11,8 +11,6 @@ from lightning_hetero.solvers.placement.sync import sync_s
 from lightning_hetero.solvers.tied_layers import Span
 from lightning_hetero.types import AffineCost, Cluster, Cost, LayerCost, ModelCost
 
-__all__ = ["Setup", "whole_step"]
-
 _SNAP = 1.0 - 1e-12  # what fits but for rounding fits
 
 

@@ -16,8 +16,6 @@ from lightning_hetero.plan.estimate import Estimate, impossible
 from lightning_hetero.plan.setup import Setup
 from lightning_hetero.types import Cost
 
-__all__ = ["stale"]
-
 _OVERHEAD = 1.03  # of a step, over ranks that never wait
 
 

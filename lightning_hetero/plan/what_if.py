@@ -20,8 +20,6 @@ from lightning_hetero.cluster.units import as_number
 from lightning_hetero.plan.setup import Setup
 from lightning_hetero.types import AffineCost, Cluster, Link
 
-__all__ = ["changed", "like_another", "usual_changes", "without"]
-
 _KINDS = ("without", "add", "links", "batch", "speed", "price")
 _FEW = 16  # devices up to which each kind of them is tried to be left out
 

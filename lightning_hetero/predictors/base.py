@@ -10,8 +10,6 @@ from typing import Any, ClassVar, TypeAlias, TypeVar, cast
 
 from lightning_hetero.types import LearnedCost
 
-__all__ = ["Memory", "Predictor"]
-
 Memory: TypeAlias = Mapping[str, float | int | list[float]]
 """Names and first values of what `Predictor.update` changes."""
 

@@ -11,8 +11,6 @@ from lightning_hetero.predictors.base import Memory
 from lightning_hetero.predictors.kalman import FIXED_SHARE, FIXED_SHARE_STD, GATE, Kalman
 from lightning_hetero.types import AffineCost, LearnedCost, SaturatingCost
 
-__all__ = ["Curve"]
-
 _SAME = 0.1  # sizes that differ by less than this part are one
 _MOST = 8  # sizes remembered
 _FORGETS = 0.01  # a size's time, not measured again, becomes less certain by this per measurement (random walk) ...

@@ -8,8 +8,6 @@ from typing import ClassVar
 from lightning_hetero.predictors.base import Memory, Predictor
 from lightning_hetero.types import AffineCost
 
-__all__ = ["Ewma", "LastValue"]
-
 _MEMORY_OF_ERROR = 0.1  # weight of the newest squared error in `std_s`: about the last 20 steps
 _FIRST_ERROR = 0.1  # relative; assumed until a second measurement says how far off predictions are
 

@@ -8,8 +8,6 @@ from typing import ClassVar
 from lightning_hetero.predictors.base import Memory, Predictor
 from lightning_hetero.types import AffineCost, LearnedCost
 
-__all__ = ["Kalman"]
-
 FIXED_SHARE = 0.15  # share of alpha in the time, assumed at the first measurement
 FIXED_SHARE_STD = 0.3  # uncertainty of that share, and the most it can ever become
 _NOISE = 0.1  # relative standard deviation of a measurement, assumed at first

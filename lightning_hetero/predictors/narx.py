@@ -16,8 +16,6 @@ from lightning_hetero.predictors.base import Memory
 from lightning_hetero.predictors.kalman import Kalman
 from lightning_hetero.types import AffineCost
 
-__all__ = ["Narx"]
-
 _TIMES, _LOADS, _HIDDEN = 2, 2, 4  # past times and loads among the inputs, the newest load included; hidden units
 _FORGET = 0.002  # part of what was learned that each record makes forgotten
 _PRIOR = 10.0  # variance of the first weights, in those of a record

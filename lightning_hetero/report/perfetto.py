@@ -13,8 +13,6 @@ from typing import Any, TypeVar
 from lightning_hetero.report.run import RecordedRun
 from lightning_hetero.report.spent import least_wait_s, spent_in
 
-__all__ = ["perfetto_of"]
-
 T = TypeVar("T")
 
 _MOST_TURNS = 20_000  # the last ones of a long run: the viewer reads it into memory

@@ -15,8 +15,6 @@ from lightning_hetero.report.run import RecordedRun
 from lightning_hetero.solvers.plans import plan_from_plain
 from lightning_hetero.types import Cluster, GroupPlan, ModelCost, PipelinePlan
 
-__all__ = ["PipelineFacts", "PlannedStage", "bubble", "pipeline_of"]
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PlannedStage:

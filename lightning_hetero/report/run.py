@@ -17,9 +17,6 @@ from typing import Any, cast
 
 from lightning_hetero.types import Event, SpeedSample
 
-__all__ = ["RecordedRun", "RunChange", "RunStep", "Turn", "named", "run_of"]
-
-
 _APART = ("stale", "federated")  # engines whose ranks do not end a step together
 _COMPARED = 3  # batches before and after a change
 

@@ -12,8 +12,6 @@ from lightning_hetero.cluster.stragglers import Straggler, StragglerTest
 from lightning_hetero.report.run import RecordedRun, RunStep
 from lightning_hetero.report.spent import HOT, of_known, over
 
-__all__ = ["Scores", "scores_of"]
-
 _SPELL = 1.5  # times its own fastest windows, from which on a rank is slow for a while
 _MOST_WINDOWS = 24
 

@@ -26,22 +26,6 @@ from statistics import median, median_low
 from lightning_hetero.cluster.score import exchange_alone
 from lightning_hetero.report.run import RecordedRun, RunStep, Turn
 
-__all__ = [
-    "HOT",
-    "Outlier",
-    "Spent",
-    "StepStage",
-    "StepStages",
-    "Waiting",
-    "least_wait_s",
-    "of_known",
-    "outliers_of",
-    "over",
-    "spent_in",
-    "step_stages_of",
-    "waiting_of",
-]
-
 HOT = 1.15  # times what it is compared with, from which on a rank is slow
 _LITTLE = 0.05  # of a step; less than that is no finding
 _MATTERS = 0.03  # of a step; shorter stages do not decide whether a rank is slow in everything

@@ -12,18 +12,6 @@ from lightning_hetero.report.scores import Scores
 from lightning_hetero.report.spent import Outlier, StepStage, StepStages, Waiting, outliers_of
 from lightning_hetero.report.what_if import Alternatives
 
-__all__ = [
-    "STRATEGIES",
-    "Verdict",
-    "begun",
-    "milliseconds",
-    "percent",
-    "ranks_text",
-    "stage_answer",
-    "stage_names",
-    "verdict_of",
-]
-
 _LITTLE = 0.03  # of the ranks' time
 _MUCH_EXCHANGE = 0.2
 _EARLY = 0.35  # of all waiting, in the first tenth of the steps

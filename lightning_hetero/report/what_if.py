@@ -22,8 +22,6 @@ from lightning_hetero.report.pipelines import PipelineFacts
 from lightning_hetero.report.run import RecordedRun
 from lightning_hetero.solvers.placement import evaluate_plan
 
-__all__ = ["Alternatives", "Dropped", "alternatives_of"]
-
 _FEW_STEPS = 48  # for mended ranks and dropped cards, which ask many times
 _MOST_RANKS = 12  # of these
 

@@ -7,8 +7,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import cast
 
-__all__ = ["ShareBounds"]
-
 Bound = int | Sequence[int] | None
 
 

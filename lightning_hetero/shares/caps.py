@@ -20,8 +20,6 @@ from collections.abc import Sequence
 from lightning_hetero.solvers import minimax_none_or_least
 from lightning_hetero.types import AffineCost, Allocation
 
-__all__ = ["MemoryCap", "MemoryUse", "ShareLimits", "held_bounds"]
-
 GROWTH, HEADROOM = 1.25, 0.9
 _UNSTEADY = 2  # first steps, in which gradients, buckets and the optimizer's state come into being
 

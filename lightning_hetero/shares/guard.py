@@ -23,8 +23,6 @@ from typing import TypeAlias
 
 from lightning_hetero.types import Cost, SpeedSample
 
-__all__ = ["RegretGuard"]
-
 # In steps of mean time with equal shares; at most 2.5 + 0.005 * 200 = 3.5 in 200 steps, of which 2 % are 4.
 _START, _START_EACH, _START_MOST = 1.0, 0.3, 2.5  # and so much for each batch that a decision comes late
 _INCOME = 0.005  # per batch

@@ -18,8 +18,6 @@ from collections.abc import Sequence
 
 from lightning_hetero.types import SpeedSample
 
-__all__ = ["WorkPerSample"]
-
 _MEMORY = 100  # records
 
 

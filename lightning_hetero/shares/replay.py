@@ -7,8 +7,6 @@ from collections.abc import Callable
 from lightning_hetero.shares.policy import BalancePolicy
 from lightning_hetero.types import SpeedSample
 
-__all__ = ["followed_s"]
-
 
 def followed_s(
     policy: BalancePolicy, seconds: Callable[[int, int, int], float], steps: int

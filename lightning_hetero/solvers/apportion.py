@@ -14,8 +14,6 @@ from typing import cast
 
 from lightning_hetero.types import Allocation, Status
 
-__all__ = ["apportion"]
-
 # Below 2**53 every whole number is a float, so modelled times of two different shares are never confused.
 MOST_SAMPLES = 2**53
 

@@ -6,8 +6,6 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from itertools import accumulate
 
-__all__ = ["cut_by_cost"]
-
 
 def cut_by_cost(
     costs: Sequence[float],

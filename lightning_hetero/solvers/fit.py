@@ -12,8 +12,6 @@ from collections.abc import Sequence
 
 from lightning_hetero.types import AffineCost
 
-__all__ = ["fit_affine"]
-
 _FLOOR = 1e-3  # times below this fraction of the largest count no more: a clock's tick is no measurement
 
 

@@ -33,8 +33,6 @@ from typing import TypeAlias
 from lightning_hetero.solvers.apportion import as_count, clash, infeasible, read_bounds
 from lightning_hetero.types import AffineCost, Allocation, Cost, SaturatingCost
 
-__all__ = ["minimax", "most_in_time"]
-
 Ints: TypeAlias = Sequence[int]
 _Line: TypeAlias = tuple[float, float, int, int]  # fixed_s, samples_per_s, lower, upper
 

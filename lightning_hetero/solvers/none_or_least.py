@@ -20,8 +20,6 @@ from lightning_hetero.solvers.apportion import as_count, infeasible, read_bounds
 from lightning_hetero.solvers.minimax import minimax, most_in_time
 from lightning_hetero.types import Allocation, Cost
 
-__all__ = ["minimax_none_or_least", "obeys_least"]
-
 Ints: TypeAlias = Sequence[int]
 
 

@@ -9,8 +9,6 @@ from typing import Any, cast
 from lightning_hetero.solvers.placement import micro_batches_of
 from lightning_hetero.types import GroupPlan, PipelinePlan
 
-__all__ = ["evened", "plan_from_plain", "plan_to_plain", "replicas"]
-
 _GROUP = ("ranks", "cuts", "samples", "micro_batches", "depths", "total_s")
 _PLAN = ("groups", "total_s", "sync_s", "lower_bound_s")
 

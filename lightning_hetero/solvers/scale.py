@@ -8,8 +8,6 @@ from lightning_hetero.solvers.apportion import apportion
 from lightning_hetero.solvers.none_or_least import minimax_none_or_least, obeys_least
 from lightning_hetero.types import AffineCost
 
-__all__ = ["scale_shares"]
-
 
 def scale_shares(
     shares: Sequence[int], total: int, *, lower: int = 0, upper: Sequence[int] | None = None, least: int = 1

@@ -8,8 +8,6 @@ from itertools import pairwise
 
 from lightning_hetero.types import AffineCost, LayerCost, ModelCost, PipelinePlan
 
-__all__ = ["join_layers", "split_again"]
-
 Span = tuple[int, int]
 """First and last layer that belong together, both included."""
 

@@ -46,8 +46,6 @@ if TYPE_CHECKING:
 
     from lightning.pytorch import Trainer
 
-__all__ = ["BoundedStalenessStrategy"]
-
 
 class BoundedStalenessStrategy(ElasticDDPStrategy[StaleRun]):
     """Data parallelism over a parameter server that bounds staleness and waits for no straggler (after SaPS).

@@ -10,8 +10,6 @@ from typing import Any
 
 import torch.distributed as dist
 
-__all__ = ["guard_groups", "run_alone"]
-
 _WHY: ContextVar[str | None] = ContextVar("why_a_rank_is_alone", default=None)
 _MEETINGS = (
     "allreduce", "allreduce_coalesced", "allgather", "allgather_coalesced", "allgather_into_tensor_coalesced",

@@ -23,25 +23,6 @@ from typing import Any, ClassVar, TypeVar
 
 from torch import Tensor
 
-__all__ = [
-    "Alive",
-    "Arrived",
-    "Ask",
-    "Gone",
-    "Happened",
-    "Joined",
-    "LeftBehindError",
-    "Listener",
-    "RemoteFailureError",
-    "Reply",
-    "Request",
-    "Say",
-    "ServerLostError",
-    "TornSlotError",
-    "WorkerLink",
-]
-
-
 M = TypeVar("M", bound="_Message")
 
 
@@ -371,4 +352,3 @@ class Listener(ABC):
     @abstractmethod
     def close(self) -> None:
         """Ends all connections and removes what lies on disk; idempotent."""
-

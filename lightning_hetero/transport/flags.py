@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from enum import IntFlag
 
-__all__ = ["PushFlag", "ReplyFlag", "Word"]
-
 
 class PushFlag(IntFlag):
     """Bits of `Request.flags` of a push; of a claim only the last one.

@@ -25,15 +25,6 @@ from typing import Any
 import torch.distributed as dist
 from torch.utils.data import DataLoader, DistributedSampler
 
-__all__ = [
-    "MemberMissingError",
-    "group_members",
-    "leave_default_group",
-    "make_group",
-    "rebuild_default_group",
-    "shrink_sampler",
-]
-
 _ASK_S = 0.5  # how often those who wait for a member ask whether it lives
 
 _built: tuple[weakref.ref[dist.ProcessGroup], tuple[int, ...]] | None = None  # the default group, if it is ours

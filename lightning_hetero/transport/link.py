@@ -45,8 +45,6 @@ from lightning_hetero.transport.sockets import (
     send_now,
 )
 
-__all__ = ["LocalLink", "Pulse", "RemoteLink", "connect"]
-
 _LOOK_S = 1.0  # for what is there to be read
 _SILENCE_S = 60.0  # a server elsewhere that answers nothing for so long, and ...
 _SLOWEST = 1e6  # ... for as long as all that may be on its way takes [bytes/s], is lost

@@ -51,8 +51,6 @@ from lightning_hetero.transport.sockets import (
     unix_door,
 )
 
-__all__ = ["ServerListener"]
-
 _log = logging.getLogger(__name__)
 
 HELLO_TIMEOUT_S = 10.0  # for one that connects and says nothing

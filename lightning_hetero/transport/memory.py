@@ -26,8 +26,6 @@ from torch import Tensor
 
 from lightning_hetero.transport.seqlock import ParameterArea, Slot
 
-__all__ = ["ServerMemory", "map_parameters", "map_slot", "remove_abandoned"]
-
 _PREFIX = f"lightning-hetero-{os.getuid()}-"
 _MEMORY = Path("/dev/shm")
 _UNLOCKED_S = 60.0  # a folder without a lock file may be one being made right now

@@ -17,8 +17,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-__all__ = ["Wait", "gathered", "packed", "receive", "send", "unpacked"]
-
 Wait = Callable[[Any], object]
 """Waits for an operation, e.g. with a look at what became of the others, `FailureBoard.wait`."""
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 import time
 from typing import Protocol
 
-__all__ = ["Failures", "Patience"]
-
 
 class Failures(Protocol):
     """What became of other ranks, see `FailureBoard`."""

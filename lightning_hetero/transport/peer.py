@@ -18,8 +18,6 @@ from lightning_hetero.transport.base import Reply, Request, Say
 from lightning_hetero.transport.seqlock import ParameterArea, Slot, bytes_of
 from lightning_hetero.transport.sockets import WireError, payload_size, receive_into, send_all
 
-__all__ = ["Peer"]
-
 _INLINE_BYTES = 1 << 18  # what is not larger is not worth a thread
 
 

@@ -28,8 +28,6 @@ from torch.distributed import Store, TCPStore
 
 from lightning_hetero.transport.base import LeftBehindError, RemoteFailureError, ServerLostError
 
-__all__ = ["GuestRollCall", "HostRollCall", "Roll", "RollCall"]
-
 _FIRST_PAUSE_S, _PAUSE_S = 0.001, 0.05
 _BEATS = 10  # signs of life within `liveness_s`, but one per second at least
 _GOODBYE_S = 3.0  # for the others to have read how the run has ended

@@ -22,8 +22,6 @@ from torch import Tensor
 
 from lightning_hetero.transport.base import TornSlotError
 
-__all__ = ["PAGE_BYTES", "ParameterArea", "Slot", "bytes_of", "check_flat", "check_sizes", "copy_bytes", "cores"]
-
 PAGE_BYTES = 4096
 _LARGE_BYTES = 16 << 20  # copying so much takes milliseconds; starting a thread, tens of microseconds
 _THREADS = 4  # more find little memory bandwidth left

@@ -15,8 +15,6 @@ import torch.distributed as dist
 
 from lightning_hetero.transport.one_round import start_gather, start_sum
 
-__all__ = ["SideChannel"]
-
 
 class SideChannel:
     """Small collectives on a given gloo group.

@@ -25,28 +25,6 @@ from pathlib import Path
 
 from lightning_hetero.transport.base import Reply, Request, ServerLostError
 
-__all__ = [
-    "FOREVER",
-    "HELLO_BYTES",
-    "PAYLOAD_LIMIT_BYTES",
-    "PIECE_BYTES",
-    "WireError",
-    "check_hello",
-    "first_line",
-    "has_ended",
-    "hello",
-    "open_pidfd",
-    "payload_size",
-    "peer_credentials",
-    "receive_exactly",
-    "receive_into",
-    "receive_reply",
-    "send_all",
-    "send_now",
-    "tcp_door",
-    "unix_door",
-]
-
 FOREVER = timedelta(days=365)  # liveness is decided elsewhere; gloo ends a pair whose wait times out
 PAYLOAD_LIMIT_BYTES = 64 << 20
 PIECE_BYTES = 1 << 20

@@ -10,8 +10,6 @@ from torch.distributed import HashStore, Store, TCPStore
 
 from lightning_hetero.transport.side_channel import SideChannel
 
-__all__ = ["host_store", "run_store"]
-
 
 def host_store(host: str, timeout: timedelta, port: int = 0) -> TCPStore:
     """Returns a store hosted by this process; ``.port`` tells where.

@@ -29,8 +29,6 @@ from lightning_hetero import (
 from tests.docs.kit import REFERENCE
 from tests.ranks.harness import RankEnvironment, run_ranks
 
-__all__ = ["PAGE", "STOPS", "page_with", "traced"]
-
 PACKAGE = Path(lightning_hetero.__file__).resolve().parent
 PAGE = REFERENCE / "architecture.md"
 STEADY = 20  # batches before anything is taken down
@@ -57,7 +55,7 @@ STOPS: dict[str, dict[str, str]] = {
         "measure/step_clock.py:StepProbe.updating": "the optimizer steps",
     },
     "stale": {
-        "stale/fit/global_steps.py:GlobalSteps.claim": "Lightning asks for a batch: the rank claims samples of the step",
+        "stale/fit/global_steps.py:GlobalSteps.claim": "Lightning asks for a batch: samples are claimed",
         "stale/runtime/work/worker.py:Worker.claim": "the request, and the server's answer: an assignment, or none",
         "stale/runtime/work/worker.py:Worker.pull": "the parameters of the version it was assigned",
         "data/granted.py:SampleSource.batch": "a batch of the samples assigned",

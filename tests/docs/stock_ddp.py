@@ -17,8 +17,6 @@ from typing import NamedTuple
 
 from tests.docs.kit import REFERENCE, ROOT
 
-__all__ = ["ENGINE_NAMES", "MARK", "PAGE", "Mark", "marks", "page_with", "table"]
-
 MARK = "stock_ddp"
 PAGE = REFERENCE / "drop_in.md"
 ENGINE_NAMES = ("balanced", "stale", "pipeline")

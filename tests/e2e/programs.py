@@ -14,8 +14,6 @@ import psutil
 
 from tests import warm
 
-__all__ = ["environ", "left_in", "run", "two_at_a_time", "warm_torchrun"]
-
 K = TypeVar("K")
 T = TypeVar("T")
 

@@ -11,8 +11,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-__all__ = ["ENGINES", "FAULTS", "LAUNCHERS", "QUICK", "Cell", "Expected", "Fault", "cells", "expected", "hook_cells"]
-
 ENGINES = ("balanced", "stale", "pipeline", "federated")
 LAUNCHERS = ("script", "spawn", "fork", "torchrun", "SLURM")
 OURS = ("script", "spawn", "fork")  # rank 0 is the user's process, or its child, and ends the others

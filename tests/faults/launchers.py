@@ -12,8 +12,6 @@ from tests import warm
 from tests.e2e.programs import environ, warm_torchrun
 from tests.faults.namespaces import ADDRESSES, Network
 
-__all__ = ["Process", "Started", "start"]
-
 PROGRAM = Path(__file__).with_name("program.py")
 Process = subprocess.Popen | warm.WarmProcess
 _START_METHODS = {"script": "popen", "spawn": "spawn", "fork": "fork"}

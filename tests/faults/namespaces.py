@@ -14,8 +14,6 @@ from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 
-__all__ = ["Network", "network", "small_disks", "why_not"]
-
 ADDRESSES = ("10.213.0.1", "10.213.0.2")
 _WRONG = "02:00:00:00:00:99"  # of nobody
 

@@ -14,8 +14,6 @@ import psutil
 
 from tests.e2e.programs import left_in
 
-__all__ = ["Samples", "lines", "not_requeued", "outlived", "reports", "samples"]
-
 
 def lines(path: Path) -> list[dict[str, Any]]:
     """Returns what a process noted there."""

@@ -16,8 +16,6 @@ from tests.faults import namespaces, observe
 from tests.faults.cells import Cell, Expected, expected
 from tests.faults.launchers import Started, start
 
-__all__ = ["Outcome", "judge", "run"]
-
 LIMIT_S = 100.0  # of a run, beyond what the table says of the fault
 _TRIES = 3
 WATCH_S = 60.0  # so long nothing may be written

@@ -22,8 +22,6 @@ from tests.faults import namespaces
 from tests.faults.cells import ENGINES, FAULTS, Cell, expected
 from tests.faults.runner import run
 
-__all__ = ["cell_of", "main"]
-
 _ANYWHERE = ("kill", "segfault", "SIGUSR1", "stop", "exception", "hold the GIL")  # at any place of a batch
 _PLACES = ("Model.on_train_batch_start", "Hooks.on_train_batch_start", "Model.on_train_batch_end")
 

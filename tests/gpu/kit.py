@@ -23,24 +23,6 @@ from tests.ranks.federated.kit import federated
 from tests.ranks.kit import Weights, balanced, quiet_trainer, regression, stale
 from tests.ranks.pipeline.kit import LAYERS, Block, Deep, pipeline
 
-__all__ = [
-    "BATCH",
-    "PRECISIONS",
-    "SIMULATED",
-    "STEPS",
-    "Model",
-    "Trained",
-    "auto",
-    "card_trainer",
-    "engine",
-    "fit_engine",
-    "moved",
-    "of_kernels",
-    "oracle",
-    "parts",
-    "weights",
-]
-
 SIMULATED = "LIGHTNING_HETERO_SIMGPUS" in os.environ
 STEPS, BATCH, SAMPLES = 10, 16, 208
 PRECISIONS = {"32-true": 1e-5, "16-mixed": 2e-2, "bf16-mixed": 1e-1}

@@ -20,8 +20,6 @@ from lightning.pytorch.accelerators import CUDAAccelerator
 from tests.ranks import harness, rank_process
 from tests.ranks.harness import RankEnvironment
 
-__all__ = ["CardEnvironment", "SharedCards", "run_card_ranks"]
-
 T = TypeVar("T")
 
 

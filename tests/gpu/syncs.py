@@ -10,8 +10,6 @@ from typing import Any
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 
-__all__ = ["CountSyncs"]
-
 _PACKAGES = ("/lightning_hetero/", "/lightning/", "/torch/nn/parallel/", "/torch/optim/", "/torch/amp/")
 
 

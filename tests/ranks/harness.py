@@ -35,16 +35,6 @@ from lightning.fabric.plugins.environments.cluster_environment import ClusterEnv
 
 from tests.ranks.rank_process import SHOW_STACK, Job, Outcome, serve
 
-__all__ = [
-    "RankEnvironment",
-    "RankTimeoutError",
-    "RankTracebackError",
-    "close_pools",
-    "process_context",
-    "run_ranks",
-    "worker_pids",
-]
-
 T = TypeVar("T")
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -13,8 +13,6 @@ from typing import Any
 from tests.simgpu import kit
 from tests.simgpu.harness import run_sim_ranks
 
-__all__ = ["ENGINES", "GOLDEN", "Places", "measured", "row", "told", "total"]
-
 GOLDEN = Path(__file__).resolve().parents[1] / "goldens" / "gpu_syncs.json"
 STEPS = kit.CountSyncs.SKIPPED + kit.CountSyncs.COUNTED + 1
 

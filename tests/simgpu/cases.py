@@ -20,8 +20,6 @@ from tests.ranks.pipeline.replan_kit import Scripted, group, heard, plan
 from tests.simgpu import kit
 from tests.simgpu.harness import run_sim_ranks
 
-__all__ = ["TOLERANCE", "Case", "Found", "expected", "run", "trained"]
-
 BATCH, EPOCHS = 16, 2
 DATA = regression(80, dtype=torch.float32)  # five batches an epoch
 

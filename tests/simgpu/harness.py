@@ -22,8 +22,6 @@ from tests.simgpu.rank_process import Answer
 from tests.simgpu.sim.check import check
 from tests.simgpu.warm import Request, receive, send
 
-__all__ = ["close", "pids", "run_sim_ranks"]
-
 T = TypeVar("T")
 
 ROOT = Path(__file__).resolve().parents[2]

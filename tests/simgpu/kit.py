@@ -23,23 +23,6 @@ from tests.ranks.kit import FEATURES, Toy, Weights, quiet_trainer, regression, s
 from tests.ranks.pipeline.kit import PLANS, Deep
 from tests.simgpu.sim.syncs import syncs
 
-__all__ = [
-    "STEPS",
-    "CountSyncs",
-    "DeepPlain",
-    "Plain",
-    "Sgd",
-    "WithNorm",
-    "fit_quietly",
-    "host_weights",
-    "loader",
-    "oracle",
-    "scalars",
-    "strategy_of",
-    "trainer_on_gpus",
-    "val_loader",
-]
-
 STEPS = 10
 
 

@@ -26,8 +26,6 @@ from tests.simgpu import sim
 from tests.simgpu.sim.check import Entry
 from tests.simgpu.warm import Request
 
-__all__ = ["Answer", "run_rank"]
-
 _POLL_S = 0.005
 
 

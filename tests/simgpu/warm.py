@@ -16,8 +16,6 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["Request", "receive", "send"]
-
 AFTERMATH_S = 5.0  # so long the others may go on after a rank has failed: they should notice
 _POLL_S = 0.02
 

@@ -18,25 +18,6 @@ from benchmarks.pipeline.scenarios import read as read_cases
 from lightning_hetero import Scenario
 from lightning_hetero.emulate import Slowdown, SpeedChange
 
-__all__ = [
-    "BALANCED",
-    "CHAIN",
-    "CONTENDERS",
-    "DDP",
-    "EVEN",
-    "ORACLE",
-    "OURS",
-    "REACTING",
-    "SHARES",
-    "STATIC",
-    "TICK_S",
-    "Change",
-    "Course",
-    "courses",
-    "played",
-    "read",
-]
-
 DDP, BALANCED, CHAIN, EVEN, STATIC, SHARES, OURS, ORACLE = CONTENDERS = (
     "stock DDP", "balanced engine", "even chain", "best even of 1, 2, 4 groups", "best static plan",
     "static plan + shares", "controller", "oracle",

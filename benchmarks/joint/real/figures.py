@@ -10,8 +10,6 @@ from typing import Any
 from benchmarks.joint.real.courses import CONTENDERS, ORACLE, OURS, REACTING, Course, played
 from benchmarks.steps import percentile
 
-__all__ = ["answers", "course_figures", "steps_of", "table"]
-
 Figure = dict[str, Any]
 
 WITHIN = 1.25  # of the best time in a state: from there on a change is taken as answered

@@ -16,8 +16,6 @@ from benchmarks.joint.real import figures as made
 from benchmarks.joint.real.courses import Course, courses
 from benchmarks.joint.real.plans import prepared
 
-__all__ = ["NOTES", "figures", "measure", "table"]
-
 NOTES = (
     "Four processes under Lightning train by each contender in turn; emulated devices sleep for the time of their"
     " layers, real work included, and messages, sums of gradients and layers that move take their time on "

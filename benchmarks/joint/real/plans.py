@@ -14,8 +14,6 @@ from lightning_hetero.pipeline.decide.plans import best_plan
 from lightning_hetero.solvers.plans import plan_to_plain
 from lightning_hetero.types import PipelinePlan
 
-__all__ = ["prepared"]
-
 
 class Judged:
     """What the model says of plans in a scenario.

@@ -27,8 +27,6 @@ from lightning_hetero import (
 from lightning_hetero.solvers.apportion import apportion
 from lightning_hetero.types import Cluster, ModelCost, PipelinePlan
 
-__all__ = ["train"]
-
 
 class Watch(Callback):
     """When each batch ended on this rank, a change of plan before it included; and which plans it ran under."""

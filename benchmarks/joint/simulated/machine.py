@@ -12,8 +12,6 @@ from lightning_hetero.solvers.placement.pipes import Pipe, Problem
 from lightning_hetero.solvers.placement.sync import sync_s
 from lightning_hetero.types import Cluster, GroupPlan, Link, ModelCost, PipelinePlan
 
-__all__ = ["Batch", "Machine"]
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Batch:

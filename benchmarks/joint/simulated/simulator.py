@@ -20,8 +20,6 @@ from lightning_hetero.controller.messages import Decision, Observation
 from lightning_hetero.solvers.chain.layers import Floats
 from lightning_hetero.types import PipelinePlan
 
-__all__ = ["Decides", "Rates", "Run", "Unchanged", "simulate"]
-
 
 class Decides(Protocol):
     """What answers measured batches; `Controller` is one."""

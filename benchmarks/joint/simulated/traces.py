@@ -13,8 +13,6 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-__all__ = ["Phase", "Trace", "degraded_links", "diurnal_load", "markov_speeds", "merged", "price_spikes"]
-
 Draws = np.random.Generator
 
 

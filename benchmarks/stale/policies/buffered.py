@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from lightning_hetero.stale.policy import Apply, Asynchronous, Pool, whole
 
-__all__ = ["Buffered"]
-
 
 class Buffered(Asynchronous):
     """One update per ``k`` contributions, from any workers.

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from lightning_hetero.stale.policy import Asynchronous, whole
 
-__all__ = ["Drop"]
-
 
 class Drop(Asynchronous):
     """Contributions more than ``bound`` versions old are thrown away.

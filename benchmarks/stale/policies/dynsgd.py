@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from lightning_hetero.stale.policy import Asynchronous
 
-__all__ = ["DelayAdaptive", "DynSgd"]
-
 
 class DynSgd(Asynchronous):
     """DynSGD (Jiang et al., SIGMOD 2017, as in dist-keras): a contribution tau versions old counts 1/(tau + 1)."""

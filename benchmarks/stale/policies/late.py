@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from lightning_hetero.stale.policy import Flexible
 
-__all__ = ["Aged", "Joining"]
-
 
 class Joining(Flexible):
     """A late contribution joins the mean of the next update, each sample counting the same.

@@ -6,8 +6,6 @@ from typing import ClassVar
 
 from lightning_hetero.stale.policy import Apply, Claim, Grant, Hold, Policy, Pool, own_part, whole
 
-__all__ = ["Backup", "Quorum"]
-
 
 class Quorum(Policy):
     """A batch is over with the contributions of a quorum; the samples of the others count with those of a later one.

@@ -26,8 +26,6 @@ from lightning_hetero.balanced.decide.rows import RankState, Row, Rows
 from lightning_hetero.shares.policy import BalancePolicy, ShareDecision
 from lightning_hetero.types import StepReport
 
-__all__ = ["ExchangeClock", "ShareController", "Tag", "shares_digest"]
-
 Tag = tuple[int, int]
 """(epoch, step) an exchange belongs to; ordered."""
 

@@ -11,8 +11,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-__all__ = ["ShapeNeeds", "auto_quantum", "piece_sizes"]
-
 TILE = 8  # rows that tensor cores take at once
 PARTS = 8  # of an equal share
 

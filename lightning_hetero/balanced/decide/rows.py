@@ -10,8 +10,6 @@ from typing import NamedTuple
 
 from lightning_hetero.types import SpeedSample
 
-__all__ = ["RankState", "Row", "Rows"]
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankState:

@@ -35,8 +35,6 @@ from lightning_hetero.transport.side_channel import SideChannel
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
 
-__all__ = ["BalancedBinder", "BatchSettings"]
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BatchSettings:

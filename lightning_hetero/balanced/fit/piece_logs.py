@@ -19,8 +19,6 @@ from lightning_hetero import lightning_compat as compat
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
 
-__all__ = ["PieceLogs"]
-
 _Key = tuple[str, str, int]  # hook, name, and how often the same was logged in a piece before
 
 

@@ -18,8 +18,6 @@ from lightning_hetero.balanced.runtime.pieces import leaves
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule
 
-__all__ = ["PlainBackward"]
-
 
 class PlainBackward:
     """Makes ``loss.backward()`` in a training step what ``self.manual_backward(loss)`` is.

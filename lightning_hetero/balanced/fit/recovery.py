@@ -1,80 +1,47 @@
 """A step that does not fit this rank's memory, or exceeds its ``max_samples``, is done in pieces (layer L).
 
-    whole      training_step, inside of what DDP wraps, runs on the batch; if memory runs out in it, what it has changed
-               is put back, and it runs in pieces
-    pieces     training_step runs on pieces of the batch, halved until they fit; the gradients of their losses are
+    forward    training_step, inside of what DDP wraps, runs on the batch; if memory runs out in it, what it has changed
+               is put back, it runs on pieces of the batch, halved until they fit, the gradients of their losses are
                summed up, and the step goes on with a loss that stands in for the batch's
+    backward   DDP has some parameters' gradients already, each that of the whole batch: the others are computed in
+               pieces, and a second backward pass gives them to DDP
 
-DDP sees one forward and one backward pass, and peers notice a slow step, nothing else. What cannot be done in pieces is
-raised with the reason: a step in which peers take part, a single sample that does not fit, and a lack of memory in the
-backward pass, whose gradients are exchanged already.
+Peers notice a slow step, nothing else. What cannot be done in pieces is raised with the reason, e.g. a step in which
+peers take part, or a single sample that does not fit.
 """
 
 from __future__ import annotations
 
 import warnings
-from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
-from functools import cached_property, partial
-from typing import TYPE_CHECKING, Any, NoReturn
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
-from lightning.pytorch.strategies import Strategy
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils._pytree import tree_map
 
 from lightning_hetero import lightning_compat as compat
 from lightning_hetero.balanced.fit.piece_logs import PieceLogs
-from lightning_hetero.balanced.runtime.batch_norm import least_samples, statistics_kept
+from lightning_hetero.balanced.fit.piece_runner import GuardedStep, PieceRunner, give_up, reason_of
+from lightning_hetero.balanced.runtime.batch_norm import statistics_kept
 from lightning_hetero.balanced.runtime.loss_weight import LossWeight
 from lightning_hetero.balanced.runtime.pieces import (
+    GradientsTaken,
     MemoryWatch,
     PieceGradients,
-    cut,
-    free_memory,
-    save_buffers,
-    save_random_states,
+    leaves,
     stand_in,
 )
-from lightning_hetero.data.copies import users_own
-from lightning_hetero.data.layouts import Layout, first_samples, learn_layout
-from lightning_hetero.data.micro_batches import join_outputs, split_batch
+from lightning_hetero.data.micro_batches import join_outputs
 from lightning_hetero.lightning_compat.patches import patched
 from lightning_hetero.measure.device import HostDevice, is_out_of_memory
 from lightning_hetero.shares.caps import MemoryCap
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
-
-__all__ = ["Recovery"]
-
-
-@dataclass(slots=True)
-class _Guarded:
-    """The step that runs.
-
-    Attributes:
-        original: the user's ``training_step``.
-        samples: of this rank's batch; None: not counted yet.
-        planned: samples of each piece, by ``max_samples``, as many pieces on every rank; 0: one that counts nothing.
-        whole: whether the batch was computed at once.
-        cut_again: whether it is computed in pieces other than the planned ones.
-        in_pieces: whether a piece runs.
-        reason: why it did not fit.
-    """
-
-    original: Callable[..., Any]
-    samples: int | None
-    planned: Sequence[int]
-    whole: bool = False
-    in_pieces: bool = False
-    cut_again: bool = False
-    reason: str = ""
 
 
 class Recovery:
@@ -101,15 +68,21 @@ class Recovery:
     ) -> None:
         self.cap = cap
         self._believed = True  # the last step was done at once, or as planned
-        self._tried = False  # it was tried in vain before it was done in pieces
         self._trainer, self._model = trainer, model
         self._module: LightningModule = trainer.lightning_module
-        self._device, self._weight, self._constant = device, weight, constant
+        self._weight, self._constant = weight, constant
         self._memory = MemoryWatch(device, cap)
-        self._step: _Guarded | None = None
-        self._exchanged = 0  # collectives of this forward pass
+        self._pieces = PieceRunner(trainer, model, device=device, cap=cap)
+        self._taken = GradientsTaken(self._module.parameters())
+        self._step = GuardedStep(self._module.training_step, None, ())
+        self._backward_passes = 0
         self._learned: Mapping[str, Any] = {}
         self._warned = False
+
+    def close(self) -> None:
+        self._taken.close()
+
+    # ---- forward ----------------------------------------------------------------------------------------------
 
     def guarding(self, samples: int | None, planned: Sequence[int] = ()) -> AbstractContextManager[None]:
         """Inside, ``training_step`` of the module runs in the pieces that are planned, and survives a lack of memory.
@@ -118,16 +91,15 @@ class Recovery:
 
         Args:
             samples: of this rank's batch; None: as Lightning counts them, once memory has been short.
-            planned: see `_Guarded`; fewer than two: none are.
+            planned: see `GuardedStep`; fewer than two: none are.
         """
-        self._step = _Guarded(self._module.training_step, samples, planned if len(planned) > 1 else ())
+        self._step = GuardedStep(self._module.training_step, samples, planned if len(planned) > 1 else ())
         return patched(self._module, "training_step", self._training_step)
 
     def _training_step(self, *args: Any, **kwargs: Any) -> Any:
-        step, cap = self._step, self.cap
-        assert step is not None
-        self._believed, self._tried, self._exchanged = True, False, 0
-        step.whole = False
+        step, cap, pieces = self._step, self.cap, self._pieces
+        self._believed, pieces.tried, pieces.exchanged = True, False, 0
+        step.arguments = step.loss_gradient = None
         if step.samples is None and cap.failed is not None:
             self._count(step, args)
         samples = -1 if step.samples is None else step.samples
@@ -137,30 +109,33 @@ class Recovery:
             step.reason = step.reason or f"{samples} samples do not fit, as was learned before"
         if step.planned or most < samples:
             return self._in_pieces(step, args, kwargs, most)
-        put_back = self._save() if cap.untried(samples) else None
+        put_back = pieces.save() if cap.untried(samples) else None
         self._memory.begin(samples)
         try:
             output = step.original(*args, **kwargs)
         except RuntimeError as error:
             if not is_out_of_memory(error):
                 raise
-            self._check(step, error, self._count(step, args))
+            pieces.check(step, error, self._count(step, args))
         else:
-            step.whole = True
+            step.arguments = (args, kwargs)
+            loss = _loss_of(output)
+            if loss is not None and loss.requires_grad:
+                loss.register_hook(partial(_note_gradient, step))
             return output
         # Out of the handler, so that the error's frames are gone and with them what they hold.
         if put_back is not None:
             put_back()
         step.cut_again = True
-        return self._in_pieces(step, args, kwargs, self._failed(self._count(step, args)))
+        return self._in_pieces(step, args, kwargs, pieces.failed(self._count(step, args)))
 
-    def _count(self, step: _Guarded, args: tuple[Any, ...]) -> int:
+    def _count(self, step: GuardedStep, args: tuple[Any, ...]) -> int:
         """Returns the batch's samples; not counted before they are needed, as it takes a walk through the batch."""
         if step.samples is None:
             step.samples = compat.size_of_batch(self._trainer, required=False, batch=args[0])
         return step.samples
 
-    def _in_pieces(self, step: _Guarded, args: tuple[Any, ...], kwargs: dict[str, Any], most: int) -> Any:
+    def _in_pieces(self, step: GuardedStep, args: tuple[Any, ...], kwargs: dict[str, Any], most: int) -> Any:
         """Returns the whole batch's output, with a loss that stands in for its own.
 
         Args:
@@ -169,129 +144,122 @@ class Recovery:
             most: samples of a piece; fewer where these do not fit.
         """
         total = self._count(step, args)
-        least = least_samples(self._module)
         scaler = getattr(self._trainer.precision_plugin, "scaler", None)
-        gradients = PieceGradients(self._trained(), scale=1.0 if scaler is None else float(scaler.get_scale()))
+        gradients = PieceGradients(self._pieces.trained(), scale=1.0 if scaler is None else float(scaler.get_scale()))
         logs = PieceLogs(self._trainer, self._constant)
+        done: list[tuple[Any, Tensor | None, int]] = []
 
-        def run(piece: Any, size: int) -> tuple[Any, Tensor | None]:
+        def run(piece: Any, size: int) -> None:
             with logs.collecting(piece, size):
                 output = step.original(piece, *args[1:], **kwargs)
-            loss, weight = _loss_of(output), self._weight.of_piece(piece, size, total)
-            if loss is None:
-                return None, None
-            gradients.add(loss, weight)
-            value = loss.detach() * weight if weight else torch.zeros_like(loss)
-            return apply_to_collection(_without_loss(output), Tensor, Tensor.detach), value
+            loss, weight, value = _loss_of(output), self._weight.of_piece(piece, size, total), None
+            if loss is not None:
+                gradients.add(loss, weight)
+                value = loss.detach() * weight if weight else torch.zeros_like(loss)
+            done.append((apply_to_collection(_without_loss(output), Tensor, Tensor.detach), value, size))
+            logs.keep()
 
-        done: list[tuple[Any, Tensor | None]] = []
-        sizes: list[int] = []
-        todo = deque([(args[0], total)])
-        if planned := [size for size in step.planned if size]:
-            todo = deque(zip(self._split(step, args[0], planned), planned, strict=True))
-        first, empty = todo[0][0], len(step.planned) - len(planned)
-        while todo:
-            piece, size = todo.popleft()
-            if len(smaller := cut(size, most, least)) > 1:
-                todo.extendleft(reversed(list(zip(self._split(step, piece, smaller), smaller, strict=True))))
-                continue
-            put_back = self._save() if step.cut_again or self.cap.untried(size) else None
-            step.in_pieces = True
-            try:
-                done.append(run(piece, size))
-            except Exception as error:
-                if not is_out_of_memory(error):
-                    if not step.reason:
-                        raise
-                    _give_up(step.reason, f"{type(error).__name__}: {error}", error)
-                self._check(step, error, size)
-            else:
-                sizes.append(size)
-                logs.keep()
-                self.cap.fits(size)
-                continue
-            finally:
-                step.in_pieces = False
-            if put_back is not None:
-                put_back()
-            step.cut_again = True
-            most = self._failed(size)
-            todo.appendleft((piece, size))
-        for _ in range(empty):  # the peers have more pieces, in which a step may communicate
+        first = self._pieces.run(step, args[0], most, run)
+        for _ in range(sum(not size for size in step.planned)):  # peers have more pieces, and a step may communicate
             with compat.metrics_frozen(self._module), statistics_kept(self._module), logs.collecting(first, 0):
                 loss = _loss_of(step.original(first, *args[1:], **kwargs))
             if loss is not None:
                 gradients.add(loss, 0.0)
         self._believed = not step.cut_again
         logs.publish()
-        if self._tried:
+        if self._pieces.tried:
             self._tell(step, max(step.planned, default=total))
-        outputs, values = zip(*done, strict=True)
+        outputs, values, sizes = zip(*done, strict=True)
         if any(value is None for value in values):
             return None  # Lightning says what that means
         value, found = torch.stack(values).sum(0), gradients.gradients()
-        self._check_reached(step, (p in found for p in self._trained()))
+        self._pieces.check_reached(step, (p in found for p in self._pieces.trained()))
         rest, loss = join_outputs(outputs, sizes), stand_in(value, found)
         return loss if rest is None else {"loss": loss, **rest}
 
-    def _split(self, step: _Guarded, piece: Any, sizes: list[int]) -> list[Any]:
+    # ---- backward ---------------------------------------------------------------------------------------------
+
+    def backward(
+        self,
+        loss: Tensor,
+        run: Callable[[Tensor], None],
+        *,
+        holders: Sequence[Tensor],
+        ended: Callable[[Tensor], None],
+    ) -> None:
+        """Runs the backward pass of a step, to the end of the gradient exchange.
+
+        Args:
+            loss: to be differentiated.
+            run: differentiates it.
+            holders: tensors besides ``loss`` that hold the graph.
+            ended: arranges on another loss what happens at the end of its backward pass.
+        """
+        step = self._step
+        whole = step.arguments is not None
+        if whole:
+            self._taken.begin()
         try:
-            return split_batch(piece, sizes, self._layout, samples=sum(sizes), owner=self._module)
-        except (TypeError, ValueError) as error:
-            if step.reason:
-                _give_up(step.reason, str(error), error)
-            raise TypeError(
-                "max_samples is less than a rank's part of a batch, which is computed in pieces: raise it, or lower the"
-                f" batch. As it is, it cannot be cut: {error}"
-            ) from error
+            run(loss)
+        except RuntimeError as error:
+            if not is_out_of_memory(error):
+                raise
+            samples = self._check_backward(step, error)
+        else:
+            self._backward_passes += 1
+            step.arguments = None
+            if whole and step.samples:
+                self._memory.end(step.samples)
+                self.cap.fits(step.samples)
+            return
+        # Out of the handler, so that the error's frames are gone and with them what they hold.
+        pieces, trained = self._pieces, self._pieces.trained()
+        reached, taken = {id(leaf) for leaf in leaves(loss)}, self._taken.taken()
+        pieces.check_reached(step, (id(p) in reached for p in trained))
+        remaining = [p for p in trained if id(p) in reached - taken]
+        for tensor in (loss, *holders):
+            tensor.detach_()  # Lightning refers to the loss for as long as the step lasts, and so to the whole graph
+        if not remaining:
+            give_up(step.reason, "all gradients were there, but their exchange was not under way")
+        self._believed, step.cut_again = False, True
+        stand = stand_in(loss, self._remaining(step, remaining, pieces.failed(samples)))
+        self._tell(step, samples)
+        ended(stand)
+        stand.backward()
+        self._backward_passes += 1
 
-    @cached_property
-    def _layout(self) -> Layout | None:
-        """How the train batches are cut; None where the module does it."""
-        trainer, module = self._trainer, self._module
-        if callable(getattr(module, "split_batch", None)):
-            return None
-        move = partial(compat.batch_to_device, trainer, move=partial(Strategy.batch_to_device, trainer.strategy))
-        put_back = self._save()
-        try:
-            with compat.unlogged(module):
-                loaders = compat.train_loaders(trainer)
-                drawn = {id(copy): first_samples(users_own(copy), 4, in_use=True) for copy in loaders}
+    def _check_backward(self, step: GuardedStep, error: BaseException) -> int:
+        """Raises the error, with the reason, if pieces would not help; returns the batch's samples."""
+        step.reason, model = reason_of(error), self._model
+        if step.arguments is None or step.loss_gradient is None:
+            give_up(step.reason, "memory ran out outside of the batch's own graph", error)
+        if isinstance(model, DistributedDataParallel) and model.static_graph and not self._backward_passes:
+            give_up(step.reason, "with static_graph=True DDP learns from the first backward pass", error)
+        samples = self._count(step, step.arguments[0])
+        self._pieces.exchanged = 0  # the collectives of forward are over
+        self._pieces.check(step, error, samples)
+        return samples
 
-                def collate(numbers: list[int]) -> Any:
-                    def batch(copy: Any) -> Any:
-                        samples = drawn[id(copy)]
-                        return users_own(copy).collate_fn([samples[i % len(samples)] for i in numbers])
+    def _remaining(self, step: GuardedStep, parameters: list[nn.Parameter], most: int) -> dict[Tensor, Tensor]:
+        """Returns gradients of the step's last loss, as the broken pass would have computed them."""
+        assert step.arguments is not None and step.samples is not None
+        (args, kwargs), step.arguments = step.arguments, None
+        gradients, total = PieceGradients(parameters), step.samples
 
-                    return move(tree_map(batch, trainer.train_dataloader))
+        def run(piece: Any, size: int) -> None:
+            loss = _loss_of(step.original(piece, *args[1:], **kwargs))
+            if loss is not None:
+                gradients.add(loss, self._weight.of_piece(piece, size, total), step.loss_gradient)
 
-                return learn_layout(collate, range(4))
-        finally:
-            put_back()
+        put_back = self._pieces.save()  # the forward pass that fitted has logged and counted
+        with compat.unlogged(self._module), self._trainer.precision_plugin.train_step_context():
+            self._pieces.run(step, args[0], most, run)
+        put_back()
+        found = gradients.gradients()
+        self._pieces.check_reached(step, (p in found for p in parameters))
+        return {p: found[p] if p in found else torch.zeros_like(p) for p in parameters}
 
     # ---- around the step --------------------------------------------------------------------------------------
-
-    def in_backward(self, error: RuntimeError) -> None:
-        """Raises what a lack of memory in the step's backward pass means; returns of any other error."""
-        step = self._step
-        if step is None or not is_out_of_memory(error):
-            return
-        samples = step.samples or 0
-        self.cap.fails(samples)
-        _give_up(
-            _reason_of(error),
-            f"it ran out in the backward pass of {samples} samples, whose gradients the peers are waiting for."
-            f" max_samples={max(1, samples // 2)} for rank {self._trainer.global_rank} leaves it more memory",
-            error,
-        )
-
-    def backward_over(self) -> None:
-        """The step's backward pass is over, and what was computed at once has fitted."""
-        step = self._step
-        if step is not None and step.whole and step.samples:
-            self._memory.end(step.samples)
-            self.cap.fits(step.samples)
-            step.whole = False
 
     def communicates(self) -> None:
         """Called before a collective of the user's, within the step or not.
@@ -299,8 +267,8 @@ class Recovery:
         Raises:
             RuntimeError: of a step that is done in pieces: its peers take part once.
         """
-        self._exchanged += 1
-        if self._step is not None and self._step.in_pieces and (self._step.cut_again or not self._step.planned):
+        self._pieces.exchanged += 1
+        if self._step.in_pieces and (self._step.cut_again or not self._step.planned):
             raise RuntimeError(
                 "training_step communicates with the other ranks (all_gather, reduce, broadcast or barrier),"
                 " once per piece on this rank and once on the others; lower max_samples for this rank"
@@ -312,61 +280,14 @@ class Recovery:
         Args:
             fit: whether the ranks together hold a global batch.
         """
-        return self._believed or not (self._tried or fit)
+        return self._believed or not (self._pieces.tried or fit)
 
     def take_learned(self) -> Mapping[str, Any]:
         """Returns and forgets what the last failure has taught, for a trace; empty: nothing new."""
         learned, self._learned = self._learned, {}
         return learned
 
-    # ---- parts of it ------------------------------------------------------------------------------------------
-
-    def _trained(self) -> list[nn.Parameter]:
-        return [p for p in self._module.parameters() if p.requires_grad]
-
-    def _save(self) -> Callable[[], None]:
-        """Returns what puts back what a forward pass changes: buffers, random states, metrics and logged values."""
-        saved = [
-            save_buffers(self._module),
-            save_random_states(self._device),
-            compat.save_metrics(self._module),
-            compat.save_logs(self._trainer),
-        ]
-
-        def put_back() -> None:
-            for one in saved:
-                one()
-
-        return put_back
-
-    def _failed(self, samples: int) -> int:
-        """So many samples have not fitted; returns how many to try next."""
-        self._tried = True
-        self.cap.fails(samples)
-        free_memory(self._device)
-        return min(-(-samples // 2), self.cap.safe or samples)
-
-    def _check(self, step: _Guarded, error: BaseException, samples: int) -> None:
-        """Raises the error, with the reason, if smaller pieces would not help."""
-        step.reason, why = _reason_of(error), ""
-        if isinstance(error, dist.DistError):  # of NCCL: its peers are in it, and its communicator has failed
-            why = "it ran out in a collective, which this rank cannot begin again; max_samples leaves it more memory"
-        elif any(isinstance(layer, nn.SyncBatchNorm) for layer in self._module.modules()):
-            why = "SyncBatchNorm communicates with the other ranks in forward"
-        elif self._exchanged:
-            why = "training_step had already communicated with the other ranks"
-        elif samples < 2 * least_samples(self._module):
-            why = f"{samples} sample{'s' if samples != 1 else ''} cannot be divided any further"
-        if why:
-            _give_up(step.reason, why, error)
-
-    def _check_reached(self, step: _Guarded, reached: Iterable[bool]) -> None:
-        """Gives up if DDP waits for a gradient that pieces do not have: one that a nested backward pass computes."""
-        model = self._model
-        if isinstance(model, DistributedDataParallel) and not model.find_unused_parameters and not all(reached):
-            _give_up(step.reason, "not all parameters are in its graph; checkpointing needs use_reentrant=False")
-
-    def _tell(self, step: _Guarded, samples: int) -> None:
+    def _tell(self, step: GuardedStep, samples: int) -> None:
         """Keeps what was learned, and says so once in a fit, on this rank, whichever it is."""
         cap = self.cap
         self._learned = {"failed": samples, "most": cap.most}
@@ -381,12 +302,8 @@ class Recovery:
         )
 
 
-def _reason_of(error: BaseException) -> str:
-    return str(error).strip() or type(error).__name__
-
-
-def _give_up(text: str, why: str, cause: BaseException | None = None) -> NoReturn:
-    raise torch.OutOfMemoryError(f"{text}\nthe step cannot be done in pieces: {why}".lstrip()) from cause
+def _note_gradient(step: GuardedStep, gradient: Tensor) -> None:
+    step.loss_gradient = gradient
 
 
 def _loss_of(output: Any) -> Tensor | None:

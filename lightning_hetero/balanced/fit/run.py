@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
@@ -38,8 +38,6 @@ from lightning_hetero.types import StepReport
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
-
-__all__ = ["BalanceSettings", "BalancedRun"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -144,6 +142,8 @@ class BalancedRun(EngineRun[BalancedBinder]):
         self._model = model
         self._trained.wrapped()
         self.probe.attach(self.module)
+        if self._recovery is not None:
+            self._recovery.close()
         if self.automatic and model is not None and not compat.uses_dataloader_iter(self.trainer):
             self._recovery = Recovery(
                 self.trainer,
@@ -153,6 +153,7 @@ class BalancedRun(EngineRun[BalancedBinder]):
                 cap=self.cap,
                 constant=self.binder.stands_for_part,
             )
+            self.undo.callback(self._recovery.close)
 
     def wants_wrapping(self) -> bool:
         """Whether DDP has to wrap the module again, see `Trained`."""
@@ -276,24 +277,23 @@ class BalancedRun(EngineRun[BalancedBinder]):
             parameters = self.module.parameters()
             self._voided = [p.register_hook(torch.zeros_like) for p in parameters if p.requires_grad]
         weighted = loss if factor == 1.0 else loss * factor
-        if weighted.requires_grad and self.part is not None:
-            when_backward_ends(weighted, self._backward_ended)
+        self._stamp_end(weighted)
         return weighted
 
-    @contextmanager
-    def backward(self) -> Iterator[None]:
-        """Around the backward pass of a weighted loss, to the end of the gradient exchange."""
-        try:
-            yield
-        except RuntimeError as error:
-            if self._recovery is not None:
-                self._recovery.in_backward(error)
-            raise
+    def _stamp_end(self, loss: Tensor) -> None:
+        if loss.requires_grad and self.part is not None:
+            when_backward_ends(loss, self._backward_ended)
+
+    def backward(self, loss: Tensor, run: Callable[[Tensor], None], holders: Sequence[Tensor]) -> None:
+        """Weighs a loss and differentiates it with ``run``, in pieces if memory is short; see `Recovery.backward`."""
+        weighted = self.weigh(loss)
+        if self._recovery is None:
+            run(weighted)
+        else:
+            self._recovery.backward(weighted, run, holders=(loss, *holders), ended=self._stamp_end)
         for handle in self._voided:
             handle.remove()
         self._voided = []
-        if self._recovery is not None:
-            self._recovery.backward_over()
         if self.part is None:
             return
         self.probe.exchanged()

@@ -13,8 +13,6 @@ from lightning_hetero.transport.side_channel import SideChannel
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
 
-__all__ = ["SignalsTogether"]
-
 _REQUEUE = 1_000_000.0  # more than there are ranks: one number tells of both signals
 
 

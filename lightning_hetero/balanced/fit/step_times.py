@@ -19,8 +19,6 @@ from lightning_hetero.shares.caps import MemoryCap
 from lightning_hetero.shares.policy import ShareDecision
 from lightning_hetero.transport.side_channel import SideChannel
 
-__all__ = ["StepTimes"]
-
 
 class StepTimes:
     """Closes the stopwatch of each step, exchanges its record with the ranks and notes what was decided.

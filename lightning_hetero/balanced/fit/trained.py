@@ -10,8 +10,6 @@ from torch.nn.parallel import DistributedDataParallel
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
 
-__all__ = ["Trained"]
-
 
 class Trained:
     """The parameters that required gradients when DDP wrapped the module.

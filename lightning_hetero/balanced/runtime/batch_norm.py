@@ -13,8 +13,6 @@ from contextlib import contextmanager
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-__all__ = ["least_samples", "statistics_kept"]
-
 
 def least_samples(module: nn.Module) -> int:
     """Returns the least samples of a rank that has any: 2 with BatchNorm that is not synchronised, else 1.

@@ -21,8 +21,6 @@ from typing import Any, Protocol
 from lightning_hetero.data import Part
 from lightning_hetero.types import LossReduction
 
-__all__ = ["LossWeight"]
-
 
 class _Summing(Protocol):
     def sum_async(self, value: float) -> Callable[[], float]: ...

@@ -21,17 +21,6 @@ from torch import Tensor, nn
 from lightning_hetero.measure.device import HostDevice
 from lightning_hetero.shares.caps import MemoryCap, MemoryUse
 
-__all__ = [
-    "MemoryWatch",
-    "PieceGradients",
-    "cut",
-    "free_memory",
-    "leaves",
-    "save_buffers",
-    "save_random_states",
-    "stand_in",
-]
-
 
 def free_memory(device: HostDevice) -> None:
     """Gives back what nothing refers to any more: an error's frames may be part of a circle."""
@@ -69,11 +58,18 @@ class PieceGradients:
         self._scale = scale
         self._sums: list[Tensor | None] = [None] * len(self._parameters)
 
-    def add(self, loss: Tensor, weight: float) -> None:
-        """Adds ``weight`` times the gradient of ``loss``; frees its graph."""
+    def add(self, loss: Tensor, weight: float, grad: Tensor | None = None) -> None:
+        """Adds ``weight`` times the gradient of ``loss``; frees its graph.
+
+        Args:
+            loss: of a piece.
+            weight: of the piece.
+            grad: gradient of whatever follows the loss with respect to it; None: 1.
+        """
         if not (loss.requires_grad and self._parameters):
             return
-        head = torch.ones_like(loss) * (self._scale * (weight or 1.0))
+        head = torch.ones_like(loss) if grad is None else grad.to(loss.dtype)
+        head = head * (self._scale * (weight or 1.0))
         with _hooks_aside(self._parameters):
             found = torch.autograd.grad(loss, self._parameters, head, allow_unused=True)
         wide = [self._widened(g, weight) for g in found]
@@ -152,6 +148,43 @@ def leaves(loss: Tensor) -> list[Tensor]:
             found.append(leaf)
         todo += [following for following, _ in node.next_functions]
     return found
+
+
+class GradientsTaken:
+    """Tells which parameters have their gradient of a backward pass that was broken off.
+
+    Where no parameter has a gradient before the pass, those that have one afterwards have taken it. Under accumulation
+    a hook on each tells; it stays from the first such pass on. Versions of gradients would not do: as views of DDP's
+    buckets they have one in common.
+    """
+
+    def __init__(self, parameters: Iterable[Tensor]) -> None:
+        self._parameters = list(parameters)
+        self._handles: list[Any] = []
+        self._noted: list[Tensor] | None = None
+
+    def begin(self) -> None:
+        """A backward pass is about to begin."""
+        self._noted = [] if any(p.grad is not None for p in self._parameters) else None
+        if self._noted is None or self._handles:
+            return
+        for parameter in self._parameters:
+            if parameter.requires_grad:
+                self._handles.append(parameter.register_post_accumulate_grad_hook(self._note))
+
+    def _note(self, parameter: Tensor) -> None:
+        if self._noted is not None:
+            self._noted.append(parameter)
+
+    def taken(self) -> set[int]:
+        """Returns the ids of the parameters."""
+        noted = self._noted
+        return {id(p) for p in ([p for p in self._parameters if p.grad is not None] if noted is None else noted)}
+
+    def close(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
 
 
 # ---- what a step changes besides gradients -----------------------------------------------------------------------

@@ -22,8 +22,6 @@ from lightning_hetero.transport.groups import leave_default_group
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
 
-__all__ = ["COME_S", "Admission"]
-
 COME_S = 20.0
 """For somebody who has just answered, and is heard of, to come to the new group [s]."""
 

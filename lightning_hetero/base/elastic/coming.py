@@ -17,8 +17,6 @@ from collections.abc import Callable, Iterable
 
 import torch.distributed as dist
 
-__all__ = ["Beats", "Coming"]
-
 
 class Beats:
     """Notices who has stopped to beat.

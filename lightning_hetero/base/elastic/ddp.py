@@ -32,8 +32,6 @@ from lightning_hetero.transport.groups import group_members, rebuild_default_gro
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
 
-__all__ = ["ElasticDDPStrategy", "ElasticRun", "Meetings"]
-
 
 class ElasticRun(EngineRun[Binder], ABC):
     """A run that is told when its ranks begin to train together, and when they have ended."""

@@ -23,8 +23,6 @@ from lightning_hetero.transport.side_channel import SideChannel
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
 
-__all__ = ["GroupSettings", "Groups", "MeetingPlace"]
-
 
 class _Met(Protocol):
     """All live ranks have met."""

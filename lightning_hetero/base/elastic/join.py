@@ -47,8 +47,6 @@ from lightning_hetero.base.elastic.coming import Beats, Coming
 from lightning_hetero.lightning_compat.launchers import launched_by_us
 from lightning_hetero.transport.store import host_store
 
-__all__ = ["FIRST_GENERATION", "Invitation", "JoinRequests", "Newcomer"]
-
 FIRST_GENERATION = 1 << 40
 """Process groups built with newcomers are numbered from here, those after deaths by the meeting before."""
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 import warnings
 from collections.abc import Mapping
 
-__all__ = ["Members"]
-
 
 class Members:
     """The ranks of a fit; one object, which all parts of it share.

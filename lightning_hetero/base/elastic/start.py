@@ -18,8 +18,6 @@ from lightning_hetero.base.elastic.coming import Beats, Coming
 from lightning_hetero.base.elastic.groups import MeetingPlace
 from lightning_hetero.base.elastic.join import JoinRequests
 
-__all__ = ["wait_as_member", "wait_as_newcomer"]
-
 _LOAD_S = 10.0  # for the silence of a newcomer while it loads what it resumes from
 _MEMBER_S = 20.0  # for that of a member
 _LOOK_S = 0.02

@@ -27,11 +27,6 @@ from lightning_hetero.shares.bounds import ShareBounds
 from lightning_hetero.shares.policy import BalancePolicy, ShareDecision
 from lightning_hetero.types import SpeedSample
 
-__all__ = [
-    "AdaptiveSteps", "FedAvg", "LbBsp", "Measured", "RoundPolicy", "RoundPolicyName", "ScaledLr", "by_name",
-    "check_bounds", "client_bounds",
-]  # fmt: skip
-
 RoundPolicyName: TypeAlias = Literal["lb-bsp", "fedavg", "adaptive_steps", "scaled_lr"]
 Measured: TypeAlias = tuple[float, float, float]
 """Samples, local steps and seconds of own work of one rank, since the decision before."""

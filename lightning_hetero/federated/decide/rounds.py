@@ -20,11 +20,6 @@ import numpy as np
 
 from lightning_hetero.types import SpeedSample, StepReport
 
-__all__ = [
-    "Client", "ClientRow", "Course", "RoundPlan", "chosen_ranks", "digest_of", "disagreement", "engine_metrics",
-    "of_all", "spread", "step_report",
-]
-
 
 class Client(NamedTuple):
     """What one rank trains on.

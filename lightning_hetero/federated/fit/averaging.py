@@ -32,8 +32,6 @@ from lightning_hetero.transport.side_channel import SideChannel
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
 
-__all__ = ["Averaging"]
-
 
 class Averaging:
     """Averages what this rank has trained with what the others have.

@@ -29,8 +29,6 @@ from lightning_hetero.transport.store import host_store
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
 
-__all__ = ["ClientSettings", "Clients"]
-
 T = TypeVar("T")
 
 _COLLECTIVE_S = 300.0  # for ranks that have just met: to send some megabytes takes less

@@ -15,8 +15,6 @@ from lightning_hetero.federated.fit.settings import FederatedSettings
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
 
-__all__ = ["Division"]
-
 
 class Division:
     """Opens the policy for the ranks that are there, and again when ranks are lost or come.

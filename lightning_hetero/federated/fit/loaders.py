@@ -19,8 +19,6 @@ from lightning_hetero.transport.side_channel import SideChannel
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
 
-__all__ = ["OwnBinder"]
-
 
 class OwnBinder(LoaderBinder[BoundLoader]):
     """Binds each rank's one train loader; nothing is divided or sent.

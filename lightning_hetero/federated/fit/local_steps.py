@@ -17,8 +17,6 @@ from lightning_hetero.measure.step_clock import Stopwatch
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
 
-__all__ = ["LocalSteps"]
-
 
 class LocalSteps:
     """Counts and times what this rank trains.

@@ -38,8 +38,6 @@ from lightning_hetero.types import StepReport
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
 
-__all__ = ["Rounds"]
-
 
 class Rounds:
     """Leads this rank through the batches of an epoch, and all ranks from one plan to the next.

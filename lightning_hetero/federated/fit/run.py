@@ -35,8 +35,6 @@ from lightning_hetero.types import StepReport
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
 
-__all__ = ["FederatedRun"]
-
 
 class FederatedRun(ElasticRun[OwnBinder]):
     """Lets the ranks meet where a round ends, before a validation, and when an epoch or the fit ends.

@@ -12,8 +12,6 @@ from lightning_hetero.federated.decide.policy import RoundPolicy
 from lightning_hetero.federated.decide.rounds import Client
 from lightning_hetero.federated.runtime.server import ServerOptimizer
 
-__all__ = ["REFUSALS", "FederatedSettings", "check_clients"]
-
 REFUSALS = Refusals(
     no_wrapper="there is no DistributedDataParallel: ranks train apart, and their parameters are averaged",
     comm_hooks="communication hooks change DDP's all-reduce, and there is none here: ranks exchange parameters once in"

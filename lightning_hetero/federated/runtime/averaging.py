@@ -18,8 +18,6 @@ from torch import Tensor
 
 from lightning_hetero.measure.device import device_of
 
-__all__ = ["add_proximal_", "average_"]
-
 _BUCKET = 4_000_000  # numbers that travel at once: 32 MB
 
 

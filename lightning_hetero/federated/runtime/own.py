@@ -23,8 +23,6 @@ from lightning_hetero.data.copies import BatchFeed, fed_copy
 from lightning_hetero.data.loader import LoaderSpec, base_sampler, batch_source
 from lightning_hetero.data.samplers import announce_epoch, batch_size_of, draw
 
-__all__ = ["DataPlace", "Issued", "OwnBatches", "OwnOrder", "own_loader"]
-
 
 class DataPlace(NamedTuple):
     """Where a rank is in its data.

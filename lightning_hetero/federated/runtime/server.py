@@ -18,8 +18,6 @@ from typing import Any, Literal, TypeAlias
 import torch
 from torch import Tensor
 
-__all__ = ["FedAdam", "FedAvgM", "ServerName", "ServerOptimizer", "server_by_name"]
-
 ServerName: TypeAlias = Literal["fedavgm", "fedadam"]
 
 

@@ -9,10 +9,6 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-__all__ = [
-    "OptimizerEntry", "average_states_", "complete", "copied_states", "kept_states", "restore_states",
-]
-
 
 class OptimizerEntry(NamedTuple):
     """One entry of an optimizer's state.

@@ -14,8 +14,6 @@ from lightning_hetero.pipeline.decide.schedule import PipelineTimes, Row
 from lightning_hetero.solvers.chain.chain import check_cuts, check_ranks
 from lightning_hetero.types import AffineCost, Cluster, Event, GroupPlan, LayerCost, ModelCost, PipelinePlan
 
-__all__ = ["batch_s", "called", "model_from_plain", "model_to_plain", "recorded", "times_of", "work_s"]
-
 _TIMES = ("forward", "backward")
 _BYTES = tuple(f.name for f in fields(LayerCost) if f.name.endswith("_bytes"))
 

@@ -15,8 +15,6 @@ from heapq import heappop, heappush
 
 from lightning_hetero.pipeline.decide.schedule import Kind, Operation, PipelineTimes, Schedule, Step, route
 
-__all__ = ["SchedulePolicy", "Timeline", "generate", "makespan_s", "modelled"]
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SchedulePolicy:

@@ -7,8 +7,6 @@ from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-__all__ = ["MOST_COMMUNICATORS", "LinkClock", "RankDevice", "direct_pairs", "neighbours"]
-
 MOST_COMMUNICATORS = 6
 """That a rank usually has: to and from each of two neighbours, and of two sets of owners of the same layers."""
 

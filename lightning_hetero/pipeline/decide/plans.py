@@ -19,22 +19,6 @@ from lightning_hetero.solvers.scale import scale_shares
 from lightning_hetero.solvers.tied_layers import Span, join_layers, split_again
 from lightning_hetero.types import AffineCost, Cluster, GroupPlan, LayerCost, ModelCost, PipelinePlan
 
-__all__ = [
-    "beside_bytes",
-    "best_plan",
-    "check_plan",
-    "describe_plan",
-    "emulated",
-    "held_bytes",
-    "in_one_piece",
-    "micro_sizes",
-    "parts_of",
-    "resized",
-    "resting",
-    "unit_costs",
-    "with_room",
-]
-
 
 def best_plan(
     model: ModelCost,

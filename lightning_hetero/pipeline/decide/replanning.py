@@ -21,8 +21,6 @@ from dataclasses import dataclass
 from lightning_hetero.controller.messages import LinkTime
 from lightning_hetero.types import GroupPlan
 
-__all__ = ["BatchReport", "Changeover", "Jumps", "Position", "changeover", "reporting_group"]
-
 # Numbers: samples, own work, waiting until the exchange begins, the exchange of the batch before; `rest_s`.
 _WORK = 5
 _WAYS, _WAY = 2, 4  # neighbours that a rank receives from, at most; numbers of each: source, messages, bytes, seconds

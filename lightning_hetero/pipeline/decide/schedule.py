@@ -22,8 +22,6 @@ from enum import Enum
 from functools import cached_property, lru_cache
 from typing import NamedTuple
 
-__all__ = ["Kind", "Operation", "PipelineTimes", "Row", "Schedule", "Step", "Table", "What", "route"]
-
 Row = tuple[float, ...]
 Table = tuple[Row, ...]
 

@@ -25,8 +25,6 @@ from lightning_hetero.pipeline.runtime.ownership.ownership import Ownership
 from lightning_hetero.pipeline.runtime.ownership.pruning import movable, prune, restore
 from lightning_hetero.pipeline.runtime.ownership.stand_ins import Here
 
-__all__ = ["Averages", "complete"]
-
 
 class Averages:
     """The averaging callbacks' copies of a module, from the division of its layers until it is whole again.

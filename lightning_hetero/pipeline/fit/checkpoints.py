@@ -33,8 +33,6 @@ from lightning_hetero.pipeline.runtime.ownership.full_state import (
 )
 from lightning_hetero.pipeline.runtime.step.backbone import Backbone
 
-__all__ = ["SaveAfterFailure", "WholeCheckpointsDDP"]
-
 PATIENCE_S = 60.0  # how long the others may compute before they look for messages
 
 

@@ -15,8 +15,6 @@ from lightning_hetero.pipeline.runtime.ownership.gradients import GradientSync
 from lightning_hetero.pipeline.runtime.ownership.migration import Migration
 from lightning_hetero.types import Cluster, GroupPlan, ModelCost
 
-__all__ = ["Emulation"]
-
 
 class Emulation:
     """Wraps what a rank computes and sends; leaves alone what is not emulated.

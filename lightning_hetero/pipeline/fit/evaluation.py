@@ -47,8 +47,6 @@ from lightning_hetero.transport.objects import packed, receive, send
 from lightning_hetero.transport.side_channel import SideChannel
 from lightning_hetero.types import PipelinePlan
 
-__all__ = ["EvaluationBatches"]
-
 
 class _Answer(NamedTuple):
     """What the leader sends back for one turn.

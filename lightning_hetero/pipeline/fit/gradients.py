@@ -21,8 +21,6 @@ from lightning_hetero.lightning_compat.patches import patched
 from lightning_hetero.pipeline.fit.place import RankInPlan
 from lightning_hetero.pipeline.runtime.ownership.stand_ins import StandIn
 
-__all__ = ["GradientsAside", "WholeNorms"]
-
 PATIENCE_S = 60.0  # how long the other ranks may take until they ask for the same norm
 
 

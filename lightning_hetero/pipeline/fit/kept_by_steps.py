@@ -32,8 +32,6 @@ from lightning_hetero.pipeline.runtime.step.attributes import (
     value_at,
 )
 
-__all__ = ["KeptBySteps", "MemberOutputs"]
-
 
 class MemberOutputs(dict[str, Any]):
     """What ``training_step`` has returned, on a rank that has not run it: the loss of the global batch."""

@@ -18,17 +18,6 @@ from torch import nn
 from lightning_hetero.lightning_compat.patches import patched
 from lightning_hetero.transport.alone import run_alone
 
-__all__ = [
-    "NO_GRAPH",
-    "LayersElsewhere",
-    "acting_as",
-    "acting_rank",
-    "add_hint",
-    "leader_runs",
-    "rank_zero_acts",
-    "within_limits",
-]
-
 _ACTS: ContextVar[int | None] = ContextVar("acts", default=None)  # each suspended step has a context of its own
 
 

@@ -25,8 +25,6 @@ from lightning_hetero.pipeline.decide.replanning import Position
 from lightning_hetero.solvers.scale import scale_shares
 from lightning_hetero.types import GroupPlan, PipelinePlan
 
-__all__ = ["PipelineBinder"]
-
 _SEVERAL = (
     "A pipeline cuts one batch into micro-batches, and batches of several loaders have several sizes: pass one"
     " DataLoader. Combine the datasets (torch.utils.data.StackDataset or ConcatDataset), or use"

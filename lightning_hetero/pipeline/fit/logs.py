@@ -36,8 +36,6 @@ from lightning_hetero.measure.device import device_of
 from lightning_hetero.transport.one_round import Waited, start_sum, wait_for
 from lightning_hetero.transport.side_channel import SideChannel
 
-__all__ = ["StepLogs"]
-
 _SAME = ("prog_bar", "logger", "on_step", "on_epoch", "add_dataloader_idx", "metric_attribute", "rank_zero_only")
 """Arguments of a log call that are agreed by all ranks as they were given; the others are settled here."""
 

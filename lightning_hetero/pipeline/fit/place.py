@@ -48,9 +48,6 @@ from lightning_hetero.types import GroupPlan, PipelinePlan
 
 pass
 
-
-__all__ = ["RankInPlan"]
-
 _LEAST_BYTES = 128 * 2**10  # of gradients: take 1 ms at 1 Gbit/s, as does a message between ranks that are busy
 
 

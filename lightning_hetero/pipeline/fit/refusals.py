@@ -19,18 +19,6 @@ from lightning_hetero.pipeline.runtime.ownership.by_parameter import passes_per_
 from lightning_hetero.pipeline.runtime.step.backbone import Backbone
 from lightning_hetero.pipeline.runtime.step.undivided import Undivided
 
-__all__ = [
-    "REFUSALS",
-    "hooks_return",
-    "refuse_kept",
-    "refuse_module",
-    "refuse_no_optimizer",
-    "refuse_optimizers",
-    "refuse_second_pass",
-    "warn_undivided",
-]
-
-
 REFUSALS = Refusals(
     no_wrapper="there is no DistributedDataParallel: gradients of a layer go to the ranks that hold the same layer",
     comm_hooks="communication hooks change DDP's all-reduce, and there is none here: gradients of a layer go to the"

@@ -46,8 +46,6 @@ from lightning_hetero.solvers.plans import plan_to_plain
 from lightning_hetero.transport.objects import packed, unpacked
 from lightning_hetero.types import PipelinePlan
 
-__all__ = ["RankZero", "Replans"]
-
 
 class RankZero:
     """Asks the controller, on rank 0; elsewhere, and where there is none, there is never anything to say.

@@ -35,8 +35,6 @@ from lightning_hetero.transport.one_round import start_sum
 from lightning_hetero.transport.store import run_store
 from lightning_hetero.types import PipelinePlan, StepReport
 
-__all__ = ["PipelineRun"]
-
 
 class PipelineRun(EngineRun[PipelineBinder]):
     """One fit, validation, test or prediction on one rank. The default process group exists.

@@ -39,8 +39,6 @@ from lightning_hetero.pipeline.runtime.execute.stage_runner import MicroBatch
 from lightning_hetero.pipeline.runtime.step.tensor_trees import loss_of
 from lightning_hetero.types import SpeedSample, StepReport
 
-__all__ = ["TrainBatches"]
-
 
 class TrainBatches:
     """Runs the training batches of one run on one rank.

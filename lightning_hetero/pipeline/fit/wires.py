@@ -21,8 +21,6 @@ from lightning_hetero.pipeline.runtime.step.backbone import Backbone
 from lightning_hetero.transport.side_channel import SideChannel
 from lightning_hetero.types import PipelinePlan
 
-__all__ = ["Fixed", "Wires"]
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Fixed:

@@ -15,8 +15,6 @@ from lightning_hetero.report.page.facts import RunFacts
 from lightning_hetero.report.run import RecordedRun, named
 from lightning_hetero.report.verdict import STRATEGIES, verdict_of
 
-__all__ = ["page_of"]
-
 _STYLE = f"""
 :root{{color-scheme:light dark;{variables(LIGHT)}}}
 @media (prefers-color-scheme:dark){{:root{{{variables(DARK)}}}}}

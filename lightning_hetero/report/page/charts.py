@@ -8,20 +8,6 @@ from dataclasses import dataclass, field
 
 from lightning_hetero.report.page.drawing import RANK_COLOURS, WIDTH, Drawing, text_width
 
-__all__ = [
-    "Bar",
-    "Cell",
-    "Line",
-    "Span",
-    "bars",
-    "heat_map",
-    "legend",
-    "lines",
-    "rank_kind",
-    "ratio_cell",
-    "time_lines",
-]
-
 _ROW, _BAR = 20.0, 14.0
 _RIGHT = 18.0  # for half of an axis's last number
 _MOST_POINTS, _MOST_DOTS = 240, 60  # of a line

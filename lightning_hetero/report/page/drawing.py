@@ -7,8 +7,6 @@ from __future__ import annotations
 
 from html import escape
 
-__all__ = ["DARK", "LIGHT", "MARKS", "RANK_COLOURS", "WIDTH", "Drawing", "text_width", "variables"]
-
 WIDTH = 420.0
 """Of every drawing, in units: wide enough for a table of ranks, and its letters can be read on a phone's 360 pixels."""
 

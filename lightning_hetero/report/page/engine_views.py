@@ -25,8 +25,6 @@ from lightning_hetero.report.run import RecordedRun, named
 from lightning_hetero.report.spent import Waiting
 from lightning_hetero.report.verdict import milliseconds, percent
 
-__all__ = ["budget", "compare", "pipeline", "staleness"]
-
 _MOST_GROUPS = 4  # drawn
 _MOST_AGES = 12
 _KINDS = {"F": "work", "B": "r1", "H": "r2"}

@@ -13,8 +13,6 @@ from lightning_hetero.report.scores import Scores, scores_of
 from lightning_hetero.report.spent import StepStages, Waiting, outliers_of, step_stages_of, waiting_of
 from lightning_hetero.report.what_if import Alternatives, alternatives_of
 
-__all__ = ["RunFacts"]
-
 _MOST_RANKS = 16  # of a drawing
 
 

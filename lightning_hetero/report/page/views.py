@@ -38,8 +38,6 @@ from lightning_hetero.report.verdict import (
 )
 from lightning_hetero.report.what_if import Alternatives
 
-__all__ = ["Drawn", "scores", "shares", "spent", "stages", "table", "timeline", "what_if"]
-
 Drawn: TypeAlias = tuple[str, str]
 """A view's answer and its drawing."""
 

@@ -16,8 +16,6 @@ import numpy as np
 from lightning_hetero.solvers.chain.layers import Floats, Layers, layers_of
 from lightning_hetero.types import Cluster, Device, Link, ModelCost
 
-__all__ = ["TINY_S", "DepthRule", "DeviceChain", "chain_of", "check_cuts", "check_ranks"]
-
 DepthRule: TypeAlias = Literal["per_link", "low_memory"]
 
 TINY_S = 1e-290

@@ -13,8 +13,6 @@ from numpy.typing import NDArray
 
 from lightning_hetero.types import LayerCost, ModelCost
 
-__all__ = ["Floats", "Ints", "Layers", "layers_of"]
-
 Floats: TypeAlias = NDArray[np.float64]
 Ints: TypeAlias = NDArray[np.int64]
 

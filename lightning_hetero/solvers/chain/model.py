@@ -42,20 +42,6 @@ from lightning_hetero.solvers.chain.chain import TINY_S, DeviceChain, check_cuts
 from lightning_hetero.solvers.chain.layers import Floats, Ints
 from lightning_hetero.types import Status
 
-__all__ = [
-    "ROOM_SNAP",
-    "ChainPlan",
-    "Times",
-    "depths",
-    "evaluate",
-    "fitting_periods",
-    "periods",
-    "room",
-    "size",
-    "stage_bytes",
-    "times",
-]
-
 # A round trip of exactly k periods takes k, and bytes that fill a device exactly fit, whatever the last bits say.
 _PERIOD_SNAP = 1.0 - 1e-9
 ROOM_SNAP = 1.0 - 1e-12

@@ -8,8 +8,6 @@ from lightning_hetero.solvers.chain.chain import DeviceChain
 from lightning_hetero.solvers.chain.layers import Floats
 from lightning_hetero.solvers.chain.model import periods, size
 
-__all__ = ["why_infeasible"]
-
 
 def why_infeasible(chain: DeviceChain) -> str:
     """Names the constraint that no split of this order can meet, with numbers, and what would help.

@@ -22,8 +22,6 @@ from lightning_hetero.solvers.chain.model import ChainPlan, evaluate, fitting_pe
 from lightning_hetero.solvers.chain.reasons import why_infeasible
 from lightning_hetero.types import Status
 
-__all__ = ["split"]
-
 _MOST_PLACES = 200
 _STEPS = np.array([1.0, 1.005, 1.01, 1.02, 1.04, 1.08, 1.15, 1.3, 1.6, 2.0, 4.0])  # periods over the least bottleneck
 _BETWEEN = 8  # periods of the second round

@@ -12,8 +12,6 @@ from lightning_hetero.solvers.chain.chain import DepthRule, DeviceChain, chain_o
 from lightning_hetero.solvers.chain.layers import Floats, Layers, layers_of
 from lightning_hetero.types import Cluster, LayerCost, ModelCost
 
-__all__ = ["Pipe", "ProblemArrays", "fixed_and_per_sample"]
-
 
 class Pipe(NamedTuple):
     """Ranks in the order of stages, the leader first; stage s holds the layers [cuts[s], cuts[s + 1])."""

@@ -14,8 +14,6 @@ from typing import TypeAlias
 
 from lightning_hetero.solvers.placement.pipes import Pipe, Problem
 
-__all__ = ["Drafts", "Pipes", "all_structures", "borders", "count_structures", "neighbours"]
-
 Pipes: TypeAlias = tuple[Pipe, ...]
 Ranks: TypeAlias = tuple[int, ...]
 Change: TypeAlias = tuple[set[int], Sequence["Pipe | Ranks"]]

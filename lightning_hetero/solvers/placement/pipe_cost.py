@@ -23,8 +23,6 @@ from lightning_hetero.solvers.chain.layers import Floats, Ints
 from lightning_hetero.solvers.chain.model import ROOM_SNAP, Times, depths, fitting_periods, room, times
 from lightning_hetero.solvers.placement.arrays import Pipe, ProblemArrays, fixed_and_per_sample
 
-__all__ = ["PipeCost"]
-
 Bools: TypeAlias = NDArray[np.bool_]
 
 

@@ -32,8 +32,6 @@ from lightning_hetero.solvers.placement.starts import best_found
 from lightning_hetero.solvers.placement.sync import sync_s
 from lightning_hetero.types import Cluster, GroupPlan, ModelCost, PipelinePlan, Status
 
-__all__ = ["evaluate_plan", "micro_batches_of", "place", "sizes_to_try"]
-
 
 def place(
     model: ModelCost,

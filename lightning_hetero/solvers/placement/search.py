@@ -23,8 +23,6 @@ from lightning_hetero.solvers.placement.neighbours import (
 )
 from lightning_hetero.solvers.placement.pipes import Pipe, Problem
 
-__all__ = ["Judged", "Judges", "better_structure"]
-
 _EXACT = 500  # structures that are judged one by one
 _JUDGED, _SOLVED = 6, 3  # drafts of a round that are judged with whole samples; that are split
 _NEARLY = 1.1

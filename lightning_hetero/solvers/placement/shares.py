@@ -13,8 +13,6 @@ from collections.abc import Sequence
 
 from lightning_hetero.solvers.placement.pipe_cost import PipeCost
 
-__all__ = ["done", "level", "share"]
-
 _CLOSE = 1e-12
 _MOST_TURNS = 200
 

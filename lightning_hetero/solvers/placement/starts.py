@@ -21,8 +21,6 @@ from lightning_hetero.solvers.placement.search import Judged, better_structure, 
 from lightning_hetero.solvers.placement.shares import level, share
 from lightning_hetero.solvers.placement.sync import sync_s
 
-__all__ = ["BatchTime", "best_found"]
-
 Groups: TypeAlias = tuple[tuple[int, ...], ...]
 
 _FEW = 5  # devices of which all groupings are drafted

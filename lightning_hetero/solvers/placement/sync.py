@@ -17,8 +17,6 @@ import numpy as np
 from lightning_hetero.solvers.chain.layers import Floats
 from lightning_hetero.solvers.placement.pipes import Pipe, Problem
 
-__all__ = ["sync_loads_s", "sync_s"]
-
 
 def sync_s(problem: Problem, pipes: Sequence[Pipe]) -> float:
     """Returns the part of the synchronisation that is not hidden by compute [s]; 0 for a single pipeline."""

@@ -21,8 +21,6 @@ what is late is only its difference from the others, which has no mean: noise, n
 
 from __future__ import annotations
 
-__all__ = ["completed"]
-
 
 def completed(weight: float, late: float) -> tuple[float, float]:
     """Returns what a mean counts after a late contribution, and the part of the difference that it moves by.

@@ -37,8 +37,6 @@ from lightning_hetero.stale.decide.policy import Policy
 from lightning_hetero.stale.decide.speeds import Speeds, StepTime
 from lightning_hetero.stale.decide.workers import HeldClaim, Lease, Workers, WorkerState
 
-__all__ = ["Coordinator"]
-
 
 class Coordinator:
     """See the module. Times are of any one monotonic clock [s].

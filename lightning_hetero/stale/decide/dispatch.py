@@ -20,8 +20,6 @@ from lightning_hetero.stale.decide.policy import Claim, Due, Grant, Hold, Policy
 from lightning_hetero.stale.decide.speeds import StepTime
 from lightning_hetero.stale.decide.workers import HeldClaim, Lease, Workers, WorkerState, expected_in_s
 
-__all__ = ["Dispatch", "Sizing"]
-
 
 class Sizing:
     """Shares follow speeds up to the moment of a claim; slices are fixed once, ``ahead`` ticks early.

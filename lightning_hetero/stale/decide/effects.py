@@ -20,8 +20,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-__all__ = ["Accepted", "Effect", "Granted", "Passed", "Refused", "Reissued", "Span", "Updated"]
-
 Span = tuple[int, int]
 """Positions ``[start, end)`` in the epoch's order of samples."""
 

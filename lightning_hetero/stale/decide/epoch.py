@@ -9,8 +9,6 @@ from lightning_hetero.stale.decide.intervals import IntervalSet
 from lightning_hetero.stale.decide.ledger import Ledger
 from lightning_hetero.stale.decide.policy import Pool
 
-__all__ = ["Epoch", "check_update"]
-
 
 class Epoch:
     """The books of one epoch.

@@ -9,8 +9,6 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from lightning_hetero.stale.decide.effects import Span
 
-__all__ = ["IntervalSet", "head", "leaving", "outside", "pairs", "pieces", "size"]
-
 
 def pairs(numbers: Sequence[int]) -> tuple[Span, ...]:
     """Returns the spans that a message carries flat.

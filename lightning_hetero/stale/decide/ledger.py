@@ -16,8 +16,6 @@ from lightning_hetero.solvers import apportion
 from lightning_hetero.stale.decide.effects import Span
 from lightning_hetero.stale.decide.intervals import IntervalSet, head, outside, size
 
-__all__ = ["Ledger"]
-
 
 class Ledger:
     """Positions of one epoch, cut into the batches of its ticks and, per batch, into a slice per rank.

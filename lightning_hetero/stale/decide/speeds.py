@@ -10,8 +10,6 @@ from lightning_hetero.predictors import Kalman, Predictor
 from lightning_hetero.solvers import apportion, minimax
 from lightning_hetero.types import AffineCost, LearnedCost
 
-__all__ = ["Speeds", "StepTime"]
-
 _STEP_WEIGHT = 0.5  # of the newest step in the smoothed one
 
 

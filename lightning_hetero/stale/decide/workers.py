@@ -16,8 +16,6 @@ from lightning_hetero.stale.decide.effects import Span
 from lightning_hetero.stale.decide.policy import Due
 from lightning_hetero.stale.decide.speeds import Speeds
 
-__all__ = ["HeldClaim", "Lease", "WorkerState", "Workers", "expected_in_s"]
-
 _OVERDUE = 1.5  # of the predicted time; from here on a chunk may be issued a second time (1.1 to 2 are alike)
 _LATE_FACTOR = 3.0
 

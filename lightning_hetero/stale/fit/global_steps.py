@@ -37,8 +37,6 @@ from lightning_hetero.transport.flags import Word
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
 
-__all__ = ["GlobalSteps", "Progress"]
-
 
 @dataclass(slots=True)
 class Progress:

@@ -20,8 +20,6 @@ from torch.nn import Parameter
 from lightning_hetero import lightning_compat as compat
 from lightning_hetero.lightning_compat.patches import patched
 
-__all__ = ["GradientEdits", "watch_gradient_hooks"]
-
 _HOOKS = ("on_after_backward", "on_before_optimizer_step", "configure_gradient_clipping")
 _SMALL, _LARGE = 1e-3, 1e6  # norm of the gradients that a hook is tried with, and how many times that besides
 _WHY = (

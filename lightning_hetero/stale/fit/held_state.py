@@ -9,8 +9,6 @@ from typing import Any, NoReturn
 
 from torch.optim import Optimizer
 
-__all__ = ["check_held", "hold", "release", "released"]
-
 _WAY_OUT = (
     "the parameter server has the state of the optimizers while hetero_stale trains: trainer.save_checkpoint writes it,"
     " and after the fit rank 0 has it. To read or change it in between, use strategy='hetero_balanced'"

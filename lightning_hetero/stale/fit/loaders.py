@@ -19,8 +19,6 @@ from lightning_hetero.transport.side_channel import SideChannel
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
 
-__all__ = ["GrantedBinder"]
-
 
 class GrantedBinder(LoaderBinder[BoundLoader]):
     """Binds the one train loader of a fit to its loop.

@@ -25,8 +25,6 @@ from lightning_hetero.stale.runtime.messages import Met
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
 
-__all__ = ["ServerMeetings"]
-
 T = TypeVar("T")
 
 _SIGNS_TO_COME = 6  # of life, one per `liveness_s`: in this time a rank comes from a meeting to its collective

@@ -27,8 +27,6 @@ if TYPE_CHECKING:
 
     from lightning_hetero.stale.fit.step_loop import StepLoop
 
-__all__ = ["redirect_steps", "refuse_unusual_steps"]
-
 # ---- tried on a copy ---------------------------------------------------------------------------------------
 
 _INSTEAD = "Use strategy='hetero_balanced', whose ranks step themselves"

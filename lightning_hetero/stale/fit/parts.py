@@ -21,8 +21,6 @@ from lightning_hetero.lightning_compat.patches import patched
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
 
-__all__ = ["Parts"]
-
 _SMALL = 64  # entries of a dict or set that is copied before each part
 
 

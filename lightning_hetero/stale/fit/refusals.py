@@ -18,17 +18,6 @@ from lightning_hetero.stale.runtime.work.watch import Numbers
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule
 
-__all__ = [
-    "REFUSALS",
-    "SEES_NOT_ALL",
-    "Changed",
-    "no_monitored_steps",
-    "refuse_controller",
-    "refuse_different",
-    "refuse_manual_scaling",
-    "refuse_monitored_steps",
-]
-
 REFUSALS = Refusals(
     no_wrapper="there is no DistributedDataParallel: gradients go to a parameter server",
     comm_hooks="communication hooks change DDP's all-reduce, and there is none here: gradients go to a parameter"

@@ -40,8 +40,6 @@ from lightning_hetero.types import StepReport
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
 
-__all__ = ["StaleRun"]
-
 
 class StaleRun(ElasticRun[GrantedBinder]):
     """One fit on one rank.

@@ -35,8 +35,6 @@ from lightning_hetero.transport.link import Pulse
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
 
-__all__ = ["Session", "StaleSettings"]
-
 _DYING_S = 2.0  # from the end of a killed process' connections to its own
 
 

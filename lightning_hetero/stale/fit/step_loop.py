@@ -30,8 +30,6 @@ from lightning_hetero.transport.flags import PushFlag
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
 
-__all__ = ["StepLoop"]
-
 _NO_MEETING = (
     "inside training_step, or a hook of the step: ranks train different numbers of batches here, so they do not meet"
     " within one. Move it to on_train_epoch_end or validation, or use strategy='hetero_balanced'"

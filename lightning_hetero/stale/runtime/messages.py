@@ -16,17 +16,6 @@ from lightning_hetero.stale.decide.effects import Span
 from lightning_hetero.stale.decide.report.counts import Counts, Measures
 from lightning_hetero.transport.base import RemoteFailureError
 
-__all__ = [
-    "EpochBegin",
-    "Met",
-    "failure_of",
-    "failure_text",
-    "measures_of",
-    "measures_text",
-    "state_bytes",
-    "state_of",
-]
-
 
 @dataclass(frozen=True, slots=True)
 class EpochBegin:

@@ -23,19 +23,6 @@ import torch
 from tests import warm
 from tests.e2e.programs import environ, left_in
 
-__all__ = [
-    "Ended",
-    "Process",
-    "collect",
-    "free_port",
-    "launch",
-    "launch_externally",
-    "nothing_left",
-    "start_rank",
-    "validation_loss",
-    "write_script",
-]
-
 TRAIN, VALID, BATCH, EPOCHS = 96, 24, 4, 3
 _LIMIT_S = {False: 60.0, True: 300.0}  # warm and cold: importing takes long on a busy machine
 

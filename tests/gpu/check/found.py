@@ -7,8 +7,6 @@ import os
 from pathlib import Path
 from typing import Any, NoReturn
 
-__all__ = ["DRY", "FILE", "LINE", "begin_with", "detail", "found", "is_dry", "skip"]
-
 FILE, LINE, DRY = "GPU_CHECK_FILE", "GPU_CHECK_LINE", "GPU_CHECK_DRY"
 """Variables of a step's environment: where lines go, what each begins with, and whether the GPUs are simulated."""
 

@@ -7,8 +7,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-__all__ = ["PART_S", "STEPS", "Step"]
-
 PART_S = 535.0
 """So long a part may take [s]; what is left of it is the limit of its last steps."""
 

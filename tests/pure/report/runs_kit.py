@@ -7,8 +7,6 @@ from lightning_hetero.types import Event
 from tests.pure.report.kit import decision, opened, run_with
 from tests.pure.report.stages_kit import pipeline_run
 
-__all__ = ["RUNS", "SHOWN", "balanced_run", "stale_run"]
-
 
 def stale_run() -> RecordedRun:
     counts = {

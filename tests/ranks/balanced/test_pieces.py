@@ -1,4 +1,4 @@
-"""Gradients by pieces: what they add up to, whose hooks run."""
+"""Gradients by pieces: what they add up to, whose hooks run, and which gradients a broken pass has left."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_hetero.balanced.runtime.pieces import (
+    GradientsTaken,
     MemoryWatch,
     PieceGradients,
     cut,
@@ -103,6 +104,29 @@ def test_a_piece_of_weight_0_adds_nothing_but_uses_its_parameters() -> None:
     total = PieceGradients([weight])
     total.add((weight / 0.0).sum() * torch.tensor(float("nan")), 0.0)
     assert total.gradients()[weight].tolist() == [0.0]
+
+
+@pytest.mark.parametrize("accumulating", [False, True])
+def test_which_gradients_a_broken_pass_has_left(accumulating: bool) -> None:
+    class Wall(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: object, x: Tensor) -> Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: object, grad: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+            raise torch.OutOfMemoryError("no room")
+
+    module, x = net(), torch.randn(2, 3, dtype=torch.float64)
+    if accumulating:
+        module(x).sum().backward()
+    taken = GradientsTaken(module.parameters())
+    taken.begin()
+    with pytest.raises(torch.OutOfMemoryError):
+        module[2](Wall.apply(module[:2](x))).sum().backward()
+    assert taken.taken() == {id(p) for p in module[2].parameters()}
+    taken.close()
+    assert not any(getattr(p, "_post_accumulate_grad_hooks", None) for p in module.parameters())
 
 
 def test_what_counts_as_a_lack_of_memory() -> None:

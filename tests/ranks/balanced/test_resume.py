@@ -14,6 +14,8 @@ from lightning.pytorch.strategies import DDPStrategy
 from torch.utils.data import DataLoader, WeightedRandomSampler
 
 from lightning_hetero import BalancePolicy
+from lightning_hetero.shares.policy import ShareDecision
+from lightning_hetero.types import SpeedSample
 from tests.ranks.harness import run_ranks
 from tests.ranks.kit import balanced
 from tests.ranks.resume_kit import (
@@ -237,3 +239,37 @@ def test_another_global_batch_is_refused_mid_epoch_and_taken_at_its_end(saved: d
 
 
 # ---- what was learned --------------------------------------------------------------------------------------
+
+
+class Given(BalancePolicy):
+    """Sees ranks of known speeds, whatever the clock says; rank 1 takes three times as long."""
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.first: tuple[int, ...] = ()
+
+    def start(self, **kwargs: Any) -> None:
+        super().start(**kwargs)
+        self.first = self.shares
+
+    def observe(self, records: Sequence[SpeedSample]) -> ShareDecision:
+        times = (0.1 * r.samples * (3 if r.rank == 1 else 1) for r in records)
+        given = [
+            SpeedSample(rank=r.rank, step=r.step, samples=r.samples, compute_s=t)
+            for r, t in zip(records, times, strict=True)
+        ]
+        return super().observe(given)
+
+
+def learned_job(rank: int, world: int, folder: str) -> list[tuple[int, ...]]:
+    policies = [Given(), Given(), Given(predictor="ewma")]
+    saver = Saver(folder, [(1, 2)])
+    fit(rank, world, balanced(policy=policies[0]), loader(BATCH // 2), callbacks=[saver])
+    for policy in policies[1:]:
+        fit(rank, world, balanced(policy=policy), loader(BATCH // 2), ckpt=f"{folder}/batch-1-2.ckpt")
+    return [policy.first for policy in policies]
+
+
+def test_the_first_allocation_after_a_resume_uses_learned_speeds(tmp_path: Path) -> None:
+    """Another predictor class cannot use them and starts equal."""
+    assert run_ranks(2, learned_job, str(tmp_path)) == [[(8, 8), (12, 4), (8, 8)]] * 2

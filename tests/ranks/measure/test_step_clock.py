@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from contextlib import nullcontext
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -171,6 +172,43 @@ class ManualPeer(Peer):
             optimizer.step()
 
 
+class Meeting(nn.SyncBatchNorm):
+    """Waits for the peers in forward and in backward, without a GPU."""
+
+    def __init__(self) -> None:
+        super().__init__(16, affine=False, track_running_stats=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return _Meet.apply(x)
+
+
+class _Meet(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        dist.barrier()
+        return x * 1.0
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
+        dist.barrier()
+        return grad
+
+
+class MeetingPeer(Peer):
+    """Slow before its ranks meet in forward, or before they meet in backward."""
+
+    def __init__(self, where: str) -> None:
+        super().__init__(where)
+        self.meeting = Meeting()
+
+    def loss(self, batch: Any) -> Tensor:
+        x, y = batch
+        hidden = self.net[:3](x)
+        time.sleep(self.delay_s("forward"))
+        hidden = _SlowGradient.apply(self.meeting(hidden), self.delay_s("backward"))
+        return nn.functional.mse_loss(self.net[3](hidden), y)
+
+
 def timed(rank: int, world: int, cases: list[tuple[Any, tuple[Any, ...], dict[str, Any]]]) -> list[Any]:
     """Returns, per case, (compute_s, wait_s) of every step but the first."""
     results = []
@@ -183,7 +221,8 @@ def timed(rank: int, world: int, cases: list[tuple[Any, tuple[Any, ...], dict[st
             (e.data["compute_s"], e.data["wait_s"]) for e in s.step_events() if e.kind == "step"
         )
         module.on_train_batch_end = take
-        trainer.fit(module, DataLoader(regression(64), batch_size=8))
+        with mock.patch.object(DistributedDataParallel, "_passing_sync_batchnorm_handle"):  # refuses it on CPUs
+            trainer.fit(module, DataLoader(regression(64), batch_size=8))
         assert len(rows) == 3
         results.append(rows[1:])
     return results
@@ -195,6 +234,8 @@ def test_own_time_holds_no_waiting_for_a_slow_peer() -> None:
         (Peer, ("backward",), {}),
         (ManualPeer, ("forward",), {}),
         (ManualPeer, ("backward",), {}),
+        (MeetingPeer, ("forward",), {}),
+        (MeetingPeer, ("backward",), {}),
         (Peer, ("forward", True), {}),
     ]
     fast, slow = run_ranks(2, timed, cases)

@@ -22,8 +22,6 @@ from lightning_hetero import (
 from tests.ranks.harness import run_ranks
 from tests.ranks.kit import quiet_trainer, rank_trainer
 
-__all__ = ["ENGINES", "UNEVEN", "difference", "ends", "everyone", "refusal", "strategy", "trainer", "two_stages"]
-
 ENGINES = ("balanced", "stale", "pipeline")
 UNEVEN: dict[str, Any] = {"min_samples": [12, 4], "max_samples": [12, 4]}  # shares 12 and 4 of 16, without a clock
 _CLASSES: dict[str, Any] = {

@@ -18,19 +18,6 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler, TensorData
 from tests.ranks.kit import rank_trainer
 from tests.ranks.strangers.kit import UNEVEN, ends, trainer, two_stages
 
-__all__ = [
-    "BATCH",
-    "DIVIDED",
-    "Small",
-    "batches",
-    "fit",
-    "numbers",
-    "right",
-    "right_or_refused",
-    "state",
-    "unused",
-]
-
 BATCH = 16  # of all ranks
 DIVIDED: dict[str, dict[str, Any]] = {
     "balanced": UNEVEN,

@@ -24,8 +24,6 @@ from lightning_hetero.transport.base import (
 )
 from lightning_hetero.transport.seqlock import ParameterArea, Slot, check_sizes
 
-__all__ = ["InProcess", "InProcessLink", "InProcessListener"]
-
 
 class InProcess:
     """A listener and links to it, in one process.

@@ -26,8 +26,6 @@ from lightning_hetero.transport.listener import ServerListener
 from tests.ranks import harness
 from tests.ranks.transport.in_process import InProcess
 
-__all__ = ["CONTINUE", "DONE", "KINDS", "PATIENCE_S", "STOP", "Crew", "Place", "make_listener", "open_place", "spawn"]
-
 KINDS = ("in_process", "shared_memory", "wire")
 PATIENCE_S = 30.0  # for what must happen; a busy machine takes its time
 

@@ -13,8 +13,6 @@ from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 
-__all__ = ["NotBuilt", "library", "torch_folder", "why_not"]
-
 HERE = Path(__file__).resolve().parent / "native"
 CONSTRAINTS = Path(__file__).resolve().parents[3] / "constraints.txt"
 SOURCES = ("device.cpp", "tensors.cpp")

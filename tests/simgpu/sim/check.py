@@ -13,8 +13,6 @@ from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-__all__ = ["Entry", "check"]
-
 Node = tuple[object, ...]
 
 

@@ -15,8 +15,6 @@ import torch
 from tests.simgpu.sim.kernels import Operands, current
 from tests.simgpu.sim.races import uses
 
-__all__ = ["install"]
-
 _NAMES = (
     "allreduce_", "allreduce_coalesced_", "broadcast_", "reduce_", "allgather_", "_allgather_base_",
     "allgather_into_tensor_coalesced_", "allgather_coalesced_", "gather_", "scatter_", "reduce_scatter_",
@@ -53,5 +51,3 @@ def install() -> None:
         for name in _NAMES:
             op = getattr(torch.ops.c10d, name).default
             _library.impl(name, _on_aliases(op), "CUDA")
-
-

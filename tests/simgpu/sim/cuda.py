@@ -17,8 +17,6 @@ from tests.simgpu.sim.kernels import current, generators
 from tests.simgpu.sim.native import lib
 from tests.simgpu.sim.order import order
 
-__all__ = ["MEMORY_BYTES", "cap", "install"]
-
 MEMORY_BYTES = 8 << 30
 # Unequal ones, as the project's users have them.
 _CARDS = (("SimForce 4090", (8, 9)), ("SimForce 2080", (7, 5)), ("SimForce 3080", (8, 6)), ("SimForce 3080", (8, 6)))
@@ -190,4 +188,3 @@ def _streams_on_ours(cuda: Any) -> None:
     importlib.reload(cuda.streams)
     cuda.Stream, cuda.Event = cuda.streams.Stream, cuda.streams.Event
     cuda.ExternalStream = cuda.streams.ExternalStream
-

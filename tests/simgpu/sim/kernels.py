@@ -21,8 +21,6 @@ from tests.simgpu.sim.order import Stream, order
 from tests.simgpu.sim.races import keep, uses
 from tests.simgpu.sim.syncs import syncs
 
-__all__ = ["Operands", "current", "generators", "install", "is_far"]
-
 # Operations whose result the host must have before it goes on.
 _TO_HOST = {"_local_scalar_dense", "equal", "is_nonzero", "nonzero", "masked_select", "_unique", "_unique2"}
 _TO_HOST |= {"unique_dim", "unique_consecutive", "unique_dim_consecutive"}

@@ -9,8 +9,6 @@ from typing import Any
 
 from tests.simgpu.sim.build import NotBuilt, library, torch_folder
 
-__all__ = ["Library", "answer", "lib", "prepare"]
-
 _INT, _ID, _PTR = ctypes.c_int, ctypes.c_int64, ctypes.c_size_t
 _CALLS = {  # as in struct Python of native/memory.h
     "record": ctypes.CFUNCTYPE(_INT, _ID, _INT, _ID),

@@ -27,8 +27,6 @@ from tests.simgpu.sim.order import order
 from tests.simgpu.sim.races import held, uses
 from tests.simgpu.sim.syncs import place, syncs
 
-__all__ = ["entries", "install"]
-
 _Group: Any = dist.ProcessGroup  # its stub names arguments otherwise than torch's Python calls them
 _Gloo: Any = c10d.ProcessGroupGloo
 

@@ -16,8 +16,6 @@ from types import ModuleType
 
 from tests.simgpu import sim
 
-__all__ = ["arm", "armed", "environment"]
-
 _ROOT = Path(__file__).resolve().parents[3]
 _SITE = Path(__file__).resolve().parent / "site"
 _GPUS = "LIGHTNING_HETERO_SIMGPUS"

@@ -16,8 +16,6 @@ from dataclasses import dataclass
 from tests.simgpu.sim.native import ERROR, answer, lib
 from tests.simgpu.sim.syncs import syncs
 
-__all__ = ["Clock", "Order", "Stream", "order", "start"]
-
 Stream = tuple[int, int]  # device, number
 Clock = dict[Stream, int]
 

@@ -18,8 +18,6 @@ from tests.simgpu.sim.native import lib
 from tests.simgpu.sim.order import Stream, order
 from tests.simgpu.sim.syncs import place
 
-__all__ = ["held", "keep", "settle", "uses"]
-
 
 @dataclass(slots=True)
 class _Use:

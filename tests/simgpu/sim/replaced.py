@@ -9,8 +9,6 @@ import torch
 
 from tests.simgpu.sim.order import order
 
-__all__ = ["install"]
-
 
 def _storage(size: int, device: torch.device) -> torch.UntypedStorage:
     return torch.empty(size, dtype=torch.uint8, device=device).untyped_storage()

@@ -7,8 +7,6 @@ import threading
 from collections import Counter
 from types import FrameType
 
-__all__ = ["Syncs", "place", "syncs"]
-
 _OURS = "/lightning_hetero/"
 _BETWEEN = "/lightning_hetero/measure/device.py"  # tells nothing: everybody asks it
 _THEIRS = ("/lightning/", "/torch/nn/parallel/", "/torch/optim/", "/torch/amp/", "/tests/")

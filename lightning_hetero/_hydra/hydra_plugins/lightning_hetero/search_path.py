@@ -17,8 +17,6 @@ from typing import Any
 from hydra.core.config_search_path import ConfigSearchPath
 from hydra.plugins.search_path_plugin import SearchPathPlugin
 
-__all__ = ["LightningHeteroSearchPath"]
-
 ENGINES = ("balanced", "stale", "pipeline", "federated", "auto")
 
 

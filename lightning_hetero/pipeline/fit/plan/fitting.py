@@ -21,8 +21,6 @@ from lightning_hetero.pipeline.fit.plan.rehearsal import nobody_notices
 from lightning_hetero.transport.side_channel import SideChannel
 from lightning_hetero.types import Cluster, ModelCost, PipelinePlan
 
-__all__ = ["agree_layout", "first_finds", "plan_with_room"]
-
 _SAMPLES = 4  # that a layout is learned from
 _TRIES, _LESS = 3, 0.8  # further plans, with so much of the memory that could not be had
 

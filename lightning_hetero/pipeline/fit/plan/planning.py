@@ -44,20 +44,6 @@ from lightning_hetero.solvers.plans import replicas
 from lightning_hetero.transport.side_channel import SideChannel
 from lightning_hetero.types import Cluster, ModelCost, PipelinePlan
 
-__all__ = [
-    "CannotDivideError",
-    "Carried",
-    "PipelineSettings",
-    "PlanResult",
-    "PlanSettings",
-    "carried_by",
-    "declared_calls",
-    "evaluation_plan",
-    "make_plan",
-    "read_cluster",
-    "tied_spans",
-]
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PlanSettings:

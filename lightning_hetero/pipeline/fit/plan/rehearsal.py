@@ -36,8 +36,6 @@ from lightning_hetero.pipeline.runtime.step.random_streams import nothing_drawn
 from lightning_hetero.pipeline.runtime.step.undivided import Undivided
 from lightning_hetero.types import ModelCost
 
-__all__ = ["Rehearsal", "calls_in", "measure_model", "measure_series", "nobody_notices"]
-
 _MOST_SAMPLES = 64  # that a profile is made with
 _FEWEST = 2  # with one size alone a fixed time cannot be told from a time per sample
 _GROWTH = 1.5  # of the time from few samples to many, below which more of them are tried on an accelerator

@@ -7,8 +7,6 @@ import torch
 from lightning_hetero.measure.device import Stamp, device_of
 from lightning_hetero.pipeline.decide.schedule import Kind
 
-__all__ = ["BusyTime"]
-
 
 class BusyTime:
     """Adds up what a rank's computations took; the stage runner's `Pace`.

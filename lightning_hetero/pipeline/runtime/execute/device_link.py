@@ -31,8 +31,6 @@ from lightning_hetero.pipeline.runtime.execute.stage_link import (
 from lightning_hetero.pipeline.runtime.execute.watch import LOOK_S
 from lightning_hetero.transport.sockets import FOREVER, first_line
 
-__all__ = ["DeviceLink"]
-
 _TAG_CLEAR = 0x9A57
 _Come = tuple[bytes, Tensor, Stamp | None]  # header, payload, after what on the device it may be used
 

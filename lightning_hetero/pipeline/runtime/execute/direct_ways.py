@@ -36,8 +36,6 @@ from lightning_hetero.pipeline.decide.links import RankDevice
 from lightning_hetero.transport.groups import make_group
 from lightning_hetero.transport.sockets import FOREVER
 
-__all__ = ["DirectWay", "DirectWays", "rank_device"]
-
 _HOST_BACKENDS = {"", "gloo", "mpi"}
 _TAG, _TAG_OF_THE_END = 0x9A58, 0x9A59
 

@@ -20,8 +20,6 @@ from lightning_hetero.pipeline.runtime.step.cut import BackboneCall
 from lightning_hetero.pipeline.runtime.step.random_streams import stream_seed
 from lightning_hetero.pipeline.runtime.step.resumable import Carrier, Done, ResumableStep, Suspended
 
-__all__ = ["Evaluation"]
-
 _Bodies = Iterable[tuple[int, Callable[[], Any]]]
 
 

@@ -24,8 +24,6 @@ from lightning_hetero.pipeline.runtime.step.layer_calls.route import route_of
 from lightning_hetero.pipeline.runtime.step.resumable import Carrier, Done, ResumableStep, Suspended
 from lightning_hetero.pipeline.runtime.step.tensor_trees import detached, weighted_loss
 
-__all__ = ["Execution", "LeaderExecution", "LocalStage", "pass_of"]
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LocalStage:

@@ -20,8 +20,6 @@ from torch import distributed as dist
 from lightning_hetero.transport.one_round import Waited
 from lightning_hetero.transport.sockets import FOREVER, first_line
 
-__all__ = ["FailureBoard", "RemoteTraceback"]
-
 T = TypeVar("T")
 _COUNT, _FIRST, _MET = "failures/count", "failures/first", "failures/met-"
 _LEFT = "failures/left"

@@ -24,8 +24,6 @@ from torch import Tensor
 
 from lightning_hetero.pipeline.decide.schedule import What
 
-__all__ = ["Message", "pack", "tensors_in", "unpack"]
-
 _ALIGNMENT = 64
 _FORMS = 256  # remembered, on either side
 _NESTED = "nested"

@@ -34,8 +34,6 @@ from lightning_hetero.pipeline.runtime.execute.messages import Message, pack, un
 from lightning_hetero.pipeline.runtime.execute.watch import LOOK_S, NeighbourWatch
 from lightning_hetero.transport.sockets import FOREVER, first_line
 
-__all__ = ["CLOSED", "HEAD_BYTES", "STAMP", "Block", "Job", "StageLink"]
-
 HEAD_BYTES = 1024
 _AHEAD = 2  # blocks that are posted: one fills while the message before is used
 # When it was sent [s, time.monotonic]; what came back seems to have taken [s, LinkClock].

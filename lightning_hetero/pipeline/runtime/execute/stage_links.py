@@ -19,8 +19,6 @@ from lightning_hetero.pipeline.runtime.execute.messages import Message
 from lightning_hetero.pipeline.runtime.execute.stage_link import StageLink
 from lightning_hetero.pipeline.runtime.execute.watch import NeighbourWatch, close_connections
 
-__all__ = ["ClockOf", "StageLinks", "link_clock"]
-
 _ABORT_S = 1.0  # how long threads may take to notice that a connection is closed
 
 ClockOf = Callable[[int], Any]

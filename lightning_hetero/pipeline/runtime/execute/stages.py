@@ -30,8 +30,6 @@ from lightning_hetero.pipeline.runtime.step.random_streams import (
 from lightning_hetero.pipeline.runtime.step.tensor_trees import split
 from lightning_hetero.pipeline.runtime.step.torch_state import Switches, enabled_autocast
 
-__all__ = ["Flight", "Pass", "Stage", "streams_kept"]
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Pass:

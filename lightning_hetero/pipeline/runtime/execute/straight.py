@@ -22,8 +22,6 @@ from lightning_hetero.pipeline.runtime.step.random_streams import (
 )
 from lightning_hetero.pipeline.runtime.step.tensor_trees import detached, weighted_loss
 
-__all__ = ["InPlaceExecution", "StraightExecution"]
-
 
 class StraightExecution:
     """One training step, micro-batch by micro-batch.

@@ -14,8 +14,6 @@ from lightning_hetero.pipeline.runtime.execute.failures import FailureBoard
 from lightning_hetero.transport.patience import Patience
 from lightning_hetero.transport.sockets import FOREVER, first_line
 
-__all__ = ["LOOK_S", "NeighbourWatch", "close_connections"]
-
 LOOK_S = 1.0  # at the failure board, while waiting
 _TAG_OF_THE_END = 0x9A56
 

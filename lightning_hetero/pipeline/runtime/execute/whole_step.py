@@ -12,8 +12,6 @@ from lightning_hetero.pipeline.runtime.execute.straight import StraightExecution
 from lightning_hetero.pipeline.runtime.execute.work import LeaderRunner, LeaderWork, Pace
 from lightning_hetero.pipeline.runtime.step.random_streams import seed_streams, stream_seed
 
-__all__ = ["WholeStep"]
-
 
 class WholeStep(LeaderRunner):
     """Stands in for `StageRunner` in a group of one rank. Used by one thread.

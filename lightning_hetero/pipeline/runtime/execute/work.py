@@ -14,8 +14,6 @@ from torch import Tensor
 from lightning_hetero.pipeline.decide.schedule import Kind
 from lightning_hetero.pipeline.runtime.step.random_streams import stream_seed
 
-__all__ = ["LeaderRunner", "LeaderWork", "MicroBatch", "Pace", "began", "paced", "wrong_count"]
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MicroBatch:

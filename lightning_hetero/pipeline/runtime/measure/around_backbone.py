@@ -40,8 +40,6 @@ from lightning_hetero.pipeline.runtime.step.tensor_trees import loss_of
 from lightning_hetero.solvers.fit import fit_affine
 from lightning_hetero.types import AffineCost, LayerCost, ModelCost
 
-__all__ = ["NeverCalledError", "Outside", "count_calls", "measure_outside", "measure_series", "measure_whole"]
-
 
 class NeverCalledError(RuntimeError):
     """The step does not call the backbone."""

@@ -17,9 +17,6 @@ from torch import Tensor
 
 from lightning_hetero.measure.device import Stamp, device_of
 
-__all__ = ["LayerClock"]
-
-
 _Span = tuple[Stamp, Stamp]
 
 

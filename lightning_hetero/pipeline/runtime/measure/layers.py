@@ -44,8 +44,6 @@ from lightning_hetero.pipeline.runtime.step.random_streams import nothing_drawn
 from lightning_hetero.solvers.fit import fit_affine
 from lightning_hetero.types import LayerCost, ModelCost
 
-__all__ = ["Example", "LayerTrial", "Times", "detached", "layer_costs", "profile_on_device", "tensors_of"]
-
 Call = Callable[[nn.Module, Any], Any]
 Times = tuple[float, float]  # forward, backward [s]
 

@@ -17,19 +17,6 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.optim import Optimizer
 
-__all__ = [
-    "Kept",
-    "OptimizerSpec",
-    "copied_to",
-    "move_but",
-    "optimizer_bytes",
-    "resident",
-    "state_bytes",
-    "storage_of",
-    "tensor_bytes",
-    "trained_bytes",
-]
-
 OptimizerSpec: TypeAlias = "Optimizer | Callable[[Sequence[nn.Parameter]], float] | None"
 
 

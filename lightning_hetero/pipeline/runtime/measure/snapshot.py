@@ -26,8 +26,6 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.utils.data import DataLoader, Dataset, Sampler
 
-__all__ = ["Snapshot"]
-
 _DATA = (Dataset, DataLoader, Sampler)
 _MACHINERY = ("torch._", "torch.distributed")  # objects of these modules are torch's own business
 _LIBRARIES = frozenset({"builtins", "torch", "lightning", "pytorch_lightning", "torchmetrics", "abc", "typing"})

@@ -15,8 +15,6 @@ from torch import Tensor, nn
 
 from lightning_hetero.transport.one_round import Sum, Waited, start_sum
 
-__all__ = ["Bucket", "BucketArrived", "Queue", "fill_buckets"]
-
 
 class Bucket:
     """Gradients that are summed together, of one dtype.

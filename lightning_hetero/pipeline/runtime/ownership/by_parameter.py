@@ -15,8 +15,6 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-__all__ = ["passes_per_step", "treats_each_by_itself"]
-
 _STEPS = 5  # some take note of others only after a few
 _MOST = 4  # parameters of a group, and groups
 

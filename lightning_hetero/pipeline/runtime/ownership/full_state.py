@@ -27,8 +27,6 @@ from lightning_hetero.pipeline.runtime.ownership.owner_groups import raise_toget
 from lightning_hetero.pipeline.runtime.ownership.ownership import Ownership
 from lightning_hetero.transport.objects import packed, receive, send
 
-__all__ = ["OnRankZero", "WholeState", "is_local", "load_mapped", "save_streamed"]
-
 K = TypeVar("K", bound=Hashable)
 
 

@@ -26,8 +26,6 @@ from lightning_hetero.pipeline.runtime.ownership.owner_groups import OwnerGroups
 from lightning_hetero.pipeline.runtime.ownership.ownership import Ownership
 from lightning_hetero.transport.one_round import Waited, start_sum, wait_for
 
-__all__ = ["GradientSync"]
-
 _MIB = 2**20
 
 

@@ -29,8 +29,6 @@ from lightning_hetero.pipeline.runtime.ownership.pruning import like, prune, put
 from lightning_hetero.pipeline.runtime.ownership.stand_ins import Here
 from lightning_hetero.transport.objects import Wait, gathered, packed, unpacked
 
-__all__ = ["CancelledError", "Migration", "TensorMove", "moves"]
-
 
 class CancelledError(RuntimeError):
     """A migration was given up on all ranks, and nothing has changed on any; says why."""

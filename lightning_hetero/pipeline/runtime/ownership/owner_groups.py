@@ -14,8 +14,6 @@ from torch import Tensor, nn
 from lightning_hetero.pipeline.runtime.ownership.ownership import Ownership
 from lightning_hetero.transport.groups import make_group
 
-__all__ = ["OwnerGroups", "as_bytes", "raise_together", "share_buffers", "share_initial"]
-
 _MOST_GROUPS = 64  # kept; each costs sockets and threads, or memory on the device
 
 

@@ -24,8 +24,6 @@ from torch.nn.parameter import is_lazy
 
 from lightning_hetero.types import GroupPlan, PipelinePlan
 
-__all__ = ["Ownership", "Tie", "tied"]
-
 Unit = int | None
 """A layer's index, or None: outside the layers."""
 

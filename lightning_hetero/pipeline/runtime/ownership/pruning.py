@@ -26,8 +26,6 @@ from lightning_hetero.pipeline.runtime.ownership.owner_groups import as_bytes
 from lightning_hetero.pipeline.runtime.ownership.ownership import Ownership
 from lightning_hetero.pipeline.runtime.ownership.stand_ins import Here, StandIn, leave, stand_in_for
 
-__all__ = ["like", "movable", "prune", "put_in_place", "restore", "to_device"]
-
 
 @torch.no_grad()
 def prune(

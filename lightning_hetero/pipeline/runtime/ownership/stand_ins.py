@@ -28,8 +28,6 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-__all__ = ["Here", "StandIn", "leave", "stand_in_for"]
-
 _STEPS = {"training_step", "validation_step", "test_step", "predict_step"}
 _NO_GRADIENTS = {"optimizer_step", "optimizer_zero_grad"}  # an optimizer skips what has none
 

@@ -27,19 +27,6 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 
-__all__ = [
-    "Attributes",
-    "Buffers",
-    "Change",
-    "Path",
-    "Shadow",
-    "apply_changes",
-    "name_of",
-    "numbers_of",
-    "value_at",
-    "values_of",
-]
-
 Path = tuple[Any, ...]
 """Name of the submodule, of its attribute, then keys, indices and names."""
 

@@ -29,8 +29,6 @@ from torch.nn.modules.lazy import LazyModuleMixin
 
 from lightning_hetero.pipeline.runtime.step.cut import BackboneCut
 
-__all__ = ["Backbone", "find_backbone"]
-
 USUAL = ("model", "backbone", "net", "layers", "blocks")
 """Attributes that are tried where the user names none."""
 

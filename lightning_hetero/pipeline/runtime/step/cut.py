@@ -43,9 +43,6 @@ from lightning_hetero.pipeline.runtime.step.resumable import current_step
 from lightning_hetero.pipeline.runtime.step.tensor_trees import split
 from lightning_hetero.pipeline.runtime.step.torch_state import enabled_autocast, saved_tensor_hooks
 
-__all__ = ["BackboneCall", "BackboneCut", "graphs_to_retain"]
-
-
 # ---- one call --------------------------------------------------------------------------------------------------
 
 

@@ -8,8 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["GraphInput"]
-
 
 class GraphInput:
     """Puts tensors that come from elsewhere at the beginning of a graph, and collects their gradients.

@@ -18,8 +18,6 @@ import torch
 
 from lightning_hetero.measure.device import device_in_use, device_of
 
-__all__ = ["layer_seed", "nothing_drawn", "seed_streams", "stream_seed"]
-
 
 def stream_seed(seed: int, *numbers: int) -> int:
     """Returns the seed of an independent random stream, e.g. of one micro-batch's.

@@ -11,8 +11,6 @@ from typing import Any
 from torch import Tensor
 from torch.utils import _pytree as pytree  # private by name, but where torch registers its own classes
 
-__all__ = ["detached", "loss_of", "split", "weighted_loss"]
-
 _HOLE = object()  # where a tensor was
 
 

@@ -27,15 +27,6 @@ from torch._C._functorch import maybe_current_level
 
 from lightning_hetero.measure.device import autocast_kinds, device_in_use
 
-__all__ = [
-    "Surroundings",
-    "Switches",
-    "enabled_autocast",
-    "hooks_taken_off",
-    "saved_tensor_hooks",
-]
-
-
 # ---- swapped ---------------------------------------------------------------------------------------------------
 
 

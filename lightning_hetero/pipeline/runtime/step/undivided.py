@@ -9,8 +9,6 @@ from torch import nn
 
 from lightning_hetero.pipeline.runtime.step.backbone import Backbone, find_backbone
 
-__all__ = ["Undivided", "find_layers", "layer_lists", "undivided"]
-
 _NAMED = 3  # lists of layers that a message names at most
 
 

@@ -24,8 +24,6 @@ from typing import Any, ClassVar, Literal, TypeAlias
 
 from lightning_hetero.types import LearnedCost
 
-__all__ = ["Apply", "Claim", "Due", "Grant", "Hold", "Holds", "Policy", "Pool", "Pooled", "part", "whole"]
-
 Holds: TypeAlias = Literal["never", "grace", "barrier"]
 
 

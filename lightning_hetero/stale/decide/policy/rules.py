@@ -23,8 +23,6 @@ from lightning_hetero.stale.decide.policy.base import (
     whole,
 )
 
-__all__ = ["Asp", "Asynchronous", "Bsp", "Flexible", "Saps", "Ssp", "own_part"]
-
 
 class Flexible(Pooled):
     """Flexible barrier: updates are DDP's in number, size and learning rate; contributions are at most ``bound`` old.

@@ -10,8 +10,6 @@ from typing import Any, cast
 
 from lightning_hetero.stale.decide.coordinator import Coordinator
 
-__all__ = ["Counts", "Measures"]
-
 
 @dataclass(slots=True)
 class Counts:

@@ -8,8 +8,6 @@ from collections.abc import Mapping
 from lightning_hetero.stale.decide.report.counts import Counts, Measures
 from lightning_hetero.types import SpeedSample, StepReport
 
-__all__ = ["Since", "advice", "engine_metrics", "summary"]
-
 _MOST_STALE = 0.25  # of the samples; the measured price of more, with momentum, is several times the final loss
 _ENOUGH = 8  # updates before that is judged
 

@@ -11,8 +11,6 @@ import torch
 from torch import Tensor
 from torch.nn.parameter import is_lazy
 
-__all__ = ["ALIGN_BYTES", "CHANGE", "FINITE", "NONFINITE", "STATISTICS", "VALUE", "Entry", "is_finite", "pool_dtype"]
-
 ALIGN_BYTES = 64
 """A cache line, and enough for every dtype and vector unit."""
 

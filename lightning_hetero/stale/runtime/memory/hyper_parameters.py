@@ -22,8 +22,6 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-__all__ = ["CLIP_NORM", "CLIP_VALUE", "HyperParameters"]
-
 CLIP_NORM, CLIP_VALUE = 1, 2
 _NEW = object()
 

@@ -24,8 +24,6 @@ from torch.optim import Optimizer
 from lightning_hetero.stale.runtime.memory.entry import ALIGN_BYTES, Entry
 from lightning_hetero.stale.runtime.memory.hyper_parameters import HyperParameters
 
-__all__ = ["CompressionName", "FlatLayout", "check_compression"]
-
 CompressionName: TypeAlias = Literal["bf16", "fp16"]
 
 _NARROW = {"bf16": torch.bfloat16, "fp16": torch.float16}

@@ -33,8 +33,6 @@ import torch
 
 from lightning_hetero.measure.device import no_device_in_this_process
 
-__all__ = ["ServerProcess", "fork_server"]
-
 Body = Callable[[Callable[[dict[str, Any]], None], Callable[[], bool]], None]
 
 _FIRST_TRY_S = 10.0  # a child that hangs in a lock it inherited does so at once; a second fork rarely hits it again

@@ -25,8 +25,6 @@ from lightning_hetero.transport.link import connect as connect_to
 from lightning_hetero.transport.listener import ServerListener
 from lightning_hetero.transport.store import host_store
 
-__all__ = ["Address", "ServerSettings", "connect", "serve", "start_server"]
-
 _CONNECT_S = 60.0  # for a worker that was told the address
 _AWAITED_S = 90.0  # what the server allows: a worker that cannot connect gives up first
 _SILENT_SIGNS = 12  # a worker that misses so many signs of life, one per `liveness_s`, is not waited for

@@ -30,8 +30,6 @@ from lightning_hetero.stale.runtime.memory.entry import pool_dtype
 from lightning_hetero.stale.runtime.memory.layout import FlatLayout
 from lightning_hetero.stale.runtime.serve.pushed_buffers import PushedBuffers
 
-__all__ = ["BLOCK", "GradientSum", "Spares", "runs"]
-
 BLOCK = 1 << 17
 """Numbers that are summed at a time: 512 KiB of float32 stay in a core's cache while every slot's pass by."""
 

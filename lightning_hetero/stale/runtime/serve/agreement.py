@@ -11,8 +11,6 @@ from typing import NamedTuple
 from lightning_hetero.stale.runtime.messages import EpochBegin
 from lightning_hetero.transport.base import Request
 
-__all__ = ["AnnouncedEpoch", "AnnouncedEpochs", "DisagreementError", "Limits", "LiveWorkers", "Meeting"]
-
 
 class DisagreementError(ValueError):
     """Two workers, or a worker and the server, do not run the same program; the message names both."""

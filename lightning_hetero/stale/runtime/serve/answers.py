@@ -16,8 +16,6 @@ from lightning_hetero.stale.runtime.serve.open_batch import OpenBatch
 from lightning_hetero.transport.base import Listener, Reply, Request, Say
 from lightning_hetero.transport.flags import PushFlag, ReplyFlag
 
-__all__ = ["Answers"]
-
 
 class Answers:
     """Knows which worker waits for what, and fills in what every answer says.

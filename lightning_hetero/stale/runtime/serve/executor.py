@@ -41,8 +41,6 @@ from lightning_hetero.stale.runtime.serve.open_batch import OpenBatch
 from lightning_hetero.transport.base import Request, Say
 from lightning_hetero.transport.flags import PushFlag, ReplyFlag
 
-__all__ = ["Executor", "Pushed"]
-
 
 class Pushed(NamedTuple):
     """A push: the message, its gradients, and the version they were computed with."""

@@ -16,8 +16,6 @@ from torch import Tensor
 from lightning_hetero.stale.decide.completion import completed
 from lightning_hetero.stale.runtime.memory.entry import pool_dtype
 
-__all__ = ["KeptMean"]
-
 
 @dataclass(slots=True)
 class KeptMean:

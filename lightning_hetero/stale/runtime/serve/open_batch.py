@@ -27,8 +27,6 @@ from lightning_hetero.stale.runtime.serve.update import Updater, bits
 from lightning_hetero.transport.base import Request
 from lightning_hetero.transport.flags import PushFlag, Word
 
-__all__ = ["HalfUpdateError", "OpenBatch"]
-
 
 class HalfUpdateError(RuntimeError):
     """An optimizer's step has failed: parameters and its state are of no version. The cause is what it raised."""

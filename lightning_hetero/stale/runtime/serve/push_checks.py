@@ -12,8 +12,6 @@ from lightning_hetero.stale.runtime.serve.update import Updater, bits
 from lightning_hetero.transport.base import Listener, Request, TornSlotError
 from lightning_hetero.transport.flags import PushFlag
 
-__all__ = ["NonFiniteError", "PushChecks"]
-
 
 class NonFiniteError(ArithmeticError):
     """A gradient has NaN or Inf, and the rule is to stop; the message names worker, place and parameter."""

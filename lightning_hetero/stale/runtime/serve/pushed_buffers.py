@@ -24,8 +24,6 @@ from torch import Tensor
 from lightning_hetero.stale.runtime.memory.entry import VALUE, pool_dtype
 from lightning_hetero.stale.runtime.memory.layout import FlatLayout
 
-__all__ = ["PushedBuffers"]
-
 
 @dataclass(slots=True)
 class PushedBuffers:

@@ -47,8 +47,6 @@ from lightning_hetero.transport.base import (
 )
 from lightning_hetero.transport.flags import PushFlag
 
-__all__ = ["ParameterServer"]
-
 _log = logging.getLogger(__name__)
 
 

@@ -15,8 +15,6 @@ from torch.optim import Optimizer
 
 from lightning_hetero.transport.seqlock import cores
 
-__all__ = ["ThreadShards", "step"]
-
 T = TypeVar("T")
 
 _LARGE = 10_000_000  # numbers; below, threads cost more than they bring

@@ -26,9 +26,6 @@ from lightning_hetero.stale.runtime.serve.accumulator import GradientSum, Spares
 from lightning_hetero.stale.runtime.serve.kept_mean import KeptMean
 from lightning_hetero.stale.runtime.serve.thread_shards import ThreadShards, step
 
-__all__ = ["OwnMethodError", "Updater", "bits"]
-
-
 _SLOTS = 256
 
 

@@ -15,8 +15,6 @@ from torch import Tensor
 from lightning_hetero.stale.runtime.memory.entry import CHANGE, VALUE
 from lightning_hetero.stale.runtime.memory.layout import FlatLayout
 
-__all__ = ["BufferChanges"]
-
 _WORD = torch.int64
 
 

@@ -12,8 +12,6 @@ from lightning_hetero.measure.device import Stamp
 from lightning_hetero.stale.decide.intervals import pairs, pieces, size
 from lightning_hetero.transport.base import Reply
 
-__all__ = ["Chunk", "combine_means_"]
-
 
 class Chunk:
     """What a rank is training on, from the grant to the last push.

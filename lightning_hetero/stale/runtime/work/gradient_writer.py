@@ -28,8 +28,6 @@ from lightning_hetero.stale.runtime.work.buffer_changes import BufferChanges
 from lightning_hetero.stale.runtime.work.images import Image, Readout
 from lightning_hetero.transport.base import WorkerLink
 
-__all__ = ["GradientWriter"]
-
 _BUCKET_BYTES = 25 << 20  # DDP's
 _SAMPLED, _SAMPLES = 4, 64  # gradients, and entries of each, that are compared with what was copied
 

@@ -16,8 +16,6 @@ from torch import Tensor
 
 from lightning_hetero.measure.device import HostDevice, Stamp, device_of
 
-__all__ = ["Image", "Readout", "lock_pages"]
-
 
 def lock_pages(memories: Iterable[Tensor], devices: Sequence[HostDevice]) -> list[Callable[[], None]]:
     """Locks the host's memory (uint8) for copies to and from devices, once, where that is to be had; returns what ends

@@ -8,8 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["AgreedScale"]
-
 
 class AgreedScale:
     """Keeps a rank's `torch.amp.GradScaler` a function of the updates made, whichever rank computed them.

@@ -20,8 +20,6 @@ from torch.nn import Parameter
 from lightning_hetero.stale.runtime.memory.layout import FlatLayout
 from lightning_hetero.stale.runtime.work.watch import ParameterPlace, ReplicaWatch
 
-__all__ = ["Replica"]
-
 
 class Replica:
     """See the module.

@@ -8,8 +8,6 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-__all__ = ["normalise_single_samples"]
-
 
 def normalise_single_samples(module: nn.Module) -> Callable[[], None]:
     """Has BatchNorm use its running statistics where a batch has one value per channel; returns the undo function.

@@ -24,8 +24,6 @@ from torch.nn import Parameter
 from lightning_hetero.measure.device import device_of
 from lightning_hetero.stale.runtime.memory.layout import FlatLayout
 
-__all__ = ["Numbers", "ParameterPlace", "ReplicaWatch", "places"]
-
 _SAMPLES, _WORD_BYTES = 1024, 4  # words that are compared, of all parameters together
 
 

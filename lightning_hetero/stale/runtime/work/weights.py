@@ -12,8 +12,6 @@ from torch import Tensor
 from lightning_hetero.stale.runtime.work.replica import Replica
 from lightning_hetero.transport.base import WorkerLink
 
-__all__ = ["Phase", "PulledWeights"]
-
 
 class Phase(Enum):
     """What the user's code is doing; the values say where a change was made."""

@@ -46,8 +46,6 @@ from lightning_hetero.transport.base import (
 )
 from lightning_hetero.transport.flags import PushFlag, ReplyFlag
 
-__all__ = ["Worker"]
-
 
 class Worker:
     """See the module.

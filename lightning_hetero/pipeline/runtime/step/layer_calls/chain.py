@@ -24,8 +24,6 @@ from torch.utils import _pytree as pytree  # private by name, but where torch re
 from lightning_hetero.pipeline.runtime.step.layer_calls.route import Path, Route, encode
 from lightning_hetero.pipeline.runtime.step.random_streams import nothing_drawn
 
-__all__ = ["CalledLayer", "LayerOutput", "LayerWalk", "NotAChainError", "SeenCaches", "stand_ins", "without_cache"]
-
 
 class NotAChainError(RuntimeError):
     """The step does with the layers what a pipeline cannot do."""

@@ -23,8 +23,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-__all__ = ["PLAIN", "LayerCall", "Path", "Route", "RoutedCall", "encode", "route_of"]
-
 _KEPT = 256  # routes remembered by their text
 
 _PREVIOUS: dict[str, Any] = {"previous": []}

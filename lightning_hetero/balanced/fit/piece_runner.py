@@ -1,0 +1,213 @@
+"""Runs ``training_step`` on pieces of a batch, halved until they fit this rank's memory (layer L)."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property, partial
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch.strategies import Strategy
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils._pytree import tree_map
+
+from lightning_hetero import lightning_compat as compat
+from lightning_hetero.balanced.runtime.batch_norm import least_samples
+from lightning_hetero.balanced.runtime.pieces import cut, free_memory, save_buffers, save_random_states
+from lightning_hetero.data.copies import users_own
+from lightning_hetero.data.layouts import Layout, first_samples, learn_layout
+from lightning_hetero.data.micro_batches import split_batch
+from lightning_hetero.measure.device import HostDevice, is_out_of_memory
+from lightning_hetero.shares.caps import MemoryCap
+
+if TYPE_CHECKING:
+    from lightning.pytorch import LightningModule, Trainer
+
+
+@dataclass(slots=True)
+class GuardedStep:
+    """The step that runs.
+
+    Attributes:
+        original: the user's ``training_step``.
+        samples: of this rank's batch; None: not counted yet.
+        planned: samples of each piece, by ``max_samples``, as many pieces on every rank; 0: one that counts nothing.
+        arguments: of a ``training_step`` that has computed the batch at once; None: it has not, or backward is over.
+        loss_gradient: of the loss that it returned, once the backward pass has come to it.
+        cut_again: whether the batch is computed in pieces other than the planned ones.
+        in_pieces: whether a piece runs.
+        reason: why it did not fit.
+    """
+
+    original: Callable[..., Any]
+    samples: int | None
+    planned: Sequence[int]
+    arguments: tuple[tuple[Any, ...], dict[str, Any]] | None = None
+    loss_gradient: Tensor | None = None
+    in_pieces: bool = False
+    cut_again: bool = False
+    reason: str = ""
+
+
+class PieceRunner:
+    """Runs steps in pieces, and learns how many samples fit.
+
+    Args:
+        trainer: the running trainer; with automatic optimization.
+        model: as it is trained, wrapped or not.
+        device: of this rank.
+        cap: what is known of this rank's memory; kept up to date.
+
+    Attributes:
+        tried: whether the step was tried in vain before it was done in pieces.
+        exchanged: collectives of this forward pass.
+    """
+
+    def __init__(self, trainer: Trainer, model: nn.Module, *, device: HostDevice, cap: MemoryCap) -> None:
+        self.cap = cap
+        self.tried = False
+        self.exchanged = 0
+        self._trainer, self._model, self._device = trainer, model, device
+        self._module: LightningModule = trainer.lightning_module
+
+    def run(self, step: GuardedStep, batch: Any, most: int, run: Callable[[Any, int], None]) -> Any:
+        """Runs all pieces that count, and returns the first.
+
+        Args:
+            step: the step.
+            batch: the whole one, counted.
+            most: samples of a piece; fewer where these do not fit.
+            run: computes a piece of so many samples; what it keeps of a piece is kept at its end.
+        """
+        assert step.samples is not None
+        least = least_samples(self._module)
+        todo = deque([(batch, step.samples)])
+        if planned := [size for size in step.planned if size]:
+            todo = deque(zip(self._split(step, batch, planned), planned, strict=True))
+        first = todo[0][0]
+        while todo:
+            piece, size = todo.popleft()
+            if len(smaller := cut(size, most, least)) > 1:
+                todo.extendleft(reversed(list(zip(self._split(step, piece, smaller), smaller, strict=True))))
+                continue
+            put_back = self.save() if step.cut_again or self.cap.untried(size) else None
+            step.in_pieces = True
+            try:
+                run(piece, size)
+            except Exception as error:
+                if not is_out_of_memory(error):
+                    if not step.reason:
+                        raise
+                    give_up(step.reason, f"{type(error).__name__}: {error}", error)
+                self.check(step, error, size)
+            else:
+                self.cap.fits(size)
+                continue
+            finally:
+                step.in_pieces = False
+            # Out of the handler, so that the error's frames are gone and with them what they hold.
+            if put_back is not None:
+                put_back()
+            step.cut_again = True
+            most = self.failed(size)
+            todo.appendleft((piece, size))
+        return first
+
+    def _split(self, step: GuardedStep, piece: Any, sizes: list[int]) -> list[Any]:
+        try:
+            return split_batch(piece, sizes, self._layout, samples=sum(sizes), owner=self._module)
+        except (TypeError, ValueError) as error:
+            if step.reason:
+                give_up(step.reason, str(error), error)
+            raise TypeError(
+                "max_samples is less than a rank's part of a batch, which is computed in pieces: raise it, or lower the"
+                f" batch. As it is, it cannot be cut: {error}"
+            ) from error
+
+    @cached_property
+    def _layout(self) -> Layout | None:
+        """How the train batches are cut; None where the module does it."""
+        trainer, module = self._trainer, self._module
+        if callable(getattr(module, "split_batch", None)):
+            return None
+        move = partial(compat.batch_to_device, trainer, move=partial(Strategy.batch_to_device, trainer.strategy))
+        put_back = self.save()
+        try:
+            with compat.unlogged(module):
+                loaders = compat.train_loaders(trainer)
+                drawn = {id(copy): first_samples(users_own(copy), 4, in_use=True) for copy in loaders}
+
+                def collate(numbers: list[int]) -> Any:
+                    def batch(copy: Any) -> Any:
+                        samples = drawn[id(copy)]
+                        return users_own(copy).collate_fn([samples[i % len(samples)] for i in numbers])
+
+                    return move(tree_map(batch, trainer.train_dataloader))
+
+                return learn_layout(collate, range(4))
+        finally:
+            put_back()
+
+    def trained(self) -> list[nn.Parameter]:
+        return [p for p in self._module.parameters() if p.requires_grad]
+
+    def save(self) -> Callable[[], None]:
+        """Returns what puts back what a forward pass changes: buffers, random states, metrics and logged values."""
+        saved = [
+            save_buffers(self._module),
+            save_random_states(self._device),
+            compat.save_metrics(self._module),
+            compat.save_logs(self._trainer),
+        ]
+
+        def put_back() -> None:
+            for one in saved:
+                one()
+
+        return put_back
+
+    def failed(self, samples: int) -> int:
+        """So many samples have not fitted; returns how many to try next."""
+        self.tried = True
+        self.cap.fails(samples)
+        free_memory(self._device)
+        return min(-(-samples // 2), self.cap.safe or samples)
+
+    def check(self, step: GuardedStep, error: BaseException, samples: int) -> None:
+        """Raises the error, with the reason, if smaller pieces would not help."""
+        step.reason, why = reason_of(error), ""
+        if isinstance(error, dist.DistError):  # of NCCL: its peers are in it, and its communicator has failed
+            why = "it ran out in a collective, which this rank cannot begin again; max_samples leaves it more memory"
+        elif any(isinstance(layer, nn.SyncBatchNorm) for layer in self._module.modules()):
+            why = "SyncBatchNorm communicates with the other ranks in forward"
+        elif self.exchanged:
+            why = "training_step had already communicated with the other ranks"
+        elif samples < 2 * least_samples(self._module):
+            why = f"{samples} sample{'s' if samples != 1 else ''} cannot be divided any further"
+        if why:
+            give_up(step.reason, why, error)
+
+    def check_reached(self, step: GuardedStep, reached: Iterable[bool]) -> None:
+        """Gives up if DDP waits for a gradient that pieces do not have: one that a nested backward pass computes."""
+        model = self._model
+        if isinstance(model, DistributedDataParallel) and not model.find_unused_parameters and not all(reached):
+            give_up(step.reason, "not all parameters are in its graph; checkpointing needs use_reentrant=False")
+
+
+def reason_of(error: BaseException) -> str:
+    return str(error).strip() or type(error).__name__
+
+
+def give_up(text: str, why: str, cause: BaseException | None = None) -> NoReturn:
+    """Raises the error of a step that cannot be done in pieces.
+
+    Args:
+        text: of the error that began it; empty: there was none.
+        why: pieces do not help.
+        cause: the error that is handled.
+    """
+    raise torch.OutOfMemoryError(f"{text}\nthe step cannot be done in pieces: {why}".lstrip()) from cause
