@@ -55,7 +55,7 @@ def test_the_tree_keeps_every_contract() -> None:
         ("stale/decide/policy/rules.py", "import random", "P is pure"),
         ("stale/decide/report/summary.py", "import time", "P is pure"),
         ("report/page/planted.py", "from lightning_hetero.stale.fit import run", "P is pure"),  # which has torch
-        ("pipeline/decide/schedule/planted.py", "import torch", "P is pure"),
+        ("pipeline/decide/planted.py", "import torch", "P is pure"),
         ("plan/planted.py", "import torch", "P is pure"),
         ("doctor/planted.py", "import os", "P is pure"),
         ("transport/side_channel.py", "from lightning.pytorch import Trainer", "T knows torch"),

@@ -9,12 +9,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from benchmarks.planner.published import PiecewiseLinearCost
 from lightning_hetero.types import (
     AffineCost,
     Allocation,
     Cost,
     LayerCost,
-    PiecewiseLinearCost,
     SaturatingCost,
     Status,
 )

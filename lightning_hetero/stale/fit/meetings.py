@@ -30,7 +30,15 @@ T = TypeVar("T")
 _SIGNS_TO_COME = 6  # of life, one per `liveness_s`: in this time a rank comes from a meeting to its collective
 
 
-class ServerMeetings(Callback):
+class _MeetingPoints(Callback):
+    """The hooks at which ranks meet; private, so that command lines do not offer it among the user's callbacks."""
+
+    def __init__(self, meetings: ServerMeetings) -> None:
+        for name in [name for name in dir(ServerMeetings) if name.startswith("on_")]:
+            setattr(self, name, getattr(meetings, name))
+
+
+class ServerMeetings:
     """Keeps the ranks of a run together.
 
     Before anything of Lightning or torchmetrics reduces over ranks, all live ranks meet at the server. Then they hold
@@ -73,7 +81,8 @@ class ServerMeetings(Callback):
         self._generation = 0
         self._advised = False
         self._callbacks = compat.trainer_callbacks(trainer)
-        self._callbacks.insert(0, self)
+        self._points = _MeetingPoints(self)
+        self._callbacks.insert(0, self._points)
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         ranks = self._members.alive
@@ -173,4 +182,5 @@ class ServerMeetings(Callback):
 
     def close(self) -> None:
         """Takes the callback out again."""
-        self._callbacks.remove(self)
+        self._callbacks.remove(self._points)
+        del self._points  # which refers to this

@@ -88,15 +88,15 @@ if migrates:  # rank 2 joins the group of the others: after seven batches, as it
     script = {5: plan(group([1, 2, 0], [0, 1, 2, 4], 12, 3))}
     options = {"controller": Scripted(script)}
     saver = ModelCheckpoint("saved", filename="{step}", every_n_train_steps=1, save_top_k=-1)
-    exchange = migration.exchange
+    transfer = migration.Migration._transfer
 
     def interrupted(*args, **kwargs):
         if ASKED["place"] == "migration, sending":
             happen(ASKED["place"], trainer)
-        exchange(*args, **kwargs)
+        transfer(*args, **kwargs)
         happen("migration", trainer)
 
-    migration.exchange = interrupted
+    migration.Migration._transfer = interrupted
 strategy = HeteroPipelineStrategy(backbone="model", plan=PLAN, timeout=timedelta(seconds=100), **options)
 trainer = Trainer(accelerator="cpu", devices=3, strategy=strategy, max_epochs=3, logger=False,
                   enable_checkpointing=migrates, enable_progress_bar=False, enable_model_summary=False,

@@ -153,7 +153,6 @@ WRONG: list[tuple[type[DDPStrategy], str, object, str]] = [
     (HeteroPipelineStrategy, "plan", 5, "plan=5 must be a mapping"),
     (HeteroPipelineStrategy, "plan", {"groups": []}, "plan.groups=[] must be a list of one or more groups"),
     (HeteroPipelineStrategy, "profile", 5, "profile=5 must be a mapping"),
-    (HeteroPipelineStrategy, "seed", "a", "seed='a' must be a whole number, or None"),
     (HeteroPipelineStrategy, "backbone", 5, "backbone=5 must be the name of an attribute"),
     (HeteroPipelineStrategy, "emulate_links", 3, "emulate_links=3 must be one of (True, False)"),
 ]

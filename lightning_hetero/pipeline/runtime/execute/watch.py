@@ -79,14 +79,16 @@ class NeighbourWatch:
                 self.patience.look(peer, deadline_s, what)
             except RuntimeError as error:
                 self._found = error
-                close_connections(self._wire)
+                if self._wire is not None:
+                    close_connections(self._wire)
                 return
 
     def end(self) -> None:
-        """Ends the thread."""
+        """Ends the thread, and lets the wire go."""
         self._ended.set()
         if self._thread is not None:
             self._thread.join(LOOK_S)  # longer only if it asks a store that does not answer
+        self._wire = None
 
 
 def close_connections(wire: Any) -> None:
