@@ -83,6 +83,7 @@ SLEEPS = {
     "ranks/lightning_compat::PARENT_DIES": "outlives the time after which it would be ended",
     "ranks/lightning_compat::play": "ranks die in turns, the next within the time that the first one leaves",
     "ranks/measure::Peer.loss": "a device's work: the one place where real time is measured",
+    "ranks/measure::MeetingPeer.loss": "a device's work, likewise",
     "ranks/measure::Peer.on_after_backward": "a device's work, likewise",
     "ranks/measure::_SlowGradient.backward": "a device's work, likewise",
     "ranks/pipeline::Sleepy.forward": "a device's work that nobody has announced: what the controller is there for",
