@@ -110,6 +110,6 @@ def advice(counts: Counts) -> str | None:
     return (
         f"{100 * stale:.0f} % of the samples so far were computed on older parameters than those they updated. With"
         " momentum and a learning rate tuned for fresh gradients, more than 25 % can cost several times the final loss."
-        " Use policy='flexible' with overlap=False, a larger grace (e.g. grace=0.25) or a smaller bound; lower the"
+        " Use policy='flexible', a larger grace (e.g. grace=0.25) or a smaller bound; lower the"
         " learning rate or the momentum; or use strategy='hetero_balanced' if the ranks' speeds are steady"
     )
