@@ -178,8 +178,8 @@ class Meeting(nn.SyncBatchNorm):
     def __init__(self) -> None:
         super().__init__(16, affine=False, track_running_stats=False)
 
-    def forward(self, x: Tensor) -> Tensor:
-        return _Meet.apply(x)
+    def forward(self, input: Tensor) -> Tensor:
+        return _Meet.apply(input)
 
 
 class _Meet(torch.autograd.Function):
