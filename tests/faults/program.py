@@ -41,6 +41,7 @@ from lightning_hetero import (
     HeteroPipelineStrategy,
     LoadBalancedStrategy,
 )
+from lightning_hetero.stale.policy import Flexible
 
 ASKED: dict[str, Any] = {
     "engine": "balanced",
@@ -324,6 +325,12 @@ class Hooks(Callback):
     """A callback for the faults in callbacks' hooks."""
 
 
+class Joining(Flexible):
+    """The default policy, but what is late joins the next update, whose gradient tells then what has counted."""
+
+    completes = False
+
+
 def strategy() -> Any:
     how = {"timeout": timedelta(seconds=ASKED["timeout_s"]), "monitor": False, **ASKED["options"]}
     if ASKED["start"]:
@@ -332,7 +339,10 @@ def strategy() -> Any:
         case "balanced":
             return LoadBalancedStrategy(**how)
         case "stale":
-            return BoundedStalenessStrategy(liveness_s=ASKED["liveness_s"], **how)
+            settings = {name: how.pop(name) for name in ("bound", "grace") if name in how}
+            if how.get("policy", "flexible") == "flexible":  # counts are read from gradients, which completing mixes
+                how["policy"], settings = Joining(**settings), {}
+            return BoundedStalenessStrategy(liveness_s=ASKED["liveness_s"], **how, **settings)
         case "pipeline":
             plan = {"groups": GROUPS[: ASKED["ranks"] - 1]}
             return HeteroPipelineStrategy(**{"backbone": "net", "plan": plan, **how})

@@ -47,7 +47,7 @@ def options(engine: str) -> st.SearchStrategy[dict[str, Any]]:
                      "global_batch_size": st.integers(0, 20), "predictor": st.sampled_from(["ewma", "last", "kalman"]),
                      "policy": st.sampled_from(["predictive", None])}  # fmt: skip
         case "stale":
-            known = {"policy": st.sampled_from(["flexible", "bsp", "asp", "ssp", "quorum", "backup"]),
+            known = {"policy": st.sampled_from(["flexible", "saps", "bsp", "asp", "ssp"]),
                      "bound": st.integers(-1, 4), "global_batch_size": st.integers(0, 20),
                      "compression": st.sampled_from([None, "bf16"])}  # fmt: skip
         case "federated":
