@@ -85,8 +85,7 @@ class EmulatedStages(Emulated):
         super().on_train_start(trainer, pl_module)
         if isinstance(trainer.strategy, HeteroPipelineStrategy):
             run: Any = trainer.strategy._run
-            pace = run.place.busy.pace
-            self.pacer = None if pace is None else pace.pacer  # none on a rank at rest
+            self.pacer = getattr(run.place.busy, "pacer", None)
 
 
 def _shares(case: Case) -> tuple[int, ...]:

@@ -47,6 +47,7 @@ class EmulatedPace:
 
     Attributes:
         parts: of the whole model's time, by kind of computation and stage; empty: this rank rests.
+        pacer: which sleeps.
     """
 
     def __init__(
@@ -60,7 +61,7 @@ class EmulatedPace:
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
         self._busy, self._scenario, self._rank, self._step_of = busy, scenario, rank, step_of
-        self._clock, self._pacer = clock, Pacer(clock=clock, sleep=sleep)
+        self._clock, self.pacer = clock, Pacer(clock=clock, sleep=sleep)
         self.parts: Mapping[tuple[Any, int], float] = {}
         self._step: int | None = None
         self._real_s = 0.0  # in this step, so far
@@ -99,5 +100,5 @@ class EmulatedPace:
         else:
             wanted_s = took_s * self._scenario.stretch(self._rank, self._step)
         began_s = self._clock()
-        self._pacer.pace(wanted_s, took_s)
+        self.pacer.pace(wanted_s, took_s)
         self._slept_s += self._clock() - began_s

@@ -76,8 +76,7 @@ class Devices(Emulated):
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if isinstance(trainer.strategy, HeteroPipelineStrategy):  # which sleeps by itself
             run: Any = trainer.strategy._run
-            pace = run.place.busy.pace
-            self.pacer = None if pace is None else pace.pacer  # none on a rank that was never at work
+            self.pacer = getattr(run.place.busy, "pacer", None)
 
 
 def train(
