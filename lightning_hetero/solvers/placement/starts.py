@@ -123,7 +123,7 @@ def _pipe(problem: Problem, drafts: Drafts, ranks: list[int], far_s: Floats) -> 
         return draft
     # The first stages keep most micro-batches in flight: memory in front, where it differs.
     orders = dict.fromkeys([near, tuple(sorted(ranks, key=lambda r: (-problem.caps[r], r))), near[::-1]])
-    orders = orders if len(ranks) <= _ORDERED else {near: None}
+    orders = orders if problem.n_devices <= _ORDERED else {near: None}  # of many devices there are many groups
     best = _best_of(problem, [draft] if draft else [], orders, part)
     if best is None and len(ranks) <= _FEW:
         best = _best_of(problem, [], permutations(ranks), part)
@@ -136,7 +136,7 @@ def _best_of(problem: Problem, found: list[Pipe], orders: Iterable[tuple[int, ..
         for size in sizes:
             if pipe := problem.split(order, size, part):
                 found.append(pipe)
-                if len(order) > _ORDERED:
+                if problem.n_devices > _ORDERED:
                     break
     fitting = [(problem.cost(pipe).seconds(part), pipe) for pipe in found if problem.cost(pipe).most > 0]
     return min(fitting)[1] if fitting else None
