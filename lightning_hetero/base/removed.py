@@ -34,7 +34,6 @@ REMOVED_OPTIONS: dict[str, dict[str, str]] = {
         "cache_folder": "a trace keeps what was measured. Pass its path as cluster=, or a ModelCost as profile=",
         "carrier": "training steps are suspended as greenlets, which are installed with the package: leave it out",
     },
-    "AutoStrategy": {},
 }
 
 

@@ -157,9 +157,9 @@ def defer_requeue(trainer: Trainer, told: Callable[[int], None]) -> tuple[Callab
     def undo() -> None:
         nonlocal deferring
         deferring = False
-        vars(connector).pop("_slurm_sigusr_handler_fn", None)
+        put_back()
 
-    vars(connector)["_slurm_sigusr_handler_fn"] = handler  # an instance attribute over a method
+    put_back = replace_methods(connector, _slurm_sigusr_handler_fn=handler)
     return lambda number: original(number, None), undo
 
 

@@ -6,6 +6,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+from lightning_hetero.lightning_compat.patches import replace_methods
+
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
 
@@ -123,10 +125,10 @@ def resume_from(trainer: Trainer, checkpoint: str) -> None:
 
     def resume_start(checkpoint_path: Any = None, *args: Any, **kwargs: Any) -> None:
         del checkpoint_path
-        vars(connector).pop("resume_start", None)
+        put_back()
         original(checkpoint, *args, **kwargs)
 
-    connector.resume_start = resume_start
+    put_back = replace_methods(connector, resume_start=resume_start)
 
 
 def write_checkpoint(trainer: Trainer, path: str) -> None:
