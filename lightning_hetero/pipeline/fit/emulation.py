@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import torch
+
 from lightning_hetero.emulate.links import SlowClock, parcels_s, slow, sums_s
-from lightning_hetero.emulate.pace import EmulatedPace
 from lightning_hetero.emulate.scenario import Scenario
 from lightning_hetero.pipeline.decide.links import LinkClock
 from lightning_hetero.pipeline.decide.plans import parts_of
-from lightning_hetero.pipeline.runtime.execute.busy_time import BusyTime
 from lightning_hetero.pipeline.runtime.execute.failures import FailureBoard
+from lightning_hetero.pipeline.runtime.execute.pace import BusyTime, EmulatedPace
 from lightning_hetero.pipeline.runtime.ownership.gradients import GradientSync
 from lightning_hetero.pipeline.runtime.ownership.migration import Migration
 from lightning_hetero.types import Cluster, GroupPlan, ModelCost
@@ -44,13 +45,13 @@ class Emulation:
         self.scenario, self._step_of, self._links = scenario, step_of, links
         self._rank, self._failures = rank, failures
 
-    def paced(self, busy: BusyTime) -> BusyTime | EmulatedPace:
-        """Returns what takes an emulated device's time."""
+    def paced(self, device: torch.device) -> BusyTime:
+        """Returns what adds up computations, and takes an emulated device's time for them."""
         if self.scenario is None:
-            return busy
-        return EmulatedPace(busy, self.scenario, self._rank, step_of=self._step_of)
+            return BusyTime(device)
+        return EmulatedPace(device, self.scenario, self._rank, step_of=self._step_of)
 
-    def follow(self, busy: BusyTime | EmulatedPace, model: ModelCost, group: GroupPlan | None, calls: int) -> None:
+    def follow(self, busy: BusyTime, model: ModelCost, group: GroupPlan | None, calls: int) -> None:
         """Goes over to this rank's part of a plan; None: it rests."""
         if isinstance(busy, EmulatedPace):
             rank = self._rank

@@ -33,9 +33,7 @@ from lightning_hetero.pipeline.fit.logs import StepLogs
 from lightning_hetero.pipeline.fit.plan.planning import PlanResult
 from lightning_hetero.pipeline.fit.refusals import refuse_kept
 from lightning_hetero.pipeline.fit.wires import Fixed, Wires
-from lightning_hetero.pipeline.runtime.execute.busy_time import BusyTime
 from lightning_hetero.pipeline.runtime.execute.stage_runner import RunnerSettings, StageRunner, TimesOf
-from lightning_hetero.pipeline.runtime.execute.whole_step import WholeStep
 from lightning_hetero.pipeline.runtime.ownership.full_state import WholeState
 from lightning_hetero.pipeline.runtime.ownership.gradients import GradientSync
 from lightning_hetero.pipeline.runtime.ownership.migration import Migration
@@ -113,10 +111,10 @@ class RankInPlan:
             rank=channel.rank,
             failures=fixed.failures,
         )
-        self.busy = self.emulation.paced(BusyTime(device))
+        self.busy = self.emulation.paced(device)
         self._rest_probe: RestProbe | None = None
         self.group: GroupPlan | None = None
-        self.runner: StageRunner | WholeStep | None = None
+        self.runner: StageRunner | None = None
         self.evaluation = EvaluationBatches(
             module, channel=channel, failures=fixed.failures, logs=self.logs, device=device
         )
@@ -195,7 +193,7 @@ class RankInPlan:
         self.emulation.follow(self.busy, model, group, planned.calls)
         same = group is not None and before is not None and (group.ranks, group.cuts) == (before.ranks, before.cuts)
         same &= planned.calls == called_before
-        if same and isinstance(self.runner, StageRunner):
+        if same and self.runner is not None:
             assert group is not None
             self.runner.follow(self._times_of(group), self._policy_of(group))
         elif not same:
@@ -222,10 +220,8 @@ class RankInPlan:
 
         return policy
 
-    def _runner_of(self, group: GroupPlan) -> StageRunner | WholeStep:
+    def _runner_of(self, group: GroupPlan) -> StageRunner:
         fixed, settings = self.fixed, self.fixed.settings
-        if isinstance(fixed.backbone, Undivided):
-            return WholeStep(failures=fixed.failures, seed=settings.seed, pace=self.busy)
         for_all_plans = RunnerSettings(
             rank=fixed.channel.rank,
             device=settings.device,
@@ -243,7 +239,7 @@ class RankInPlan:
             for_all_plans,
             fixed.backbone.layers,
             group=group,
-            cut=fixed.backbone.cut() if self.leads else None,
+            cut=fixed.backbone.cut() if self.leads and not isinstance(fixed.backbone, Undivided) else None,
             times=self._times_of(group),
             policy=self._policy_of(group),
             calls=self.planned.calls,
@@ -254,7 +250,7 @@ class RankInPlan:
 
         Emulated devices are not timed; their links are, where those are emulated, too.
         """
-        if not isinstance(self.runner, StageRunner):
+        if self.runner is None:
             return [], []
         links, layer_s = self.runner.measured()
         return links if self.fixed.scenario is None or self.fixed.settings.emulate_links else [], layer_s
@@ -276,7 +272,7 @@ class RankInPlan:
 
     def time_layers(self, now: bool) -> None:
         """Whether this rank's layers are timed one by one from here on."""
-        if isinstance(self.runner, StageRunner):
+        if self.runner is not None:
             self.runner.time_layers(now)
 
     def finish_sums(self) -> None:

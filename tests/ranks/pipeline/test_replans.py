@@ -21,9 +21,9 @@ from torch.utils.data import DataLoader, DistributedSampler
 from lightning_hetero import Scenario, ThrottleCallback
 from lightning_hetero import lightning_compat as compat
 from lightning_hetero.emulate import links as emulated_links
-from lightning_hetero.emulate.pace import EmulatedPace
 from lightning_hetero.emulate.throttle import scenario_steps
 from lightning_hetero.pipeline import strategy as engine
+from lightning_hetero.pipeline.runtime.execute.pace import EmulatedPace
 from lightning_hetero.pipeline.runtime.ownership import migration as migrating
 from lightning_hetero.solvers.plans import plan_from_plain, plan_to_plain
 from lightning_hetero.types import Event

@@ -13,6 +13,7 @@ from torch import nn
 
 from benchmarks.pipeline.schedules import one_f_one_b
 from lightning_hetero.pipeline.decide.schedule import Kind
+from lightning_hetero.pipeline.runtime.execute.pace import BusyTime
 from lightning_hetero.pipeline.runtime.execute.stage_runner import MicroBatch
 from lightning_hetero.types import GroupPlan
 from tests.ranks.harness import run_ranks
@@ -105,7 +106,7 @@ def train(case: Case, groups: list[GroupPlan], rank: int, name: str) -> float:
                 assert [result["size"] for result in results] == list(group.micro_batches)
                 assert all(not result["loss"].requires_grad for result in results)
             else:
-                runner.serve(step, group.micro_batches, list(numbers), before_last_backward=arm)
+                runner.serve(step, group.micro_batches, before_last_backward=arm)
             assert len(armed) == 1
         assert torch.equal(before, torch.get_rng_state())
         assert all(p.grad is None for p in others)
@@ -136,11 +137,12 @@ def evaluate(groups: list[GroupPlan], rank: int) -> None:
     net = case.net()
     seen: list[tuple[Kind, int, int]] = []
 
-    class Pace:
+    class Pace(BusyTime):
         begun = 0
 
-        def began(self) -> None:
+        def began(self) -> float:
             self.begun += 1
+            return super().began()
 
         def computed(self, kind: Kind, stage: int, samples: int, elapsed_s: float) -> None:
             assert elapsed_s >= 0.0 and self.begun == len(seen) + 1
@@ -192,8 +194,8 @@ def evaluate(groups: list[GroupPlan], rank: int) -> None:
         runner.train(0, batches, scale=lambda loss: loss * math.inf)
         assert net.head.weight.grad is not None and not net.head.weight.grad.isfinite().all()
     else:
-        runner.serve(0, [], [], before_last_backward=lambda: armed.append(0))
-        runner.serve(0, group.micro_batches, range(len(group.micro_batches)))
+        runner.serve(0, [], before_last_backward=lambda: armed.append(0))
+        runner.serve(0, group.micro_batches)
     assert armed == [0]
     kinds = [Kind.FORWARD, Kind.BACKWARD] + ([Kind.HEAD] if position == 0 else [])
     stages = {Kind.HEAD: len(group.ranks)}

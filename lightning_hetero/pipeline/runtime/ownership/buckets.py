@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_hetero.transport.one_round import Sum, Waited, start_sum
+from lightning_hetero.transport.one_round import Sum, start_sum
 
 
 class Bucket:
@@ -42,7 +42,7 @@ class Bucket:
         self._sum = start_sum(self.sent, self._group)
 
     @torch.no_grad()
-    def collect(self, wait: Callable[[Waited], object]) -> None:
+    def collect(self, wait: Callable[[dist.Work], object]) -> None:
         """Waits for the sum and writes it back; the bucket's memory is given free."""
         assert self._sum is not None
         wait(self._sum.work)

@@ -18,13 +18,14 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_hetero.measure.device import device_of
 from lightning_hetero.pipeline.runtime.ownership.buckets import Bucket, BucketArrived, Queue, fill_buckets
 from lightning_hetero.pipeline.runtime.ownership.owner_groups import OwnerGroups
 from lightning_hetero.pipeline.runtime.ownership.ownership import Ownership
-from lightning_hetero.transport.one_round import Waited, start_sum, wait_for
+from lightning_hetero.transport.one_round import start_sum
 
 _MIB = 2**20
 
@@ -63,7 +64,7 @@ class GradientSync:
         groups: OwnerGroups,
         bucket_bytes: int = 25 * _MIB,
         least_bytes: int = 0,
-        wait: Callable[[Waited], object] = wait_for,
+        wait: Callable[[dist.Work], object] = dist.Work.wait,
     ) -> None:
         if bucket_bytes < 1:
             raise ValueError(f"bucket_bytes={bucket_bytes} must be at least 1, e.g. {25 * _MIB}")
