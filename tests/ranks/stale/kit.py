@@ -35,7 +35,6 @@ from lightning_hetero.transport.base import (
     Arrived,
     Gone,
     Joined,
-    Listener,
     Reply,
     Request,
     Say,
@@ -209,7 +208,7 @@ class Setting:
         self.options = options
         self.trainees: list[Trainee] = []
 
-    def serve_on(self, listener: Listener) -> ParameterServer:
+    def serve_on(self, listener: Any) -> ParameterServer:
         self.server = ParameterServer(
             layout=self.layout, area=self.area, optimizers=self.optimizers, optimizer_parameters=self.owned,
             listener=listener, coordinator=self.coordinator, **self.options,
@@ -326,7 +325,7 @@ class _ScriptLink(WorkerLink):
         pass
 
 
-class Script(Listener):
+class Script:
     """Runs workers on a virtual clock; no thread ever runs beside another.
 
     Args:
@@ -434,9 +433,6 @@ class Script(Listener):
         self.state = data
 
     def dismiss(self, rank: int, reason: str) -> None:
-        raise NotImplementedError
-
-    def wake(self) -> None:
         raise NotImplementedError
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""Transports between real processes: forked servers and their death, strangers, files left by the dead, two at once."""
+"""Transports between real processes: forked servers and their death, strangers, two at once."""
 
 from __future__ import annotations
 
@@ -25,7 +25,6 @@ from lightning_hetero.transport.base import (
     Ask,
     Gone,
     Joined,
-    Listener,
     Reply,
     Request,
     Say,
@@ -33,11 +32,19 @@ from lightning_hetero.transport.base import (
     WorkerLink,
 )
 from lightning_hetero.transport.link import Pulse, connect
-from lightning_hetero.transport.listener import ServerListener
-from tests.ranks.transport.kit import DONE, PATIENCE_S, STOP, Crew, Place, make_listener, open_place, spawn
-from tests.ranks.transport.kit import KINDS as ALL_KINDS
+from lightning_hetero.transport.listener import Listener
+from tests.ranks.transport.kit import (
+    DONE,
+    KINDS,
+    PATIENCE_S,
+    STOP,
+    Crew,
+    Place,
+    make_listener,
+    open_place,
+    spawn,
+)
 
-KINDS = [kind for kind in ALL_KINDS if kind != "in_process"]
 SIZES: dict[str, Any] = {"slot_bytes": 4096, "parameter_bytes": 4096}
 
 
@@ -313,13 +320,6 @@ def test_another_user_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         assert f"user {os.getuid() + 1} is not the user" in answer.text and events == []
 
 
-def test_who_says_nothing_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(listeners, "HELLO_TIMEOUT_S", 0.1)
-    with open_place("shared_memory") as place:
-        (_, answer), events = visit(place)
-        assert "said nothing" in answer.text and events == []
-
-
 def test_a_server_of_another_user_is_not_spoken_to(monkeypatch: pytest.MonkeyPatch) -> None:
     with open_place("shared_memory") as place:
         monkeypatch.setattr(link_module, "peer_credentials", lambda connection: (1, os.getuid() + 1))
@@ -365,16 +365,6 @@ def test_a_closed_listener_is_gone() -> None:
         connect(listener.near_address, 0)
 
 
-@pytest.mark.parametrize(
-    ("changed", "words"),
-    [({"slot_bytes": 0}, "slot_bytes"), ({"parameter_bytes": -1}, "parameter_bytes"), ({"near": ()}, "ranks"),
-     ({"near": (-1,)}, "ranks"), ({"far": (0, 2)}, "each once"), ({"slot_bytes": 1.0}, "slot_bytes")],
-)  # fmt: skip
-def test_bad_settings_are_refused(changed: dict[str, Any], words: str) -> None:
-    with pytest.raises(ValueError, match=words):
-        ServerListener(**{"near": (0,), **SIZES, **changed})
-
-
 @pytest.mark.parametrize("address", ["nowhere", "nowhere#" + 32 * "a", "unix:x#short", "host:port#" + 32 * "a"])
 def test_what_is_no_address_is_refused(address: str) -> None:
     with pytest.raises(ValueError, match=f"address='{address}'"):
@@ -385,7 +375,7 @@ def test_what_is_no_address_is_refused(address: str) -> None:
 
 
 def test_workers_of_this_node_and_of_others_are_served_alike() -> None:
-    listener = ServerListener(near=(0,), far=(1,), **SIZES)
+    listener = Listener(near=(0,), far=(1,), **SIZES)
     places = [Place(kind, listener, address) for kind, address in
               (("shared_memory", listener.near_address), ("wire", listener.far_address))]  # fmt: skip
     crews: list[Crew] = []
@@ -410,7 +400,7 @@ def test_workers_of_this_node_and_of_others_are_served_alike() -> None:
             crew.end()
 
 
-def both_ways(listener: ServerListener) -> None:
+def both_ways(listener: Listener) -> None:
     """Rank 1 is not of this node, and comes as if it were."""
     listening = threading.Thread(target=lambda: [listener.events(0.1) for _ in range(10)])
     listening.start()

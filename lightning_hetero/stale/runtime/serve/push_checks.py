@@ -9,8 +9,9 @@ from torch import Tensor
 from lightning_hetero.stale.decide.report.counts import Counts
 from lightning_hetero.stale.runtime.serve.agreement import LiveWorkers
 from lightning_hetero.stale.runtime.serve.update import Updater, bits
-from lightning_hetero.transport.base import Listener, Request, TornSlotError
+from lightning_hetero.transport.base import Request, TornSlotError
 from lightning_hetero.transport.flags import PushFlag
+from lightning_hetero.transport.listener import Listener
 
 
 class NonFiniteError(ArithmeticError):

@@ -41,11 +41,11 @@ from lightning_hetero.transport.base import (
     Gone,
     Happened,
     Joined,
-    Listener,
     Request,
     Say,
 )
 from lightning_hetero.transport.flags import PushFlag
+from lightning_hetero.transport.listener import Listener
 
 _log = logging.getLogger(__name__)
 
