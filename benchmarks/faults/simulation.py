@@ -101,7 +101,7 @@ class Simulation:
         self.store = Store(self.wires, self._is_here)
         self.listener = MemoryListener(self.wires, lambda: self.draw.random() * case.lag_s)
         self.server = ParameterServer(
-            layout=self.layout, area=self.area, optimizers=[optimizer], optimizer_parameters=[[0]],
+            layout=self.layout, area=self.area, parameters=[model], optimizers=[optimizer],
             listener=self.listener,
             coordinator=Coordinator(policy, workers=range(case.ranks), ahead=case.ahead, liveness_s=LIVENESS_S),
             divide_by=1.0, shards=1,

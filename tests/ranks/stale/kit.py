@@ -203,15 +203,13 @@ class Setting:
         self.layout = FlatLayout.of(named, buffers, optimizers=self.optimizers, compression=compression)
         self.area = torch.zeros(self.layout.bytes, dtype=torch.uint8)
         self.layout.adopt(self.area, [t for _, t in named] + [t for _, t in buffers])
-        index = {id(p): i for i, (_, p) in enumerate(named)}
-        self.owned = [[index[id(p)] for g in o.param_groups for p in g["params"]] for o in self.optimizers]
         self.coordinator = Recorder(policy, workers=range(workers), ahead=ahead, liveness_s=liveness_s)
         self.options = options
         self.trainees: list[Trainee] = []
 
     def serve_on(self, listener: Listener) -> ParameterServer:
         self.server = ParameterServer(
-            layout=self.layout, area=self.area, optimizers=self.optimizers, optimizer_parameters=self.owned,
+            layout=self.layout, area=self.area, parameters=list(self.model.parameters()), optimizers=self.optimizers,
             listener=listener, coordinator=self.coordinator, **self.options,
         )  # fmt: skip
         return self.server
