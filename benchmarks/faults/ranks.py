@@ -274,10 +274,9 @@ class Rank:
         optimizer = simulation.optimizer(model)
         link = MemoryLink(simulation.wires, self.number, self.process)
         session.worker = worker = Worker(
-            link, simulation.layout, [model], (), [optimizer], overlap=False, tell=self.told.append
+            link, simulation.layout, [model], list, [optimizer], overlap=False, tell=self.told.append
         )
         link.sign_of_life()
-        worker.attach()
         worker.pull()
         if invitation is not None:
             self.members.joining = False

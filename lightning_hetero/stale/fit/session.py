@@ -199,7 +199,6 @@ class Session:
             tell=self._members.warn_once,
         )
         self._pulse = Pulse(worker.link, settings.server.liveness_s)
-        worker.attach()
         worker.pull()
         if not self._members.is_lowest:
             for optimizer in optimizers:

@@ -221,7 +221,6 @@ class Setting:
         worker = Pusher(
             link, self.layout, list(model.parameters()), buffers, optimizers, **options
         )
-        worker.attach()
         trainee = Trainee(rank, model, optimizers, worker, step)
         self.trainees.append(trainee)
         return trainee

@@ -96,11 +96,10 @@ def start(
     )
     link = Note(layout)
     worker = Pusher(
-        link, layout, list(model.parameters()), list(model.buffers()), optimizers, overlap=overlap,
+        link, layout, list(model.parameters()), lambda: list(model.buffers()), optimizers, overlap=overlap,
         **options,
     )  # fmt: skip
-    worker.attach()
-    link.published.copy_(worker._replica.areas[0])
+    link.published.copy_(worker.weights.areas[0])
     return model, link, worker
 
 

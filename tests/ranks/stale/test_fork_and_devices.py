@@ -59,7 +59,6 @@ def served(cls: type[Optimizer]) -> Tensor:
     )  # fmt: skip
     worker = Worker(connect(address, 0), layout, list(model.parameters()), optimizers=[optimizer])
     try:
-        worker.attach()
         worker.pull()
         worker.begin_epoch(0, [2, 4])
         for tick, gradient in enumerate(gradients):

@@ -93,7 +93,7 @@ def test_the_state_comes_with_its_parameters_while_others_train(substeps: bool) 
         for _ in range(2):
             session.fetch_state()
             fetched.append(session.state)
-            assert worker.version == session.state["version"]
+            assert worker.weights.version == session.state["version"]
             assert all(torch.equal(p, q) for p, q in zip(trainee.model.parameters(), then, strict=True))
         assert worker.pull() == setting.coordinator.version
 
