@@ -31,7 +31,7 @@ from lightning_hetero.base.elastic.join import FIRST_GENERATION, Invitation
 from lightning_hetero.base.elastic.members import Members
 from lightning_hetero.stale.fit.meetings import ServerMeetings
 from lightning_hetero.stale.fit.session import Session
-from lightning_hetero.stale.runtime.processes.start import Address
+from lightning_hetero.stale.runtime.start import Address
 from lightning_hetero.stale.runtime.work.chunk import Chunk
 from lightning_hetero.stale.runtime.work.worker import Worker
 from lightning_hetero.transport.base import Reply, Say

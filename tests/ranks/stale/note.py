@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_hetero.stale.runtime.memory.layout import FlatLayout
+from lightning_hetero.stale.runtime.layout import FlatLayout
 from lightning_hetero.transport.base import Ask, Reply, Request, Say, WorkerLink
 from lightning_hetero.transport.flags import PushFlag
 from tests.ranks.stale.kit import Pusher

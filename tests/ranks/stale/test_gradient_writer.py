@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from lightning_hetero.stale.runtime.memory.entry import FINITE, NONFINITE
-from lightning_hetero.stale.runtime.memory.layout import FlatLayout
+from lightning_hetero.stale.runtime.layout import FINITE, NONFINITE, FlatLayout
 from lightning_hetero.stale.runtime.work.gradient_writer import GradientWriter
 from tests.ranks.transport.in_process import InProcess
 

@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_hetero.stale.runtime.memory.hyper_parameters import CLIP_NORM, CLIP_VALUE
-from lightning_hetero.stale.runtime.memory.layout import FlatLayout
+from lightning_hetero.stale.runtime.hyper_parameters import CLIP_NORM, CLIP_VALUE
+from lightning_hetero.stale.runtime.layout import FlatLayout
 from lightning_hetero.stale.runtime.work.worker import Worker
 from lightning_hetero.transport.base import Ask, Reply, Say
 from lightning_hetero.transport.flags import PushFlag

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from lightning_hetero.stale.runtime.memory.layout import FlatLayout
+from lightning_hetero.stale.runtime.layout import FlatLayout
 from lightning_hetero.transport.base import Reply, Request, Say, WorkerLink
 from lightning_hetero.transport.seqlock import ParameterArea, Slot
 from tests.ranks.stale.kit import Pusher

@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 
 from lightning_hetero.stale.decide.coordinator import Coordinator
 from lightning_hetero.stale.decide.report.counts import Counts
-from lightning_hetero.stale.runtime.memory.layout import FlatLayout
+from lightning_hetero.stale.runtime.layout import FlatLayout
 from lightning_hetero.stale.runtime.messages import Met, failure_text, state_bytes
 from lightning_hetero.stale.runtime.serve.agreement import (
     AnnouncedEpochs,

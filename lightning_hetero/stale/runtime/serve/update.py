@@ -19,9 +19,8 @@ import torch
 from torch import Tensor
 from torch.optim import LBFGS, Optimizer, SparseAdam
 
-from lightning_hetero.stale.runtime.memory.entry import NONFINITE
-from lightning_hetero.stale.runtime.memory.hyper_parameters import CLIP_NORM, CLIP_VALUE, HyperParameters
-from lightning_hetero.stale.runtime.memory.layout import FlatLayout
+from lightning_hetero.stale.runtime.hyper_parameters import CLIP_NORM, CLIP_VALUE, HyperParameters
+from lightning_hetero.stale.runtime.layout import NONFINITE, FlatLayout
 from lightning_hetero.stale.runtime.serve.accumulator import GradientSum, Spares, runs
 from lightning_hetero.stale.runtime.serve.kept_mean import KeptMean
 from lightning_hetero.stale.runtime.serve.thread_shards import ThreadShards, step

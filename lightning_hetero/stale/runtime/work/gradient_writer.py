@@ -22,8 +22,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from lightning_hetero.measure.device import Stamp
-from lightning_hetero.stale.runtime.memory.entry import FINITE, NONFINITE, is_finite
-from lightning_hetero.stale.runtime.memory.layout import FlatLayout
+from lightning_hetero.stale.runtime.layout import FINITE, NONFINITE, FlatLayout, is_finite
 from lightning_hetero.stale.runtime.work.buffer_changes import BufferChanges
 from lightning_hetero.stale.runtime.work.images import Image, Readout
 from lightning_hetero.transport.base import WorkerLink

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 
 from lightning_hetero.measure.device import device_of
-from lightning_hetero.stale.runtime.memory.layout import FlatLayout
+from lightning_hetero.stale.runtime.layout import FlatLayout
 
 _SAMPLES, _WORD_BYTES = 1024, 4  # words that are compared, of all parameters together
 _OTHER = -1  # no tensor's version

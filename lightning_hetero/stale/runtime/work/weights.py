@@ -17,7 +17,7 @@ import torch.utils.dlpack
 from torch import Tensor
 from torch.nn import Parameter
 
-from lightning_hetero.stale.runtime.memory.layout import FlatLayout
+from lightning_hetero.stale.runtime.layout import FlatLayout
 from lightning_hetero.stale.runtime.work.watch import ParameterPlace, ReplicaWatch
 from lightning_hetero.transport.base import WorkerLink
 

@@ -21,8 +21,8 @@ from torch.optim import Optimizer
 
 from lightning_hetero.measure.device import device_of
 from lightning_hetero.stale.decide.report.counts import Measures
-from lightning_hetero.stale.runtime.memory.hyper_parameters import CLIP_NORM, CLIP_VALUE, HyperParameters
-from lightning_hetero.stale.runtime.memory.layout import FlatLayout
+from lightning_hetero.stale.runtime.hyper_parameters import CLIP_NORM, CLIP_VALUE, HyperParameters
+from lightning_hetero.stale.runtime.layout import FlatLayout
 from lightning_hetero.stale.runtime.messages import (
     EpochBegin,
     Met,
@@ -147,7 +147,7 @@ class Worker:
         Raises:
             RemoteFailureError: the workers disagree, or the run has failed.
         """
-        text = EpochBegin.of(self._layout.digest, tick, applied).text()
+        text = EpochBegin(self._layout.digest, tick, tuple(applied)).text()
         reply = self._call(Request(kind=Ask.EPOCH, epoch=epoch, numbers=ends, text=text))
         self.weights.go_on(Phase.BETWEEN)
         return reply

@@ -16,8 +16,8 @@ from torch.optim import Optimizer
 from lightning_hetero.predictors import Predictor
 from lightning_hetero.stale.decide.coordinator import Coordinator
 from lightning_hetero.stale.decide.policy import Policy
-from lightning_hetero.stale.runtime.memory.layout import FlatLayout
-from lightning_hetero.stale.runtime.processes.fork import ServerProcess, fork_server
+from lightning_hetero.stale.runtime.fork import ServerProcess, fork_server
+from lightning_hetero.stale.runtime.layout import FlatLayout
 from lightning_hetero.stale.runtime.serve.agreement import Limits
 from lightning_hetero.stale.runtime.serve.server import ParameterServer
 from lightning_hetero.transport.base import Alive, Listener, WorkerLink
