@@ -24,7 +24,7 @@ from lightning_hetero.measure import timer
 from lightning_hetero.measure.device import HostDevice, Stamp
 from lightning_hetero.pipeline.fit.plan import rehearsal as rehearsing
 from lightning_hetero.pipeline.fit.plan.rehearsal import Rehearsal, measure_model, measure_series
-from lightning_hetero.pipeline.runtime.measure import layers, memory
+from lightning_hetero.pipeline.runtime.measure import memory
 from lightning_hetero.pipeline.runtime.step.backbone import find_backbone
 from lightning_hetero.pipeline.runtime.step.undivided import find_layers, undivided
 from tests.ranks.kit import FEATURES, quiet_trainer, regression
@@ -94,8 +94,7 @@ class CountedDevice:
 @pytest.fixture
 def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[CountedDevice]:
     found = CountedDevice()
-    for module in (memory, layers):
-        monkeypatch.setattr(module, "copied_to", found.copied_to)
+    monkeypatch.setattr(memory, "copied_to", found.copied_to)
     yield found
     gc.collect()  # tracebacks of errors, where there were some
     assert found.now_bytes == 0  # all of it is given back
