@@ -29,12 +29,8 @@ from lightning_hetero.pipeline.runtime.measure.memory import (
 )
 from lightning_hetero.pipeline.runtime.step.cut import BackboneCall, BackboneCut, graphs_to_retain
 from lightning_hetero.pipeline.runtime.step.layer_calls.route import PLAIN, Route, RoutedCall
-from lightning_hetero.pipeline.runtime.step.resumable import (
-    Carrier,
-    ResumableStep,
-    Suspended,
-    stream_seed,
-)
+from lightning_hetero.pipeline.runtime.step.random_streams import stream_seed
+from lightning_hetero.pipeline.runtime.step.resumable import Carrier, ResumableStep, Suspended
 from lightning_hetero.pipeline.runtime.step.tensor_trees import loss_of
 from lightning_hetero.solvers.fit import fit_affine
 from lightning_hetero.types import AffineCost, LayerCost, ModelCost
