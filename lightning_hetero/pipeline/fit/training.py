@@ -233,16 +233,12 @@ class TrainBatches:
     def _told(self, batch: int, samples: int, busy_s: float, wait_s: float, rest_s: float) -> BatchReport:
         """Returns what this rank tells the others of a batch, in which it has waited for ``wait_s`` by now."""
         place = self._place
-        rank, world = place.fixed.channel.rank, place.fixed.channel.world_size
-        work = (float(samples), busy_s, wait_s, self._exchange_s)
-        if not place.fixed.watched:
-            return BatchReport.of_rank(rank, world, 0, work)
-        links, layer_s = place.measured()
+        rank, links, layer_s = place.fixed.channel.rank, *place.measured()
         return BatchReport.of_rank(
             rank,
-            world,
+            place.fixed.channel.world_size,
             place.planned.plan.groups[0].cuts[-1],
-            work,
+            (float(samples), busy_s, wait_s, self._exchange_s),
             rest_s=rest_s,
             links=links,
             first_layer=0 if place.group is None else place.group.cuts[place.group.ranks.index(rank)],
