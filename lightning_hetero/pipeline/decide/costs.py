@@ -34,8 +34,11 @@ def layer_from_plain(plain: Mapping[str, Any]) -> LayerCost:
     if set(plain) != wanted:
         message = f"a layer has the keys {sorted(plain)}, expected {sorted(wanted)}"
         raise ValueError(f"{message}: was it written by another version?")
-    times = {name: AffineCost(fixed_s=plain[name][0], per_sample_s=plain[name][1]) for name in _TIMES}
-    return LayerCost(**{**plain, **times})
+    read: dict[str, Any] = dict(plain)
+    for name in _TIMES:
+        fixed_s, per_sample_s = plain[name]
+        read[name] = AffineCost(fixed_s=fixed_s, per_sample_s=per_sample_s)
+    return LayerCost(**read)
 
 
 def model_to_plain(model: ModelCost) -> dict[str, Any]:

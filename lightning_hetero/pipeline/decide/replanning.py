@@ -96,12 +96,12 @@ class BatchReport:
     @property
     def links(self) -> list[LinkTime]:
         """What was timed of messages between ranks."""
-        ways = [(target, row[i : i + _WAY]) for target, row in enumerate(self._ranks) for i in range(_WORK, _EACH, _WAY)]
         return [
             LinkTime(
                 source=round(source), target=target, messages=round(messages), size_bytes=size_bytes, seconds=seconds
             )
-            for target, (source, messages, size_bytes, seconds) in ways
+            for target, row in enumerate(self._ranks)
+            for source, messages, size_bytes, seconds in (row[i : i + _WAY] for i in range(_WORK, _EACH, _WAY))
             if messages > 0
         ]
 
