@@ -25,8 +25,8 @@ from lightning_hetero.base.checks import (
     name_changed_rows,
     name_lost_peer,
 )
-from lightning_hetero.base.gathered import gather_unequal
 from lightning_hetero.base.loaders import SharedSettings
+from lightning_hetero.base.metrics import gather_unequal
 from lightning_hetero.base.nodes import UnevenNodesStrategy
 from lightning_hetero.base.one_device import OneDeviceFit
 from lightning_hetero.base.precision import warn_of_emulation
