@@ -56,7 +56,7 @@ def test_a_recorded_run_and_changes_of_ones_own(tmp_path: Path) -> None:
     assert {e.engine for e in found.estimates} == {"ddp", "balanced"}
     (change,) = changes
     title, other = change
-    assert title == "speed 1: 2" and other.estimates[-1].step_s < found.estimates[-1].step_s
+    assert title == "speed {1:2}" and other.estimates[-1].step_s < found.estimates[-1].step_s
     given = asked(f"run={tmp_path}", "exchange_s=0.5", "what_if=[]")
     setup, _ = read_setup(given)
     assert setup.exchange_s == 0.5 and answer(setup, given)[1] == []
