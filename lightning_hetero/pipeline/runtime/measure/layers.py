@@ -260,5 +260,5 @@ def detached(value: Any) -> Any:
 
 
 def _clones(value: Any) -> Any:
-    """Returns a nest with copies of its tensors; no leaves, which could not be overwritten where they want gradients."""
+    """Returns a nest with copies of its tensors; no leaves, which could not be overwritten."""
     return tree_map(lambda v: v.clone() if isinstance(v, Tensor) else v, detached(value))

@@ -7,7 +7,6 @@ it its input), and without the storages of parameters and buffers, which are the
 
 from __future__ import annotations
 
-import types
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeAlias
@@ -16,6 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.optim import Optimizer
+
+from lightning_hetero.pipeline.runtime.ownership.pruning import moved_by
 
 OptimizerSpec: TypeAlias = "Optimizer | Callable[[Sequence[nn.Parameter]], float] | None"
 
@@ -167,21 +168,12 @@ def resident(module: nn.Module, device: torch.device) -> Iterator[None]:
 def move_but(module: nn.Module, left: Iterable[Tensor], device: torch.device) -> None:
     """Calls ``module.to(device)`` for all but some tensors, which stay where they are.
 
-    Modules that do more there do it, such as a LightningModule's ``device`` or the states of metrics. There is no way
-    back but a `Snapshot` from before.
+    There is no way back but a `Snapshot` from before.
     """
     stay = {id(tensor): tensor for tensor in left}
 
-    def apply(module: nn.Module, move: Callable[[Tensor], Tensor], *args: Any, **kwargs: Any) -> nn.Module:
-        del move
+    def move(tensor: Tensor, _: object) -> Tensor:
+        return tensor if id(tensor) in stay or tensor.is_meta else copied_to(tensor, device)
 
-        def moved(tensor: Tensor) -> Tensor:
-            return tensor if id(tensor) in stay or tensor.is_meta else copied_to(tensor, device)
-
-        return type(module)._apply(module, moved, *args, **kwargs)
-
-    vars(module)["_apply"] = types.MethodType(apply, module)
-    try:
+    with moved_by(module, move):
         module.to(device)
-    finally:
-        del vars(module)["_apply"]
