@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -14,10 +13,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import Dataset
 
-from lightning_hetero.pipeline.runtime.step.random_streams import layer_seed, seed_streams, stream_seed
-
 WORDS, LENGTH, WIDTH, BLOCKS = 24, 7, 8, 4
-SEED = 0  # of what is drawn, without seed_everything
 
 
 class Sentences(Dataset):
@@ -212,51 +208,3 @@ MODELS: dict[str, tuple[Make, str | None]] = {  # and the backbone's name
     "a loop, checkpointing": (own_checkpointed, "net.layers"),
     "found": (gpt2, None),
 }
-
-
-# ---- the oracle: one process, which draws as a pipeline does ---------------------------------------------------
-
-
-class InOneProcess(LightningModule):
-    """Trains a module on whole batches, with random streams by micro-batch and block."""
-
-    def __init__(self, module: Trained, blocks: Sequence[nn.Module], sizes: Sequence[int]) -> None:
-        super().__init__()
-        self.module, self._blocks, self._sizes = module, list(blocks), list(sizes)
-        self.configure_optimizers = module.configure_optimizers  # type: ignore[method-assign]
-
-    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
-        columns = [values.split(self._sizes) for values in batch.values()]
-        parts = [dict(zip(batch, part, strict=True)) for part in zip(*columns, strict=True)]
-        total, step = sum(self._sizes), self.trainer.global_step
-        losses: list[Tensor] = []
-        for number, part in enumerate(parts):
-            with seeded(self._blocks, step, number):
-                losses.append(self.module._loss(self.module.net, part) * (len(part["labels"]) / total))
-        return torch.stack(losses).sum()
-
-
-@contextmanager
-def seeded(blocks: Sequence[nn.Module], step: int, number: int) -> Iterator[None]:
-    """Each block draws from its own stream; what is around does not notice."""
-    seed = seed_streams
-    seed(stream_seed(SEED, step, number))
-    outside: list[Tensor] = []
-    handles = []
-    for i, block in enumerate(blocks):
-
-        def before(*_: Any, i: int = i) -> None:
-            outside.append(torch.get_rng_state())
-            seed(layer_seed(stream_seed(SEED, step, number), i))
-
-        def after(*_: Any, i: int = i) -> None:
-            torch.set_rng_state(outside.pop())
-            if i == len(blocks) - 1:
-                seed(stream_seed(stream_seed(SEED, step, number), 1))
-
-        handles += [block.register_forward_pre_hook(before), block.register_forward_hook(after)]
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
