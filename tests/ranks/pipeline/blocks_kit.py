@@ -75,41 +75,41 @@ def classified(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
     return model(**batch).loss
 
 
-def gpt2(dropout: float = 0.0, **options: Any) -> Trained:
+def gpt2() -> Trained:
     config = transformers.GPT2Config(
-        vocab_size=WORDS, n_positions=LENGTH, n_embd=WIDTH, n_layer=BLOCKS, n_head=2, resid_pdrop=dropout,
-        attn_pdrop=dropout, embd_pdrop=dropout, **options,
+        vocab_size=WORDS, n_positions=LENGTH, n_embd=WIDTH, n_layer=BLOCKS, n_head=2, resid_pdrop=0.0, attn_pdrop=0.0,
+        embd_pdrop=0.0,
     )  # fmt: skip
     return Trained(transformers.GPT2LMHeadModel(config), causal)
 
 
-def llama(dropout: float = 0.0, **options: Any) -> Trained:
+def llama(**options: Any) -> Trained:
     config = transformers.LlamaConfig(
         vocab_size=WORDS, hidden_size=WIDTH, intermediate_size=12, num_hidden_layers=BLOCKS, num_attention_heads=2,
-        num_key_value_heads=1, max_position_embeddings=LENGTH, attention_dropout=dropout, **options,
+        num_key_value_heads=1, max_position_embeddings=LENGTH, **options,
     )  # fmt: skip
     return Trained(transformers.LlamaForCausalLM(config), causal)
 
 
-def bert(dropout: float = 0.0) -> Trained:
+def bert() -> Trained:
     config = transformers.BertConfig(
         vocab_size=WORDS, hidden_size=WIDTH, num_hidden_layers=BLOCKS, num_attention_heads=2, intermediate_size=12,
-        max_position_embeddings=LENGTH, hidden_dropout_prob=dropout, attention_probs_dropout_prob=dropout,
+        max_position_embeddings=LENGTH, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
     )  # fmt: skip
     return Trained(transformers.BertForSequenceClassification(config), classified)
 
 
-def vit(dropout: float = 0.0) -> Trained:
+def vit() -> Trained:
     config = transformers.ViTConfig(
         hidden_size=WIDTH, num_hidden_layers=BLOCKS, num_attention_heads=2, intermediate_size=12, image_size=8,
-        patch_size=4, hidden_dropout_prob=dropout, attention_probs_dropout_prob=dropout,
+        patch_size=4,
     )  # fmt: skip
     return Trained(transformers.ViTForImageClassification(config), classified)
 
 
-def checkpointed(dropout: float = 0.0) -> Trained:
+def checkpointed() -> Trained:
     """With gradient checkpointing as the model itself does it."""
-    module = llama(dropout, use_cache=False)
+    module = llama(use_cache=False)
     module.net.activation_checkpointing_enable()  # type: ignore[operator]
     return module
 
@@ -120,11 +120,11 @@ def checkpointed(dropout: float = 0.0) -> Trained:
 class Encoder(nn.Module):
     """``nn.TransformerEncoder`` with a causal mask and one for padding."""
 
-    def __init__(self, dropout: float, *, causal: bool = True, nested: bool = False) -> None:
+    def __init__(self, *, causal: bool = True, nested: bool = False) -> None:
         super().__init__()
         self.causal = causal
         self.embed = nn.Embedding(WORDS, WIDTH)
-        layer = nn.TransformerEncoderLayer(WIDTH, 2, 12, dropout, batch_first=True)
+        layer = nn.TransformerEncoderLayer(WIDTH, 2, 12, 0.0, batch_first=True)
         self.encoder = nn.TransformerEncoder(layer, BLOCKS, norm=nn.LayerNorm(WIDTH), enable_nested_tensor=nested)
         self.head = nn.Linear(WIDTH, 2)
 
@@ -138,25 +138,25 @@ class Encoder(nn.Module):
 class Tupled(nn.Module):
     """A block that returns what the model takes apart: the output, a bias handed on, weights that nobody uses."""
 
-    def __init__(self, dropout: float) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.linear, self.drop = nn.Linear(WIDTH, WIDTH), nn.Dropout(dropout)
+        self.linear = nn.Linear(WIDTH, WIDTH)
         self.own_bias = nn.Parameter(torch.zeros(WIDTH))
 
     def forward(self, *, hidden: Tensor, skip: Tensor, bias: Tensor | None, scale: float, kind: dict[str, Any]) -> Any:
         bias = self.own_bias if bias is None else bias + self.own_bias
-        x = hidden + self.drop(self.linear(hidden).tanh() * kind["scale"].to(kind["dtype"])) * scale + bias
+        x = hidden + self.linear(hidden).tanh() * kind["scale"].to(kind["dtype"]) * scale + bias
         return x + skip, bias, x.softmax(-1)
 
 
 class Own(nn.Module):
     """Keyword calls, tuples taken apart, an input for each block with a gradient, blocks without, checkpointing."""
 
-    def __init__(self, dropout: float, checkpoints: bool) -> None:
+    def __init__(self, checkpoints: bool) -> None:
         super().__init__()
         self.embed, self.head = nn.Embedding(WORDS, WIDTH), nn.Linear(WIDTH, 2)
         self.places = nn.ModuleList([nn.Embedding(LENGTH, WIDTH) for _ in range(BLOCKS)])
-        self.layers = nn.ModuleList([Tupled(dropout) for _ in range(BLOCKS)])
+        self.layers = nn.ModuleList([Tupled() for _ in range(BLOCKS)])
         self.scale = nn.Parameter(torch.ones(WIDTH))
         self.checkpoints = checkpoints
 
@@ -178,21 +178,21 @@ class Own(nn.Module):
         return F.cross_entropy(self.head(hidden.mean(1)), batch["labels"])
 
 
-def encoder(dropout: float = 0.0) -> Trained:
-    return Trained(Encoder(dropout), lambda net, batch: net(batch))
+def encoder() -> Trained:
+    return Trained(Encoder(), lambda net, batch: net(batch))
 
 
 def padded_encoder() -> Trained:
     """In evaluation its layers get nested tensors, without the padding."""
-    return Trained(Encoder(0.0, causal=False, nested=True), lambda net, batch: net(batch))
+    return Trained(Encoder(causal=False, nested=True), lambda net, batch: net(batch))
 
 
-def own(dropout: float = 0.0, checkpoints: bool = False) -> Trained:
-    return Trained(Own(dropout, checkpoints), lambda net, batch: net(batch))
+def own(checkpoints: bool = False) -> Trained:
+    return Trained(Own(checkpoints), lambda net, batch: net(batch))
 
 
-def own_checkpointed(dropout: float = 0.0) -> Trained:
-    return own(dropout, checkpoints=True)
+def own_checkpointed() -> Trained:
+    return own(checkpoints=True)
 
 
 Make = Callable[..., Trained]
