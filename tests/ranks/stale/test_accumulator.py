@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_hetero.stale.runtime.memory.layout import FlatLayout
+from lightning_hetero.stale.runtime.layout import FlatLayout
 from lightning_hetero.stale.runtime.serve import accumulator as pools
 from lightning_hetero.stale.runtime.serve.accumulator import GradientSum, Spares, runs
 

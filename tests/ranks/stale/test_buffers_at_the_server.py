@@ -6,8 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_hetero.stale.runtime.memory.entry import CHANGE, VALUE
-from lightning_hetero.stale.runtime.memory.layout import FlatLayout
+from lightning_hetero.stale.runtime.layout import CHANGE, VALUE, FlatLayout
 from lightning_hetero.stale.runtime.serve.pushed_buffers import PushedBuffers
 
 pytestmark = pytest.mark.ranks

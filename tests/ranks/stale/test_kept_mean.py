@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_hetero.stale.runtime.memory.layout import FlatLayout
+from lightning_hetero.stale.runtime.layout import FlatLayout
 from lightning_hetero.stale.runtime.serve.accumulator import GradientSum, Spares
 from lightning_hetero.stale.runtime.serve.kept_mean import KeptMean
 

@@ -10,9 +10,9 @@ import pytest
 from torch import Tensor
 
 from lightning_hetero.stale.decide.policy import Bsp
-from lightning_hetero.stale.runtime.processes.start import serve
 from lightning_hetero.stale.runtime.serve.agreement import Limits, LiveWorkers, Meeting
 from lightning_hetero.stale.runtime.serve.server import ParameterServer
+from lightning_hetero.stale.runtime.start import serve
 from lightning_hetero.transport.base import (
     Alive,
     Arrived,

@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_hetero.stale.runtime.memory.entry import ALIGN_BYTES, is_finite
-from lightning_hetero.stale.runtime.memory.hyper_parameters import HyperParameters
-from lightning_hetero.stale.runtime.memory.layout import FlatLayout
+from lightning_hetero.stale.runtime.hyper_parameters import HyperParameters
+from lightning_hetero.stale.runtime.layout import ALIGN_BYTES, FlatLayout, is_finite
+from tests.ranks.stale.kit import adopt
 from tests.ranks.stale.note import mlp, sgd
 
 pytestmark = pytest.mark.usefixtures("float64")
@@ -42,7 +42,7 @@ def test_every_tensor_survives_the_area_in_its_own_format() -> None:
     before = [t.clone() for t in tensors]
     layout = FlatLayout.of(named[:6], named[6:])
     area = torch.full((layout.bytes,), 255, dtype=torch.uint8)
-    layout.adopt(area, tensors)
+    adopt(layout, area, tensors)
     for view, tensor, old, (start, stop) in zip(
         layout.views(area), tensors, before, layout.ranges, strict=True
     ):
@@ -133,9 +133,3 @@ def test_a_single_bad_number_is_found_and_a_sum_that_overflows_blames_nobody(dty
 def test_what_has_no_place_is_refused_by_name(tensor: Tensor, words: str) -> None:
     with pytest.raises(ValueError, match=f"'odd'.*{words}"):
         FlatLayout.of([("odd", tensor)])
-
-
-def test_an_area_must_fit() -> None:
-    layout = FlatLayout.of([("a", torch.zeros(3))])
-    with pytest.raises(ValueError, match="uint8 of shape"):
-        layout.views(torch.zeros(layout.bytes + 1, dtype=torch.uint8))

@@ -18,8 +18,8 @@ import psutil
 import pytest
 import torch
 
-from lightning_hetero.stale.runtime.processes import fork as process
-from lightning_hetero.stale.runtime.processes.fork import fork_server
+from lightning_hetero.stale.runtime import fork as process
+from lightning_hetero.stale.runtime.fork import fork_server
 from tests import warm
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -237,7 +237,7 @@ def test_exit_hooks_and_buffered_output_stay_the_parents(tmp_path: Path) -> None
         tmp_path,
         """
 import atexit, multiprocessing.util, sys, threading, time
-from lightning_hetero.stale.runtime.processes.fork import fork_server
+from lightning_hetero.stale.runtime.fork import fork_server
 sys.stdout.write("buffered|")
 log = open("log", "w"); log.write("once|")
 atexit.register(print, "atexit")
@@ -266,7 +266,7 @@ def test_it_outlives_a_killed_parent_and_knows(tmp_path: Path) -> None:
         tmp_path,
         """
 import os, signal, time
-from lightning_hetero.stale.runtime.processes.fork import fork_server
+from lightning_hetero.stale.runtime.fork import fork_server
 def body(ready, orphaned):
     assert not orphaned()
     ready({})

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from lightning_hetero.stale.runtime.memory.layout import FlatLayout
+from lightning_hetero.stale.runtime.layout import FlatLayout
 from lightning_hetero.transport.base import Reply, Request, Say, WorkerLink
 from lightning_hetero.transport.seqlock import ParameterArea, Slot
 from tests.ranks.stale.kit import Pusher
@@ -50,8 +50,7 @@ def test_after_a_push_that_waits_in_the_pool_a_pull_brings_the_servers_buffers()
     """Else the rank's own running statistics would be validated, on this rank only."""
     norm = torch.nn.BatchNorm1d(3)
     layout = FlatLayout.of(list(norm.named_parameters()), list(norm.named_buffers()))
-    worker = Pusher(Pooled(layout), layout, list(norm.parameters()), list(norm.buffers()))
-    worker.attach()
+    worker = Pusher(Pooled(layout), layout, list(norm.parameters()), lambda: list(norm.buffers()))
     worker.pull()
     worker.claim(0, 0)
     norm(torch.randn(4, 3)).sum().backward()

@@ -209,8 +209,8 @@ def test_confused_workers_end_the_run_with_a_reason(what: str, words: list[str])
         worker = trainee.worker
         odd = trainee.rank == 1
         if what == "layout" and odd:
-            object.__setattr__(worker, "layout", copy.copy(worker.layout))
-            object.__setattr__(worker.layout, "digest", "another")
+            object.__setattr__(worker, "_layout", copy.copy(worker._layout))
+            object.__setattr__(worker._layout, "digest", "another")
         worker.begin_epoch(0, ends_of(20, 5) if what == "ends" and odd else ENDS)
         if what == "meeting":
             worker.meet(7, "ab"[trainee.rank])
@@ -276,7 +276,7 @@ def test_a_message_that_cannot_be_handled_ends_the_run_but_not_the_server() -> N
         worker = trainee.worker
         try:
             if trainee.rank == 1:
-                endless = f'{{"layout": "{worker.layout.digest}", "tick": Infinity, "applied": []}}'
+                endless = f'{{"layout": "{worker._layout.digest}", "tick": Infinity, "applied": []}}'
                 worker._call(Request(kind=Ask.EPOCH, numbers=ENDS, text=endless))
             worker.meet(0)
         except RemoteFailureError as error:

@@ -148,7 +148,7 @@ def test_shards_change_nothing(make: Any) -> None:
     for shards in (1, 3):
         setting = Setting(mlp(), make, Flexible(), 3, shards=shards)
         script = Script(setting, automatic(x, y, mse, clip=0.5), epochs, workers=3, work_s=unequal)
-        assert len(setting.server._shards) == shards
+        assert len(setting.server._shards.parts) == shards
         script.run()
         results.append(setting)
     one, other = results

@@ -10,7 +10,7 @@ import pytest
 
 from lightning_hetero.stale.fit import session as module
 from lightning_hetero.stale.fit.session import Session
-from lightning_hetero.stale.runtime.processes.fork import ServerProcess, fork_server
+from lightning_hetero.stale.runtime.fork import ServerProcess, fork_server
 
 
 class Cut:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_hetero.stale.decide.policy import Bsp, Flexible, Saps
-from lightning_hetero.stale.runtime.processes.start import serve
+from lightning_hetero.stale.runtime.start import serve
 from lightning_hetero.transport.base import RemoteFailureError, Reply, ServerLostError
 from tests.ranks.stale.kit import Script, Setting, Trainee, automatic, ends_of, threads
 from tests.ranks.stale.note import mlp, sgd

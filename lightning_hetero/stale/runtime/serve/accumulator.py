@@ -26,8 +26,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lightning_hetero.stale.runtime.memory.entry import pool_dtype
-from lightning_hetero.stale.runtime.memory.layout import FlatLayout
+from lightning_hetero.stale.runtime.layout import FlatLayout, pool_dtype
 from lightning_hetero.stale.runtime.serve.pushed_buffers import PushedBuffers
 
 BLOCK = 1 << 17

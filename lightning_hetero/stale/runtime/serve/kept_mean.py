@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from lightning_hetero.stale.decide.completion import completed
-from lightning_hetero.stale.runtime.memory.entry import pool_dtype
+from lightning_hetero.stale.runtime.layout import pool_dtype
 
 
 @dataclass(slots=True)

@@ -21,8 +21,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from lightning_hetero.stale.runtime.memory.entry import VALUE, pool_dtype
-from lightning_hetero.stale.runtime.memory.layout import FlatLayout
+from lightning_hetero.stale.runtime.layout import VALUE, FlatLayout, pool_dtype
 
 
 @dataclass(slots=True)

@@ -12,8 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lightning_hetero.stale.runtime.memory.entry import CHANGE, VALUE
-from lightning_hetero.stale.runtime.memory.layout import FlatLayout
+from lightning_hetero.stale.runtime.layout import CHANGE, VALUE, FlatLayout
 
 _WORD = torch.int64
 
