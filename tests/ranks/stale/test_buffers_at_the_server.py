@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from lightning_hetero.stale.runtime.buffers import PushedBuffers
 from lightning_hetero.stale.runtime.layout import CHANGE, VALUE, FlatLayout
-from lightning_hetero.stale.runtime.serve.pushed_buffers import PushedBuffers
 
 pytestmark = pytest.mark.ranks
 

@@ -7,8 +7,7 @@ import torch
 from torch import Tensor
 
 from lightning_hetero.stale.runtime.layout import FlatLayout
-from lightning_hetero.stale.runtime.serve.accumulator import GradientSum, Spares
-from lightning_hetero.stale.runtime.serve.kept_mean import KeptMean
+from lightning_hetero.stale.runtime.serve.accumulator import GradientSum, KeptMean, Spares
 
 LAYOUT = FlatLayout.of([("a", torch.zeros(2)), ("b", torch.zeros(1)), ("c", torch.zeros(1))])
 

@@ -48,10 +48,10 @@ def script(folder: Path, text: str) -> subprocess.CompletedProcess[str]:
 def test_it_reports_serves_and_is_reaped() -> None:
     server = fork_server(lambda r, o: until_let_go(r, o, port=7, ranks=[0, 1]), keep=[])
     assert server.details == {"port": 7, "ranks": [0, 1]}
-    assert server.alive() and server.exit_code() is None and psutil.pid_exists(server.pid)
+    assert server.exit_code() is None and psutil.pid_exists(server.pid)
     assert os.getsid(server.pid) == server.pid != os.getsid(0)
     assert server.stop(20.0) == 0
-    assert server.stop(20.0) == 0 and not server.alive() and server.exit_code() == 0
+    assert server.stop(20.0) == 0 and server.exit_code() == 0
     with pytest.raises(ChildProcessError):  # reaped
         os.waitpid(server.pid, 0)
 
@@ -153,8 +153,8 @@ def test_one_that_hangs_ends_when_its_rank_is_gone(tmp_path: Path, monkeypatch: 
     server = fork_server(hangs, keep=[], clean_up=cleaned.touch)
     with pytest.raises(psutil.TimeoutExpired):  # as long as its rank lives it may take its time
         psutil.Process(server.pid).wait(0.3)
-    server._let_go()
-    wait_for(lambda: not server.alive())
+    server.release()
+    wait_for(lambda: server.exit_code() is not None)
     assert server.exit_code() == 1 and cleaned.exists()
 
 
@@ -212,7 +212,7 @@ def test_one_that_hangs_is_forked_once_more(monkeypatch: pytest.MonkeyPatch, tmp
         until_let_go(ready, orphaned)
 
     server = fork_server(once, keep=[])
-    assert server.alive() and not psutil.pid_exists(int(tried.read_text()))
+    assert server.exit_code() is None and not psutil.pid_exists(int(tried.read_text()))
     assert server.stop(20.0) == 0
 
 
@@ -228,7 +228,7 @@ def test_a_process_that_is_not_the_parent_does_nothing() -> None:
         stranger = mp.get_context("fork").Process(target=server.stop, args=(0.0,))
         stranger.start()
     stranger.join()
-    assert stranger.exitcode == 0 and server.alive()
+    assert stranger.exitcode == 0 and server.exit_code() is None
     assert server.stop(20.0) == 0
 
 
