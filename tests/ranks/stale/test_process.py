@@ -126,18 +126,11 @@ def test_one_that_does_not_listen_is_ended() -> None:
     server = fork_server(deaf, keep=[], clean_up=lambda: cleaned.append(True))
     assert server.stop(0.05) == -signal.SIGKILL and cleaned
 
-    stopped = fork_server(until_let_go, keep=[])
-    os.kill(stopped.pid, signal.SIGSTOP)
-    assert stopped.stop(0.05) == -signal.SIGKILL
-
-
-def test_what_a_killed_one_held_is_removed_by_its_rank() -> None:
-    """Killed by the system, e.g. for its memory: nobody else knows of its shared memory."""
-    cleaned: list[bool] = []
-    server = fork_server(until_let_go, keep=[], clean_up=lambda: cleaned.append(True))
-    os.kill(server.pid, signal.SIGKILL)
-    server.ends_within(30.0)
-    assert server.stop(30.0) == -signal.SIGKILL and cleaned == [True]
+    for end in (signal.SIGSTOP, signal.SIGKILL):  # also by the system, e.g. for its memory
+        server = fork_server(until_let_go, keep=[], clean_up=lambda: cleaned.append(True))
+        os.kill(server.pid, end)
+        assert server.stop(0.05) == -signal.SIGKILL
+    assert cleaned == [True] * 3  # nobody else knows of its shared memory
 
 
 def test_one_that_hangs_ends_when_its_rank_is_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -189,16 +182,6 @@ def test_a_failure_before_it_is_ready_is_the_parents(capfd: pytest.CaptureFixtur
         fork_server(lambda ready, orphaned: None, keep=[])
     with pytest.raises(RuntimeError, match="ended with code -9 before it was ready"):
         fork_server(lambda ready, orphaned: os.kill(os.getpid(), signal.SIGKILL), keep=[])
-
-
-def test_a_failure_later_shows_its_traceback(capfd: pytest.CaptureFixture[str]) -> None:
-    def body(ready: Ready, orphaned: Orphaned) -> None:
-        until_let_go(ready, orphaned)
-        raise ValueError("the cause")
-
-    server = fork_server(body, keep=[])
-    assert server.stop(20.0) == 1
-    assert "ValueError: the cause" in capfd.readouterr().err
 
 
 def test_one_that_hangs_is_forked_once_more(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -34,14 +34,7 @@ from lightning_hetero.stale.runtime.messages import (
 from lightning_hetero.stale.runtime.work.gradient_writer import GradientWriter, Readout, lock_pages
 from lightning_hetero.stale.runtime.work.watch import ParameterPlace
 from lightning_hetero.stale.runtime.work.weights import Phase, PulledWeights
-from lightning_hetero.transport.base import (
-    Ask,
-    Reply,
-    Request,
-    Say,
-    ServerLostError,
-    WorkerLink,
-)
+from lightning_hetero.transport.base import Ask, Reply, Request, Say, ServerLostError, WorkerLink
 from lightning_hetero.transport.flags import PushFlag, ReplyFlag
 
 
