@@ -17,8 +17,9 @@ from torch.utils.data import TensorDataset
 from torch.utils.flop_counter import FlopCounterMode
 
 from lightning_hetero.demo import VOCABULARY, CausalBlock, encode, topics_text
-from lightning_hetero.pipeline.runtime.measure.layers import Example, LayerTrial, Times, layer_costs
+from lightning_hetero.pipeline.runtime.measure.layers import Observed, observe
 from lightning_hetero.pipeline.runtime.measure.memory import state_bytes, tensor_bytes, trained_bytes
+from lightning_hetero.solvers.fit import fit_affine
 from lightning_hetero.types import AffineCost, LayerCost, ModelCost
 
 OPTIMIZER = torch.optim.Adam
@@ -166,17 +167,36 @@ def _adam_bytes(parameters: Sequence[nn.Parameter]) -> float:
     return 2.0 * tensor_bytes(parameters)
 
 
-def _flops(trial: LayerTrial, samples: int) -> Times:
-    """Returns the FLOPs of forward and backward, in the place of seconds."""
+def _flops(layer: nn.Module, value: Tensor) -> tuple[float, float]:
+    """Returns the FLOPs of forward and backward."""
+    with FlopCounterMode(display=False) as forward:
+        output = layer(value)
+    with FlopCounterMode(display=False) as backward:
+        output.sum().backward()
+    return float(forward.get_total_flops()), float(backward.get_total_flops())
 
-    def job() -> Times:
-        with FlopCounterMode(display=False) as forward:
-            output = trial.forward()
-        with FlopCounterMode(display=False) as backward:
-            trial.backward(output)
-        return float(forward.get_total_flops()), float(backward.get_total_flops())
 
-    return trial.run(job)
+def _counted(layers: Sequence[nn.Module], example: Tensor) -> list[LayerCost]:
+    """Returns the layers' costs, with FLOPs in the place of seconds."""
+    sizes, flops, kept = (2, 8), [list[tuple[float, float]]() for _ in layers], list[Observed]()
+    for samples in sizes:
+        value, held, kept = example[:samples].detach().requires_grad_(example.requires_grad), [], []
+        for layer, found in zip(layers, flops, strict=True):
+            found.append(_flops(layer, value.clone()))
+            kept.append(observe(layer, value, lambda layer, value: layer(value), held))
+            value, held = kept[-1].value, kept[-1].held
+    return [
+        LayerCost(
+            name=f"layers.{i}",
+            forward=fit_affine(sizes, [forward for forward, _ in found]),
+            backward=fit_affine(sizes, [backward for _, backward in found]),
+            param_bytes=trained_bytes(layer),
+            state_bytes=state_bytes(layer, _adam_bytes),
+            activation_bytes=seen.kept_bytes / sizes[-1],
+            output_bytes=seen.output_bytes / sizes[-1],
+        )
+        for i, (layer, found, seen) in enumerate(zip(layers, flops, kept, strict=True))
+    ]
 
 
 def costs_of(model: str, sample_s: float, fixed_s: float = 0.0) -> ModelCost:
@@ -191,14 +211,7 @@ def costs_of(model: str, sample_s: float, fixed_s: float = 0.0) -> ModelCost:
     inputs = dataset(model, 8).tensors[0]
     example = net.before(inputs).detach()
     example.requires_grad_(bool(trained_bytes(net.before)))
-    names = [f"layers.{i}" for i in range(len(net.layers))]
-    layers = [*net.layers, net.head]
-    examples = {n: Example(example[:n]) for n in (2, 8)}
-    costs = layer_costs(layers, examples, _flops, names=[*names, "head"], device=torch.device("meta"))
-    counted = [
-        replace(cost, param_bytes=trained_bytes(layer), state_bytes=state_bytes(layer, _adam_bytes))
-        for layer, cost in zip(layers, costs, strict=True)
-    ]
+    counted = _counted([*net.layers, net.head], example)
     total = sum(cost.forward.per_sample_s + cost.backward.per_sample_s for cost in counted)
 
     def scaled(cost: AffineCost) -> AffineCost:

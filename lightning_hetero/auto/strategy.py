@@ -27,7 +27,7 @@ from lightning_hetero.base.setup import CHECKPOINT_KEY
 from lightning_hetero.base.strategy import HeteroStrategy
 from lightning_hetero.callbacks import ThrottleCallback
 from lightning_hetero.emulate.scenario import Scenario
-from lightning_hetero.lightning_compat.strategies import TolerantDDPStrategy, follow, hand_over
+from lightning_hetero.lightning_compat.strategies import follow, hand_over
 from lightning_hetero.measure.device import device_of, is_out_of_memory
 from lightning_hetero.pipeline.fit.plan.planning import carried_by
 from lightning_hetero.pipeline.strategy import HeteroPipelineStrategy
@@ -45,7 +45,7 @@ _CLASSES: dict[ChosenName, type[HeteroStrategy[Any]]] = {
 }
 
 
-class AutoStrategy(HeteroStrategy[EngineRun[Any]], TolerantDDPStrategy):
+class AutoStrategy(HeteroStrategy[EngineRun[Any]]):
     """Chooses the engine: the user's step is tried on all devices before training, and the planner decides.
 
     From then on ``trainer.strategy`` is the engine, an instance of its class, and nothing of this one is in the way;
@@ -110,10 +110,7 @@ class AutoStrategy(HeteroStrategy[EngineRun[Any]], TolerantDDPStrategy):
 
     def goes_on_without_a_rank(self) -> bool:
         chosen = self._chosen
-        return isinstance(chosen, TolerantDDPStrategy) and chosen.goes_on_without_a_rank()
-
-    def can_lose_ranks(self) -> bool:
-        return False  # the process group is made before there is an engine, for the fastest of them
+        return chosen is not None and chosen.goes_on_without_a_rank()
 
     def begin(self, trainer: Trainer) -> NoReturn:
         raise AssertionError("an engine begins the run")

@@ -106,7 +106,7 @@ class WarmUp:
         # By bandwidth alone: what else an exchange takes, a pipeline's messages take, too.
         slowest = min(link.bandwidth_bytes_per_s for row in cluster.links for link in row)
         wire_s = 2.0 * (ranks - 1) / ranks * setup.param_bytes() / slowest
-        short = any(most is not None and most < share for most in setup.most_samples())
+        short = any(most < share for most in setup.most_samples())
         if self.layers and (short or wire_s > _WIRE * max(c.seconds(share) for c in costs)):
             setup = replace(setup, model=_scaled(self._by_layers(whole[0]), costs[0], share))
         return setup

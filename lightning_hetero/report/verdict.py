@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from lightning_hetero.report.run import RecordedRun
+from lightning_hetero.record.run import RecordedRun
 from lightning_hetero.report.scores import Scores
 from lightning_hetero.report.spent import Outlier, StepStage, StepStages, Waiting, outliers_of
 from lightning_hetero.report.what_if import Alternatives

@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from lightning_hetero.record.run import RecordedRun, named
 from lightning_hetero.report.page.charts import (
     Bar,
     Line,
@@ -21,7 +22,6 @@ from lightning_hetero.report.page.charts import (
 from lightning_hetero.report.page.facts import RunFacts
 from lightning_hetero.report.page.views import Drawn, table
 from lightning_hetero.report.pipelines import PipelineFacts, bubble
-from lightning_hetero.report.run import RecordedRun, named
 from lightning_hetero.report.spent import Waiting
 from lightning_hetero.report.verdict import milliseconds, percent
 

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from html import escape
 from typing import TypeAlias
 
+from lightning_hetero.record.run import RecordedRun, RunChange, RunStep
 from lightning_hetero.report.page.charts import (
     Bar,
     Cell,
@@ -25,8 +26,7 @@ from lightning_hetero.report.page.charts import (
     time_lines,
 )
 from lightning_hetero.report.page.facts import RunFacts
-from lightning_hetero.report.run import RecordedRun, RunChange, RunStep
-from lightning_hetero.report.spent import least_wait_s, spent_in
+from lightning_hetero.report.spent import spent_in
 from lightning_hetero.report.verdict import (
     STRATEGIES,
     begun,
@@ -90,15 +90,13 @@ def timeline(facts: RunFacts) -> Drawn:
         return "No step was made by all ranks together.", ""
     first = min(int(0.75 * len(steps)), max(0, len(steps) - _STEPS))
     chosen = steps[first : first + _STEPS]
-    begin_s = min(t.end_s - t.wait_s - t.compute_s for t in chosen[0].turns.values())
-    least_s = least_wait_s(run)
+    begin_s = min(turn.begin_s for turn in chosen[0].turns.values())
     actual: dict[int, list[Span]] = {rank: [] for rank in facts.ranks}
     ideal, now_s = list[Span](), 0.0
-    for step in chosen:
-        spent = spent_in(run, step, least_s)
+    for step, spent in zip(chosen, spent_in(run, chosen), strict=True):
         for rank in facts.ranks:
             turn, own = step.turns[rank], spent[rank]
-            at_s = turn.end_s - turn.wait_s - turn.compute_s - begin_s
+            at_s = turn.begin_s - begin_s
             tip = f"step {step.index}, rank {rank}: {turn.samples:g} samples, {milliseconds(own.compute_s)} of work"
             for kind, seconds in (("work", own.compute_s), ("idle", own.idle_s), ("exchange", own.exchange_s)):
                 actual[rank].append(Span(start_s=at_s, end_s=at_s + seconds, kind=kind, tip=tip))

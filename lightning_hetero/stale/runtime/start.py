@@ -152,7 +152,7 @@ def start_server(
             listener.close()
 
     try:
-        process = fork_server(body, keep=listener.fileno_list(), clean_up=listener.remove)
+        process = fork_server(body, keep=listener.fileno_list())
     except BaseException:
         listener.close()
         raise

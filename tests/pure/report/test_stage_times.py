@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from lightning_hetero.record.run import RecordedRun, run_of
 from lightning_hetero.report.page.facts import RunFacts
-from lightning_hetero.report.run import RecordedRun, run_of
 from lightning_hetero.report.spent import StepStage, StepStages, outliers_of
 from lightning_hetero.report.verdict import stage_answer, stage_names
 from lightning_hetero.types import Event

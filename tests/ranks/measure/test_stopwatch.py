@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+from lightning_hetero.measure import kinds
 from lightning_hetero.measure.device import device_of
 from lightning_hetero.measure.step_clock import StepProbe, Stopwatch, when_backward_ends
 from tests.ranks.measure.kit import VirtualGpu
@@ -60,13 +62,15 @@ class Waits(Spends):
 
 
 @pytest.fixture
-def clock() -> FakeClock:
-    return FakeClock()
+def clock(monkeypatch: pytest.MonkeyPatch) -> FakeClock:
+    clock = FakeClock()
+    monkeypatch.setattr(kinds, "time", SimpleNamespace(perf_counter=clock))
+    return clock
 
 
 @pytest.fixture
 def probe(clock: FakeClock) -> StepProbe:
-    return StepProbe(CPU, waiting=[Waits], clock=clock)
+    return StepProbe(CPU, waiting=[Waits])
 
 
 def ended(probe: StepProbe) -> None:
@@ -86,7 +90,7 @@ def step(probe: StepProbe, clock: FakeClock, module: nn.Module, fetch_s: float =
 
 
 def test_stopwatch(clock: FakeClock) -> None:
-    watch = Stopwatch(CPU, clock)
+    watch = Stopwatch(CPU)
     assert watch.take() is None
     watch.pause()  # before any resume: nothing
     for seconds in (1.0, 2.0):
@@ -106,7 +110,7 @@ def test_stopwatch(clock: FakeClock) -> None:
 
 
 def test_abandoned_step_is_forgotten_and_closed_ones_are_not(clock: FakeClock) -> None:
-    watch = Stopwatch(CPU, clock)
+    watch = Stopwatch(CPU)
     watch.resume()
     clock.pass_s(1.0)
     watch.close()

@@ -17,8 +17,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from lightning_hetero.pipeline.runtime.step import torch_state as ambient
-from lightning_hetero.pipeline.runtime.step.random_streams import nothing_drawn, seed_streams
-from lightning_hetero.pipeline.runtime.step.resumable import Carrier, Done, ResumableStep, stream_seed
+from lightning_hetero.pipeline.runtime.step.random_streams import nothing_drawn, seed_streams, stream_seed
+from lightning_hetero.pipeline.runtime.step.resumable import Carrier, Done, ResumableStep
 from tests.ranks.pipeline.resumable_kit import begun, suspend, whole
 
 # ---- switches: a block held open while others run --------------------------------------------------------------

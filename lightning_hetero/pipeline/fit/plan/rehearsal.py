@@ -27,11 +27,10 @@ from lightning_hetero.pipeline.runtime.measure.around_backbone import (
     measure_whole,
 )
 from lightning_hetero.pipeline.runtime.measure.around_backbone import measure_series as series_of
-from lightning_hetero.pipeline.runtime.measure.layers import Example, profile_on_device
+from lightning_hetero.pipeline.runtime.measure.layers import profile_on_device
 from lightning_hetero.pipeline.runtime.measure.memory import OptimizerSpec, move_but, optimizer_bytes
 from lightning_hetero.pipeline.runtime.measure.snapshot import Snapshot
 from lightning_hetero.pipeline.runtime.step.backbone import Backbone
-from lightning_hetero.pipeline.runtime.step.layer_calls.route import RoutedCall
 from lightning_hetero.pipeline.runtime.step.random_streams import nothing_drawn
 from lightning_hetero.pipeline.runtime.step.undivided import Undivided
 from lightning_hetero.types import ModelCost
@@ -185,17 +184,15 @@ def _measured(
             optimizer=optimizer,
             device=device,
         )
-        again = _computed_again if checkpoint_layers else None
         model = profile_on_device(
             layers,
-            {
-                n: Example(value, RoutedCall(route, layers, again))
-                for n, (route, value) in outside.first.items()
-            },
+            outside.first,
             names=step.backbone.names,
+            device=device,
             optimizer=optimizer,
             before=outside.before,
             head=outside.head,
+            call=_computed_again if checkpoint_layers else None,
         )
     return model, outside.calls
 
