@@ -306,7 +306,7 @@ class StageRunner:
             self._failures.report(error)  # before anybody notices a closed connection
             if self._carrier is not None:
                 with suppress(Exception), streams_kept():  # the first error counts
-                    self._carrier.close_steps()
+                    self._carrier.close()
             self._local.links.abort()
             raise
 
