@@ -7,6 +7,7 @@ import signal
 from types import SimpleNamespace
 from typing import Any
 
+import psutil
 import pytest
 
 from lightning_hetero.stale.fit import session as module
@@ -35,9 +36,8 @@ def closed(process: ServerProcess) -> None:
     session.close(patience_s=0.0)
 
 
-def test_a_server_that_dies_just_now_is_cleaned_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    cleaned: list[bool] = []
-    process = fork_server(serve, keep=(), clean_up=lambda: cleaned.append(True))
+def test_a_server_that_dies_just_now_leaves_no_zombie(monkeypatch: pytest.MonkeyPatch) -> None:
+    process = fork_server(serve, keep=())
     ends_within = process.ends_within
 
     def killed_meanwhile(timeout_s: float) -> bool:
@@ -47,7 +47,7 @@ def test_a_server_that_dies_just_now_is_cleaned_up(monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr(process, "ends_within", killed_meanwhile)
     closed(process)
-    assert cleaned == [True] and process.exit_code() == -9
+    assert not psutil.pid_exists(process.pid) and process.exit_code() == -9
 
 
 def test_a_server_that_lives_is_left_to_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
