@@ -145,8 +145,6 @@ class Listener:
         Raises:
             TornSlotError: it does not hold the content numbered ``slot``.
         """
-        if rank not in self.ranks:
-            raise ValueError(f"rank={rank} has no slot here, only {sorted(self.ranks)}")
         return self._memory.slot(rank).check(slot)
 
     def publish(self, version: int, parameters: Tensor) -> None:
