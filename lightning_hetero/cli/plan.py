@@ -84,7 +84,7 @@ def _modelled(given: Mapping[str, Any]) -> tuple[Setup, list[str]]:
             notes.append(f"one layer only: {profile.undivided}")
     else:
         model = model_from_formula(given["formula"])
-        state_bytes = math.fsum(part.state_bytes for part in (model.before, *model.layers, model.head))
+        state_bytes = math.fsum(part.state_bytes for part in model.parts)
         notes.append(f"costs by formula: {len(model.layers)} layers, {bytes_text(state_bytes)} of state")
     cluster, measured = _cluster(given)
     notes += measured

@@ -31,18 +31,10 @@ from lightning_hetero.stale.runtime.messages import (
     measures_of,
     state_of,
 )
-from lightning_hetero.stale.runtime.work.gradient_writer import GradientWriter
-from lightning_hetero.stale.runtime.work.images import Readout, lock_pages
+from lightning_hetero.stale.runtime.work.gradient_writer import GradientWriter, Readout, lock_pages
 from lightning_hetero.stale.runtime.work.watch import ParameterPlace
 from lightning_hetero.stale.runtime.work.weights import Phase, PulledWeights
-from lightning_hetero.transport.base import (
-    Ask,
-    Reply,
-    Request,
-    Say,
-    ServerLostError,
-    WorkerLink,
-)
+from lightning_hetero.transport.base import Ask, Reply, Request, Say, ServerLostError, WorkerLink
 from lightning_hetero.transport.flags import PushFlag, ReplyFlag
 
 
@@ -255,16 +247,12 @@ class Worker:
         """Returns the ranks that the server takes to be alive."""
         return frozenset(self._call(Request(kind=Ask.METRICS)).numbers)
 
-    def state(self, *, pull: bool = False) -> dict[str, Any]:
+    def state(self) -> dict[str, Any]:
         """Returns the server's state: ``version``, ``optimizers``, ``coordinator``.
 
-        Args:
-            pull: put the parameters and buffers of this very version into the module, unless they are there. They come
-                with the state: while others train, the published ones may be newer each time that one looks.
+        The parameters and buffers of this very version are in the module then. They come with the state unless they
+        are there: while others train, the published ones may be newer each time that one looks.
         """
-        if not pull:
-            self._call(Request(kind=Ask.STATE))
-            return state_of(self.link.read_state())
         weights = self.weights
         weights.look_where_all_meet()
         self._call(Request(kind=Ask.STATE, numbers=(weights.version if weights.whole or weights.kept else -1,)))
