@@ -258,7 +258,7 @@ def _chain(module: nn.Module, what: str) -> list[nn.Module]:
 
 
 class _NoChainError(TypeError):
-    """Says what a forward does besides calling its children; there may be a list of blocks in the module all the same."""
+    """Says what a forward does besides calling its children; there may be a list of blocks all the same."""
 
 
 def _called_children(module: nn.Module) -> list[str]:
