@@ -6,10 +6,11 @@ import math
 import time
 from collections import deque
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor, nn
@@ -29,9 +30,6 @@ from lightning_hetero.cluster.stragglers import StragglerTest
 from lightning_hetero.measure.device import device_of
 from lightning_hetero.measure.step_clock import StepProbe, when_backward_ends
 from lightning_hetero.types import Event, SpeedSample, StepReport
-
-if TYPE_CHECKING:
-    from lightning.pytorch import LightningModule, Trainer
 
 _OFTEN = 50  # steps between two looks for stragglers under stock DDP, where nothing is logged
 _SELDOM = 5  # and at least so many where all is logged: to send something costs as much as some hooks
@@ -72,20 +70,14 @@ class StragglerMonitor(Callback, EventSource):
     """
 
     def __init__(
-        self,
-        *,
-        every_n_steps: int | None = None,
-        prog_bar: bool = True,
-        most_ranks: int = 16,
+        self, *, every_n_steps: int | None = None, prog_bar: bool = True, most_ranks: int = 16,
         batch_cost: BatchCost | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         if every_n_steps is not None and every_n_steps < 1:
             raise ValueError(f"every_n_steps={every_n_steps!r} must be at least 1")
         check_batch_cost(batch_cost)
-        self.every_n_steps = every_n_steps
-        self.prog_bar = prog_bar
-        self.most_ranks = most_ranks
-        self.batch_cost = batch_cost
+        self.every_n_steps, self.prog_bar = every_n_steps, prog_bar
+        self.most_ranks, self.batch_cost = most_ranks, batch_cost
         self._strategy: Reporting | None = None  # of the running fit, where this rank reports it
         self._due = False  # in this batch, or in the next that this rank trains on
         self._own: _OwnTiming | None = None
@@ -139,7 +131,7 @@ class StragglerMonitor(Callback, EventSource):
         self._compare_told(trainer)
         if trainer.world_size > 1 and dist.is_initialized() and (steps := own.next_steps()):
             epoch, rows = own.epoch, own.take_steps(steps).to(trainer.strategy.root_device)
-            everyone = [torch.empty_like(rows) for _ in range(trainer.world_size)]
+            everyone = list(torch.empty(trainer.world_size, *rows.shape, dtype=rows.dtype, device=rows.device))
             self._told = _Told(epoch, steps, everyone, dist.all_gather(everyone, rows, async_op=True))
 
     def _compare_told(self, trainer: Trainer) -> None:
@@ -152,14 +144,12 @@ class StragglerMonitor(Callback, EventSource):
         everyone = [rows.tolist() for rows in told.everyone]
         waited: list[float] = []
         for i, step in enumerate(told.steps):
-            records = tuple(
-                SpeedSample(rank=r, step=step, samples=1, compute_s=rows[i][1], work=rows[i][0])
-                for r, rows in enumerate(everyone)
-            )
+            known = [(r, *rows[i]) for r, rows in enumerate(everyone)]
+            records = tuple(SpeedSample(rank=r, step=step, samples=1, compute_s=s, work=work) for r, work, s in known)
             self._compare([StepReport(epoch=told.epoch, step=step, records=records, predicted_s=())])
             waited.append(waiting(records))
-        if self.prog_bar and (known := [part for part in waited if not math.isnan(part)]):
-            compat.show_on_progress_bar(trainer, "wait", f"{100.0 * math.fsum(known) / len(known):.0f}%")
+        if self.prog_bar and (parts := [part for part in waited if not math.isnan(part)]):
+            compat.show_on_progress_bar(trainer, "wait", f"{100.0 * math.fsum(parts) / len(parts):.0f}%")
 
     def _compare(self, reports: Sequence[StepReport]) -> None:
         """Names ranks that have become slow."""
@@ -196,9 +186,8 @@ class StragglerMonitor(Callback, EventSource):
             self._own.fit_rows += rows
             means = _means(rows)
             self._show_on_bar(trainer, means, waiting(means))
-            values = self._values(means, [])
             # Lightning's own step of the epoch's values: the last batch's.
-            self._show(trainer, values, step=compat.logging_step(trainer) - 1)
+            self._show(trainer, self._values(means, []), step=compat.logging_step(trainer) - 1)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self._own is not None:
@@ -231,10 +220,9 @@ class StragglerMonitor(Callback, EventSource):
         return bool(values)
 
     def _values(self, records: Sequence[SpeedSample], predicted_s: Sequence[float]) -> dict[str, float]:
-        compute_s = [r.compute_s for r in records]
         columns = {
             "share": [float(r.samples) for r in records],
-            "compute_s": compute_s,
+            "compute_s": [r.compute_s for r in records],
             "wait_s": [r.wait_s for r in records],
             "predicted_s": list(predicted_s),
             "score": straggler_scores(records),
@@ -242,19 +230,15 @@ class StragglerMonitor(Callback, EventSource):
         }
         values: dict[str, float] = {}
         for name, column in columns.items():
-            known = [v for v in column if not math.isnan(v)]
-            if not known:
-                continue
-            if len(column) <= self.most_ranks:
-                values |= {f"hetero/{name}/rank{r}": v for r, v in enumerate(column)}
-            values |= {f"hetero/{name}/max": max(known), f"hetero/{name}/min": min(known)}
-        unevenness = imbalance(compute_s)
+            if known := [v for v in column if not math.isnan(v)]:
+                ranks = column if len(column) <= self.most_ranks else ()
+                values |= {f"hetero/{name}/rank{r}": v for r, v in enumerate(ranks)}
+                values |= {f"hetero/{name}/max": max(known), f"hetero/{name}/min": min(known)}
+        unevenness = imbalance(columns["compute_s"])
         return values if math.isnan(unevenness) else {**values, "hetero/imbalance": unevenness}
 
     def _show(self, trainer: Trainer, values: dict[str, float], *, step: int) -> None:
-        if not (values and trainer.is_global_zero):
-            return
-        for logger in trainer.loggers:
+        for logger in trainer.loggers if values and trainer.is_global_zero else ():
             logger.log_metrics(dict(values), step=step)
 
     def _show_on_bar(self, trainer: Trainer, records: Sequence[SpeedSample], waited: float) -> None:
@@ -277,16 +261,10 @@ def _means(rows: Tensor) -> list[SpeedSample]:
     """Returns a step of each rank, from its sums, see `_OwnTiming.take_sums`; nothing without steps."""
     if not (rows[:, 0] > 0).all():
         return []
+    means = (rows / rows[:, :1]).tolist()
     return [
-        SpeedSample(
-            rank=r,
-            step=0,
-            samples=round(samples / steps),
-            compute_s=compute_s / steps,
-            wait_s=wait_s / steps,
-            work=work / steps,
-        )
-        for r, (steps, samples, work, compute_s, wait_s) in enumerate(rows[:, :5].tolist())
+        SpeedSample(rank=r, step=0, samples=round(samples), compute_s=compute_s, wait_s=wait_s, work=work)
+        for r, (_, samples, work, compute_s, wait_s, _) in enumerate(means)
     ]
 
 

@@ -16,9 +16,10 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from lightning.pytorch import LightningModule, Trainer
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -39,9 +40,6 @@ from lightning_hetero.data.micro_batches import join_outputs
 from lightning_hetero.lightning_compat.patches import patched
 from lightning_hetero.measure.device import HostDevice, is_out_of_memory
 from lightning_hetero.shares.caps import MemoryCap
-
-if TYPE_CHECKING:
-    from lightning.pytorch import LightningModule, Trainer
 
 
 class Recovery:

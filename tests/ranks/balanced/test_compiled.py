@@ -62,7 +62,7 @@ class Steps(Callback):
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
         self.before = self.backend.count
         self.samples.append(len(batch[0]))
-        policy = trainer.strategy.policy_in_use
+        policy = trainer.strategy._run.policy
         self.bounds = policy.limits.quantum, min(policy.limits.lower)
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:

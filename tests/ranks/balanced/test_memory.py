@@ -5,13 +5,11 @@ from __future__ import annotations
 import warnings
 from collections.abc import Mapping
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
 import torchmetrics
 from lightning.pytorch.callbacks import Callback
-from lightning.pytorch.strategies import Strategy
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import BatchSampler, DataLoader, SequentialSampler
@@ -267,26 +265,6 @@ def test_batches_that_are_not_divided_are_cut_where_they_do_not_fit(where: str) 
     assert [failures for _, failures, _ in short] == [0, 1] and len(short[1][2]) == 1
 
 
-def together_job(rank: int, world: int) -> tuple[Weights, list[int], int, tuple[float, ...]]:
-    module = Toy()
-    wall = Wall(module, "forward", {0: 4, 1: 2}[rank])
-    strategy = balanced(policy=None)
-    _, samples, _ = fitted(rank, world, module, strategy)
-    report = strategy.step_report()
-    assert report is not None
-    return weights(module), samples, wall.failures, tuple(record.compute_s for record in report.records)
-
-
-def test_ranks_that_together_hold_too_little_go_on_in_pieces_and_are_balanced() -> None:
-    outcomes = run_ranks(2, together_job)
-    expected = Toy()
-    single(expected, regression(SAMPLES), BATCH, max_epochs=EPOCHS)
-    for trained, samples, failures, compute_s in outcomes:
-        assert trained.distance(weights(expected)) <= EXACT
-        assert failures <= 4 and len(samples) == 18
-        assert all(s > 0 for s in compute_s), "what is there to stay is measured"
-
-
 PLANNED: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
     "accumulation, clipping": (Toy, {}, {"accumulate_grad_batches": 3, "gradient_clip_val": 0.05}),
     "parameters in turns": (TwoHeads, {"find_unused_parameters": True}, {}),
@@ -396,14 +374,6 @@ def test_what_a_failed_try_has_drawn_and_counted_is_put_back() -> None:
     assert drawn[1][1] == drawn[0][1], "the first piece draws what the failed try has drawn"
     assert len({value for _, value, _ in drawn}) == len(drawn) - 1, "pieces draw numbers of their own"
     assert counted == 8, "a piece is a batch to BatchNorm"
-
-
-def test_a_size_that_has_fitted_before_is_not_watched_and_a_failed_try_leaves_its_traces() -> None:
-    """Keeping what every step may change costs time in every step: docs/reference/balanced.md says what stays."""
-    drawn, counted = run_ranks(2, noisy_job, None, 2)[0]
-    assert [(batch, size) for batch, _, size in drawn] == [(0, 8), (1, 8), (2, 8), (2, 4), (2, 4), (3, 4), (3, 4)]
-    assert drawn[3][1] != drawn[2][1], "random numbers go on"
-    assert counted == 2 + 1 + 2 + 2, "BatchNorm has counted the failed try, too"
 
 
 # ---- in mixed precision ---------------------------------------------------------------------------------------
@@ -539,27 +509,3 @@ def test_what_smaller_pieces_do_not_cure_is_raised_with_the_cause_and_the_reason
             cause, _, why = told[name].partition("\n")
             assert cause.startswith("no room for"), name
             assert reason in (why or cause), name
-
-
-def lone_job(rank: int, world: int) -> None:
-    module = Toy()
-    Wall(module, "forward", 0 if rank == 1 else None)
-    fitted(rank, world, module, balanced())
-
-
-def test_a_rank_that_cannot_go_on_ends_the_job() -> None:
-    with pytest.raises(torch.OutOfMemoryError, match="1 sample cannot be divided any further"):
-        run_ranks(2, lone_job)
-
-
-def wrapped_job(rank: int, world: int) -> int:
-    """As Lightning's own tests do: a double of `Strategy.backward` that calls the strategy's."""
-    module, strategy = Toy(), balanced(policy=None)
-    trainer = rank_trainer(rank, world, strategy, max_steps=3)
-    with mock.patch.object(Strategy, "backward", wraps=trainer.strategy.backward) as backward:
-        trainer.fit(module, DataLoader(regression(SAMPLES), batch_size=BATCH // world))
-    return backward.call_count
-
-
-def test_who_wraps_the_strategys_backward_calls_it_once_per_step() -> None:
-    assert run_ranks(2, wrapped_job) == [3, 3]

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import LightningDataModule
 from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 from lightning.pytorch.strategies import DDPStrategy
 from torch.utils.data import DataLoader, WeightedRandomSampler
@@ -147,51 +146,7 @@ def test_a_checkpoint_is_stock_ddps_plus_one_key_of_plain_types(
         assert fit_loop["state_dict"] == stock["loops"]["fit_loop"]["state_dict"]  # no loader state of ours
 
 
-def one_rank_job(rank: int, world: int, ckpt: str) -> Result:
-    return fit(rank, world, balanced(), loader(BATCH // 4), ckpt=ckpt)
-
-
-def test_the_strategy_on_one_device_continues_mid_epoch(
-    saved: dict[int, Path], expected: dict[int, Result]
-) -> None:
-    ranks = run_ranks(1, one_rank_job, str(saved[4] / "plain/batch-1-2.ckpt"))
-    check(ranks, expected[1], 9, "4 -> 1")
-
-
 # ---- samplers, data modules, refusals ----------------------------------------------------------------------
-
-
-class Module(LightningDataModule):
-    """Counts its epochs in the checkpoint, as users' data modules do."""
-
-    def __init__(self, batch_size: int, folder: str) -> None:
-        super().__init__()
-        self.batch_size, self.folder, self.loaded = batch_size, folder, -1
-
-    def train_dataloader(self) -> DataLoader:
-        return loader(self.batch_size)
-
-    def state_dict(self) -> dict[str, Any]:
-        assert self.trainer is not None
-        return {"epoch": self.trainer.current_epoch}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self.loaded = state_dict["epoch"]
-
-
-def data_module_job(rank: int, world: int, folder: str) -> tuple[Result, int]:
-    per_device = BATCH // world
-    fit(rank, world, balanced(), Module(per_device, folder), callbacks=[Saver(folder, [(1, 2)])])
-    again = Module(per_device, folder)
-    done = fit(rank, world, balanced(policy=Other()), again, ckpt=f"{folder}/batch-1-2.ckpt")
-    return done, again.loaded
-
-
-@pytest.mark.stock_ddp("data: data modules with a state", "balanced")
-def test_a_data_module_resumes_with_its_own_state(tmp_path: Path, expected: dict[int, Result]) -> None:
-    ranks = run_ranks(2, data_module_job, str(tmp_path))
-    check([r[0] for r in ranks], expected[1], 9, "data module")
-    assert [r[1] for r in ranks] == [1, 1]
 
 
 def weighted(seed: int | None) -> DataLoader:
