@@ -103,10 +103,7 @@ class LoadBalancedStrategy(HeteroStrategy[BalancedRun]):
     ) -> None:
         super().__init__(accelerator=accelerator, **ddp)
         check_counts(exchange_every=exchange_every)
-        if quantum != "auto":
-            if isinstance(quantum, str):
-                raise ValueError(f"quantum={quantum!r} must be a whole number >= 1, or 'auto'")
-            check_counts(quantum=quantum)
+        check_counts(quantum=None if quantum == "auto" else quantum)
         check_batch_cost(batch_cost)
         check_sample_costs(sample_costs)
         check_choice("stream", stream, (None, "infinite", "shared"))
@@ -145,10 +142,9 @@ class LoadBalancedStrategy(HeteroStrategy[BalancedRun]):
     # ---- one step ---------------------------------------------------------------------------------------------
 
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
-        run = self._run
+        run, move = self._run, super().batch_to_device
         if run is None or not run.trainer.training:
-            return super().batch_to_device(batch, device, dataloader_idx)
-        move = super().batch_to_device
+            return move(batch, device, dataloader_idx)
         return run.transfer(batch, lambda host: move(host, device, dataloader_idx))
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:

@@ -6,7 +6,7 @@ import math
 import time
 from collections import deque
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -83,7 +83,8 @@ class StragglerMonitor(Callback, EventSource):
         self._own: _OwnTiming | None = None
         self._test = StragglerTest(0)
         self._named: set[int] = set()  # ranks that a line has told of
-        self._told: _Told | None = None
+        # Steps that the ranks have told one another of: epoch, numbers, and [work, seconds] once the work is done.
+        self._told: tuple[int, range, list[Tensor], Any] | None = None
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         strategy, self._due = reporting_of(trainer), False
@@ -108,7 +109,9 @@ class StragglerMonitor(Callback, EventSource):
 
     def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self._own is not None:
-            self._own.backward_returned(more=not pl_module.automatic_optimization)
+            self._own.probe.exchanged()
+            if not pl_module.automatic_optimization:
+                self._own.probe.resume()
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -131,22 +134,23 @@ class StragglerMonitor(Callback, EventSource):
         self._compare_told(trainer)
         if trainer.world_size > 1 and dist.is_initialized() and (steps := own.next_steps()):
             epoch, rows = own.epoch, own.take_steps(steps).to(trainer.strategy.root_device)
-            everyone = list(torch.empty(trainer.world_size, *rows.shape, dtype=rows.dtype, device=rows.device))
-            self._told = _Told(epoch, steps, everyone, dist.all_gather(everyone, rows, async_op=True))
+            everyone = [torch.empty_like(rows) for _ in range(trainer.world_size)]
+            self._told = epoch, steps, everyone, dist.all_gather(everyone, rows, async_op=True)
 
     def _compare_told(self, trainer: Trainer) -> None:
         told, self._told = self._told, None
         if told is None:
             return
-        told.work.wait()
+        epoch, steps, everyone, gathering = told
+        gathering.wait()
         if not trainer.is_global_zero:
             return
-        everyone = [rows.tolist() for rows in told.everyone]
         waited: list[float] = []
-        for i, step in enumerate(told.steps):
-            known = [(r, *rows[i]) for r, rows in enumerate(everyone)]
-            records = tuple(SpeedSample(rank=r, step=step, samples=1, compute_s=s, work=work) for r, work, s in known)
-            self._compare([StepReport(epoch=told.epoch, step=step, records=records, predicted_s=())])
+        for step, ranks in zip(steps, torch.stack(everyone, 1).tolist(), strict=True):
+            records = tuple(
+                SpeedSample(rank=r, step=step, samples=1, compute_s=s, work=work) for r, (work, s) in enumerate(ranks)
+            )
+            self._compare([StepReport(epoch=epoch, step=step, records=records, predicted_s=())])
             waited.append(waiting(records))
         if self.prog_bar and (parts := [part for part in waited if not math.isnan(part)]):
             compat.show_on_progress_bar(trainer, "wait", f"{100.0 * math.fsum(parts) / len(parts):.0f}%")
@@ -177,9 +181,8 @@ class StragglerMonitor(Callback, EventSource):
         self._compare_own(trainer, self._own)
         self._compare_told(trainer)
         sums = self._own.take_sums().to(trainer.strategy.root_device)
-        everyone = [sums]
+        everyone = [torch.empty_like(sums) for _ in range(trainer.world_size)] if trainer.world_size > 1 else [sums]
         if trainer.world_size > 1:
-            everyone = [torch.empty_like(sums) for _ in range(trainer.world_size)]
             dist.all_gather(everyone, sums)
         rows = torch.stack(everyone).cpu()
         if (rows[:, 0] > 0).all():
@@ -248,15 +251,6 @@ class StragglerMonitor(Callback, EventSource):
         compat.show_on_progress_bar(trainer, "wait", f"{100.0 * waited:.0f}%")
 
 
-class _Told(NamedTuple):
-    """Steps that the ranks have told one another of, and what is told, once the work is done: [work, seconds]."""
-
-    epoch: int
-    steps: range
-    everyone: list[Tensor]
-    work: Any
-
-
 def _means(rows: Tensor) -> list[SpeedSample]:
     """Returns a step of each rank, from its sums, see `_OwnTiming.take_sums`; nothing without steps."""
     if not (rows[:, 0] > 0).all():
@@ -316,11 +310,6 @@ class _OwnTiming:
         self._from = steps.stop
         rows = [self._steps.pop(step, (0.0, 0.0)) for step in steps]
         return torch.tensor(rows, dtype=torch.float64)
-
-    def backward_returned(self, *, more: bool) -> None:
-        self.probe.exchanged()
-        if more:
-            self.probe.resume()
 
     def close(self) -> None:
         self.probe.close()

@@ -155,7 +155,6 @@ class ShareController:
 
     Attributes:
         report: the latest exchanged step that was evaluated, the same on every rank.
-        decision: what that step led to.
         news: decisions that changed something, or have something to tell; until they are taken.
         reports: as `report`, the latest of them; until they are taken.
     """
@@ -163,13 +162,10 @@ class ShareController:
     def __init__(
         self, policy: BalancePolicy, *, rank: int, world_size: int, lag: int = 0, exchange: ExchangeClock | None = None
     ) -> None:
-        self.policy = policy
-        self.rank = rank
-        self.world_size = world_size
+        self.policy, self.rank, self.world_size = policy, rank, world_size
         self.lag = policy.lag = lag
         self.exchange = exchange or ExchangeClock()
         self.report: StepReport | None = None
-        self.decision: ShareDecision | None = None
         self.news: deque[ShareDecision] = deque(maxlen=_MOST_NEWS)
         self.reports: deque[StepReport] = deque(maxlen=_MOST_NEWS)
         self._pending: deque[tuple[Tag, Callable[[], Sequence[Sequence[float]]]]] = deque()
@@ -245,9 +241,9 @@ class ShareController:
                 self.policy.take_incomplete(records)
             return
         predicted = tuple(self.policy.predict_s(self.policy.work_in_samples(records)))
-        self.decision = self.policy.take(records, batches=int(rows.batches[0]))
-        if self.decision.changed or self.decision.outcome or self.decision.data:
-            self.news.append(self.decision)
+        decision = self.policy.take(records, batches=int(rows.batches[0]))
+        if decision.changed or decision.outcome or decision.data:
+            self.news.append(decision)
         self.report = StepReport(epoch=tag[0], step=tag[1], records=records, predicted_s=predicted)
         self.reports.append(self.report)
 

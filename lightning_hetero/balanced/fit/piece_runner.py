@@ -155,12 +155,8 @@ class PieceRunner:
 
     def save(self) -> Callable[[], None]:
         """Returns what puts back what a forward pass changes: buffers, random states, metrics and logged values."""
-        saved = [
-            save_buffers(self._module),
-            save_random_states(self._device),
-            compat.save_metrics(self._module),
-            compat.save_logs(self._trainer),
-        ]
+        logged = compat.save_metrics(self._module), compat.save_logs(self._trainer)
+        saved = save_buffers(self._module), save_random_states(self._device), *logged
 
         def put_back() -> None:
             for one in saved:

@@ -130,13 +130,6 @@ class OwnBackward(Toy):
         (3 * loss).backward()
 
 
-class KeepsZeros(Toy):
-    """Gradients that are zeroed instead of dropped."""
-
-    def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Any) -> None:
-        optimizer.zero_grad(set_to_none=False)
-
-
 class Checkpointed(Toy):
     def loss(self, batch: Any) -> Tensor:
         x, y = batch
@@ -150,41 +143,26 @@ class Cublas(Toy):
         return RuntimeError(f"CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`: {text}")
 
 
-class Driver(Toy):
-    def lack(self, text: str) -> Exception:
-        return getattr(torch, "AcceleratorError", RuntimeError)(f"CUDA error: out of memory: {text}")
-
-
 CASES: dict[str, tuple[Any, str, Limits, dict[str, Any], dict[str, Any]]] = {
     "forward, all ranks": (Toy, "forward", {0: 3, 1: 4}, {}, {}),
-    "forward, one sample at a time": (Toy, "forward", {1: 1}, {}, {}),
     "forward, accumulation, clipping": (
         Toy, "forward", {1: 4}, {}, {"accumulate_grad_batches": 3, "gradient_clip_val": 0.05}),
     "forward, accumulation, views of buckets": (
         Toy, "forward", {1: 4}, {"gradient_as_bucket_view": True, "bucket_cap_mb": 0.0002},
         {"accumulate_grad_batches": 3}),
     "forward, parameters in turns": (TwoHeads, "forward", {1: 4}, {"find_unused_parameters": True}, {}),
-    "forward, static graph": (Toy, "forward", {1: 4}, {"static_graph": True}, {}),
     "forward, sum": (SumLoss, "forward", {1: 4}, {"loss_reduction": "sum"}, {}),
-    "forward, tokens": (Tokens, "forward", {1: 4}, {"batch_weight": tokens_of}, {}),
-    "forward, hook on a parameter": (Hooked, "forward", {1: 4}, {}, {}),
     "forward, dict": (Dict, "forward", {1: 4}, {}, {}),
     "forward, for cuBLAS": (Cublas, "forward", {1: 4}, {}, {}),
     "forward, checkpointed activations": (Checkpointed, "forward", {1: 4}, {}, {}),
-    "forward, of the user's own": (OwnBackward, "forward", {1: 4}, {}, {}),
-    "backward, of the driver": (Driver, "backward", {1: 4}, {}, {}),
     "backward": (Toy, "backward", {1: 4}, {}, {}),
     "backward, all ranks, small buckets": (Toy, "backward", {0: 3, 1: 4}, {"bucket_cap_mb": 0.0002}, {}),
     "backward, accumulation, clipping": (
         Toy, "backward", {1: 4}, {}, {"accumulate_grad_batches": 3, "gradient_clip_val": 0.05}),
-    "backward, parameters in turns": (TwoHeads, "backward", {1: 4}, {"find_unused_parameters": True}, {}),
     "backward, gradients as views of buckets": (
         Toy, "backward", {1: 4}, {"gradient_as_bucket_view": True}, {"accumulate_grad_batches": 3}),
-    "backward, gradients zeroed": (
-        KeepsZeros, "backward", {1: 4}, {"gradient_as_bucket_view": True, "bucket_cap_mb": 0.0002}, {}),
     "backward, parameters used twice": (Twice, "backward", {1: 4}, {}, {}),
     "backward, tokens": (Tokens, "backward", {1: 4}, {"batch_weight": tokens_of}, {}),
-    "backward, sum": (SumLoss, "backward", {1: 4}, {"loss_reduction": "sum"}, {}),
     "backward, hook on a parameter": (Hooked, "backward", {1: 4}, {}, {}),
     "backward, of the user's own": (OwnBackward, "backward", {1: 4}, {}, {}),
 }  # fmt: skip
@@ -481,12 +459,9 @@ INCURABLE: dict[str, tuple[Any, str, int, dict[str, Any], str]] = {
     "talks in pieces": (TalksLater, "forward", 4, {}, "once per piece on this rank and once on the others"),
     "no way to cut": (Whole, "forward", 4, {}, "it is not known which dimension is that of the samples"),
     "one sample, backward": (Toy, "backward", 0, {}, "1 sample cannot be divided any further"),
-    "talks in pieces, backward": (Talks, "backward", 4, {}, "once per piece on this rank and once on the others"),
     "static graph, first backward": (Toy, "backward", 4, {"static_graph": True}, "learns from the first backward pass"),
     "reentrant checkpoints": (Reentrant, "forward", 4, {}, "use_reentrant=False"),
-    "reentrant checkpoints, backward": (Reentrant, "backward", 4, {}, "use_reentrant=False"),
     "in a collective, backward": (Nccl, "backward", 4, {}, "in a collective, which this rank cannot begin again"),
-    "in a collective": (Nccl, "forward", 4, {}, "in a collective, which this rank cannot begin again"),
     "manual optimization": (Manual, "forward", 4, {}, "no room for 8 rows"),
 }
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch import LightningDataModule
 from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 from lightning.pytorch.strategies import DDPStrategy
 from torch.utils.data import DataLoader, WeightedRandomSampler
@@ -147,6 +148,39 @@ def test_a_checkpoint_is_stock_ddps_plus_one_key_of_plain_types(
 
 
 # ---- samplers, data modules, refusals ----------------------------------------------------------------------
+
+
+class Module(LightningDataModule):
+    """Counts its epochs in the checkpoint, as users' data modules do."""
+
+    def __init__(self, batch_size: int, folder: str) -> None:
+        super().__init__()
+        self.batch_size, self.folder, self.loaded = batch_size, folder, -1
+
+    def train_dataloader(self) -> DataLoader:
+        return loader(self.batch_size)
+
+    def state_dict(self) -> dict[str, Any]:
+        assert self.trainer is not None
+        return {"epoch": self.trainer.current_epoch}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.loaded = state_dict["epoch"]
+
+
+def data_module_job(rank: int, world: int, folder: str) -> tuple[Result, int]:
+    per_device = BATCH // world
+    fit(rank, world, balanced(), Module(per_device, folder), callbacks=[Saver(folder, [(1, 2)])])
+    again = Module(per_device, folder)
+    done = fit(rank, world, balanced(policy=Other()), again, ckpt=f"{folder}/batch-1-2.ckpt")
+    return done, again.loaded
+
+
+@pytest.mark.stock_ddp("data: data modules with a state", "balanced")
+def test_a_data_module_resumes_with_its_own_state(tmp_path: Path, expected: dict[int, Result]) -> None:
+    ranks = run_ranks(2, data_module_job, str(tmp_path))
+    check([r[0] for r in ranks], expected[1], 9, "data module")
+    assert [r[1] for r in ranks] == [1, 1]
 
 
 def weighted(seed: int | None) -> DataLoader:

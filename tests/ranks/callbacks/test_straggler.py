@@ -7,10 +7,8 @@ import re
 from collections.abc import Sequence
 from types import MappingProxyType
 from typing import Any
-from unittest import mock
 
 import pytest
-import torch.distributed as dist
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.strategies import DDPStrategy
@@ -269,26 +267,6 @@ def named_job(rank: int, world: int) -> list[tuple[list[str], list[tuple[int | N
         run(DDPStrategy(process_group_backend="gloo"), batch_cost=tokens),
         run(DDPStrategy(process_group_backend="gloo")),
     ]
-
-
-def asynchronous_job(rank: int, world: int) -> list[bool]:
-    gather, found = dist.all_gather, []
-
-    def noted(tensors: Any, tensor: Any, *args: Any, async_op: bool = False, **kwargs: Any) -> Any:
-        found.append(async_op)
-        return gather(tensors, tensor, *args, async_op=async_op, **kwargs)
-
-    with mock.patch.object(dist, "all_gather", noted):
-        strategy = DDPStrategy(process_group_backend="gloo")
-        fit(rank, world, strategy, StragglerMonitor(every_n_steps=1), max_epochs=1, data={"samples": 30 * BATCH})
-    return found
-
-
-def test_with_stock_ddp_no_step_waits_for_what_ranks_tell_of_theirs() -> None:
-    """Waiting for it took a seventh of steps of 20 ms where every step is logged."""
-    for found in run_ranks(2, asynchronous_job):
-        steps, of_the_epoch = [a for a in found if a], [a for a in found if not a]
-        assert 1 <= len(steps) <= 30 / 5 + 1 and len(of_the_epoch) <= 1
 
 
 @pytest.fixture(scope="module")
