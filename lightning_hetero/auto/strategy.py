@@ -29,7 +29,7 @@ from lightning_hetero.callbacks import ThrottleCallback
 from lightning_hetero.emulate.scenario import Scenario
 from lightning_hetero.lightning_compat.strategies import follow, hand_over
 from lightning_hetero.measure.device import device_of, is_out_of_memory
-from lightning_hetero.pipeline.fit.plan.planning import carried_by
+from lightning_hetero.pipeline.fit.planning import carried_by
 from lightning_hetero.pipeline.strategy import HeteroPipelineStrategy
 from lightning_hetero.plan.setup import Setup
 from lightning_hetero.stale.strategy import BoundedStalenessStrategy

@@ -23,7 +23,7 @@ from lightning_hetero.cli.loading import load_data, load_module, profile_module
 from lightning_hetero.cli.ranks import probe_machine
 from lightning_hetero.cli.summary import format_table
 from lightning_hetero.cluster.units import as_number, bytes_text, describe_cluster
-from lightning_hetero.pipeline.fit.plan.planning import read_cluster
+from lightning_hetero.pipeline.fit.planning import read_cluster
 from lightning_hetero.plan.estimate import Estimate
 from lightning_hetero.plan.formula import model_from_formula
 from lightning_hetero.plan.planner import Plan, check_engines, plan

@@ -1,6 +1,6 @@
 """`HeteroPipelineStrategy`: pipelines of unequal stages, unequal data across them, an unchanged module (layer L).
 
-    set-up:   measure or read -> plan -> every rank keeps its layers     [fit/plan, fit/place]
+    set-up:   measure or read -> plan -> every rank keeps its layers     [fit/planning, fit/place]
     a batch:  training_step on each group's leader, suspended at the backbone; layers on all ranks
               [fit/training -> runtime/execute], gradients across groups [runtime/ownership]
     anywhere: whole-model checkpoints with stock keys, streamed          [fit/checkpoints]
@@ -32,17 +32,14 @@ from lightning_hetero.pipeline.decide.costs import model_from_plain
 from lightning_hetero.pipeline.decide.plans import describe_plan
 from lightning_hetero.pipeline.fit.checkpoints import WholeCheckpointsDDP
 from lightning_hetero.pipeline.fit.leader_step import acting_rank
-from lightning_hetero.pipeline.fit.plan.planning import (
+from lightning_hetero.pipeline.fit.planning import (
     CannotDivideError,
-    PipelineSettings,
     PlanResult,
-    PlanSettings,
     carried_by,
     evaluation_plan,
     make_plan,
     read_cluster,
 )
-from lightning_hetero.pipeline.fit.plan.rehearsal import Rehearsal
 from lightning_hetero.pipeline.fit.refusals import (
     REFUSALS,
     layers_alike,
@@ -51,8 +48,10 @@ from lightning_hetero.pipeline.fit.refusals import (
     refuse_optimizers,
     warn_undivided,
 )
+from lightning_hetero.pipeline.fit.rehearsal import Rehearsal
 from lightning_hetero.pipeline.fit.run import PipelineRun
 from lightning_hetero.pipeline.fit.training import TrainBatches
+from lightning_hetero.pipeline.fit.wires import PipelineSettings, PlanSettings
 from lightning_hetero.pipeline.runtime.step.backbone import Backbone
 from lightning_hetero.pipeline.runtime.step.undivided import Undivided, find_layers, undivided
 from lightning_hetero.solvers.plans import plan_from_plain

@@ -155,17 +155,16 @@ class EvaluationBatches:
         self._turn += 1
         if self.leads:
             return self._lead(call)
-        request: _Request | None = None
+        told: dict[Path, Any] = {}
         if call is not None:
-            told = numbers_of if self._begun else values_of
-            own = {path: value_at(self._module, path) for path in self._exchanged}
-            request = (*call, {**told(self._module, compat.module_attributes()), **own})
+            values = (numbers_of if self._begun else values_of)(self._module, compat.module_attributes())
+            told = {**values, **{path: value_at(self._module, path) for path in self._exchanged}}
             self._begun = True
-        self._send(self._leader, request, "the batch of an evaluation")
+        self._send(self._leader, call and (*call, told), "the batch of an evaluation")
         if self._runner is not None:
             self._runner.serve_evaluation(-self._turn)
         answer: _Answer = self._receive(self._leader)
-        self._take(answer.changes, () if request is None else request[-1])
+        self._take(answer.changes, told)
         return answer
 
     def _take(self, changes: Sequence[Change], told: Collection[Path]) -> None:
@@ -196,13 +195,11 @@ class EvaluationBatches:
 
         def bodies() -> Iterator[tuple[int, Callable[[], Any]]]:
             for rank in self._party:
-                asked: _Request | None = None if call is None else (*call, {})
-                if rank != self._leader:
-                    asked = self._receive(rank)
+                asked: _Request | None = call and (*call, {})
+                if rank != self._leader and (asked := self._receive(rank)) is not None:
+                    self._shadows[rank].take(asked[-1])
                 if asked is None:
                     continue
-                if rank != self._leader:
-                    self._shadows[rank].take(asked[-1])
                 if call is None and asked[0] != "predict_step":
                     raise RuntimeError(
                         f"rank {rank} has more batches for {asked[0]} than rank {self._leader}: all ranks need as many."
@@ -237,10 +234,8 @@ class EvaluationBatches:
     def _body(
         self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], *, rank: int
     ) -> Callable[[], Any]:
-        own = rank == self._leader
-
         def body() -> Any:
-            logged_for = None if own or not args else args[0]
+            logged_for = None if rank == self._leader or not args else args[0]
             with acting_as(rank, name), self._logs.collecting(None, logged_for):
                 return getattr(self._module, name)(*args, **kwargs)
 

@@ -62,7 +62,7 @@ class GradientsAside:
 
     def sum(self) -> None:
         """Ends the sums over the groups; all ranks agree whether a gradient scaler skips the step."""
-        self._place.finish_sums()
+        self._place.emulation.sums(self._place.held.sync)()
         if self.scale is not None:
             self._skips = self._place.held.sync.agree_nonfinite()
 

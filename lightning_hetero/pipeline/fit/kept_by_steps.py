@@ -76,20 +76,6 @@ class KeptBySteps:
         """What the module has now, no step of the epoch has left there."""
         self._attributes.note()
 
-    def returned(self, output: Any) -> Any:
-        """Returns what the step of a micro-batch has returned.
-
-        Raises:
-            RuntimeError: nothing.
-        """
-        if output is None:
-            raise RuntimeError(
-                f"training_step returned None on rank {self._rank}: to skip a batch so is not supported in a pipeline"
-                " (nor by stock DDP), because the other ranks would wait for its gradients. Return a loss that is zero,"
-                " e.g. 0.0 * output.sum(), or leave such samples out of the dataset"
-            )
-        return output
-
     # ---- lists -----------------------------------------------------------------------------------------------------
 
     def share_out(self, group: EvaluationBatches) -> None:

@@ -28,7 +28,7 @@ from lightning_hetero.pipeline.decide.plans import parts_of, unit_costs
 from lightning_hetero.pipeline.decide.schedule import PipelineTimes
 from lightning_hetero.pipeline.fit.evaluation import EvaluationBatches
 from lightning_hetero.pipeline.fit.logs import StepLogs
-from lightning_hetero.pipeline.fit.plan.planning import PlanResult
+from lightning_hetero.pipeline.fit.planning import PlanResult
 from lightning_hetero.pipeline.fit.refusals import refuse_kept
 from lightning_hetero.pipeline.fit.wires import Emulation, Fixed, Wires
 from lightning_hetero.pipeline.runtime.execute.busy_time import BusyTime
@@ -270,10 +270,6 @@ class RankInPlan:
         """Whether this rank's layers are timed one by one from here on."""
         if isinstance(self.runner, StageRunner):
             self.runner.time_layers(now)
-
-    def finish_sums(self) -> None:
-        """Ends the sums of gradients."""
-        self.emulation.sums(self.held.sync)()
 
     def refuse_kept(self) -> None:
         """Checks what layers keep of the first batch, where they are divided or may be; see there."""

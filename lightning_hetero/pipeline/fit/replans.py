@@ -37,7 +37,7 @@ from lightning_hetero.pipeline.decide.replanning import (
     reporting_group,
 )
 from lightning_hetero.pipeline.fit.place import RankInPlan
-from lightning_hetero.pipeline.fit.plan.planning import tied_spans
+from lightning_hetero.pipeline.fit.planning import tied_spans
 from lightning_hetero.pipeline.runtime.ownership.migration import CancelledError
 from lightning_hetero.solvers.plans import plan_to_plain
 from lightning_hetero.transport.objects import packed, unpacked
@@ -299,7 +299,7 @@ class Replans:
             note = replace(note, cancelled=str(error))
             self.rank_zero.withdraw(decision.generation)
         else:
-            self._binder.follow(decision.plan)
+            self._binder.plan = decision.plan
             self.generation = decision.generation
             self._log.in_force()
             self._moved_bytes += sent_bytes

@@ -24,11 +24,11 @@ from lightning_hetero.pipeline.fit.gradients import PATIENCE_S, WholeNorms
 from lightning_hetero.pipeline.fit.leader_step import rank_zero_acts
 from lightning_hetero.pipeline.fit.loaders import PipelineBinder
 from lightning_hetero.pipeline.fit.place import RankInPlan
-from lightning_hetero.pipeline.fit.plan.fitting import agree_layout
-from lightning_hetero.pipeline.fit.plan.planning import PipelineSettings, PlanResult
+from lightning_hetero.pipeline.fit.planning import PlanResult
+from lightning_hetero.pipeline.fit.rehearsal import agree_layout
 from lightning_hetero.pipeline.fit.replans import RankZero, Replans
 from lightning_hetero.pipeline.fit.training import TrainBatches
-from lightning_hetero.pipeline.fit.wires import Fixed
+from lightning_hetero.pipeline.fit.wires import Fixed, PipelineSettings
 from lightning_hetero.pipeline.runtime.execute.failures import FailureBoard
 from lightning_hetero.pipeline.runtime.ownership.full_state import WholeState
 from lightning_hetero.pipeline.runtime.step.backbone import Backbone

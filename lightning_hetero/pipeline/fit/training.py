@@ -29,8 +29,8 @@ from lightning_hetero.pipeline.fit.gradients import GradientsAside
 from lightning_hetero.pipeline.fit.kept_by_steps import KeptBySteps, MemberOutputs
 from lightning_hetero.pipeline.fit.leader_step import acting_as, same_settings
 from lightning_hetero.pipeline.fit.place import RankInPlan
-from lightning_hetero.pipeline.fit.plan.planning import declared_calls
-from lightning_hetero.pipeline.fit.refusals import refuse_second_pass
+from lightning_hetero.pipeline.fit.planning import declared_calls
+from lightning_hetero.pipeline.fit.refusals import SECOND_PASS
 from lightning_hetero.pipeline.fit.replans import Replans
 from lightning_hetero.pipeline.runtime.execute.stage_runner import MicroBatch
 from lightning_hetero.pipeline.runtime.step.tensor_trees import loss_of
@@ -93,7 +93,8 @@ class TrainBatches:
             args, kwargs: further arguments of ``training_step``.
             accumulates: gradients stay on the ranks; a later batch synchronises them.
         """
-        refuse_second_pass(self._last, self.part)
+        if self._last is not None and self._last[0] is self.part:
+            raise TypeError(f"optimizer_step, or the optimizer, calls its closure a second time, but {SECOND_PASS}")
         self.in_step = True
         try:
             return self._train(batch, args, kwargs, accumulates=accumulates)
@@ -188,7 +189,13 @@ class TrainBatches:
             acts, logs = acting_as(self._place.group_index or 0, "training_step"), self._place.logs.collecting(samples)
             with acts, logs, self._kept.step():
                 output = self._module.training_step(batch, *args, **kwargs)
-            return self._kept.returned(output)
+            if output is None:
+                raise RuntimeError(
+                    f"training_step returned None on rank {self._fixed.channel.rank}: to skip a batch so is not"
+                    " supported in a pipeline (nor by stock DDP), because the other ranks would wait for its gradients."
+                    " Return a loss that is zero, e.g. 0.0 * output.sum(), or leave such samples out of the dataset"
+                )
+            return output
 
         return body
 

@@ -1,21 +1,24 @@
-"""What stays as it is while a run lasts, the ways between its ranks, and what is emulated of them (layer L)."""
+"""What stays as it is while a run lasts: settings, the ways between ranks, what is emulated of them (layer L)."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
+from typing import Literal
 
 import torch
 import torch.distributed as dist
 from lightning.pytorch import LightningModule, Trainer
 
+from lightning_hetero.base.loaders import SharedSettings
 from lightning_hetero.base.run import EventLog, gloo_group
+from lightning_hetero.controller.lyapunov import LyapunovController
 from lightning_hetero.emulate.links import SlowClock, parcels_s, slow, sums_s
 from lightning_hetero.emulate.pace import EmulatedPace
 from lightning_hetero.emulate.scenario import Scenario
 from lightning_hetero.pipeline.decide.links import LinkClock, direct_pairs
 from lightning_hetero.pipeline.fit.loaders import PipelineBinder
-from lightning_hetero.pipeline.fit.plan.planning import PipelineSettings
 from lightning_hetero.pipeline.runtime.execute.busy_time import BusyTime
 from lightning_hetero.pipeline.runtime.execute.direct_ways import DirectWays, rank_device
 from lightning_hetero.pipeline.runtime.execute.failures import FailureBoard
@@ -24,8 +27,66 @@ from lightning_hetero.pipeline.runtime.ownership.migration import Migration
 from lightning_hetero.pipeline.runtime.ownership.owner_groups import OwnerGroups
 from lightning_hetero.pipeline.runtime.ownership.ownership import Ownership
 from lightning_hetero.pipeline.runtime.step.backbone import Backbone
+from lightning_hetero.solvers.chain.chain import DepthRule
 from lightning_hetero.transport.side_channel import SideChannel
-from lightning_hetero.types import Cluster, PipelinePlan
+from lightning_hetero.types import Cluster, ModelCost, PipelinePlan
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PlanSettings:
+    """The strategy's arguments that concern the plan; see `HeteroPipelineStrategy`.
+
+    Attributes:
+        watched: a controller is to go on from ``plan``, and needs costs.
+    """
+
+    cluster: Cluster | Literal["probe"] | None = None
+    profile: ModelCost | None = None
+    plan: PipelinePlan | None = None
+    micro_batch_size: int | None = None
+    max_groups: int | None = None
+    depth: Literal["auto"] | DepthRule = "auto"
+    checkpoint_layers: bool = False
+    watched: bool = False
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PipelineSettings:
+    """What a run follows: the strategy's own arguments, see `HeteroPipelineStrategy`, and where it runs.
+
+    Attributes:
+        device: of this rank's layers.
+        process_group_backend: of the groups that sum gradients.
+        main_address: of the host that rank 0 is on.
+        controller: decides on other plans while a fit trains; None: nothing does.
+    """
+
+    shared: SharedSettings
+    planning: PlanSettings
+    backbone: str | Sequence[str] | None
+    emulate_links: bool
+    seed: int
+    stream: Literal["shared"] | None
+    device: torch.device
+    process_group_backend: str | None
+    timeout: timedelta | None
+    main_address: str
+    controller: LyapunovController | None
+
+    @property
+    def timeout_s(self) -> float:
+        """How long this rank waits for what another one owes it; torch's own default if ``timeout`` is None."""
+        return 1800.0 if self.timeout is None else self.timeout.total_seconds()
+
+    def fingerprint(self) -> dict[str, str]:
+        """Returns what must be the same on all ranks, as words."""
+        return {
+            **{name: repr(getattr(self.planning, name)) for name in PlanSettings.__slots__},
+            "global_batch_size": str(self.shared.global_batch_size),
+            "loss_reduction": self.shared.loss_reduction,
+            "backbone": repr(self.backbone),
+            "seed": str(self.seed),
+        }
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -9,27 +9,35 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from datetime import timedelta
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from lightning.pytorch.strategies import DDPStrategy
-from torch import nn
+from torch import Tensor, nn
 
-from lightning_hetero.base.loaders import SharedSettings
 from lightning_hetero.base.precision import trained_dtype
 from lightning_hetero.cluster.spec import cluster_from_plain, equal_cluster, override_cluster
-from lightning_hetero.controller.lyapunov import LyapunovController
+from lightning_hetero.cluster.units import bytes_text
 from lightning_hetero.emulate.scenario import Scenario
+from lightning_hetero.measure.device import device_of, is_out_of_memory
 from lightning_hetero.measure.probe import probe_cluster
 from lightning_hetero.pipeline.decide.costs import recorded
 from lightning_hetero.pipeline.decide.links import MOST_COMMUNICATORS
-from lightning_hetero.pipeline.decide.plans import best_plan, check_plan, emulated, in_one_piece, unit_costs
-from lightning_hetero.pipeline.fit.plan.fitting import first_finds, plan_with_room
-from lightning_hetero.pipeline.fit.plan.rehearsal import Rehearsal, calls_in, measure_model
+from lightning_hetero.pipeline.decide.plans import (
+    beside_bytes,
+    best_plan,
+    check_plan,
+    emulated,
+    held_bytes,
+    in_one_piece,
+    unit_costs,
+    with_room,
+)
+from lightning_hetero.pipeline.fit.rehearsal import Rehearsal, calls_in, first_finds, measure_model
+from lightning_hetero.pipeline.fit.wires import PlanSettings
 from lightning_hetero.pipeline.runtime.execute.direct_ways import rank_device
 from lightning_hetero.pipeline.runtime.measure.around_backbone import NeverCalledError
 from lightning_hetero.pipeline.runtime.measure.memory import tensor_bytes
@@ -38,68 +46,12 @@ from lightning_hetero.pipeline.runtime.step.backbone import Backbone
 from lightning_hetero.pipeline.runtime.step.layer_calls.chain import NotAChainError
 from lightning_hetero.pipeline.runtime.step.undivided import Undivided
 from lightning_hetero.record import read_events
-from lightning_hetero.solvers.chain.chain import DepthRule
 from lightning_hetero.solvers.placement import place
 from lightning_hetero.solvers.plans import replicas
 from lightning_hetero.transport.side_channel import SideChannel
 from lightning_hetero.types import Cluster, ModelCost, PipelinePlan
 
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class PlanSettings:
-    """The strategy's arguments that concern the plan; see `HeteroPipelineStrategy`.
-
-    Attributes:
-        watched: a controller is to go on from ``plan``, and needs costs.
-    """
-
-    cluster: Cluster | Literal["probe"] | None = None
-    profile: ModelCost | None = None
-    plan: PipelinePlan | None = None
-    micro_batch_size: int | None = None
-    max_groups: int | None = None
-    depth: Literal["auto"] | DepthRule = "auto"
-    checkpoint_layers: bool = False
-    watched: bool = False
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class PipelineSettings:
-    """What a run follows: the strategy's own arguments, see `HeteroPipelineStrategy`, and where it runs.
-
-    Attributes:
-        device: of this rank's layers.
-        process_group_backend: of the groups that sum gradients.
-        main_address: of the host that rank 0 is on.
-        controller: decides on other plans while a fit trains; None: nothing does.
-    """
-
-    shared: SharedSettings
-    planning: PlanSettings
-    backbone: str | Sequence[str] | None
-    emulate_links: bool
-    seed: int
-    stream: Literal["shared"] | None
-    device: torch.device
-    process_group_backend: str | None
-    timeout: timedelta | None
-    main_address: str
-    controller: LyapunovController | None
-
-    @property
-    def timeout_s(self) -> float:
-        """How long this rank waits for what another one owes it; torch's own default if ``timeout`` is None."""
-        return 1800.0 if self.timeout is None else self.timeout.total_seconds()
-
-    def fingerprint(self) -> dict[str, str]:
-        """Returns what must be the same on all ranks, as words."""
-        return {
-            **{name: repr(getattr(self.planning, name)) for name in PlanSettings.__slots__},
-            "global_batch_size": str(self.shared.global_batch_size),
-            "loss_reduction": self.shared.loss_reduction,
-            "backbone": repr(self.backbone),
-            "seed": str(self.seed),
-        }
+_TRIES, _LESS = 3, 0.8  # further plans, with so much of the memory that could not be had
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -301,6 +253,72 @@ def _planned(
         return plan
 
     return plan_with_room(plan_for, model, cluster, device=step.device, channel=channel)
+
+
+def plan_with_room(
+    plan_for: Callable[[Cluster], PipelinePlan],
+    model: ModelCost,
+    cluster: Cluster,
+    *,
+    device: torch.device,
+    channel: SideChannel,
+) -> tuple[PipelinePlan, Cluster]:
+    """Returns rank 0's plan, and the cluster that it was made for; on accelerators one whose memory all ranks have got.
+
+    Collective.
+
+    Args:
+        plan_for: makes a plan, or raises.
+        model: costs by layer.
+        cluster: with the memory that ranks may use.
+        device: of this rank.
+        channel: of all ranks.
+
+    Raises:
+        ValueError: no plan is possible.
+        RuntimeError: the same, on ranks other than 0; or a rank does not get the memory of any plan, on all ranks.
+    """
+    on = device_of(device)
+    if not on.asynchronous:
+        return first_finds(channel, lambda: plan_for(cluster)), cluster
+    budget, ranks, lacking = cluster, len(cluster.devices), ""
+
+    def found() -> tuple[PipelinePlan, Cluster]:
+        try:
+            return with_room(plan_for, model, budget)
+        except ValueError as error:
+            raise ValueError(f"{error}{lacking and f'; with less memory than was free, because {lacking}'}") from error
+
+    for _ in range(1 + _TRIES):
+        plan, cluster = first_finds(channel, found)
+        parts = zip(held_bytes(plan, model, ranks), beside_bytes(plan, model, ranks), strict=True)
+        peaks = [held + beside for held, beside in parts]
+        held, problem = _allocated(device, peaks[channel.rank])
+        said: list[str] = channel.all_gather_object(problem)  # all hold theirs now: some may share a device
+        del held
+        on.empty_cache()
+        short = [rank for rank in range(ranks) if said[rank]]
+        if not short:
+            return plan, cluster
+        memory = [one.mem_bytes for one in budget.devices]
+        for rank in short:
+            memory[rank] = min(memory[rank], _LESS * peaks[rank])
+        budget, name = override_cluster(budget, mem_bytes=memory), cluster.devices[short[0]].name
+        lacking = f"rank {short[0]} ({name}) did not get {bytes_text(peaks[short[0]])} for its part: {said[short[0]]}"
+    raise RuntimeError(
+        f"no plan fits these devices, of {1 + _TRIES} that took less and less: {lacking}. Is something else on the"
+        " device? Give memory in cluster=, or a smaller micro_batch_size=, or use strategy='hetero_balanced'"
+    )
+
+
+def _allocated(device: torch.device, size_bytes: float) -> tuple[Tensor | None, str]:
+    """Returns so much of the device's memory; or why it cannot be had."""
+    try:
+        return torch.empty(int(size_bytes), dtype=torch.uint8, device=device), ""
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        return None, str(error)
 
 
 def tied_spans(module: nn.Module, backbone: Backbone) -> list[tuple[int, int]]:
