@@ -11,12 +11,11 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from functools import partial
 from typing import Any, Literal
 
 import torch
 from lightning.fabric.utilities.rank_zero import rank_zero_info
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import Trainer
 from torch import Tensor
 
 from lightning_hetero import lightning_compat as compat
@@ -34,10 +33,9 @@ from lightning_hetero.pipeline.fit.checkpoints import WholeCheckpointsDDP
 from lightning_hetero.pipeline.fit.leader_step import acting_rank
 from lightning_hetero.pipeline.fit.planning import (
     CannotDivideError,
+    Planner,
     PlanResult,
     carried_by,
-    evaluation_plan,
-    make_plan,
     read_cluster,
 )
 from lightning_hetero.pipeline.fit.refusals import (
@@ -183,7 +181,8 @@ class HeteroPipelineStrategy(WholeCheckpointsDDP):
             refuse_module(module)
             self.check_module(module)
         self.model = self.precision_plugin.convert_module(module)
-        backbone = self._layers_of(module)
+        given = self.plan_settings.plan is not None or self.plan_settings.profile is not None
+        backbone = find_layers(module, self.backbone, needed=given)
         if run.fitting:
             self.setup_optimizers(trainer)
             refuse_no_optimizer(self.optimizers)
@@ -195,20 +194,15 @@ class HeteroPipelineStrategy(WholeCheckpointsDDP):
         if run.fitting and isinstance(backbone, Undivided):
             warn_undivided(backbone)
         self._replans = run.replans
-        moves = partial(compat.batch_to_device, trainer, move=super().batch_to_device)
         divided = any(len(group.ranks) > 1 for group in planned.plan.groups)
         if checked := run.fitting and (divided or run.settings.controller is not None):
             refuse_optimizers(self.optimizers, backbone)
-        place = run.install(planned, backbone, self.optimizers, to_device=moves)
+        place = run.install(planned, backbone, self.optimizers, to_device=self._moved)
         if checked:
             run.undo.enter_context(layers_alike(backbone, lambda: place.elsewhere))
         if divided or len(planned.plan.groups) < self.world_size:
             rank_zero_info(f"hetero_pipeline:\n{describe_plan(planned.plan, planned.cluster, backbone.names)}")
         self.setup_precision_plugin()
-
-    def _layers_of(self, module: LightningModule) -> Backbone:
-        given = self.plan_settings.plan is not None or self.plan_settings.profile is not None
-        return find_layers(module, self.backbone, needed=given)
 
     @property
     def is_global_zero(self) -> bool:
@@ -218,6 +212,11 @@ class HeteroPipelineStrategy(WholeCheckpointsDDP):
     def configure_ddp(self) -> None:
         """No wrapper, also on one device: parameters that a loss does not use need no flag there either."""
 
+    def _moved(self, batch: Any) -> Any:
+        """Returns a batch on this rank's device, with all hooks of the user."""
+        assert self._run is not None
+        return compat.batch_to_device(self._run.trainer, batch, super().batch_to_device)
+
     def _plan(self, run: PipelineRun, backbone: Backbone) -> PlanResult:
         """Returns the plan of an earlier run if it holds, else a new one."""
         loader: Any = compat.train_source(run.trainer) if run.fitting else None
@@ -226,29 +225,20 @@ class HeteroPipelineStrategy(WholeCheckpointsDDP):
         known_model, known_total = self._planned_for
         if self._planned is not None and known_model == model and total in (None, known_total):
             return self._planned
+        step = Rehearsal(
+            module=run.module,
+            backbone=backbone,
+            found=self.backbone is None,
+            device=self.root_device,
+            loader=loader,
+            optimizers=self.optimizers,
+            to_device=self._moved,
+            context=self.precision_plugin.train_step_context,
+        )
+        scenario = run.scenario if run.fitting else None
         carried = carried_by(self)
-        if total is None:
-            device = self.root_device
-            planned = evaluation_plan(run.module, backbone, self.plan_settings, run.channel, device, carried)
-        else:
-            step = Rehearsal(
-                module=run.module,
-                backbone=backbone,
-                found=self.backbone is None,
-                device=self.root_device,
-                loader=loader,
-                optimizers=self.optimizers,
-                to_device=partial(compat.batch_to_device, run.trainer, move=super().batch_to_device),
-                context=self.precision_plugin.train_step_context,
-            )
-            planned = make_plan(
-                step,
-                self.plan_settings,
-                channel=run.channel,
-                global_batch=total,
-                scenario=run.scenario,
-                carried=carried,
-            )
+        planner = Planner(step, self.plan_settings, channel=run.channel, scenario=scenario, carried=carried)
+        planned = planner.plan_evaluation() if total is None else planner.plan(total)
         self._planned, self._planned_for = planned, (model, total)
         return planned
 

@@ -86,24 +86,24 @@ class KeptBySteps:
         """
         self.epoch_begins = True
         changes = self._attributes.changes()
-        others = group.others
+        others, kept = group.others, "what training_step keeps on the module"
         if not others:
             return
-        if not group.leads:
-            group.tell([change.path for change in changes])
-            apply_changes(self._module, group.hear())
-        else:
-            known = {path for rank in others for path in group.hear(rank)}
-            parts: dict[int, list[Change]] = {rank: [] for rank in others}
-            for change in changes:
-                if isinstance(change.value, list) and change.path not in known and _can_be_sent(change.value):
-                    self._divide(change, parts)
-            for path in self._counted - known:  # a step per batch, as on every rank under DDP
-                if (value := value_at(self._module, path)) is not None:
-                    for part in parts.values():
-                        part.append(Change(path, "set", value))
-            for rank, part in parts.items():
-                group.tell(part, rank)
+        if group.leader != self._rank:
+            group.send(group.leader, [change.path for change in changes], kept)
+            apply_changes(self._module, group.receive(group.leader))
+            return
+        known = {path for rank in others for path in group.receive(rank)}
+        parts: dict[int, list[Change]] = {rank: [] for rank in others}
+        for change in changes:
+            if isinstance(change.value, list) and change.path not in known and _can_be_sent(change.value):
+                self._divide(change, parts)
+        for path in self._counted - known:  # a step per batch, as on every rank under DDP
+            if (value := value_at(self._module, path)) is not None:
+                for part in parts.values():
+                    part.append(Change(path, "set", value))
+        for rank, part in parts.items():
+            group.send(rank, part, kept)
 
     def _divide(self, change: Change, parts: dict[int, list[Change]]) -> None:
         entries: list[Any] = value_at(self._module, change.path)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -96,219 +96,186 @@ class PlanResult:
     seconds: float
 
 
-def make_plan(
-    step: Rehearsal,
-    settings: PlanSettings,
-    *,
-    channel: SideChannel,
-    global_batch: int,
-    scenario: Scenario | None,
-    carried: Carried,
-) -> PlanResult:
-    """Measures what is not given and plans. Collective.
+class Planner:
+    """Decides which rank computes what, before a run; its methods are collective.
 
     Args:
-        step: the user's training step; only rank 0 runs it.
+        step: the user's training step, of which an evaluation needs the module, its layers and the device.
         settings: what the user says.
         channel: of all ranks.
-        global_batch: samples of all ranks per step.
         scenario: emulation in force; its speeds are the devices', its times the model's.
         carried: what training carries messages with, and computes in.
-
-    Raises:
-        CannotDivideError: the step does with the layers what a pipeline cannot do; on all ranks.
-        ValueError: no plan is possible (with the reason), or the one given does not fit.
-        RuntimeError: the step fails on the example; ranks other than 0 name rank 0's reason. Or a rank does not get the
-            memory that plans take; on all ranks.
     """
-    started_s = time.monotonic()
-    cluster = _cluster(settings, channel, step.device, scenario, carried)
-    cannot = (NotAChainError, NeverCalledError) if step.found else NotAChainError
 
-    def costs() -> Any:
-        try:
-            return _costs(step, settings, scenario)
-        except cannot as caught:
-            return str(caught)
+    def __init__(
+        self,
+        step: Rehearsal,
+        settings: PlanSettings,
+        *,
+        channel: SideChannel,
+        scenario: Scenario | None,
+        carried: Carried,
+    ) -> None:
+        self._step, self._backbone, self._settings = step, step.backbone, settings
+        self._channel, self._scenario, self._carried = channel, scenario, carried
 
-    costed = first_finds(channel, costs)
-    if settings.plan is None:
-        # Measuring leaves graphs in reference cycles. And a full collection, due some time after all imports, takes
-        # hundreds of milliseconds: in a step, all ranks would wait for each one's.
-        gc.collect()
-    if isinstance(costed, str):
-        raise CannotDivideError(costed)
-    model, calls = costed
-    plan = settings.plan
-    if plan is None:
-        plan, cluster = _planned(step, settings, model, cluster, global_batch, channel)
-    check_plan(plan, layers=len(step.backbone.layers), ranks=channel.world_size, global_batch=global_batch)
-    return PlanResult(plan=plan, cluster=cluster, model=model, calls=calls, seconds=time.monotonic() - started_s)
+    def plan(self, global_batch: int) -> PlanResult:
+        """Measures what is not given and plans a fit.
 
+        Args:
+            global_batch: samples of all ranks per step.
 
-def _cluster(
-    settings: PlanSettings,
-    channel: SideChannel,
-    device: torch.device,
-    scenario: Scenario | None,
-    carried: Carried,
-) -> Cluster:
-    given = settings.cluster
-    world = channel.world_size
-    if given is None and scenario is not None:
-        speeds = [scenario.speed(rank, 0) for rank in range(world)]
-        return override_cluster(equal_cluster(world), speeds=speeds)
-    if given is None and settings.plan is not None and not settings.watched:
-        return equal_cluster(world)  # nothing is decided by it
-    known = given if isinstance(given, Cluster) else None
-    return probe_cluster(
-        channel.group,
-        device,
-        given=known,
-        direct=carried.direct,
-        communicators=MOST_COMMUNICATORS,
-        dtype=carried.dtype,
-        now_s=time.time(),
-    )
+        Raises:
+            CannotDivideError: the step does with the layers what a pipeline cannot do; on all ranks.
+            ValueError: no plan is possible (with the reason), or the one given does not fit.
+            RuntimeError: the step fails on the example; ranks other than 0 name rank 0's reason. Or a rank does not get
+                the memory that plans take; on all ranks.
+        """
+        started_s = time.monotonic()
+        cluster, plan = self._cluster(), self._settings.plan
+        cannot = (NotAChainError, NeverCalledError) if self._step.found else NotAChainError
 
+        def costs() -> tuple[ModelCost | None, int] | str:
+            try:
+                return self._costs()
+            except cannot as caught:
+                return str(caught)
 
-def read_cluster(given: Cluster | Mapping[str, Any] | str | Path | None) -> Cluster | Literal["probe"] | None:
-    """Returns the cluster that was given, however it was.
+        costed = first_finds(self._channel, costs)
+        if plan is None:
+            # Measuring leaves graphs in reference cycles. And a full collection, due some time after all imports,
+            # takes hundreds of milliseconds: in a step, all ranks would wait for each one's.
+            gc.collect()
+        if isinstance(costed, str):
+            raise CannotDivideError(costed)
+        model, calls = costed
+        if plan is None:
+            assert model is not None
+            plan, cluster = self._with_room(model, cluster, global_batch)
+        return self._result(plan, cluster, started_s, model=model, calls=calls, global_batch=global_batch)
 
-    Args:
-        given: a description, see `cluster_from_plain`, or the path of a trace with one; ``"probe"`` and ``None`` stay.
+    def plan_evaluation(self) -> PlanResult:
+        """Plans validation, test or prediction without a fit before it: as in a fit, if a plan was given.
 
-    Raises:
-        TypeError, ValueError: it is none of these, or the description is wrong.
-    """
-    if given is None:
-        return None
-    if isinstance(given, str) and given == "probe":
-        return "probe"
-    return _recorded_cluster(given) if isinstance(given, str | Path) else cluster_from_plain(given)
+        Otherwise whole replicas where the model fits every device, which is fastest: no stage waits for another. Where
+        it does not fit, one pipeline by parameters.
+        """
+        started_s, cluster, module, layers = time.monotonic(), self._cluster(), self._step.module, self._backbone.layers
+        plan = self._settings.plan
+        if plan is None and _held_bytes(module) <= min(device.mem_bytes for device in cluster.devices):
+            plan = replicas(len(layers), [1] * self._channel.world_size)
+        elif plan is None:
+            plan = place(unit_costs(self._backbone.names, list(map(_held_bytes, layers))), cluster, 1, max_groups=1)
+            self._check_found(plan)
+        return self._result(plan, cluster, started_s)
 
+    def _result(
+        self, plan: PipelinePlan, cluster: Cluster, started_s: float, *, model: ModelCost | None = None, calls: int = 1,
+        global_batch: int | None = None,
+    ) -> PlanResult:
+        ranks = self._channel.world_size
+        check_plan(plan, layers=len(self._backbone.layers), ranks=ranks, global_batch=global_batch)
+        return PlanResult(plan=plan, cluster=cluster, model=model, calls=calls, seconds=time.monotonic() - started_s)
 
-def _recorded_cluster(path: str | Path) -> Cluster:
-    """Reads the cluster that an earlier run wrote into its trace."""
-    try:
-        found = recorded(read_events(path))
-    except FileNotFoundError as error:
-        raise ValueError(
-            f"cluster={str(path)!r} must be 'probe', a description (see conf/cluster), a Cluster, None, or a trace"
-            f" written by HeteroTrace ({error})"
-        ) from error
-    if found is None:
-        raise ValueError(f"the trace {str(path)!r} is of no pipeline: it holds no description of a cluster")
-    return found[0]
-
-
-def _costs(
-    step: Rehearsal, settings: PlanSettings, scenario: Scenario | None
-) -> tuple[ModelCost | None, int]:
-    """Returns the costs, if they are given or needed, and the calls of the backbone."""
-    module, backbone = step.module, step.backbone
-    model = settings.profile
-    needs_times = scenario is not None and scenario.emulated
-    if model is not None and len(model.layers) != len(backbone.layers):
-        raise ValueError(f"profile has {len(model.layers)} layers, but the backbone has {len(backbone.layers)}")
-    if model is None and (settings.plan is None or settings.watched or needs_times):
-        model, calls = measure_model(
-            step,
-            micro_batch_size=settings.micro_batch_size,
-            checkpoint_layers=settings.checkpoint_layers,
+    def _cluster(self) -> Cluster:
+        """Returns the devices: given, emulated or probed."""
+        given, scenario, world = self._settings.cluster, self._scenario, self._channel.world_size
+        if given is None and scenario is not None:
+            return override_cluster(equal_cluster(world), speeds=[scenario.speed(rank, 0) for rank in range(world)])
+        if given is None and self._settings.plan is not None and not self._settings.watched:
+            return equal_cluster(world)  # nothing is decided by it
+        return probe_cluster(
+            self._channel.group,
+            self._step.device,
+            given=given if isinstance(given, Cluster) else None,
+            direct=self._carried.direct,
+            communicators=MOST_COMMUNICATORS,
+            dtype=self._carried.dtype,
+            now_s=time.time(),
         )
-    else:
-        calls = declared_calls(module) or calls_in(step)
-    if needs_times and model is not None:
-        assert scenario is not None
-        model = emulated(model, scenario)
-    return model, calls
 
+    def _costs(self) -> tuple[ModelCost | None, int]:
+        """Returns the costs, if they are given or needed, and the calls of the backbone."""
+        step, settings, scenario, layers = self._step, self._settings, self._scenario, self._backbone.layers
+        model, times = settings.profile, scenario if scenario is not None and scenario.emulated else None
+        if model is not None and len(model.layers) != len(layers):
+            raise ValueError(f"profile has {len(model.layers)} layers, but the backbone has {len(layers)}")
+        if model is None and (settings.plan is None or settings.watched or times is not None):
+            sizes, again = settings.micro_batch_size, settings.checkpoint_layers
+            model, calls = measure_model(step, micro_batch_size=sizes, checkpoint_layers=again)
+        else:
+            calls = declared_calls(step.module) or calls_in(step)
+        return model if model is None or times is None else emulated(model, times), calls
 
-def _planned(
-    step: Rehearsal,
-    settings: PlanSettings,
-    model: ModelCost,
-    cluster: Cluster,
-    global_batch: int,
-    channel: SideChannel,
-) -> tuple[PipelinePlan, Cluster]:
-    """Returns the best plan, and the cluster it was made for. Collective."""
-    backbone = step.backbone
-
-    def plan_for(cluster: Cluster) -> PipelinePlan:
+    def _best(self, model: ModelCost, cluster: Cluster, global_batch: int) -> PipelinePlan:
+        settings = self._settings
         plan = best_plan(
             model,
             cluster,
             global_batch,
-            spans=tied_spans(step.module, backbone),
+            spans=tied_spans(self._step.module, self._backbone),
             micro_batch_size=settings.micro_batch_size,
             max_groups=settings.max_groups,
             depth=settings.depth,
         )
+        self._check_found(plan)
+        whole = isinstance(self._backbone, Undivided) and settings.micro_batch_size is None
+        return in_one_piece(plan, model, cluster) if whole else plan
+
+    def _check_found(self, plan: PipelinePlan) -> None:
         if not plan.ok:
-            raise ValueError(f"no plan fits these devices: {plan.reason}{_undivided(backbone)}")
-        if isinstance(backbone, Undivided) and settings.micro_batch_size is None:
-            plan = in_one_piece(plan, model, cluster)
-        return plan
+            why = f"; and {self._backbone.reason}" if isinstance(self._backbone, Undivided) else ""
+            raise ValueError(f"no plan fits these devices: {plan.reason}{why}")
 
-    return plan_with_room(plan_for, model, cluster, device=step.device, channel=channel)
+    def _with_room(self, model: ModelCost, cluster: Cluster, global_batch: int) -> tuple[PipelinePlan, Cluster]:
+        """Returns rank 0's plan, and the cluster that it was made for; on accelerators one whose memory all ranks get.
+
+        Args:
+            model: costs by layer.
+            cluster: with the memory that ranks may use.
+            global_batch: samples of all ranks per step.
+
+        Raises:
+            ValueError: no plan is possible.
+            RuntimeError: the same, on ranks other than 0; or a rank does not get the memory of any plan, on all ranks.
+        """
+        channel, device, on = self._channel, self._step.device, device_of(self._step.device)
+        if not on.asynchronous:
+            return first_finds(channel, lambda: self._best(model, cluster, global_batch)), cluster
+        budget, ranks, lacking = cluster, len(cluster.devices), ""
+
+        def found() -> tuple[PipelinePlan, Cluster]:
+            try:
+                return with_room(lambda left: self._best(model, left, global_batch), model, budget)
+            except ValueError as error:
+                less = f"; with less memory than was free, because {lacking}" if lacking else ""
+                raise ValueError(f"{error}{less}") from error
+
+        for _ in range(1 + _TRIES):
+            plan, left = first_finds(channel, found)
+            peaks = list(map(sum, zip(held_bytes(plan, model, ranks), beside_bytes(plan, model, ranks), strict=True)))
+            held, problem = _allocated(device, peaks[channel.rank])
+            said: list[str] = channel.all_gather_object(problem)  # all hold theirs now: some may share a device
+            del held
+            on.empty_cache()
+            short = [rank for rank in range(ranks) if said[rank]]
+            if not short:
+                return plan, left
+            memory = [one.mem_bytes for one in budget.devices]
+            for rank in short:
+                memory[rank] = min(memory[rank], _LESS * peaks[rank])
+            budget, first = override_cluster(budget, mem_bytes=memory), short[0]
+            named = f"rank {first} ({cluster.devices[first].name})"
+            lacking = f"{named} did not get {bytes_text(peaks[first])} for its part: {said[first]}"
+        raise RuntimeError(
+            f"no plan fits these devices, of {1 + _TRIES} that took less and less: {lacking}. Is something else on the"
+            " device? Give memory in cluster=, or a smaller micro_batch_size=, or use strategy='hetero_balanced'"
+        )
 
 
-def plan_with_room(
-    plan_for: Callable[[Cluster], PipelinePlan],
-    model: ModelCost,
-    cluster: Cluster,
-    *,
-    device: torch.device,
-    channel: SideChannel,
-) -> tuple[PipelinePlan, Cluster]:
-    """Returns rank 0's plan, and the cluster that it was made for; on accelerators one whose memory all ranks have got.
-
-    Collective.
-
-    Args:
-        plan_for: makes a plan, or raises.
-        model: costs by layer.
-        cluster: with the memory that ranks may use.
-        device: of this rank.
-        channel: of all ranks.
-
-    Raises:
-        ValueError: no plan is possible.
-        RuntimeError: the same, on ranks other than 0; or a rank does not get the memory of any plan, on all ranks.
-    """
-    on = device_of(device)
-    if not on.asynchronous:
-        return first_finds(channel, lambda: plan_for(cluster)), cluster
-    budget, ranks, lacking = cluster, len(cluster.devices), ""
-
-    def found() -> tuple[PipelinePlan, Cluster]:
-        try:
-            return with_room(plan_for, model, budget)
-        except ValueError as error:
-            raise ValueError(f"{error}{lacking and f'; with less memory than was free, because {lacking}'}") from error
-
-    for _ in range(1 + _TRIES):
-        plan, cluster = first_finds(channel, found)
-        parts = zip(held_bytes(plan, model, ranks), beside_bytes(plan, model, ranks), strict=True)
-        peaks = [held + beside for held, beside in parts]
-        held, problem = _allocated(device, peaks[channel.rank])
-        said: list[str] = channel.all_gather_object(problem)  # all hold theirs now: some may share a device
-        del held
-        on.empty_cache()
-        short = [rank for rank in range(ranks) if said[rank]]
-        if not short:
-            return plan, cluster
-        memory = [one.mem_bytes for one in budget.devices]
-        for rank in short:
-            memory[rank] = min(memory[rank], _LESS * peaks[rank])
-        budget, name = override_cluster(budget, mem_bytes=memory), cluster.devices[short[0]].name
-        lacking = f"rank {short[0]} ({name}) did not get {bytes_text(peaks[short[0]])} for its part: {said[short[0]]}"
-    raise RuntimeError(
-        f"no plan fits these devices, of {1 + _TRIES} that took less and less: {lacking}. Is something else on the"
-        " device? Give memory in cluster=, or a smaller micro_batch_size=, or use strategy='hetero_balanced'"
-    )
+def _held_bytes(module: nn.Module) -> float:
+    """Returns the size of a module's parameters and buffers."""
+    return float(tensor_bytes([*module.parameters(), *module.buffers()]))
 
 
 def _allocated(device: torch.device, size_bytes: float) -> tuple[Tensor | None, str]:
@@ -327,37 +294,31 @@ def tied_spans(module: nn.Module, backbone: Backbone) -> list[tuple[int, int]]:
     return [(0 if tie.outside else min(tie.layers), max(tie.layers)) for tie in ties if tie.layers]
 
 
-def _undivided(backbone: Backbone) -> str:
-    return f"; and {backbone.reason}" if isinstance(backbone, Undivided) else ""
+def read_cluster(given: Cluster | Mapping[str, Any] | str | Path | None) -> Cluster | Literal["probe"] | None:
+    """Returns the cluster that was given, however it was.
 
+    Args:
+        given: a description, see `cluster_from_plain`, or the path of a trace with one; ``"probe"`` and ``None`` stay.
 
-def evaluation_plan(
-    module: nn.Module,
-    backbone: Backbone,
-    settings: PlanSettings,
-    channel: SideChannel,
-    device: torch.device,
-    carried: Carried,
-) -> PlanResult:
-    """Plans validation, test or prediction without a fit before it: as in a fit, if a plan was given. Collective.
-
-    Otherwise whole replicas where the model fits every device, which is fastest: no stage waits for another. Where it
-    does not fit, one pipeline by parameters.
+    Raises:
+        TypeError, ValueError: it is none of these, or the description is wrong.
     """
-    started_s = time.monotonic()
-    cluster = _cluster(settings, channel, device, None, carried)
-    layers, world = len(backbone.layers), channel.world_size
-    sizes = [float(tensor_bytes([*layer.parameters(), *layer.buffers()])) for layer in backbone.layers]
-    if settings.plan is not None:
-        plan = settings.plan
-    elif tensor_bytes([*module.parameters(), *module.buffers()]) <= min(d.mem_bytes for d in cluster.devices):
-        plan = replicas(layers, [1] * world)
-    else:
-        plan = place(unit_costs(backbone.names, sizes), cluster, 1, max_groups=1)
-        if not plan.ok:
-            raise ValueError(f"no plan fits these devices: {plan.reason}{_undivided(backbone)}")
-    check_plan(plan, layers=layers, ranks=world)
-    return PlanResult(plan=plan, cluster=cluster, model=None, calls=1, seconds=time.monotonic() - started_s)
+    if given is None:
+        return None
+    if isinstance(given, str) and given == "probe":
+        return "probe"
+    if not isinstance(given, str | Path):
+        return cluster_from_plain(given)
+    try:
+        found = recorded(read_events(given))
+    except FileNotFoundError as error:
+        raise ValueError(
+            f"cluster={str(given)!r} must be 'probe', a description (see conf/cluster), a Cluster, None, or a trace"
+            f" written by HeteroTrace ({error})"
+        ) from error
+    if found is None:
+        raise ValueError(f"the trace {str(given)!r} is of no pipeline: it holds no description of a cluster")
+    return found[0]
 
 
 def declared_calls(module: nn.Module) -> int | None:

@@ -92,13 +92,13 @@ def measure_model(
         torch.OutOfMemoryError: not even a single layer beside what is outside of the layers fits the device.
     """
     with nobody_notices(step.module, step.loader, step.device):
-        samples = _few(step.loader, micro_batch_size)
+        samples, measured = _few(step.loader, micro_batch_size), partial(_measured, step, again=checkpoint_layers)
         grows = micro_batch_size is None and device_of(step.device).asynchronous
-        sizes, found = (0, 0), None
+        few, found = 0, None
         while found is None:
-            sizes = (max(1, len(samples) // 4), len(samples))
+            few = max(1, len(samples) // 4)
             try:
-                found = _measured(step, samples, sizes, checkpoint_layers=checkpoint_layers)
+                found = measured(samples, few)
             except Exception as error:
                 if not is_out_of_memory(error):
                     raise
@@ -107,11 +107,10 @@ def measure_model(
                 samples = samples[: len(samples) // 2]
             if found is None:
                 gc.collect()  # the failed step's frames hold what they computed
-        while grows and _is_flat(found[0], sizes) and _MORE * len(samples) <= _MOST_GROWN:
+        while grows and _is_flat(found[0], (few, len(samples))) and _MORE * len(samples) <= _MOST_GROWN:
             samples = samples * _MORE
-            sizes = (sizes[0], len(samples))
             try:
-                found = _measured(step, samples, sizes, checkpoint_layers=checkpoint_layers)
+                found = measured(samples, few)
             except Exception:  # so many do not fit, or are more than the step can do with: what is known will do
                 break
         return found
@@ -160,14 +159,8 @@ def _is_flat(model: ModelCost, sizes: tuple[int, int]) -> bool:
     return many_s < _GROWTH * few_s
 
 
-def _measured(
-    step: Rehearsal,
-    samples: list[Any],
-    sizes: tuple[int, int],
-    *,
-    checkpoint_layers: bool,
-) -> tuple[ModelCost, int]:
-    """Measures with so many of these samples."""
+def _measured(step: Rehearsal, samples: list[Any], few: int, *, again: bool) -> tuple[ModelCost, int]:
+    """Measures with a few of these samples and with all, ``again``: layers are computed again for their backward."""
     module, layers, device = step.module, step.backbone.layers, step.device
     _move_outside(step)
     optimizer = _known(list(module.parameters()), step.optimizers)
@@ -175,7 +168,7 @@ def _measured(
     with step.context():
         bodies = [
             (n, partial(compat.call_training_step, module, step.to_device(step.loader.collate_fn(samples[:n])), 0))
-            for n in sorted(set(sizes))
+            for n in sorted({few, len(samples)})
         ]
         if isinstance(step.backbone, Undivided):
             name = step.backbone.names[0]
@@ -190,13 +183,10 @@ def _measured(
             optimizer=optimizer,
             device=device,
         )
-        again = _computed_again if checkpoint_layers else None
+        call = _computed_again if again else None
         model = profile_on_device(
             layers,
-            {
-                n: Example(value, RoutedCall(route, layers, again))
-                for n, (route, value) in outside.first.items()
-            },
+            {n: Example(value, RoutedCall(route, layers, call)) for n, (route, value) in outside.first.items()},
             names=step.backbone.names,
             optimizer=optimizer,
             before=outside.before,

@@ -103,15 +103,14 @@ class PipelineRun(EngineRun[PipelineBinder]):
         """
         whole = isinstance(backbone, Undivided) and self.settings.planning.micro_batch_size is None
         controller = self.settings.controller if self.fitting else None
-        cuts = controller is not None or any(len(group.micro_batches) > 1 for group in planned.plan.groups)
         learn = partial(
             agree_layout,
             module=self.module,
             channel=self.channel,
-            leader=planned.plan.groups[0].ranks[0] if planned.plan.groups else 0,
+            leader=planned.plan.groups[0].ranks[0],
             device=self.settings.device,
             to_device=to_device,
-            needed=cuts,
+            needed=controller is not None or any(len(group.micro_batches) > 1 for group in planned.plan.groups),
         )
         known = whole or callable(getattr(self.module, "split_batch", None))
         self.binder.settle(planned.plan, whole=whole, learn=None if known else learn)
@@ -133,7 +132,9 @@ class PipelineRun(EngineRun[PipelineBinder]):
         norms = WholeNorms(place)
         self.undo.enter_context(compat.norms_by(norms.total, norms.each))
         if self.channel.rank == 0 and self.fitting:
-            self.events.note("plan", 0, 0, _plan_data(planned))
+            model = None if planned.model is None else model_to_plain(planned.model)
+            made_from = {"cluster": cluster_to_plain(planned.cluster), "profile": model, "seconds": planned.seconds}
+            self.events.note("plan", 0, 0, {"plan": plan_to_plain(planned.plan), **made_from})
 
         rank_zero = RankZero(place, controller=controller, state=self._decided, whole=whole)
         replans = Replans(place, rank_zero=rank_zero, records=self.replans)
@@ -257,12 +258,3 @@ class PipelineRun(EngineRun[PipelineBinder]):
         finally:
             self.failures.leave(self.channel.world_size, hosts=self.channel.rank == 0)
             super().close()
-
-
-def _plan_data(planned: PlanResult) -> dict[str, Any]:
-    return {
-        "plan": plan_to_plain(planned.plan),
-        "cluster": cluster_to_plain(planned.cluster),
-        "profile": None if planned.model is None else model_to_plain(planned.model),
-        "seconds": planned.seconds,
-    }
