@@ -27,7 +27,7 @@ from lightning_hetero import lightning_compat as compat
 from lightning_hetero.pipeline.decide.plans import resting
 from lightning_hetero.pipeline.fit.leader_step import acting_as
 from lightning_hetero.pipeline.fit.logs import StepLogs
-from lightning_hetero.pipeline.fit.wires import Fixed
+from lightning_hetero.pipeline.fit.wires import RunOnRank
 from lightning_hetero.pipeline.runtime.execute.stage_runner import StageRunner
 from lightning_hetero.pipeline.runtime.execute.whole_step import WholeStep
 from lightning_hetero.pipeline.runtime.step.attributes import (
@@ -69,7 +69,7 @@ class EvaluationBatches:
     """Runs evaluation steps of one run on one rank.
 
     Args:
-        fixed: of the run.
+        run: of this rank.
         logs: collects what the steps log.
 
     Attributes:
@@ -80,9 +80,9 @@ class EvaluationBatches:
     leader: int
     others: list[int]
 
-    def __init__(self, fixed: Fixed, logs: StepLogs) -> None:
-        self._module, self._channel, self._logs = fixed.module, fixed.channel, logs
-        self._wait, self._device = fixed.failures.wait_for_peer, fixed.settings.device
+    def __init__(self, run: RunOnRank, logs: StepLogs) -> None:
+        self._module, self._channel, self._logs = run.module, run.channel, logs
+        self._wait, self._device = run.failures.wait_for_peer, run.settings.device
         self._turn = 0
         self._unfinished = False
         self._shadows: dict[int, Shadow] = {}  # on the leader, of an evaluation: by the rank whose steps they are for
