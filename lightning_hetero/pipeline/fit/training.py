@@ -26,8 +26,7 @@ from lightning_hetero.data import Part
 from lightning_hetero.data.micro_batches import join_outputs, split_batch
 from lightning_hetero.pipeline.decide.replanning import BatchReport, reporting_group
 from lightning_hetero.pipeline.fit.gradients import GradientsAside
-from lightning_hetero.pipeline.fit.kept_by_steps import KeptBySteps, MemberOutputs
-from lightning_hetero.pipeline.fit.leader_step import acting_as, same_settings
+from lightning_hetero.pipeline.fit.leader_step import KeptBySteps, MemberOutputs, acting_as, same_settings
 from lightning_hetero.pipeline.fit.place import RankInPlan
 from lightning_hetero.pipeline.fit.planning import declared_calls
 from lightning_hetero.pipeline.fit.refusals import SECOND_PASS
@@ -165,7 +164,8 @@ class TrainBatches:
 
     def epoch_ended(self) -> None:
         """All batches of an epoch have been trained, and its hooks come; collective in each group."""
-        self._kept.share_out(self._place.evaluation)
+        group = self._place.evaluation
+        self._kept.share_out(group.leader, group.others, group.send, group.receive)
 
     def outputs(self, outputs: Any) -> Any:
         """Returns what hooks are given of a batch."""
