@@ -15,6 +15,7 @@ import torch
 from lightning.pytorch.plugins.io import TorchCheckpointIO
 from torch import Tensor
 
+from lightning_hetero.base.checks import naming_damage
 from lightning_hetero.base.refusals import refuse_saving_in_step
 from lightning_hetero.base.strategy import HeteroStrategy
 from lightning_hetero.pipeline.fit.place import RankInPlan
@@ -108,7 +109,10 @@ class WholeCheckpointsDDP(HeteroStrategy[PipelineRun]):
         """Reads a checkpoint of any engine, or of plain Lightning; a local file is mapped, not read into memory."""
         weights_only = kwargs.get("weights_only", args[0] if args else None)
         stock = type(self.checkpoint_io) is TorchCheckpointIO and self.world_size > 1
-        checkpoint = load_mapped(checkpoint_path, weights_only) if stock else None
+        checkpoint = None
+        if stock:
+            with naming_damage(checkpoint_path):
+                checkpoint = load_mapped(checkpoint_path, weights_only)
         if checkpoint is None:
             return super().load_checkpoint(checkpoint_path, *args, **kwargs)
         self.take_state(checkpoint)

@@ -21,7 +21,7 @@ from lightning_hetero import lightning_compat as compat
 from lightning_hetero.controller.messages import LinkTime
 from lightning_hetero.emulate.pace import EmulatedPace
 from lightning_hetero.measure.device import device_of
-from lightning_hetero.measure.rest_probe import RestProbe
+from lightning_hetero.measure.timer import RestProbe
 from lightning_hetero.pipeline.decide.costs import called, times_of, work_s
 from lightning_hetero.pipeline.decide.generate import SchedulePolicy
 from lightning_hetero.pipeline.decide.plans import parts_of, unit_costs

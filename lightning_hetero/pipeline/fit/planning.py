@@ -191,7 +191,6 @@ class Planner:
             direct=self._carried.direct,
             communicators=MOST_COMMUNICATORS,
             dtype=self._carried.dtype,
-            now_s=time.time(),
         )
 
     def _costs(self) -> tuple[ModelCost | None, int]:
