@@ -252,7 +252,7 @@ class Session:
         worker = self.worker
         assert worker is not None
         # What callbacks have put in place of these parameters, e.g. averages, stays.
-        self.state = worker.state(pull=True)
+        self.state = worker.state()
 
     def bring_home(self) -> None:
         """The state of the server's optimizers comes into those of the lowest rank, which writes checkpoints."""

@@ -198,7 +198,7 @@ def serve(
             wait_s: float | None = server.wake_s() - clock()
             if orphaned is not None:
                 alone = orphaned()  # asked in any case: it is taken for a sign of life
-                if alone and (server.deserted or server.abandoned(clock())):
+                if alone and server.abandoned(clock()):
                     return
                 wait_s = min(wait_s, look_s)
             events = listener.events(None if math.isinf(wait_s) else max(0.0, wait_s))

@@ -9,10 +9,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_hetero.stale.runtime.hyper_parameters import HyperParameters
 from lightning_hetero.stale.runtime.layout import ALIGN_BYTES, FlatLayout, is_finite
 from tests.ranks.stale.kit import adopt
-from tests.ranks.stale.note import mlp, sgd
 
 pytestmark = pytest.mark.usefixtures("float64")
 
@@ -83,18 +81,6 @@ def test_the_digest_tells_whatever_matters() -> None:
         {"optimizer": torch.optim.Adam}, {"compression": "bf16"}, {"compression": "fp16"},
     ]  # fmt: skip
     assert len({make(**change).digest for change in [{}, *changes]}) == len(changes) + 1
-
-
-def test_the_slot_has_room_for_everything_without_overlap() -> None:
-    model = mlp()
-    layout = FlatLayout.of(
-        list(model.named_parameters()), list(model.named_buffers()), optimizers=sgd(model), compression="bf16"
-    )
-    ranges = [layout.present, layout.number_range, *layout.buffer_ranges, *layout.gradient_ranges]
-    assert all(start % ALIGN_BYTES == 0 for start, _ in ranges)
-    assert all(a[1] <= b[0] for a, b in pairwise(ranges))
-    assert ranges[-1][1] <= layout.slot_bytes
-    assert layout.number_range[1] - layout.number_range[0] == 8 * HyperParameters(sgd(model)).size
 
 
 @pytest.mark.parametrize(("compression", "tolerance"), [(None, 0.0), ("bf16", 2**-8), ("fp16", 2**-11)])

@@ -26,7 +26,7 @@ def test_attach_and_detach_keep_values_and_formats() -> None:
     before = {k: v.clone() for k, v in model.state_dict().items()}
     layout = FlatLayout.of(list(model.named_parameters()), list(model.named_buffers()))
     worker = Worker(Note(layout), layout, list(model.parameters()), lambda: list(model.buffers()))
-    area = worker.weights.areas[0]
+    area = worker.weights.area
     inside = range(area.data_ptr(), area.data_ptr() + layout.bytes)
     assert all(v.data_ptr() in inside for v in model.state_dict().values())
     worker.detach()
@@ -93,17 +93,19 @@ def test_gradients_are_written_while_backward_runs_and_not_again(monkeypatch: py
         lambda p: nn.utils.clip_grad_norm_([p], 1e-3),
     ],
 )
-def test_gradients_changed_after_backward_are_pushed_as_they_are(change: Callable[[Any], Any]) -> None:
-    model, link, worker = start()
+@pytest.mark.parametrize("overlap", [True, False])
+def test_gradients_changed_after_backward_are_pushed_as_they_are(change: Callable[[Any], Any], overlap: bool) -> None:
+    model, link, worker = start(overlap)
     worker.claim(0, 0)
     worker.pull()
     backward(model)
+    assert bool(link.calls) == overlap
     change(model[2].weight)
     expected = now(model)
     worker.push(steps=1)
     received = link.pushes[-1]["gradients"]
     assert same(received, expected)
-    if expected[4] is not None:
+    if overlap and expected[4] is not None:
         assert link.layout.gradient_ranges[4] in link.pushes[-1]["ready"][1:]  # a wire must send it again
 
 
@@ -118,17 +120,6 @@ def test_unscaling_behind_autograds_back_is_noticed() -> None:
     found, inverse = torch.zeros((), dtype=torch.float32), torch.tensor(1 / 1024.0, dtype=torch.float32)
     torch._amp_foreach_non_finite_check_and_unscale_(gradients, found, inverse)
     assert [g._version for g in gradients] == versions
-    expected = now(model)
-    worker.push(steps=1)
-    assert same(link.pushes[-1]["gradients"], expected)
-
-
-def test_without_overlap_everything_is_written_at_the_push() -> None:
-    model, link, worker = start(overlap=False)
-    worker.claim(0, 0)
-    worker.pull()
-    backward(model)
-    assert link.calls == []
     expected = now(model)
     worker.push(steps=1)
     assert same(link.pushes[-1]["gradients"], expected)
@@ -211,17 +202,6 @@ def test_large_models_are_announced_in_buckets_from_the_end() -> None:
         (ranges[0][0], ranges[1][1]),
     ]
     worker.detach()
-
-
-def test_a_push_says_what_it_is_told() -> None:
-    model, link, worker = start()
-    worker.claim(3, 2)
-    backward(model)
-    worker.push(samples=3, weight=1.5, compute_s=7.0, lease=11, epoch=4, tick=5, substep=6, steps=1, zeroes=2)
-    request = link.requests[-1]
-    assert (request.epoch, request.tick, request.substep, request.lease) == (4, 5, 6, 11)
-    assert (request.samples, request.weight, request.compute_s) == (3, 1.5, 7.0)
-    assert (request.flags, request.steps, request.zeroes) == (PushFlag.FINAL, 1, 2)
 
 
 def test_clipping_travels_with_the_next_push_only() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import pytest
@@ -99,13 +98,6 @@ def test_under_a_policy_of_a_user_they_join_the_next() -> None:
     script = Script(setting, automatic(x, y, mse), epochs, workers=3, work_s=unequal).run()
     assert differ(replay_joining(setting, script, x, y), setting.model) <= 1e-12
     assert differ(replay_completing(setting, script, x, y)[0], setting.model) > 1e-4
-
-
-def test_nothing_late_nothing_kept() -> None:
-    x, y = data(5)
-    setting = Setting(mlp(), sgd, Flexible(grace=math.inf, bound=0), 3)
-    script = Script(setting, automatic(x, y, mse), epochs, workers=3, work_s=equal_speed).run()
-    assert differ(replay_joining(setting, script, x, y), setting.model) <= 1e-12
 
 
 def test_asynchronous_policies_step_once_per_accumulation_window() -> None:

@@ -39,7 +39,7 @@ from lightning_hetero.stale.runtime.serve.agreement import AnnouncedEpochs, Live
 from lightning_hetero.stale.runtime.serve.answers import Answers
 from lightning_hetero.stale.runtime.serve.open_batch import OpenBatch
 from lightning_hetero.stale.runtime.serve.update import Updater, bits
-from lightning_hetero.transport.base import Listener, Request, Say, TornSlotError
+from lightning_hetero.transport.base import Listener, Request, Say
 from lightning_hetero.transport.flags import PushFlag, ReplyFlag
 
 
@@ -120,10 +120,11 @@ class Pushes:
 
         Raises:
             NonFiniteError: they are not finite, and the rule is to stop.
+            TornSlotError: the slot is not whole.
             ValueError: no worker can mean this push.
         """
         self._check(push)
-        slot = self._slot(rank, push)
+        slot = self._listener.gradient(rank, push.slot)
         if push.flags & PushFlag.FINAL:
             self._last_push(rank, push, slot, now)
             self.claim(rank, push, now)
@@ -137,12 +138,8 @@ class Pushes:
             answers.publish()
             answers.resume([rank for rank, substep in answers.paused.items() if substep == k])
 
-    def _last_push(self, rank: int, push: Request, slot: Tensor | None, now: float) -> None:
+    def _last_push(self, rank: int, push: Request, slot: Tensor, now: float) -> None:
         coordinator = self._coordinator
-        if slot is None:
-            self._answers.wasted(rank)
-            self.carry_out(coordinator.give_back(rank, push.lease, now), now)
-            return
         lease = coordinator.lease(rank, push.lease)
         finite = lease is None or self._finite(rank, push, slot)
         if push.tick == coordinator.tick:
@@ -150,10 +147,10 @@ class Pushes:
         effects = coordinator.push(rank, push.lease, now, tick=push.tick, samples=push.samples, finite=finite)
         self.carry_out(effects, now, None if lease is None else Pushed(push, slot, lease.base))
 
-    def _substep(self, rank: int, push: Request, slot: Tensor | None) -> None:
+    def _substep(self, rank: int, push: Request, slot: Tensor) -> None:
         coordinator, batch, answers = self._coordinator, self._batch, self._answers
         lease = coordinator.lease(rank, push.lease)
-        if slot is None or lease is None or lease.void or not coordinator.within_bound(lease.base):
+        if lease is None or lease.void or not coordinator.within_bound(lease.base):
             answers.answer(rank, Say.APPLIED)  # the last push of the batch will be refused as a whole
             return
         finite = self._finite(rank, push, slot)
@@ -182,17 +179,6 @@ class Pushes:
             raise ValueError(f"weight={push.weight!r} must be a finite number >= 0")
         if push.samples < 1:
             raise ValueError(f"samples={push.samples} must be at least 1; a dummy batch is not pushed")
-
-    def _slot(self, rank: int, push: Request) -> Tensor | None:
-        """Returns the slot a push speaks of; None, and its worker is told, if that is not whole."""
-        try:
-            return self._listener.gradient(rank, push.slot)
-        except TornSlotError as error:
-            self._live_workers.notify(
-                f"a push of worker {rank} was not whole and is discarded: {error}", only=rank
-            )
-            self._counts.discarded["torn"] += push.samples
-            return None
 
     def _finite(self, rank: int, push: Request, slot: Tensor) -> bool:
         """Returns whether the gradients are finite; if not, everybody is told, or the run ends."""

@@ -34,16 +34,7 @@ from lightning_hetero.stale.runtime.serve.open_batch import HalfUpdateError, Ope
 from lightning_hetero.stale.runtime.serve.pushes import NonFiniteError, Pushes
 from lightning_hetero.stale.runtime.serve.thread_shards import ThreadShards
 from lightning_hetero.stale.runtime.serve.update import OwnMethodError, Updater, bits
-from lightning_hetero.transport.base import (
-    Arrived,
-    Ask,
-    Gone,
-    Happened,
-    Joined,
-    Listener,
-    Request,
-    Say,
-)
+from lightning_hetero.transport.base import Arrived, Ask, Gone, Happened, Joined, Listener, Request, Say
 from lightning_hetero.transport.flags import PushFlag
 
 _log = logging.getLogger(__name__)
@@ -109,16 +100,17 @@ class ParameterServer:
         )  # fmt: skip
         self._answers.publish()
 
-    @property
-    def deserted(self) -> bool:
-        """Whether it has no worker, and need not wait for one."""
-        return self._live_workers.deserted
-
     def abandoned(self, now: float) -> bool:
-        """Whether all workers have been silent for too long; then they are told, for the case that they wake."""
-        if not self._live_workers.all_silent(now):
+        """Whether it has no worker and need not wait for one, or all have been silent for too long.
+
+        These are told, for the case that they wake.
+        """
+        workers = self._live_workers
+        if workers.deserted:
+            return True
+        if not workers.all_silent(now):
             return False
-        for rank in sorted(self._live_workers.connected):
+        for rank in sorted(workers.connected):
             self.listener.dismiss(
                 rank,
                 f"rank {rank} was left behind: rank 0 is gone, and no rank gave a sign of life for so long that the run"

@@ -21,8 +21,7 @@ from torch.optim import LBFGS, Optimizer, SparseAdam
 
 from lightning_hetero.stale.runtime.hyper_parameters import CLIP_NORM, CLIP_VALUE, HyperParameters
 from lightning_hetero.stale.runtime.layout import NONFINITE, FlatLayout
-from lightning_hetero.stale.runtime.serve.accumulator import GradientSum, Spares, runs
-from lightning_hetero.stale.runtime.serve.kept_mean import KeptMean
+from lightning_hetero.stale.runtime.serve.accumulator import GradientSum, KeptMean, Spares, runs
 from lightning_hetero.stale.runtime.serve.thread_shards import ThreadShards, step
 
 _SLOTS = 256
@@ -147,13 +146,7 @@ class Updater:
     # ---- updates ----------------------------------------------------------------------------------------------
 
     def apply(
-        self,
-        pool: GradientSum,
-        *,
-        version: int = 0,
-        worth: float = 1.0,
-        last: bool = True,
-        mean: KeptMean | None = None,
+        self, pool: GradientSum, *, version: int, worth: float = 1.0, last: bool = True, mean: KeptMean | None = None
     ) -> int:
         """Makes a pool an update; see the module.
 

@@ -31,18 +31,10 @@ from lightning_hetero.stale.runtime.messages import (
     measures_of,
     state_of,
 )
-from lightning_hetero.stale.runtime.work.gradient_writer import GradientWriter
-from lightning_hetero.stale.runtime.work.images import Readout, lock_pages
+from lightning_hetero.stale.runtime.work.gradient_writer import GradientWriter, Readout
 from lightning_hetero.stale.runtime.work.watch import ParameterPlace
 from lightning_hetero.stale.runtime.work.weights import Phase, PulledWeights
-from lightning_hetero.transport.base import (
-    Ask,
-    Reply,
-    Request,
-    Say,
-    ServerLostError,
-    WorkerLink,
-)
+from lightning_hetero.transport.base import Ask, Reply, Request, Say, ServerLostError, WorkerLink
 from lightning_hetero.transport.flags import PushFlag, ReplyFlag
 
 
@@ -84,9 +76,9 @@ class Worker:
         self._clips = [(0, 0.0)] * len(optimizers)
         self.weights = PulledWeights(link, layout, parameters, buffers, held)
         self.parameters = self.weights.parameters
-        devices = [device_of(area.device) for area in self.weights.areas]
-        self._unlock = lock_pages(link.shared, devices)
-        self._writer = GradientWriter(link, layout, self.parameters, self.weights.buffer_devices(), overlap=overlap)
+        device = self.weights.area.device
+        self._unlock = [device_of(device).page_lock(memory.data_ptr(), memory.numel()) for memory in link.shared]
+        self._writer = GradientWriter(link, layout, self.parameters, device, overlap=overlap)
         self._wanted = PushFlag(0)  # besides, with claims and pushes
         self.brought: Measures | None = None
 
@@ -95,7 +87,8 @@ class Worker:
         self._writer.detach()
         self.weights.detach()
         while self._unlock:
-            self._unlock.pop()()
+            if (unlock := self._unlock.pop()) is not None:
+                unlock()
 
     def pull(self) -> int:
         """Puts the newest published parameters and buffers into the module; returns their version.
@@ -205,7 +198,10 @@ class Worker:
         self.weights.look()
         noted = [told.add(each) for each in self.weights.noted()]
         self.weights.pushed(substep=not flags & PushFlag.FINAL)
-        slot = self._writer.write(self.weights.buffers(), lambda numbers: self._hyper.write(numbers, self._clips), told)
+        weights = self.weights
+        slot = self._writer.write(
+            weights.buffer_bytes, weights.clean_bytes, lambda numbers: self._hyper.write(numbers, self._clips), told
+        )
         if any(map(any, noted)):
             self.weights.refuse_noted()
         self._clips = [(0, 0.0)] * len(self._clips)
@@ -255,16 +251,12 @@ class Worker:
         """Returns the ranks that the server takes to be alive."""
         return frozenset(self._call(Request(kind=Ask.METRICS)).numbers)
 
-    def state(self, *, pull: bool = False) -> dict[str, Any]:
+    def state(self) -> dict[str, Any]:
         """Returns the server's state: ``version``, ``optimizers``, ``coordinator``.
 
-        Args:
-            pull: put the parameters and buffers of this very version into the module, unless they are there. They come
-                with the state: while others train, the published ones may be newer each time that one looks.
+        The parameters and buffers of this very version are in the module then. They come with the state unless they
+        are there: while others train, the published ones may be newer each time that one looks.
         """
-        if not pull:
-            self._call(Request(kind=Ask.STATE))
-            return state_of(self.link.read_state())
         weights = self.weights
         weights.look_where_all_meet()
         self._call(Request(kind=Ask.STATE, numbers=(weights.version if weights.whole or weights.kept else -1,)))
