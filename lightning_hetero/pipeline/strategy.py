@@ -258,17 +258,15 @@ class HeteroPipelineStrategy(WholeCheckpointsDDP):
             super().model_to_device()
 
     def idle_on_one_device(self) -> dict[str, Any]:
-        settings = self.plan_settings
-        given = {name: getattr(settings, name) for name in ("micro_batch_size", "checkpoint_layers")}
-        return {name: value for name, value in given.items() if value}
+        names = ("micro_batch_size", "checkpoint_layers")
+        return {name: value for name in names if (value := getattr(self.plan_settings, name))}
 
     def emulate(self, scenario: Scenario) -> bool:
         """Called by a `ThrottleCallback` when set-up begins: stages sleep for their own part of the emulated work."""
         if self._run is None:
             return False
-        callbacks = compat.trainer_callbacks(self._run.trainer)
-        asking = (c for c in callbacks if isinstance(c, ThrottleCallback) and c.scenario is scenario)
-        every_s = next((callback.step_every_s for callback in asking), None)
+        throttles = (c for c in compat.trainer_callbacks(self._run.trainer) if isinstance(c, ThrottleCallback))
+        every_s = next((throttle.step_every_s for throttle in throttles if throttle.scenario is scenario), None)
         self._run.scenario, self._run.scenario_step = scenario, scenario_steps(every_s)
         return True
 
