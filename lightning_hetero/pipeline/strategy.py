@@ -139,7 +139,6 @@ class HeteroPipelineStrategy(WholeCheckpointsDDP):
         self.stream: Literal["shared"] | None = stream
         self._planned: PlanResult | None = None  # made when a run began, or in force when it ended
         self._planned_for: tuple[object, int | None] = None, None  # model and global batch
-        self._accumulates = False
         self._replans: list[Replan] = []
 
     # ---- set-up and teardown ----------------------------------------------------------------------------------
@@ -286,13 +285,7 @@ class HeteroPipelineStrategy(WholeCheckpointsDDP):
             return super().training_step(*args, **kwargs)
         batch, *rest = args
         with self.precision_plugin.train_step_context():
-            return self._batches.train(batch, rest, kwargs, accumulates=self._accumulates)
-
-    @contextmanager
-    def block_backward_sync(self) -> Iterator[None]:
-        """Lightning wraps a batch that only accumulates in this: its gradients stay where they are."""
-        with super().block_backward_sync() if self._run is None else patched(self, "_accumulates", True):
-            yield
+            return self._batches.train(batch, rest, kwargs)
 
     def _backward_done(self, *_: Any, **__: Any) -> None:
         """In the place of the precision plugin's ``backward`` during a run: the gradients are there, `TrainBatches`."""
