@@ -59,12 +59,7 @@ class RankZero:
     """
 
     def __init__(
-        self,
-        place: RankInPlan,
-        *,
-        controller: LyapunovController | None,
-        state: Mapping[str, Any],
-        whole: bool,
+        self, place: RankInPlan, *, controller: LyapunovController | None, state: Mapping[str, Any], whole: bool
     ) -> None:
         self._place, self.controller, self._whole = place, controller, whole
         self.begin_again(state)
