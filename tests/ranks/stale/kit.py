@@ -33,6 +33,7 @@ from lightning_hetero.stale.runtime.start import serve
 from lightning_hetero.stale.runtime.work.worker import Worker
 from lightning_hetero.transport.base import (
     Arrived,
+    Ask,
     Gone,
     Joined,
     Listener,
@@ -87,11 +88,10 @@ class Pusher(Worker):
         samples = said.get("samples", len(spans(self._grant.numbers)))
         values = {
             "epoch": self._place[0], "tick": self._place[1], "substep": self._substep, "lease": self._grant.lease,
-            "samples": samples, "weight": float(samples), "compute_s": 0.5, "steps": 0, "zeroes": 0, **said,
+            "samples": samples, "weight": float(samples), **said,
         }  # fmt: skip
         self._substep += 1
-        compute_s = values.pop("compute_s")
-        reply = super().push(flags, **values, compute_s=lambda: compute_s)
+        reply = super().push(Request(kind=Ask.PUSH, flags=flags, **values), lambda: 0.5)
         return self.granted(reply) if flags & PushFlag.FINAL else reply
 
 
