@@ -42,9 +42,9 @@ from lightning_hetero.transport.groups import rebuild_default_group
 if TYPE_CHECKING:
     from benchmarks.faults.simulation import Simulation
 
-_SILENT_S = 30.0  # as in `Newcomer`: without any store
+_SILENT_S = 30.0  # as in `JoiningRank`: without any store
 _ANSWER_S = 3.0  # as in `JoinRequests`
-_TRIES = 3  # as in `Newcomer`
+_TRIES = 3  # as in `JoiningRank`
 _RESTART_S = 0.5  # until a process that is started asks to join
 
 
@@ -204,7 +204,7 @@ class Rank:
                 self.session.close()
 
     def _come(self) -> Invitation | None:
-        """As `Newcomer.come` and `ElasticDDPStrategy.setup_distributed`."""
+        """As `Joining rank.come` and `ElasticDDPStrategy.setup_distributed`."""
         simulation, tries = self.simulation, 0
         while (found := simulation.lobby.wait(self.number, self.process, simulation.anybody)) is not None:
             simulation.point(self.number, "invited")
@@ -416,7 +416,7 @@ class Rank:
         self._reduce("reduce mean of the validation")
 
     def write_checkpoint(self, path: str) -> None:
-        """For a newcomer, in the place of Lightning's."""
+        """For a joining rank, in the place of Lightning's."""
         assert self.session is not None
         if self.members.is_lowest:
             self.session.fetch_state()

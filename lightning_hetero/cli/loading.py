@@ -16,8 +16,8 @@ from lightning.pytorch import Callback, LightningDataModule, LightningModule, Tr
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_hetero import lightning_compat as compat
-from lightning_hetero.pipeline.fit.plan.planning import tied_spans
-from lightning_hetero.pipeline.fit.plan.rehearsal import Rehearsal, measure_model
+from lightning_hetero.pipeline.fit.planning import tied_spans
+from lightning_hetero.pipeline.fit.rehearsal import Rehearsal, measure_model
 from lightning_hetero.pipeline.runtime.measure.around_backbone import NeverCalledError
 from lightning_hetero.pipeline.runtime.step.layer_calls.chain import NotAChainError
 from lightning_hetero.pipeline.runtime.step.undivided import Undivided, find_layers, undivided

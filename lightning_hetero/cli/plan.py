@@ -24,7 +24,7 @@ from lightning_hetero.cli.ranks import probe_machine
 from lightning_hetero.cli.report import read_run
 from lightning_hetero.cli.summary import format_table
 from lightning_hetero.cluster.units import as_number, bytes_text, describe_cluster
-from lightning_hetero.pipeline.fit.plan.planning import read_cluster
+from lightning_hetero.pipeline.fit.planning import read_cluster
 from lightning_hetero.plan.estimate import Estimate
 from lightning_hetero.plan.formula import model_from_formula
 from lightning_hetero.plan.planner import Plan, check_engines, plan
@@ -84,7 +84,7 @@ def _modelled(given: Mapping[str, Any]) -> tuple[Setup, list[str]]:
             notes.append(f"one layer only: {profile.undivided}")
     else:
         model = model_from_formula(given["formula"])
-        state_bytes = math.fsum(part.state_bytes for part in (model.before, *model.layers, model.head))
+        state_bytes = math.fsum(part.state_bytes for part in model.parts)
         notes.append(f"costs by formula: {len(model.layers)} layers, {bytes_text(state_bytes)} of state")
     cluster, measured = _cluster(given)
     notes += measured

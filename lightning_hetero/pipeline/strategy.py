@@ -1,6 +1,6 @@
 """`HeteroPipelineStrategy`: pipelines of unequal stages, unequal data across them, an unchanged module (layer L).
 
-    set-up:   measure or read -> plan -> every rank keeps its layers     [fit/plan, fit/place]
+    set-up:   measure or read -> plan -> every rank keeps its layers     [fit/planning, fit/place]
     a batch:  training_step on each group's leader, suspended at the backbone; layers on all ranks
               [fit/training -> runtime/execute], gradients across groups [runtime/ownership]
     anywhere: whole-model checkpoints with stock keys, streamed          [fit/checkpoints]
@@ -11,12 +11,11 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from functools import partial
 from typing import Any, Literal
 
 import torch
 from lightning.fabric.utilities.rank_zero import rank_zero_info
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import Trainer
 from torch import Tensor
 
 from lightning_hetero import lightning_compat as compat
@@ -32,17 +31,13 @@ from lightning_hetero.pipeline.decide.costs import model_from_plain
 from lightning_hetero.pipeline.decide.plans import describe_plan
 from lightning_hetero.pipeline.fit.checkpoints import WholeCheckpointsDDP
 from lightning_hetero.pipeline.fit.leader_step import acting_rank
-from lightning_hetero.pipeline.fit.plan.planning import (
+from lightning_hetero.pipeline.fit.planning import (
     CannotDivideError,
-    PipelineSettings,
+    Planner,
     PlanResult,
-    PlanSettings,
     carried_by,
-    evaluation_plan,
-    make_plan,
     read_cluster,
 )
-from lightning_hetero.pipeline.fit.plan.rehearsal import Rehearsal
 from lightning_hetero.pipeline.fit.refusals import (
     REFUSALS,
     layers_alike,
@@ -51,8 +46,10 @@ from lightning_hetero.pipeline.fit.refusals import (
     refuse_optimizers,
     warn_undivided,
 )
+from lightning_hetero.pipeline.fit.rehearsal import Rehearsal
 from lightning_hetero.pipeline.fit.run import PipelineRun
 from lightning_hetero.pipeline.fit.training import TrainBatches
+from lightning_hetero.pipeline.fit.wires import PipelineSettings, PlanSettings
 from lightning_hetero.pipeline.runtime.step.backbone import Backbone
 from lightning_hetero.pipeline.runtime.step.undivided import Undivided, find_layers, undivided
 from lightning_hetero.solvers.plans import plan_from_plain
@@ -184,7 +181,8 @@ class HeteroPipelineStrategy(WholeCheckpointsDDP):
             refuse_module(module)
             self.check_module(module)
         self.model = self.precision_plugin.convert_module(module)
-        backbone = self._layers_of(module)
+        given = self.plan_settings.plan is not None or self.plan_settings.profile is not None
+        backbone = find_layers(module, self.backbone, needed=given)
         if run.fitting:
             self.setup_optimizers(trainer)
             refuse_no_optimizer(self.optimizers)
@@ -196,20 +194,15 @@ class HeteroPipelineStrategy(WholeCheckpointsDDP):
         if run.fitting and isinstance(backbone, Undivided):
             warn_undivided(backbone)
         self._replans = run.replans
-        moves = partial(compat.batch_to_device, trainer, move=super().batch_to_device)
         divided = any(len(group.ranks) > 1 for group in planned.plan.groups)
         if checked := run.fitting and (divided or run.settings.controller is not None):
             refuse_optimizers(self.optimizers, backbone)
-        place = run.install(planned, backbone, self.optimizers, to_device=moves)
+        place = run.install(planned, backbone, self.optimizers, to_device=self._moved)
         if checked:
             run.undo.enter_context(layers_alike(backbone, lambda: place.elsewhere))
         if divided or len(planned.plan.groups) < self.world_size:
             rank_zero_info(f"hetero_pipeline:\n{describe_plan(planned.plan, planned.cluster, backbone.names)}")
         self.setup_precision_plugin()
-
-    def _layers_of(self, module: LightningModule) -> Backbone:
-        given = self.plan_settings.plan is not None or self.plan_settings.profile is not None
-        return find_layers(module, self.backbone, needed=given)
 
     @property
     def is_global_zero(self) -> bool:
@@ -219,6 +212,11 @@ class HeteroPipelineStrategy(WholeCheckpointsDDP):
     def configure_ddp(self) -> None:
         """No wrapper, also on one device: parameters that a loss does not use need no flag there either."""
 
+    def _moved(self, batch: Any) -> Any:
+        """Returns a batch on this rank's device, with all hooks of the user."""
+        assert self._run is not None
+        return compat.batch_to_device(self._run.trainer, batch, super().batch_to_device)
+
     def _plan(self, run: PipelineRun, backbone: Backbone) -> PlanResult:
         """Returns the plan of an earlier run if it holds, else a new one."""
         loader: Any = compat.train_source(run.trainer) if run.fitting else None
@@ -227,29 +225,20 @@ class HeteroPipelineStrategy(WholeCheckpointsDDP):
         known_model, known_total = self._planned_for
         if self._planned is not None and known_model == model and total in (None, known_total):
             return self._planned
+        step = Rehearsal(
+            module=run.module,
+            backbone=backbone,
+            found=self.backbone is None,
+            device=self.root_device,
+            loader=loader,
+            optimizers=self.optimizers,
+            to_device=self._moved,
+            context=self.precision_plugin.train_step_context,
+        )
+        scenario = run.scenario if run.fitting else None
         carried = carried_by(self)
-        if total is None:
-            device = self.root_device
-            planned = evaluation_plan(run.module, backbone, self.plan_settings, run.channel, device, carried)
-        else:
-            step = Rehearsal(
-                module=run.module,
-                backbone=backbone,
-                found=self.backbone is None,
-                device=self.root_device,
-                loader=loader,
-                optimizers=self.optimizers,
-                to_device=partial(compat.batch_to_device, run.trainer, move=super().batch_to_device),
-                context=self.precision_plugin.train_step_context,
-            )
-            planned = make_plan(
-                step,
-                self.plan_settings,
-                channel=run.channel,
-                global_batch=total,
-                scenario=run.scenario,
-                carried=carried,
-            )
+        planner = Planner(step, self.plan_settings, channel=run.channel, scenario=scenario, carried=carried)
+        planned = planner.plan_evaluation() if total is None else planner.plan(total)
         self._planned, self._planned_for = planned, (model, total)
         return planned
 

@@ -6,8 +6,7 @@ import math
 
 import pytest
 
-from lightning_hetero.balanced.decide.controller import ShareController
-from lightning_hetero.balanced.decide.rows import RankState, Row
+from lightning_hetero.balanced.decide.controller import Row, ShareController
 from lightning_hetero.predictors import Kalman, Narx
 from lightning_hetero.shares.bounds import ShareBounds
 from lightning_hetero.shares.policy import BalancePolicy
@@ -36,10 +35,6 @@ class Listening(Kalman):
         super().update(samples, compute_s)
 
 
-class Deaf(Listening):
-    WANTS_LOAD = False
-
-
 def record(rank: int, free_cpu: float, compute_s: float = 0.1) -> SpeedSample:
     return SpeedSample(rank=rank, step=0, samples=8, compute_s=compute_s, free_cpu=free_cpu, free_mem=0.25)
 
@@ -58,15 +53,6 @@ def test_each_rank_is_told_its_own_load_before_its_time() -> None:
     assert heard == [[(1.0, 0.25), "time"], [(0.25, 0.25), "time"]]  # not in the warm-up
     policy.observe([record(0, 1.0), record(1, 0.125, compute_s=0.0)])  # without a time: nothing to learn
     assert heard[1] == [(0.25, 0.25), "time"]
-
-
-def test_who_does_not_want_the_load_is_not_told() -> None:
-    policy = started(Deaf())
-    for _ in range(3):
-        policy.observe([record(0, 1.0), record(1, 0.5)])
-    assert [p.heard for p in policy._predictors] == [["time", "time"]] * 2
-    assert not policy.wants_load and started(Narx()).wants_load
-    assert not policy.load_changed([(0.0, 0.0), (0.0, 0.0)])
 
 
 @pytest.mark.parametrize(
@@ -99,8 +85,7 @@ def test_an_announced_load_decides_the_very_next_batch(predictor: type[Kalman]) 
         for rank, n in enumerate(shares):
             controller._local.clear()
             controller.measured(n, PER_SAMPLE_S * n * (slow(k) if rank else 1.0), 0.0)
-            load = RankState(free_cpu=1.0 / slow(k + 1) if rank else 1.0, free_mem=0.5)
-            rows.append(controller.row(0, k, load))
+            rows.append(controller.row(0, k, free_cpu=1.0 / slow(k + 1) if rank else 1.0, free_mem=0.5))
         controller.sent(0, k, lambda rows=rows: rows)
         controller.catch_up()
     # The fourth spell begins at step 60 and is announced with the record of step 59.

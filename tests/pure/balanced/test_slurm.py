@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 from lightning.pytorch import Trainer
-from lightning.pytorch.plugins.environments import LightningEnvironment, SLURMEnvironment
+from lightning.pytorch.plugins.environments import SLURMEnvironment
 from lightning.pytorch.strategies import StrategyRegistry
 
 from lightning_hetero import BalancePolicy, LoadBalancedStrategy
@@ -71,15 +71,6 @@ def test_ranks_come_from_srun(
     no_launcher.delenv("MASTER_PORT")
 
 
-def test_an_interactive_shell_launches_its_own_processes(no_launcher: pytest.MonkeyPatch) -> None:
-    for name, value in {"SLURM_NTASKS": "2", "SLURM_JOB_NAME": "bash", "SLURM_PROCID": "0"}.items():
-        no_launcher.setenv(name, value)
-    chosen = trainer("hetero_balanced").strategy
-    assert isinstance(chosen, LoadBalancedStrategy)
-    assert isinstance(chosen.cluster_environment, LightningEnvironment)
-    assert chosen.launcher is not None and (chosen.world_size, chosen.global_rank) == (2, 0)
-
-
 @pytest.mark.parametrize(
     ("suffix", "start_method"),
     [
@@ -108,8 +99,8 @@ def test_a_strategy_is_picklable_before_fit_with_its_settings(no_launcher: pytes
         quantum=2,
     )
     again = pickle.loads(pickle.dumps(strategy))
-    assert (again.global_batch_size, again.settings.batches) == (96, strategy.settings.batches)
+    assert (again.global_batch_size, again.settings.bounds) == (96, strategy.settings.bounds)
     assert (again.policy.dead_band, type(again.policy.prototype).__name__) == (0.1, "Ewma")
     assert again.shares == () and again.step_report() is None and again.current_samples() is None
     inside = pickle.loads(pickle.dumps(trainer(strategy))).strategy  # as spawn sends it
-    assert isinstance(inside, LoadBalancedStrategy) and inside.settings.batches == strategy.settings.batches
+    assert isinstance(inside, LoadBalancedStrategy) and inside.settings.bounds == strategy.settings.bounds

@@ -180,6 +180,9 @@ def refusals() -> list[list[tuple[str, str]]]:
     return run_ranks(2, refusing_job, list(CASES))
 
 
+@pytest.mark.stock_ddp(
+    "optimization: LBFGS", "balanced", refused="it decides by the loss, which differs between ranks"
+)
 @pytest.mark.parametrize("name", CASES)
 def test_every_rank_refuses_before_the_first_step(name: str) -> None:
     *_, expected, parts = CASES[name]

@@ -13,7 +13,6 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from lightning_hetero.measure.timer import Timer
 from lightning_hetero.pipeline.runtime.measure import layers as measured
-from lightning_hetero.pipeline.runtime.measure.memory import OptimizerSpec
 from lightning_hetero.pipeline.runtime.step.layer_calls.route import PLAIN
 from lightning_hetero.types import AffineCost, LayerCost, ModelCost
 
@@ -33,7 +32,6 @@ def profile(
     *,
     sizes: Sequence[int] = (2, 4),
     timer: Timer | None = None,
-    optimizer: OptimizerSpec = None,
 ) -> ModelCost:
     """Measures layers on an example, cut or repeated to each size."""
     rows = len(next(leaf for leaf in tree_leaves(example) if isinstance(leaf, Tensor)))
@@ -48,8 +46,9 @@ def profile(
     with ExitStack() as stack:
         for name, value in {"_REPEATS": 1, "_WARM_UPS": 0, "Timer": lambda _: timer or Timer(CPU)}.items():
             stack.enter_context(patch.object(measured, name, value))
-        ends = {"before": AROUND, "head": AROUND}
-        return measured.profile_on_device(layers, examples, names=names, device=CPU, optimizer=optimizer, **ends)
+        return measured.profile_on_device(
+            layers, examples, names=names, device=CPU, copies={}, before=AROUND, head=AROUND
+        )
 
 
 def kept(cost: ModelCost) -> list[float]:

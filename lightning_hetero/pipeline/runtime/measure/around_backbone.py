@@ -20,7 +20,6 @@ from lightning_hetero.measure.timer import Timer
 from lightning_hetero.pipeline.runtime.measure.layers import detached, tensors_of
 from lightning_hetero.pipeline.runtime.measure.memory import (
     Kept,
-    OptimizerSpec,
     optimizer_bytes,
     resident,
     state_bytes,
@@ -87,7 +86,7 @@ def measure_outside(
     layers: Sequence[nn.Module],
     parameters: Sequence[nn.Parameter],
     buffers: Sequence[Tensor],
-    optimizer: OptimizerSpec,
+    copies: Mapping[int, int],
     device: torch.device,
 ) -> Outside:
     """Measures the step outside of the backbone.
@@ -100,7 +99,7 @@ def measure_outside(
         layers: of the backbone, in order.
         parameters: outside of the layers.
         buffers: outside of the layers, e.g. statistics of a BatchNorm that stands there.
-        optimizer: for the size of its state, see `optimizer_bytes`.
+        copies: of parameters that the optimizer keeps, see `state_copies`.
         device: where the step runs; layers that are elsewhere go there one at a time, in copies.
 
     Raises:
@@ -126,7 +125,7 @@ def measure_outside(
         forward=_fit(seen, 0),
         backward=_fit(seen, 1),
         param_bytes=tensor_bytes(trained),
-        state_bytes=held + optimizer_bytes(trained, optimizer),
+        state_bytes=held + optimizer_bytes(trained, copies),
         activation_bytes=last.kept_bytes[0] / last.samples,
         output_bytes=tensor_bytes(tensors_of(last.message)) / last.samples,
     )
@@ -145,13 +144,13 @@ def measure_whole(
     *,
     module: nn.Module,
     name: str,
-    optimizer: OptimizerSpec,
+    copies: Mapping[int, int],
     device: torch.device,
 ) -> ModelCost:
     """Measures forward and backward of training steps whose layers are not known: the whole module is the one layer.
 
     Args:
-        bodies, optimizer, device: see `measure_outside`, which leaves the same changed.
+        bodies, copies, device: see `measure_outside`, which leaves the same changed.
         module: on the device.
         name: of the layer.
 
@@ -165,7 +164,7 @@ def measure_whole(
         forward=_fit(seen, 0),
         backward=_fit(seen, 3),
         param_bytes=trained_bytes(module),
-        state_bytes=state_bytes(module, optimizer),
+        state_bytes=state_bytes(module, copies),
         activation_bytes=sum(seen[-1].kept_bytes) / seen[-1].samples,
     )
     free = AffineCost(fixed_s=0.0, per_sample_s=0.0)

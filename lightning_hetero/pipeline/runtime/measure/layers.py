@@ -31,7 +31,6 @@ from torch.utils._pytree import tree_leaves, tree_map
 from lightning_hetero.measure.timer import Timer
 from lightning_hetero.pipeline.runtime.measure.memory import (
     Kept,
-    OptimizerSpec,
     resident,
     state_bytes,
     tensor_bytes,
@@ -56,7 +55,7 @@ def profile_on_device(
     before: LayerCost,
     head: LayerCost,
     device: torch.device,
-    optimizer: OptimizerSpec = None,
+    copies: Mapping[int, int],
     call: Callable[..., Any] | None = None,
 ) -> ModelCost:
     """Measures the layers: times, activations, bytes.
@@ -73,11 +72,10 @@ def profile_on_device(
         before: cost of the training step up to the backbone.
         head: cost behind the backbone.
         device: where the examples are.
-        optimizer: for its state's size, see `optimizer_bytes`.
+        copies: of parameters that the optimizer keeps, see `state_copies`.
         call: how a layer is called, see `RoutedCall`.
 
     Raises:
-        ValueError: an optimizer of unknown state.
         torch.OutOfMemoryError: a layer does not fit with the largest micro-batch.
         RuntimeError: a layer fails; the message names it.
     """
@@ -85,7 +83,7 @@ def profile_on_device(
     walks = [_Walk(n, value, RoutedCall(route, layers, call)) for n, (route, value) in sorted(examples.items())]
     with torch.inference_mode(False), torch.enable_grad():
         costs = [
-            _cost(name, layer, [walk.through(name, layer, timer, known) for walk in walks], optimizer)
+            _cost(name, layer, [walk.through(name, layer, timer, known) for walk in walks], copies)
             for name, layer in zip(names, layers, strict=True)
         ]
     return ModelCost(layers=tuple(costs), before=before, head=head)
@@ -207,7 +205,7 @@ def observe(layer: nn.Module, value: Any, call: Call, held: Sequence[Tensor]) ->
     return Observed(handed_on, still_held, new_bytes, tensor_bytes(outputs), gradients)
 
 
-def _cost(name: str, layer: nn.Module, measured: Sequence[_Measured], optimizer: OptimizerSpec) -> LayerCost:
+def _cost(name: str, layer: nn.Module, measured: Sequence[_Measured], copies: Mapping[int, int]) -> LayerCost:
     sizes, last = [m.samples for m in measured], measured[-1]
     forward, backward = (fit_affine(sizes, [m.times[i] for m in measured]) for i in (0, 1))
     return LayerCost(
@@ -215,7 +213,7 @@ def _cost(name: str, layer: nn.Module, measured: Sequence[_Measured], optimizer:
         forward=forward,
         backward=backward,
         param_bytes=trained_bytes(layer),
-        state_bytes=state_bytes(layer, optimizer),
+        state_bytes=state_bytes(layer, copies),
         activation_bytes=last.seen.kept_bytes / last.samples,
         output_bytes=last.seen.output_bytes / last.samples,
     )
@@ -260,5 +258,5 @@ def detached(value: Any) -> Any:
 
 
 def _clones(value: Any) -> Any:
-    """Returns a nest with copies of its tensors; no leaves, which could not be overwritten where they want gradients."""
+    """Returns a nest with copies of its tensors; no leaves, which could not be overwritten."""
     return tree_map(lambda v: v.clone() if isinstance(v, Tensor) else v, detached(value))
