@@ -185,7 +185,7 @@ class ShareController:
             return
         predicted = tuple(self.policy.predict_s(self.policy.work_in_samples(records)))
         self.decision = self.policy.take(records, batches=int(rows.batches[0]))
-        if self.decision.changed or self.decision.outcome or self.decision.data:
+        if self.decision.changed:
             self.news.append(self.decision)
         self.report = StepReport(epoch=tag[0], step=tag[1], records=records, predicted_s=predicted)
         self.reports.append(self.report)

@@ -108,15 +108,12 @@ class StepTimes:
         )
 
     def _note_decision(self, part: Part, decision: ShareDecision) -> None:
-        if decision.outcome:
-            self._events.note("outcome", part.epoch, part.step, decision.outcome)
         if decision.changed:
             data = {
                 "shares": list(decision.shares),
                 "predicted_s": decision.predicted_s,
                 "reason": decision.reason,
                 "predicted_gain": decision.predicted_gain,
-                **decision.data,
             }
             self._events.note("decision", part.epoch, part.step, data)
 
