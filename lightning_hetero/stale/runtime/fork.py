@@ -252,10 +252,8 @@ def _end_if_stuck(alone: Callable[[], bool], asks: threading.Event) -> None:
     while asks.wait(_STUCK_S):
         asks.clear()
     with contextlib.suppress(BaseException):
-        print(
-            f"the parameter server's rank is gone, and it has hung for {_STUCK_S:g} s since: it ends",
-            file=sys.stderr, flush=True,
-        )  # fmt: skip
+        said = f"the parameter server's rank is gone, and it has hung for {_STUCK_S:g} s since: it ends"
+        print(said, file=sys.stderr, flush=True)
     os._exit(1)
 
 
