@@ -33,11 +33,12 @@ from torch import distributed as dist
 
 from lightning_hetero.measure.device import device_of
 from lightning_hetero.pipeline.decide.links import RankDevice
+from lightning_hetero.pipeline.runtime.execute.watch import close_connections
 from lightning_hetero.transport.groups import make_group
 from lightning_hetero.transport.sockets import FOREVER
 
 _HOST_BACKENDS = {"", "gloo", "mpi"}
-_TAG, _TAG_OF_THE_END = 0x9A58, 0x9A59
+_TAG = 0x9A58
 
 
 def rank_device(device: torch.device, backend: str | None) -> RankDevice:
@@ -122,13 +123,9 @@ class DirectWay:
 
     def abort(self) -> None:
         """Ends what is under way, on the device too; the way is of no use afterwards."""
-        for group, peer in ((self._there, self._to), (self._back, self._from)):
+        for group in (self._there, self._back):
             with contextlib.suppress(RuntimeError):  # it may have been aborted, or never begun
-                if self._on_device:
-                    group.abort()
-                else:  # gloo closes its connections when any of its waits times out
-                    end = torch.empty(1, dtype=torch.uint8)
-                    group.recv([end], peer, _TAG_OF_THE_END).wait(timedelta(milliseconds=1))
+                group.abort() if self._on_device else close_connections(group)
 
 
 class DirectWays:

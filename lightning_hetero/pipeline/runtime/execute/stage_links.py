@@ -25,11 +25,6 @@ ClockOf = Callable[[int], Any]
 """From a neighbour, global rank, to what times that which comes from there, a `LinkClock`."""
 
 
-def link_clock(peer: int) -> LinkClock:
-    """Returns the clock of a link that is as it is."""
-    return LinkClock()
-
-
 class StageLinks:
     """All links of one rank, made and ended together.
 
@@ -41,13 +36,13 @@ class StageLinks:
         failures: looked at while waiting.
         timeout_s: how long `receive` waits at most.
         ways: by peer, for those to which payloads go directly, from the second step of a kind on, see `DeviceLink`.
-        clock: see `ClockOf`.
+        clock: see `ClockOf`; None: links are as they are.
     """
 
     def __init__(
         self, wire: dist.ProcessGroup | None, rank: int, peers: Iterable[int], *, device: torch.device,
         failures: FailureBoard, timeout_s: float, ways: Mapping[int, DirectWay] | None = None,
-        clock: ClockOf = link_clock,
+        clock: ClockOf | None = None,
     ) -> None:  # fmt: skip
         self._wire, self._rank = wire, rank
         self._watch = NeighbourWatch(wire, failures, timeout_s, rank)
@@ -55,7 +50,8 @@ class StageLinks:
         self._closed = False
         for peer in sorted(set(peers)):
             way = (ways or {}).get(peer)
-            given = {"rank": rank, "device": device_of(device), "clock": clock(peer), "watch": self._watch}
+            timed = clock(peer) if clock else LinkClock()
+            given = {"rank": rank, "device": device_of(device), "clock": timed, "watch": self._watch}
             if way is None and not device_of(device).asynchronous:
                 self._links[peer] = StageLink(wire, peer, **given)
             else:

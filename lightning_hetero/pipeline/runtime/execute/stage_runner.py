@@ -28,7 +28,7 @@ from lightning_hetero.pipeline.runtime.execute.evaluation import Evaluation
 from lightning_hetero.pipeline.runtime.execute.execution import Execution, LeaderExecution, LocalStage
 from lightning_hetero.pipeline.runtime.execute.failures import FailureBoard
 from lightning_hetero.pipeline.runtime.execute.pace import BusyTime
-from lightning_hetero.pipeline.runtime.execute.stage_links import ClockOf, StageLinks, link_clock
+from lightning_hetero.pipeline.runtime.execute.stage_links import ClockOf, StageLinks
 from lightning_hetero.pipeline.runtime.execute.stages import Stage, streams_kept
 from lightning_hetero.pipeline.runtime.execute.straight import InPlaceExecution, StraightExecution
 from lightning_hetero.pipeline.runtime.execute.work import LeaderWork, MicroBatch
@@ -69,7 +69,7 @@ class RunnerSettings:
     failures: FailureBoard
     wire: dist.ProcessGroup | None = None
     ways: Mapping[int, DirectWay] = field(default_factory=dict)
-    clock: ClockOf = link_clock
+    clock: ClockOf | None = None
     timeout_s: float = 1800.0
     pace: BusyTime = field(default_factory=BusyTime)
     checkpoint_layers: bool = False
