@@ -21,12 +21,6 @@ from tests.pure.balanced.kit import Mail, Rank
 # ---- one rank -------------------------------------------------------------------------------------------------
 
 
-def test_nothing_is_limited_before_anything_has_failed() -> None:
-    cap = MemoryCap()
-    cap.fits(8)
-    assert cap.most is None and cap.untried(9) and not cap.untried(8) and not cap.exceeded_by(1000)
-
-
 def test_a_device_with_a_memory_of_its_own_grows_by_a_quarter() -> None:
     cap = MemoryCap(careful=True)
     assert cap.most is None
@@ -157,12 +151,6 @@ def test_a_fast_rank_gets_no_more_than_it_holds() -> None:
     for _ in range(20):
         policy.observe(records_of(policy.shares, (3.0, 1.0)))
     assert policy.shares == (5, 11)
-
-
-def test_a_user_s_own_bound_stays() -> None:
-    policy = policy_of(upper=[16, 6])
-    told(policy, None, 12)
-    assert policy.limits.upper == [16, 6]
 
 
 def test_ranks_that_together_hold_too_little_share_what_is_left_over() -> None:

@@ -104,14 +104,6 @@ def test_batches_under_way_are_charged_to_the_shares_they_were_drawn_with() -> N
     assert guard.state_dict()["credit"] == pytest.approx(credit + 3 * INCOME + 3 * BELIEVED * 44.0 / 64.0)
 
 
-def test_a_smaller_last_batch_is_compared_with_its_own_equal_shares() -> None:
-    guard = guard_of()
-    learn(guard, EQUAL, (1.0,) * 4)
-    credit = guard.state_dict()["credit"]
-    learn(guard, (4, 4, 4, 4), (1.0,) * 4)
-    assert guard.state_dict()["credit"] == pytest.approx(credit + INCOME, rel=0.02)
-
-
 # ---- the policy ---------------------------------------------------------------------------------------------
 
 
