@@ -1,6 +1,6 @@
 """`HeteroPipelineStrategy`: pipelines of unequal stages, unequal data across them, an unchanged module (layer L).
 
-    set-up:   measure or read -> plan -> every rank keeps its layers     [fit/plan, fit/place]
+    set-up:   measure or read -> plan -> every rank keeps its layers     [fit/planning, fit/place]
     a batch:  training_step on each group's leader, suspended at the backbone; layers on all ranks
               [fit/training -> runtime/execute], gradients across groups [runtime/ownership]
     anywhere: whole-model checkpoints with stock keys, streamed          [fit/checkpoints]
@@ -11,12 +11,11 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from functools import partial
 from typing import Any, Literal
 
 import torch
 from lightning.fabric.utilities.rank_zero import rank_zero_info
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import Trainer
 from torch import Tensor
 
 from lightning_hetero import lightning_compat as compat
@@ -32,27 +31,25 @@ from lightning_hetero.pipeline.decide.costs import model_from_plain
 from lightning_hetero.pipeline.decide.plans import describe_plan
 from lightning_hetero.pipeline.fit.checkpoints import WholeCheckpointsDDP
 from lightning_hetero.pipeline.fit.leader_step import acting_rank
-from lightning_hetero.pipeline.fit.plan.planning import (
+from lightning_hetero.pipeline.fit.planning import (
     CannotDivideError,
-    PipelineSettings,
+    Planner,
     PlanResult,
-    PlanSettings,
     carried_by,
-    evaluation_plan,
-    make_plan,
     read_cluster,
 )
-from lightning_hetero.pipeline.fit.plan.rehearsal import Rehearsal
 from lightning_hetero.pipeline.fit.refusals import (
     REFUSALS,
-    hooks_return,
+    layers_alike,
     refuse_module,
     refuse_no_optimizer,
     refuse_optimizers,
     warn_undivided,
 )
+from lightning_hetero.pipeline.fit.rehearsal import Rehearsal
 from lightning_hetero.pipeline.fit.run import PipelineRun
 from lightning_hetero.pipeline.fit.training import TrainBatches
+from lightning_hetero.pipeline.fit.wires import PipelineSettings, PlanSettings
 from lightning_hetero.pipeline.runtime.step.backbone import Backbone
 from lightning_hetero.pipeline.runtime.step.undivided import Undivided, find_layers, undivided
 from lightning_hetero.solvers.plans import plan_from_plain
@@ -140,8 +137,8 @@ class HeteroPipelineStrategy(WholeCheckpointsDDP):
         )
         self.emulate_links = emulate_links
         self.stream: Literal["shared"] | None = stream
-        self._planned: tuple[object, int | None, PlanResult] | None = None  # model and batch it holds for, and the plan
-        self._accumulates = False
+        self._planned: PlanResult | None = None  # made when a run began, or in force when it ended
+        self._planned_for: tuple[object, int | None] = None, None  # model and global batch
         self._replans: list[Replan] = []
 
     # ---- set-up and teardown ----------------------------------------------------------------------------------
@@ -183,7 +180,8 @@ class HeteroPipelineStrategy(WholeCheckpointsDDP):
             refuse_module(module)
             self.check_module(module)
         self.model = self.precision_plugin.convert_module(module)
-        backbone = self._layers_of(module)
+        given = self.plan_settings.plan is not None or self.plan_settings.profile is not None
+        backbone = find_layers(module, self.backbone, needed=given)
         if run.fitting:
             self.setup_optimizers(trainer)
             refuse_no_optimizer(self.optimizers)
@@ -195,19 +193,15 @@ class HeteroPipelineStrategy(WholeCheckpointsDDP):
         if run.fitting and isinstance(backbone, Undivided):
             warn_undivided(backbone)
         self._replans = run.replans
-        moves = partial(compat.batch_to_device, trainer, move=super().batch_to_device)
         divided = any(len(group.ranks) > 1 for group in planned.plan.groups)
-        if run.fitting and (divided or run.settings.controller is not None):
+        if checked := run.fitting and (divided or run.settings.controller is not None):
             refuse_optimizers(self.optimizers, backbone)
-            run.undo.enter_context(hooks_return(backbone))
-        self._install(run, planned, backbone, in_force=self._in_force, to_device=moves)
+        place = run.install(planned, backbone, self.optimizers, to_device=self._moved)
+        if checked:
+            run.undo.enter_context(layers_alike(backbone, lambda: place.elsewhere))
         if divided or len(planned.plan.groups) < self.world_size:
             rank_zero_info(f"hetero_pipeline:\n{describe_plan(planned.plan, planned.cluster, backbone.names)}")
         self.setup_precision_plugin()
-
-    def _layers_of(self, module: LightningModule) -> Backbone:
-        given = self.plan_settings.plan is not None or self.plan_settings.profile is not None
-        return find_layers(module, self.backbone, needed=given)
 
     @property
     def is_global_zero(self) -> bool:
@@ -217,45 +211,39 @@ class HeteroPipelineStrategy(WholeCheckpointsDDP):
     def configure_ddp(self) -> None:
         """No wrapper, also on one device: parameters that a loss does not use need no flag there either."""
 
+    def _moved(self, batch: Any) -> Any:
+        """Returns a batch on this rank's device, with all hooks of the user."""
+        assert self._run is not None
+        return compat.batch_to_device(self._run.trainer, batch, super().batch_to_device)
+
     def _plan(self, run: PipelineRun, backbone: Backbone) -> PlanResult:
         """Returns the plan of an earlier run if it holds, else a new one."""
         loader: Any = compat.train_source(run.trainer) if run.fitting else None
         total = run.binder.global_batch_of(loader) if run.fitting else None
         model = (id(run.module), len(backbone.layers), self.world_size)
-        if self._planned is not None:
-            known_model, known_total, planned = self._planned
-            if known_model == model and (total is None or total == known_total):
-                return planned
+        known_model, known_total = self._planned_for
+        if self._planned is not None and known_model == model and total in (None, known_total):
+            return self._planned
+        step = Rehearsal(
+            module=run.module,
+            backbone=backbone,
+            found=self.backbone is None,
+            device=self.root_device,
+            loader=loader,
+            optimizers=self.optimizers,
+            to_device=self._moved,
+            context=self.precision_plugin.train_step_context,
+        )
+        scenario = run.scenario if run.fitting else None
         carried = carried_by(self)
-        if total is None:
-            device = self.root_device
-            planned = evaluation_plan(run.module, backbone, self.plan_settings, run.channel, device, carried)
-        else:
-            step = Rehearsal(
-                module=run.module,
-                backbone=backbone,
-                found=self.backbone is None,
-                device=self.root_device,
-                loader=loader,
-                optimizers=self.optimizers,
-                to_device=partial(compat.batch_to_device, run.trainer, move=super().batch_to_device),
-                context=self.precision_plugin.train_step_context,
-            )
-            planned = make_plan(
-                step,
-                self.plan_settings,
-                channel=run.channel,
-                global_batch=total,
-                scenario=run.scenario,
-                carried=carried,
-            )
-        self._planned = (model, total, planned)
+        planner = Planner(step, self.plan_settings, channel=run.channel, scenario=scenario, carried=carried)
+        planned = planner.plan_evaluation() if total is None else planner.plan(total)
+        self._planned, self._planned_for = planned, (model, total)
         return planned
 
-    def _in_force(self, planned: PlanResult) -> None:
-        """Another plan has come into force: a later fit of the same model begins with it."""
-        assert self._planned is not None
-        self._planned = (*self._planned[:2], planned)
+    def teardown(self) -> None:
+        self._planned = self.planned  # in force: a later fit of the same model begins with it
+        super().teardown()
 
     @contextmanager
     def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
@@ -269,17 +257,15 @@ class HeteroPipelineStrategy(WholeCheckpointsDDP):
             super().model_to_device()
 
     def idle_on_one_device(self) -> dict[str, Any]:
-        settings = self.plan_settings
-        given = {name: getattr(settings, name) for name in ("micro_batch_size", "checkpoint_layers")}
-        return {name: value for name, value in given.items() if value}
+        names = ("micro_batch_size", "checkpoint_layers")
+        return {name: value for name in names if (value := getattr(self.plan_settings, name))}
 
     def emulate(self, scenario: Scenario) -> bool:
         """Called by a `ThrottleCallback` when set-up begins: stages sleep for their own part of the emulated work."""
         if self._run is None:
             return False
-        callbacks = compat.trainer_callbacks(self._run.trainer)
-        asking = (c for c in callbacks if isinstance(c, ThrottleCallback) and c.scenario is scenario)
-        every_s = next((callback.step_every_s for callback in asking), None)
+        throttles = (c for c in compat.trainer_callbacks(self._run.trainer) if isinstance(c, ThrottleCallback))
+        every_s = next((throttle.step_every_s for throttle in throttles if throttle.scenario is scenario), None)
         self._run.scenario, self._run.scenario_step = scenario, scenario_steps(every_s)
         return True
 
@@ -299,20 +285,7 @@ class HeteroPipelineStrategy(WholeCheckpointsDDP):
             return super().training_step(*args, **kwargs)
         batch, *rest = args
         with self.precision_plugin.train_step_context():
-            return self._batches.train(batch, rest, kwargs, accumulates=self._accumulates)
-
-    @contextmanager
-    def block_backward_sync(self) -> Iterator[None]:
-        """Lightning wraps a batch that only accumulates in this: its gradients stay where they are."""
-        if self._run is None:
-            with super().block_backward_sync():
-                yield
-            return
-        self._accumulates = True
-        try:
-            yield
-        finally:
-            self._accumulates = False
+            return self._batches.train(batch, rest, kwargs)
 
     def _backward_done(self, *_: Any, **__: Any) -> None:
         """In the place of the precision plugin's ``backward`` during a run: the gradients are there, `TrainBatches`."""
@@ -326,26 +299,25 @@ class HeteroPipelineStrategy(WholeCheckpointsDDP):
             return super().optimizer_step(optimizer, closure, model, **kwargs)
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
-        context = self.precision_plugin.val_step_context
-        return self._evaluate("validation_step", super().validation_step, context, args, kwargs)
+        return self._evaluate("validation_step", super().validation_step, args, kwargs)
 
     def test_step(self, *args: Any, **kwargs: Any) -> Any:
-        return self._evaluate("test_step", super().test_step, self.precision_plugin.test_step_context, args, kwargs)
+        return self._evaluate("test_step", super().test_step, args, kwargs)
 
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
-        context = self.precision_plugin.predict_step_context
-        return self._evaluate("predict_step", super().predict_step, context, args, kwargs)
+        return self._evaluate("predict_step", super().predict_step, args, kwargs)
 
     @property
     def _batches(self) -> TrainBatches:
         assert self._run is not None and self._run.batches is not None
         return self._run.batches
 
-    def _evaluate(self, name: str, stock: Any, context: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    def _evaluate(self, name: str, stock: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         if self._run is None:
             return stock(*args, **kwargs)
         assert self._place is not None
         last = name == "predict_step" and compat.is_last_prediction(self._run.trainer)
+        context = getattr(self.precision_plugin, f"{name.replace('validation', 'val')}_context")
         with context():
             return self._place.evaluation.run(name, args, kwargs, last=last)
 
@@ -391,4 +363,4 @@ class HeteroPipelineStrategy(WholeCheckpointsDDP):
     @property
     def planned(self) -> PlanResult | None:
         """The plan in force or the last one, with what it was made from; ``None`` before the first set-up."""
-        return self._planned[2] if self._planned is not None else None
+        return self._planned if self._place is None else self._place.planned

@@ -9,17 +9,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from statistics import fmean, median_low
+from dataclasses import dataclass
+from statistics import fmean
 
 from lightning_hetero.cluster.spec import override_cluster
-from lightning_hetero.plan.parallel import balanced, ddp
-from lightning_hetero.plan.planner import ENGINES
-from lightning_hetero.plan.recorded import setup_from_steps
+from lightning_hetero.plan.estimate import EngineName
+from lightning_hetero.plan.planner import ENGINES, plan
+from lightning_hetero.plan.recorded import setup_from_run
 from lightning_hetero.plan.setup import Setup
 from lightning_hetero.plan.what_if import like_another, without
+from lightning_hetero.record.run import RecordedRun
 from lightning_hetero.report.pipelines import PipelineFacts
-from lightning_hetero.report.run import RecordedRun
 from lightning_hetero.solvers.placement import evaluate_plan
 
 _FEW_STEPS = 48  # for mended ranks and dropped cards, which ask many times
@@ -44,6 +44,7 @@ class Alternatives:
         samples: a full global batch.
         measured_s: as it was, the mean of the last steps.
         engines: by engine; NaN: it cannot train so.
+        chosen: the engine that the planner takes of these.
         few_s: as the run's engine would, over the fewer steps that mended ranks are asked about.
         mended: by rank, or of the slowest of many: under the run's engine, with this rank as fast as the median one.
         dropped: without the slowest 0, 1, 2, ... ranks.
@@ -54,6 +55,7 @@ class Alternatives:
     samples: int
     measured_s: float
     engines: dict[str, float]
+    chosen: str
     few_s: float
     mended: dict[int, float]
     dropped: tuple[Dropped, ...]
@@ -61,14 +63,9 @@ class Alternatives:
 
     @property
     def best(self) -> tuple[str, float]:
-        """The engine that takes least, and what it takes [s]; the one in use where none takes 2 % less, and an exact
-        one where stale gradients would not save 5 %."""
-        known = {name: seconds for name, seconds in self.engines.items() if not math.isnan(seconds)}
-        best = min(known, key=lambda name: known[name])
-        if best == "stale" and known.get("balanced", math.inf) < 1.05 * known["stale"]:
-            best = "balanced"
-        mine = known.get(self.engine, self.measured_s)
-        return (best, known[best]) if known[best] < 0.98 * mine else (self.engine, mine)
+        """The engine to take, and what it takes [s]; the one in use where that does not take 2 % less."""
+        mine_s, chosen_s = self.engines.get(self.engine, self.measured_s), self.engines.get(self.chosen, math.nan)
+        return (self.chosen, chosen_s) if chosen_s < 0.98 * mine_s else (self.engine, mine_s)
 
 
 def alternatives_of(run: RecordedRun, pipeline: PipelineFacts | None) -> Alternatives | None:
@@ -77,38 +74,35 @@ def alternatives_of(run: RecordedRun, pipeline: PipelineFacts | None) -> Alterna
         return _of_pipeline(run, pipeline)
     if run.ranks < 2 or run.staged or not run.steps:
         return None
-    numbers = [n for n in run.full if not run.meets or len(run.steps[n].turns) == run.ranks]
-    steps = [run.steps[n] for n in numbers[len(numbers) // 10 :]]
-    samples = round(median_low([step.samples for step in steps])) if steps else 0
-    if len(steps) < 2 or samples < 1:
-        return None
-    records = [run.records_of(step) for step in steps]
     try:
-        setup, few = (setup_from_steps(rows, samples, meets=run.meets) for rows in (records, records[-_FEW_STEPS:]))
-    except ValueError:  # a rank has never worked
+        setup, few = setup_from_run(run), setup_from_run(run, most_steps=_FEW_STEPS)
+    except ValueError:  # no full batch, or a rank has never worked
         return None
-    engine = run.engine if run.engine in ("balanced", "stale") else "ddp"
-    beside = engine if engine != "ddp" else "balanced"
-    each = samples / run.ranks
-    typical_s = [cost.seconds(each) * fmean(few.slowness[rank]) for rank, cost in enumerate(few.costs)]
+    if setup.series < 2:
+        return None
+    answer = plan(setup, ("ddp", "balanced", "stale"))
+    engine: EngineName = "balanced" if run.engine == "balanced" else "stale" if run.engine == "stale" else "ddp"
+    beside: EngineName = engine if engine != "ddp" else "balanced"
+    each = setup.global_batch / run.ranks
+    typical_s = [cost.seconds(each) * few.mean_slowness(rank) for rank, cost in enumerate(few.costs)]
     slowest_first = sorted(range(run.ranks), key=lambda rank: -typical_s[rank])
     dropped: list[Dropped] = []
     for count in range(min(run.ranks, _MOST_RANKS)):
-        gone = slowest_first[:count]
-        rest = without(few, gone)
+        rest = without(few, slowest_first[:count])
         ddp_s = _step_s("ddp", rest)
-        dropped.append(
-            Dropped(ranks=tuple(gone), ddp_s=ddp_s, engine_s=ddp_s if rest.ranks == 1 else _step_s(beside, rest))
-        )
+        engine_s = ddp_s if rest.ranks == 1 else _step_s(beside, rest)
+        dropped.append(Dropped(ranks=tuple(slowest_first[:count]), ddp_s=ddp_s, engine_s=engine_s))
+    steps = [run.steps[number] for number in run.full]
     taken = [step.step_s for step in steps] if run.meets else run.taken_s(steps)
     return Alternatives(
         engine=run.engine,
-        samples=samples,
-        measured_s=fmean(taken[-len(setup.slowness[0]) :]),
-        engines={name: _step_s(name, setup) for name in ("ddp", "balanced", "stale")},
+        samples=setup.global_batch,
+        measured_s=fmean(taken[-setup.series :]),
+        engines={one.engine: one.step_s if one.ok else math.nan for one in answer.estimates},
+        chosen="ddp" if answer.chosen is None else answer.chosen.engine,
         few_s=dropped[0].ddp_s if engine == "ddp" else dropped[0].engine_s,
         mended={
-            rank: _step_s(engine, like_another(few, rank, _median_of_others(typical_s, rank)))
+            rank: _step_s(engine, like_another(few, rank, _median_of_others(slowest_first, rank)))
             for rank in sorted(slowest_first[:_MOST_RANKS])
         },
         dropped=tuple(dropped),
@@ -116,43 +110,41 @@ def alternatives_of(run: RecordedRun, pipeline: PipelineFacts | None) -> Alterna
     )
 
 
-def _step_s(engine: str, setup: Setup) -> float:
-    found = next(estimate(setup) for name, estimate in ENGINES.items() if name == engine)
+def _step_s(engine: EngineName, setup: Setup) -> float:
+    found = ENGINES[engine](setup)
     return found.step_s if found.ok else math.nan
 
 
-def _median_of_others(seconds: Sequence[float], rank: int) -> int:
-    others = [(value, other) for other, value in enumerate(seconds) if other != rank]
-    return median_low(others)[1]
+def _median_of_others(slowest_first: Sequence[int], rank: int) -> int:
+    others = [other for other in slowest_first if other != rank]
+    return others[len(others) // 2]
 
 
 def _of_pipeline(run: RecordedRun, found: PipelineFacts) -> Alternatives | None:
-    plan, cluster, model = found.plan, found.cluster, found.model
+    groups, cluster, model = found.plan.groups, found.cluster, found.model
     if model is None or not run.steps:
         return None
-    modelled_s = evaluate_plan(model, cluster, plan.groups).total_s
+    modelled_s = evaluate_plan(model, cluster, groups).total_s
     off = found.measured_s / modelled_s if 0.0 < modelled_s < math.inf else math.nan
-    samples = sum(group.samples for group in plan.groups)
-    setup = Setup(cluster=replace(cluster, devices=tuple(replace(d, mem_bytes=math.inf) for d in cluster.devices)),
-                  model=model, global_batch=samples)  # fmt: skip
-    speeds = [device.speed for device in cluster.devices]
+    samples, speeds = sum(group.samples for group in groups), [device.speed for device in cluster.devices]
+    roomy = override_cluster(cluster, mem_bytes=[None] * len(speeds))
+    others: dict[str, float] = {}
+    if samples >= len(speeds):
+        answer = plan(Setup(cluster=roomy, model=model, global_batch=samples), ("ddp", "balanced"))
+        others = {one.engine: one.step_s * off for one in answer.estimates}
 
     def mended(rank: int) -> float:
         faster = override_cluster(cluster, speeds=[max(speeds) if r == rank else v for r, v in enumerate(speeds)])
-        return evaluate_plan(model, faster, plan.groups).total_s * off
+        return evaluate_plan(model, faster, groups).total_s * off
 
-    enough = samples >= setup.ranks
     return Alternatives(
         engine="pipeline",
         samples=samples,
         measured_s=found.measured_s,
-        engines={
-            "ddp": ddp(setup).step_s * off if enough else math.nan,
-            "balanced": balanced(setup).step_s * off if enough else math.nan,
-            "pipeline": found.measured_s,
-        },
+        engines={**others, "pipeline": found.measured_s},
+        chosen=min(others, key=lambda name: others[name], default="pipeline"),
         few_s=found.measured_s,
-        mended={rank: mended(rank) for group in plan.groups for rank in group.ranks},
+        mended={rank: mended(rank) for group in groups for rank in group.ranks},
         dropped=(),
         beside="pipeline",
     )

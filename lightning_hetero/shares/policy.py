@@ -279,12 +279,12 @@ class BalancePolicy:
         if wants_load := self.wants_load:
             self._loads = [(record.free_cpu, record.free_mem) for record in records]
         for predictor, record, samples in zip(self._predictors, records, work, strict=True):
-            if record.compute_s > 0:
+            if record.compute_s > 0 and samples > 0:
                 if wants_load:
                     predictor.told(free_cpu=record.free_cpu, free_mem=record.free_mem)
                 predictor.update(samples, record.compute_s)
         for meter, record, samples in zip(self._meters, records, work, strict=False):
-            if record.compute_s > 0:
+            if record.compute_s > 0 and samples > 0:
                 meter.update(samples, record.compute_s)
         ready = all(p.ready for p in (*self._predictors, *self._meters))
         return None if ready else "not every rank was measured yet"

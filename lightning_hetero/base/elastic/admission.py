@@ -1,8 +1,18 @@
-"""The members' side of a rank that comes late: looked for when an epoch ends, let in before the next (layer L)."""
+"""The members' side of a rank that comes late: looked for when an epoch ends, let in before the next (layer L).
+
+    joining rank                    members
+    says "ready", waits             wait, and say so again and again; the lowest hears the joining rank's signs of life
+    <------------------------------ decides: with all; or, once everybody is ready or lost, with those that are ready
+    all: begin, or make another group without those that are lost
+
+A collective would be simpler; but where a rank is silent, nobody can leave one before the timeout of the process group.
+"""
 
 from __future__ import annotations
 
+import math
 import os
+import time
 from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import asdict
@@ -12,11 +22,10 @@ import torch.distributed as dist
 from lightning.pytorch.callbacks import Checkpoint
 
 from lightning_hetero import lightning_compat as compat
-from lightning_hetero.base.elastic.coming import Coming
+from lightning_hetero.base.elastic.coming import Beats, Coming
 from lightning_hetero.base.elastic.groups import Groups, MeetingPlace
 from lightning_hetero.base.elastic.join import FIRST_GENERATION, Invitation, JoinRequests
 from lightning_hetero.base.elastic.members import Members
-from lightning_hetero.base.elastic.start import wait_as_member, wait_as_newcomer
 from lightning_hetero.transport.groups import leave_default_group
 
 if TYPE_CHECKING:
@@ -24,10 +33,14 @@ if TYPE_CHECKING:
 
 COME_S = 20.0
 """For somebody who has just answered, and is heard of, to come to the new group [s]."""
+_LOAD_S = 10.0  # for the silence of a joining rank while it loads what it resumes from
+_MEMBER_S = 20.0  # for that of a member
+_LOOK_S = 0.02
+_ASK_S = 0.5
 
 
 class _LastPoint(Checkpoint):
-    """Saves what a newcomer resumes from, after all hooks of an epoch's end: Lightning puts checkpoints last."""
+    """Saves what a joining rank resumes from, after all hooks of an epoch's end: Lightning puts checkpoints last."""
 
     def __init__(self, admission: Admission) -> None:
         self._admission = admission
@@ -37,15 +50,15 @@ class _LastPoint(Checkpoint):
 
 
 class Admission:
-    """Lets newcomers into a run between two epochs; called by all members alike.
+    """Lets joining ranks into a run between two epochs; called by all members alike.
 
     Args:
         trainer: the running trainer.
         place: where the members meet, and how often they have.
         members: who takes part.
         groups: rebuilt with whoever joins.
-        requests: where newcomers ask.
-        generation: of the process group built with a newcomer last.
+        requests: where joining ranks ask.
+        generation: of the process group built with a joining rank last.
     """
 
     def __init__(
@@ -75,7 +88,7 @@ class Admission:
             self._members.warn_once(reason)
 
     def expect(self) -> None:
-        """Looks for newcomers after every epoch once somebody is missing."""
+        """Looks for joining ranks after every epoch once somebody is missing."""
         if self._point is None and self._members.missing:
             self._point = _LastPoint(self)
             self._callbacks.append(self._point)
@@ -86,16 +99,16 @@ class Admission:
         if not members.missing:
             return
         root = str(trainer.default_root_dir)
-        # What a newcomer loads is a file on disk, never a URL that somebody names to it.
+        # What a joining rank loads is a file on disk, never a URL that somebody names to it.
         folder = os.getcwd() if "://" in root else os.path.abspath(root)
-        path = os.path.join(folder, f".newcomer-{os.getpid()}-{self._generation}.ckpt")
+        path = os.path.join(folder, f".joining-{os.getpid()}-{self._generation}.ckpt")
         self._asking, path = trainer.strategy.broadcast((self._asking_of(members.missing), path))
         if self._asking:
             self._checkpoint = path
             self._save()
 
     def _save(self) -> None:
-        """Saves what the newcomers resume from; if that fails, they wait for the end of another epoch."""
+        """Saves what the joining ranks resume from; if that fails, they wait for the end of another epoch."""
         trainer, members, failed = self._trainer, self._members, ""
         writer, self._wrote = members.lowest, members.is_lowest
         try:
@@ -119,7 +132,7 @@ class Admission:
         return self._requests.asking(ranks) if self._members.is_lowest else []
 
     def admit(self) -> None:
-        """Before an epoch: builds the process group with the newcomers and waits until they are connected."""
+        """Before an epoch: builds the process group with the joining ranks and waits until they are connected."""
         asking, self._asking = self._asking, []
         if not asking:
             return
@@ -135,7 +148,7 @@ class Admission:
     def _let_in(self, asking: list[int]) -> None:
         members, before = self._members, self._members.alive
         alive = tuple(sorted({*before, *asking}))
-        speaks = members.is_lowest  # now: a newcomer may be lower, and knows nothing of this
+        speaks = members.is_lowest  # now: a joining rank may be lower, and knows nothing of this
         if speaks:
             invitation = Invitation(
                 checkpoint=self._checkpoint,
@@ -158,7 +171,7 @@ class Admission:
             members.warn_once(f"rank {come} has joined in epoch {self._trainer.current_epoch}", speaks=speaks)
 
     def _come_together(self, alive: tuple[int, ...], before: tuple[int, ...]) -> str:
-        """Builds the process group with the newcomers, and waits until they are ready.
+        """Builds the process group with the joining ranks, and waits until they are ready.
 
         Returns:
             Why the members go on without some of them; empty: they do not.
@@ -175,14 +188,14 @@ class Admission:
         return ""
 
     def come_in(self) -> None:
-        """For a newcomer that is connected: returns when all begin together.
+        """For a joining rank that is connected: returns when all begin together.
 
         Raises:
             RuntimeError: the others have begun without it.
         """
         members, coming = self._members, self._coming()
         try:
-            wait_as_newcomer(members.rank, members.alive, coming=coming, place=self._place)
+            wait_as_joining_rank(members.rank, members.alive, coming=coming, place=self._place)
         except RuntimeError as error:
             come, why = coming.decided() or ([], str(error))
             if members.rank not in come:
@@ -203,7 +216,7 @@ class Admission:
         return self._living(self._coming(), asking)
 
     def _living(self, coming: Coming, asking: Sequence[int]) -> Callable[[], Collection[int]]:
-        watches = self._members.is_lowest  # now: a newcomer may be lower
+        watches = self._members.is_lowest  # now: a joining rank may be lower
 
         def alive() -> Collection[int]:
             if watches:
@@ -218,7 +231,7 @@ class Admission:
         return Coming(dist.TCPStore(address.host, address.port, is_master=False), self._generation)
 
     def _begin_without(self, asking: Sequence[int], coming: Coming, error: RuntimeError) -> str:
-        """Inside an ``except`` block: all go on with those newcomers that have been ready in time.
+        """Inside an ``except`` block: all go on with those joining ranks that have been ready in time.
 
         Returns:
             Why not with all.
@@ -227,7 +240,7 @@ class Admission:
         if asking:
             coming.decide(asking, str(error))
         _, why = coming.decided() or ([], str(error))
-        met = self._place.meet("not all newcomers have come")
+        met = self._place.meet("not all joining ranks have come")
         for notice in met.notices:
             self._members.warn_once(notice)
         self._groups.rebuild_among_living(met.alive, self._place.meetings)
@@ -243,7 +256,7 @@ class Admission:
         self._invitations.clear()
         path, self._checkpoint = self._checkpoint, ""
         wrote, self._wrote = self._wrote, False
-        if path and (wrote or self._members.is_lowest):  # or who did has died; or a newcomer is lower
+        if path and (wrote or self._members.is_lowest):  # or who did has died; or a joining rank is lower
             with suppress(OSError):
                 self._trainer.strategy.checkpoint_io.remove_checkpoint(path)
 
@@ -261,3 +274,78 @@ class Admission:
 
 def _listed(ranks: Iterable[int]) -> str:
     return ", ".join(map(str, ranks))
+
+
+def wait_as_member(
+    rank: int,
+    asking: Sequence[int],
+    before: Sequence[int],
+    *,
+    coming: Coming,
+    place: MeetingPlace,
+    requests: JoinRequests,
+) -> None:
+    """Returns when all joining ranks are ready to train.
+
+    Args:
+        rank: this one.
+        asking: the joining ranks.
+        before: the members, ascending.
+        coming: where all find out what is decided.
+        place: tells who is connected.
+        requests: of the lowest member, which has the joining ranks' signs of life.
+
+    Raises:
+        RuntimeError: somebody has died, or is silent; who begins nevertheless is decided.
+    """
+    beats, asked_s, watches = Beats(coming.waited), -math.inf, rank == before[0]
+    others = [member for member in before if member != rank]
+    while coming.decided() is None:
+        if watches and all(map(coming.waited, before)):
+            coming.decide(asking)  # if all are ready
+        now_s = time.monotonic()
+        if now_s - asked_s > _ASK_S:
+            asked_s = now_s
+            coming.waits(rank)
+            ready = {*coming.come(asking)}
+            lost = {*others, *ready} - {*place.alive()} | {*beats.silent(others, now_s, for_s=_MEMBER_S)}
+            if watches:
+                lost |= {*requests.silent(asking, for_s=_LOAD_S)}
+            still = {*asking} - ready | {member for member in others if not coming.waited(member)}
+            # Those that still load are waited for, whoever else is lost; unless nobody knows whether they live. If all
+            # have come meanwhile, the next look says so.
+            if lost and (bool(still) and still <= lost if watches else before[0] in lost):
+                coming.decide(asking, _why(lost))
+        time.sleep(_LOOK_S)
+    _check(coming)
+
+
+def wait_as_joining_rank(rank: int, members: Sequence[int], *, coming: Coming, place: MeetingPlace) -> None:
+    """As `wait_as_member`, for a rank that comes in and is connected.
+
+    Args:
+        rank: this one.
+        members: all ranks of the new process group; which of them are joining ranks, too, need not be known.
+        coming, place: see there.
+    """
+    beats, asked_s = Beats(coming.waited), -math.inf
+    coming.ready(rank)
+    while coming.decided() is None:
+        now_s = time.monotonic()
+        if now_s - asked_s > _ASK_S:
+            asked_s = now_s
+            others = {*members} - {*coming.come(members)}  # the members, and joining ranks that still load
+            if not others & {*place.alive()} - {*beats.silent(others, now_s, for_s=_MEMBER_S)}:
+                coming.decide(members, _why(others))
+        time.sleep(_LOOK_S)
+    _check(coming)
+
+
+def _why(lost: set[int]) -> str:
+    return f"rank {', '.join(map(str, sorted(lost)))} died or fell silent"
+
+
+def _check(coming: Coming) -> None:
+    decided = coming.decided()
+    if decided is not None and decided[1]:
+        raise RuntimeError(f"not all joining ranks have come: {decided[1]}")

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from lightning_hetero.plan.setup import Setup, whole_step
+from lightning_hetero.plan.setup import whole_step
 from lightning_hetero.solvers.placement import evaluate_plan
 from lightning_hetero.solvers.plans import replicas
-from lightning_hetero.types import GroupPlan
+from lightning_hetero.types import GroupPlan, SaturatingCost
 from tests.pure.plan.kit import layered, lines, model
 
 pytestmark = pytest.mark.pure
@@ -48,6 +48,7 @@ def test_an_exchange_that_is_given_holds_and_one_device_has_none() -> None:
         ({"global_batch": 0}, ValueError, "global_batch=0 must be >= 1"),
         ({"global_batch": 2.0}, TypeError, "global_batch=2.0 must be a whole number"),
         ({"costs": ()}, ValueError, "neither model nor costs are given"),
+        ({"costs": (SaturatingCost(floor_s=1.0, fixed_s=0.0, per_sample_s=1.0),) * 4}, TypeError, "must be lines"),
         ({"prices": (1.0,)}, ValueError, "prices has 1 entries; give one per device: there are 4"),
         ({"prices": (1.0, -1.0, 1.0, 1.0)}, ValueError, r"prices=\[-1.0\] must be finite numbers >= 0"),
         ({"exchange_s": math.nan}, ValueError, "exchange_s=nan must be"),
@@ -56,10 +57,3 @@ def test_an_exchange_that_is_given_holds_and_one_device_has_none() -> None:
 def test_what_cannot_be_is_refused(more: dict[str, Any], error: type[Exception], words: str) -> None:
     with pytest.raises(error, match=words):
         lines(**more)
-
-
-def test_prices_and_costs_follow_their_devices() -> None:
-    setup = lines(prices=(1.0, 2.0, 3.0, 4.0))
-    kept = setup.with_devices((1, 3), lines((1.0, 0.25)).cluster)
-    assert kept.prices == (2.0, 4.0) and kept.costs == (setup.costs[1], setup.costs[3])
-    assert isinstance(kept, Setup) and kept.global_batch == setup.global_batch

@@ -25,14 +25,15 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_hetero.stale.decide.coordinator import Coordinator
-from lightning_hetero.stale.decide.effects import Effect, Granted, Updated
+from lightning_hetero.stale.decide.effects import Effect, Updated
 from lightning_hetero.stale.decide.policy import Policy
-from lightning_hetero.stale.runtime.memory.layout import FlatLayout
-from lightning_hetero.stale.runtime.processes.start import serve
+from lightning_hetero.stale.runtime.layout import FlatLayout
 from lightning_hetero.stale.runtime.serve.server import ParameterServer
+from lightning_hetero.stale.runtime.start import serve
 from lightning_hetero.stale.runtime.work.worker import Worker
 from lightning_hetero.transport.base import (
     Arrived,
+    Ask,
     Gone,
     Joined,
     Listener,
@@ -60,6 +61,13 @@ def ends_of(samples: int, batch: int) -> list[int]:
     return [min(samples, end) for end in range(batch, samples + batch, batch)]
 
 
+def adopt(layout: FlatLayout, area: Tensor, tensors: Sequence[Tensor]) -> None:
+    """Moves tensors (parameters, then buffers, as in the layout) into ``area``, as a server has them."""
+    for view, tensor in zip(layout.views(area), tensors, strict=True):
+        view.copy_(tensor.detach())
+        tensor.data = view
+
+
 class Pusher(Worker):
     """A worker that knows where it is and what it was granted, so that a test need not say so with every push."""
 
@@ -80,11 +88,10 @@ class Pusher(Worker):
         samples = said.get("samples", len(spans(self._grant.numbers)))
         values = {
             "epoch": self._place[0], "tick": self._place[1], "substep": self._substep, "lease": self._grant.lease,
-            "samples": samples, "weight": float(samples), "compute_s": 0.5, "steps": 0, "zeroes": 0, **said,
+            "samples": samples, "weight": float(samples), **said,
         }  # fmt: skip
         self._substep += 1
-        compute_s = values.pop("compute_s")
-        reply = super().push(flags, **values, compute_s=lambda: compute_s)
+        reply = super().push(Request(kind=Ask.PUSH, flags=flags, **values), lambda: 0.5)
         return self.granted(reply) if flags & PushFlag.FINAL else reply
 
 
@@ -159,27 +166,11 @@ class Recorder(Coordinator):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.updates: list[Updated] = []
-        self.grants: dict[int, Granted] = {}
 
-    def _note(self, effects: list[Effect]) -> list[Effect]:
-        self.updates += [e for e in effects if isinstance(e, Updated)]
-        self.grants.update({e.lease: e for e in effects if isinstance(e, Granted)})
+    def _update(self, now: float) -> list[Effect]:
+        effects = super()._update(now)
+        self.updates += [effect for effect in effects if isinstance(effect, Updated)]
         return effects
-
-    def claim(self, *args: Any, **kwargs: Any) -> list[Effect]:
-        return self._note(super().claim(*args, **kwargs))
-
-    def push(self, *args: Any, **kwargs: Any) -> list[Effect]:
-        return self._note(super().push(*args, **kwargs))
-
-    def lost(self, *args: Any, **kwargs: Any) -> list[Effect]:
-        return self._note(super().lost(*args, **kwargs))
-
-    def wake(self, *args: Any, **kwargs: Any) -> list[Effect]:
-        return self._note(super().wake(*args, **kwargs))
-
-    def joined(self, *args: Any, **kwargs: Any) -> list[Effect]:
-        return self._note(super().joined(*args, **kwargs))
 
 
 class Setting:
@@ -202,16 +193,14 @@ class Setting:
         named, buffers = list(self.model.named_parameters()), list(self.model.named_buffers())
         self.layout = FlatLayout.of(named, buffers, optimizers=self.optimizers, compression=compression)
         self.area = torch.zeros(self.layout.bytes, dtype=torch.uint8)
-        self.layout.adopt(self.area, [t for _, t in named] + [t for _, t in buffers])
-        index = {id(p): i for i, (_, p) in enumerate(named)}
-        self.owned = [[index[id(p)] for g in o.param_groups for p in g["params"]] for o in self.optimizers]
+        adopt(self.layout, self.area, [t for _, t in named] + [t for _, t in buffers])
         self.coordinator = Recorder(policy, workers=range(workers), ahead=ahead, liveness_s=liveness_s)
         self.options = options
         self.trainees: list[Trainee] = []
 
     def serve_on(self, listener: Listener) -> ParameterServer:
         self.server = ParameterServer(
-            layout=self.layout, area=self.area, optimizers=self.optimizers, optimizer_parameters=self.owned,
+            layout=self.layout, area=self.area, parameters=list(self.model.parameters()), optimizers=self.optimizers,
             listener=listener, coordinator=self.coordinator, **self.options,
         )  # fmt: skip
         return self.server
@@ -223,7 +212,6 @@ class Setting:
         worker = Pusher(
             link, self.layout, list(model.parameters()), buffers, optimizers, **options
         )
-        worker.attach()
         trainee = Trainee(rank, model, optimizers, worker, step)
         self.trainees.append(trainee)
         return trainee

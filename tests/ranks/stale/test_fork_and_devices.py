@@ -12,11 +12,11 @@ from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer, SparseAdam
 
 from lightning_hetero.stale.policy import by_name
-from lightning_hetero.stale.runtime.memory.layout import FlatLayout
-from lightning_hetero.stale.runtime.processes import fork
-from lightning_hetero.stale.runtime.processes.start import ServerSettings, connect, start_server
+from lightning_hetero.stale.runtime import fork
+from lightning_hetero.stale.runtime.layout import FlatLayout
+from lightning_hetero.stale.runtime.start import ServerSettings, connect, start_server
 from lightning_hetero.stale.runtime.work.worker import Worker
-from lightning_hetero.transport.base import RemoteFailureError, Say
+from lightning_hetero.transport.base import Ask, RemoteFailureError, Request, Say
 from lightning_hetero.transport.flags import PushFlag
 
 CLASSES = [
@@ -59,7 +59,6 @@ def served(cls: type[Optimizer]) -> Tensor:
     )  # fmt: skip
     worker = Worker(connect(address, 0), layout, list(model.parameters()), optimizers=[optimizer])
     try:
-        worker.attach()
         worker.pull()
         worker.begin_epoch(0, [2, 4])
         for tick, gradient in enumerate(gradients):
@@ -67,10 +66,11 @@ def served(cls: type[Optimizer]) -> Tensor:
             assert grant.kind is Say.GRANT
             worker.pull()
             model.weight.grad = gradient
-            worker.push(
-                PushFlag.FINAL, epoch=0, tick=tick, substep=0, lease=grant.lease, samples=2, weight=2.0,
-                compute_s=lambda: 0.1, steps=1, zeroes=1,
+            pushed = Request(
+                kind=Ask.PUSH, flags=PushFlag.FINAL, tick=tick, lease=grant.lease, samples=2, weight=2.0, steps=1,
+                zeroes=1,
             )  # fmt: skip
+            worker.push(pushed, lambda: 0.1)
         worker.pull()
         worker.detach()
         worker.leave()
