@@ -299,7 +299,7 @@ class _Operation:
 
     @property
     def _lists(self) -> list[Any]:
-        return [value for value in (*self._args, *self._kwargs.values()) if isinstance(value, list | tuple)]
+        return [value for value in self._args if isinstance(value, list | tuple)]
 
     def _each(self) -> Any:
         """Runs an operation on lists of tensors for each place by itself, and together where all is on this rank."""
@@ -316,7 +316,7 @@ class _Operation:
         def some(value: Any) -> Any:
             return [value[i] for i in places] if isinstance(value, list | tuple) else value
 
-        return self._func(*map(some, self._args), **{key: some(value) for key, value in self._kwargs.items()})
+        return self._func(*map(some, self._args), **self._kwargs)
 
 
 # ---- what is no more --------------------------------------------------------------------------------------------
