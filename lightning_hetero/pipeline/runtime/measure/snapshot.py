@@ -5,7 +5,7 @@
     snapshot.put_back()                                # the same list, with what it held
 
 `copy.deepcopy` tells which object has become which copy: each object gets back what its copy holds, and keeps its
-identity, so whoever else refers to it sees it put back, too. What cannot be copied (files, locks, tensors with a graph)
+identity, so other references to it see it put back, too. What cannot be copied (files, locks, tensors with a graph)
 stays as it is, and so does what can only be reached through it. Data sets are large and read only: of them attributes
 and generators of random numbers are put back.
 """
