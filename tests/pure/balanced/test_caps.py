@@ -85,12 +85,6 @@ def use_of(*steps: tuple[int, float, float]) -> MemoryUse:
     return use
 
 
-def test_memory_is_a_line_over_samples() -> None:
-    use = use_of((10, 300, 500), (20, 300, 600))  # 400 + 10 per sample: 100 of gradients and buckets made in the step
-    assert use.most(1000 * MIB) == 50  # (900 - 400) / 10
-    assert use.most(300 * MIB) == 0
-
-
 def test_of_one_size_all_that_a_step_makes_is_taken_to_grow_with_samples() -> None:
     assert use_of((10, 300, 500)).most(1000 * MIB) == 30  # 300 + 20 per sample: fewer than the 50 that fit
 

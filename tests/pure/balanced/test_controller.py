@@ -9,12 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_hetero.balanced.decide.controller import (
-    ExchangeClock,
-    ShareController,
-    Tag,
-    shares_digest,
-)
+from lightning_hetero.balanced.decide.controller import ExchangeClock, ShareController, Tag, shares_digest
 from lightning_hetero.shares.policy import BalancePolicy
 from tests.pure.balanced.kit import FIXED_S, PER_SAMPLE_S, Mail, Noting, Rank
 

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import math
-
 import pytest
 
 from lightning_hetero.balanced.decide.controller import Row, ShareController
 from lightning_hetero.predictors import Kalman, Narx
 from lightning_hetero.shares.bounds import ShareBounds
 from lightning_hetero.shares.policy import BalancePolicy
-from lightning_hetero.types import SpeedSample
 
 PER_SAMPLE_S = 0.003
 
@@ -33,38 +30,6 @@ class Listening(Kalman):
     def update(self, samples: int, compute_s: float) -> None:
         self.heard.append("time")
         super().update(samples, compute_s)
-
-
-def record(rank: int, free_cpu: float, compute_s: float = 0.1) -> SpeedSample:
-    return SpeedSample(rank=rank, step=0, samples=8, compute_s=compute_s, free_cpu=free_cpu, free_mem=0.25)
-
-
-def started(predictor: Kalman) -> BalancePolicy:
-    policy = BalancePolicy(predictor=predictor, warmup=1)
-    policy.start(world_size=2, total=16, bounds=ShareBounds())
-    return policy
-
-
-def test_each_rank_is_told_its_own_load_before_its_time() -> None:
-    policy = started(Listening())
-    for k in range(2):
-        policy.observe([record(0, 1.0), record(1, 0.5 / (k + 1), compute_s=0.1 * k)])
-    heard = [p.heard for p in policy._predictors]
-    assert heard == [[(1.0, 0.25), "time"], [(0.25, 0.25), "time"]]  # not in the warm-up
-    policy.observe([record(0, 1.0), record(1, 0.125, compute_s=0.0)])  # without a time: nothing to learn
-    assert heard[1] == [(0.25, 0.25), "time"]
-
-
-@pytest.mark.parametrize(
-    ("cpu", "mem", "changed"),
-    [(0.5, 0.25, False), (0.58, 0.25, False), (0.65, 0.25, True), (0.5, 0.1, True), (math.nan, math.nan, False)],
-)
-def test_a_load_that_is_not_what_it_was_is_news(cpu: float, mem: float, changed: bool) -> None:
-    policy = started(Narx())
-    assert not policy.load_changed([(1.0, 0.25), (cpu, mem)])  # nothing to compare with
-    for _ in range(2):
-        policy.observe([record(0, 1.0), record(1, 0.5)])
-    assert policy.load_changed([(1.0, 0.25), (cpu, mem)]) is changed
 
 
 @pytest.mark.parametrize("predictor", [Narx, Kalman])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import re
 from itertools import pairwise
 from typing import Any
 
@@ -121,21 +120,6 @@ def test_bounds_that_cannot_be_met_are_named(
         bounds.resolve(world, total)
     for part in parts:
         assert part in str(error.value)
-
-
-@pytest.mark.parametrize(
-    ("bounds", "words"),
-    [
-        ({"lower": -1}, "min_samples=-1 must be a whole number >= 0 (samples), or a list of one per rank"),
-        ({"lower": [1, 1.5]}, "min_samples=1.5 of rank 1 must be"),
-        ({"upper": [4, None]}, "max_samples=None of rank 1 must be"),
-        ({"upper": True}, "max_samples=True must be"),
-        ({"lower": "abc"}, "min_samples='abc' must be"),
-    ],
-)
-def test_bounds_that_are_no_numbers_of_samples_are_refused_when_given(bounds: dict[str, Any], words: str) -> None:
-    with pytest.raises(ValueError, match=re.escape(words)):
-        ShareBounds(**bounds)
 
 
 @pytest.mark.parametrize(

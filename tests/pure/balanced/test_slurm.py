@@ -16,13 +16,7 @@ from lightning_hetero import BalancePolicy, LoadBalancedStrategy
 # SLURM_PROCID, SLURM_LOCALID, SLURM_NODEID on two nodes of two tasks
 PLACES = [(0, 0, 0), (1, 1, 0), (2, 0, 1), (3, 1, 1)]
 OTHERS = (
-    "RANK",
-    "LOCAL_RANK",
-    "NODE_RANK",
-    "WORLD_SIZE",
-    "MASTER_ADDR",
-    "MASTER_PORT",
-    "TORCHELASTIC_RUN_ID",
+    "RANK", "LOCAL_RANK", "NODE_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID"
 )
 
 
@@ -58,10 +52,7 @@ def test_ranks_come_from_srun(
     launcher: Any = chosen.launcher
     assert launcher.launch(lambda: "ran here") == "ran here" and launcher.procs == []
     assert (chosen.world_size, chosen.global_rank, chosen.local_rank, chosen.node_rank) == (
-        4,
-        rank,
-        local_rank,
-        node,
+        4, rank, local_rank, node
     )
     assert made.is_global_zero is (rank == 0)
     environment = chosen.cluster_environment

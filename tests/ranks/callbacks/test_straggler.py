@@ -201,19 +201,6 @@ def test_with_stock_ddp_the_monitor_reports_means_of_the_epoch(monitored: list[t
         assert [values[f"hetero/share/rank{r}"] for r in range(2)] == [BATCH / 2] * 2
 
 
-def test_the_last_line_tells_the_shares(monitored: list[tuple[Seen, Seen]]) -> None:
-    pattern = (
-        r"hetero_balanced: shares (\d+)/(\d+), [\d.]+ ms of work per batch;"
-        r" equal shares would take [\d.]+ times as long"
-    )
-    for one, _ in monitored:
-        assert one.summary is not None
-        found = re.fullmatch(pattern, one.summary)
-        assert found and int(found[1]) + int(found[2]) == BATCH
-    assert monitored[0][0].summary == monitored[1][0].summary
-    assert monitored[0][0].lines == [monitored[0][0].summary]
-
-
 def test_with_stock_ddp_the_last_lines_tell_what_engines_would_give(monitored: list[tuple[Seen, Seen]]) -> None:
     (line,) = monitored[0][1].lines
     pattern = (

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import pickle
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import Trainer
 from torch import Tensor
-from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_hetero.callbacks.throttle import ThrottleCallback
 from lightning_hetero.callbacks.trace import HeteroTrace
@@ -70,29 +67,6 @@ def test_the_sleep_comes_before_the_backward_pass(tmp_path: Path) -> None:
 
     fit(tmp_path, [ThrottleCallback(CHANGING, throttle=time.throttle)], Watched(), max_epochs=1)
     assert order == [f"backward after {n} sleeps" for n in (1, 2, 3)]
-
-
-@WARNINGS
-def test_steps_go_on_after_a_resume(tmp_path: Path) -> None:
-    first, second = Time(), Time()
-    trainer = fit(tmp_path, [ThrottleCallback(CHANGING, throttle=first.throttle)], max_epochs=1)
-    trainer.save_checkpoint(tmp_path / "last.ckpt")
-    callback = pickle.loads(pickle.dumps(ThrottleCallback(CHANGING)))  # as a spawn launcher does
-    callback._make_throttle = second.throttle
-    loader = DataLoader(TensorDataset(torch.ones(10, 2)), batch_size=4)
-    resumed = Trainer(
-        accelerator="cpu",
-        devices=1,
-        max_epochs=2,
-        default_root_dir=tmp_path,
-        callbacks=[callback],
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    )
-    resumed.fit(Net(), loader, ckpt_path=tmp_path / "last.ckpt")
-    assert first.sleeps + second.sleeps == pytest.approx(EXPECTED)
 
 
 @WARNINGS

@@ -26,10 +26,7 @@ def test_stock_strategies_are_traced_with_batch_times(tmp_path: Path) -> None:
     assert (run.kind, run.data["world_size"], run.data["strategy"]) == ("run", 1, "SingleDeviceStrategy")
     assert abs(run.data["unix_s"] - time.time()) < 600 and "engine" not in run.data
     assert [(e.epoch, e.step, e.data["samples"]) for e in steps] == [
-        (0, 0, 4),
-        (0, 2, 2),
-        (1, 0, 4),
-        (1, 2, 2),
+        (0, 0, 4), (0, 2, 2), (1, 0, 4), (1, 2, 2)
     ]
     assert all(e.data["step_s"] > 0 and set(e.data) == {"samples", "step_s"} for e in steps)
     fit(tmp_path, [trace])  # the same callback again continues the file
