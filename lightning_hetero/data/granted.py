@@ -18,56 +18,11 @@ from typing import Any
 
 from torch.utils.data import DataLoader, Sampler
 
+from lightning_hetero.data.batches import EpochSampler
 from lightning_hetero.data.copies import BatchFeed, LazyIterator, altered_copy, fed_copy, keep_samples
 from lightning_hetero.data.dropped import watch_drops
 from lightning_hetero.data.loader import sampled_by
-from lightning_hetero.data.order import EpochOrder, equal_parts
 from lightning_hetero.measure.device import page_locked
-
-
-class EpochSampler(Sampler[list[Any]]):
-    """What Lightning finds as the batch sampler of a granted loader: knows the epoch, whose order `draw` agrees on.
-
-    Args:
-        order: the epoch's global batches.
-    """
-
-    def __init__(self, order: EpochOrder) -> None:
-        self.order = order
-        self.epoch = 0
-        self.indices: Sequence[Any] = ()
-        self.ends: Sequence[int] = ()
-        self._drawn: int | None = None
-        # What Lightning and users look for on a batch sampler.
-        self.batch_size = order.global_batch_size
-        self.drop_last = order.drop_last
-        self.sampler = self
-
-    def set_epoch(self, epoch: int) -> None:
-        """Chooses the epoch; Lightning calls it before hooks do their part."""
-        self.epoch = epoch
-        self.order.announce(epoch)
-
-    def draw(self) -> None:
-        """Agrees on the epoch's order, on every rank, when its first batch is wanted."""
-        if self._drawn != self.epoch:
-            self.indices, self.ends = self.order.batches(self.epoch)
-            self._drawn = self.epoch
-
-    def look(self, rank: int, world_size: int) -> list[list[Any]]:
-        """Returns what stock DDP would show to somebody who looks at the loader: equal parts. Nothing is claimed."""
-        if self._drawn != self.epoch:
-            return self.order.look(self.epoch, rank, world_size)
-        return equal_parts(self.indices, self.ends, rank, world_size)
-
-    def __len__(self) -> int:
-        return len(self.order)
-
-    def __iter__(self) -> Iterator[list[Any]]:
-        start = 0
-        for end in self.ends:
-            yield list(self.indices[start:end])
-            start = end
 
 
 class SampleSource:

@@ -261,7 +261,7 @@ class BoundedStalenessStrategy(ElasticDDPStrategy[StaleRun]):
         loop = self._loop
         assert self.lightning_module is not None
         if loop is not None and loop.in_step and self.lightning_module.automatic_optimization:
-            loop.accumulated(0, self.optimizers[0], super().optimizer_step)
+            loop.accumulated(self.optimizers[0])
 
     def _index(self, optimizer: Any) -> int:
         return next(i for i, own in enumerate(self.optimizers) if own is optimizer)

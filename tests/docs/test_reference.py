@@ -38,8 +38,7 @@ from lightning_hetero.federated.decide.rounds import ClientRow
 from lightning_hetero.predictors import Kalman, kalman
 from lightning_hetero.stale import policy as stale_policy
 from lightning_hetero.stale.decide.policy import _KNOWN, Asynchronous, by_name
-from lightning_hetero.stale.decide.report.counts import Counts, Measures
-from lightning_hetero.stale.decide.report.summary import engine_metrics
+from lightning_hetero.stale.decide.report import Counts, Measures, engine_metrics
 from lightning_hetero.types import SpeedSample, StepReport
 from tests.docs.kit import ENGINES, REFERENCE, ROOT, THEORY, Engine, rows, section
 

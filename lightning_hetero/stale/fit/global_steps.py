@@ -23,7 +23,8 @@ from lightning.pytorch.callbacks import LearningRateMonitor
 
 from lightning_hetero import lightning_compat as compat
 from lightning_hetero.base.run import EventLog
-from lightning_hetero.data.granted import EpochSampler, SampleSource
+from lightning_hetero.data.batches import EpochSampler
+from lightning_hetero.data.granted import SampleSource
 from lightning_hetero.measure.device import device_of
 from lightning_hetero.stale.decide.intervals import leaving, pairs
 from lightning_hetero.stale.fit.parts import Parts
@@ -147,9 +148,9 @@ class GlobalSteps:
     def _begin(self) -> None:
         trainer, sampler, at = self._trainer, self._sampler, self.at
         self._before_epoch()
-        sampler.draw()
+        indices, ends = sampler.draw()
         self.parts.begin_epoch()
-        first, indices, ends = compat.upcoming_batch(trainer), sampler.indices, sampler.ends
+        first = compat.upcoming_batch(trainer)
         if first >= min(len(ends), trainer.num_training_batches):  # resumed behind the last batch
             indices, ends = _once_more(indices, ends, first)
         at.begin(sampler.epoch, first, ends)
@@ -208,7 +209,8 @@ class GlobalSteps:
     def _counts_step(self) -> bool:
         """Whether Lightning counts a step in this batch: also if the user's `optimizer_step` leaves it out."""
         trainer, batches = self._trainer, self.at.global_step + 1
-        last = batches in (len(self._sampler.ends), compat.fetch_limit(trainer), trainer.num_training_batches)
+        ends = self._sampler.draw()[1]
+        last = batches in (len(ends), compat.fetch_limit(trainer), trainer.num_training_batches)
         return last or batches % trainer.accumulate_grad_batches == 0
 
     def _log_learning_rates(self) -> None:

@@ -10,8 +10,9 @@ from torch.utils.data import DataLoader
 from lightning_hetero import lightning_compat as compat
 from lightning_hetero.base.elastic.members import Members
 from lightning_hetero.base.loaders import BoundLoader, LoaderBinder
+from lightning_hetero.data.batches import EpochSampler
 from lightning_hetero.data.copies import users_own
-from lightning_hetero.data.granted import EpochSampler, SampleSource, granted_loader
+from lightning_hetero.data.granted import SampleSource, granted_loader
 from lightning_hetero.stale.fit.global_steps import GlobalSteps
 from lightning_hetero.stale.fit.session import StaleSettings
 from lightning_hetero.transport.side_channel import SideChannel

@@ -26,12 +26,13 @@ from torch.utils.data import (
 from lightning_hetero.data import (
     GlobalBatchSampler,
     Part,
+    RebatchedStream,
     ShuffledOrder,
     inspect_loader,
     rebatched_loader,
-    rebatched_stream,
 )
 from lightning_hetero.data.batches import Split
+from lightning_hetero.data.copies import fed_copy
 from tests.pure.predictors.simulated import any_split
 
 seeds = st.integers(0, 2**31)
@@ -275,8 +276,8 @@ Steps = list[tuple[Part, list[int]]]
 def stream(loader: DataLoader, mode: Any, rank: int, world: int, size: int, split: Split, position: int = 0,
            limit: int | None = None) -> Steps:
     parts: list[Part] = []
-    balanced = rebatched_stream(
-        loader,
+    feed = RebatchedStream(
+        loader=loader,
         mode=mode,
         rank=rank,
         world_size=world,
@@ -285,6 +286,7 @@ def stream(loader: DataLoader, mode: Any, rank: int, world: int, size: int, spli
         position=lambda: (4, position),
         on_fetch=parts.append,
     )
+    balanced = fed_copy(loader, feed)
     batches = [b.tolist() for b, _ in zip(balanced, range(limit if limit is not None else 10**6), strict=False)]
     return [(p, b if p.samples else []) for p, b in zip(parts, batches, strict=False)]
 
@@ -346,8 +348,9 @@ def test_length_of_a_sized_stream(mode: Any, drop_last: bool, length: int) -> No
     """Shared: 13 samples in batches of 4. Infinite: 13 is what each of 2 ranks goes through in an epoch."""
 
     def balanced(dataset: IterableDataset) -> DataLoader:
-        return rebatched_stream(
-            DataLoader(dataset, batch_size=2, drop_last=drop_last),
+        loader = DataLoader(dataset, batch_size=2, drop_last=drop_last)
+        feed = RebatchedStream(
+            loader=loader,
             mode=mode,
             rank=0,
             world_size=2,
@@ -356,6 +359,7 @@ def test_length_of_a_sized_stream(mode: Any, drop_last: bool, length: int) -> No
             position=lambda: (0, 0),
             on_fetch=lambda _: None,
         )
+        return fed_copy(loader, feed)
 
     assert len(balanced(Sized(13))) == length
     with pytest.raises(TypeError):

@@ -83,7 +83,7 @@ def test_flexible_takes_the_moment_when_enough_has_arrived() -> None:
     """Not the last chunk's: what comes after the batch is complete counts for the next."""
     chunks = (due(40, 0.5, rank=1), due(24, 0.8, rank=2), due(9, 50.0, rank=3))
     assert isinstance(Flexible().claim(claim(due=chunks)), Hold)
-    # late chunks alone complete nothing: a chunk of this tick is needed, too
+    # late chunks alone complete nothing: a chunk of this global step is needed, too
     chunks = (due(64, 0.5, current=False), due(5, 50.0, rank=2))
     assert isinstance(Flexible().claim(claim(due=chunks)), Grant)
     assert isinstance(Flexible().claim(claim(due=chunks, witnessed=True)), Hold)
@@ -114,7 +114,7 @@ def test_a_barrier_gives_everybody_its_part_once() -> None:
     # the part of a worker that died goes to the others, at most an equal share each
     assert policy.claim(claim(served=True, need=48, due=others)) == Grant(samples=16)
     assert policy.claim(claim(served=True, need=37, due=others)) == Grant(samples=5)
-    # who cannot end this tick waits for the next
+    # who cannot end this global step waits for the next
     assert policy.claim(claim(late=True, first=True)) == Hold()
 
 
@@ -169,17 +169,6 @@ def test_saps_thresholds_exceed_the_natural_gap() -> None:
 # --- all ---
 
 
-def test_what_each_policy_claims() -> None:
-    claims = {n: ((p := by_name(n)).claims_bound, p.holds) for n in NAMES}
-    assert claims == {
-        "flexible": (2, "grace"),
-        "saps": (None, "never"),  # bound_for(workers)
-        "asp": (None, "never"),
-        "bsp": (0, "barrier"),
-        "ssp": (None, "barrier"),
-    }
-
-
 @pytest.mark.parametrize("name", NAMES)
 def test_settings_are_the_arguments(name: str) -> None:
     policy = by_name(name)
@@ -192,10 +181,9 @@ def test_settings_are_the_arguments(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["dc_asgd", "dynsgd", "drop", "buffered", "backup", "quorum"])
 def test_a_policy_that_went_says_where_it_is_now(name: str) -> None:
-    with pytest.raises(ValueError, match=f"policy='{name}' is no longer part of the package: ") as caught:
+    with pytest.raises(ValueError, match=f"policy='{name}' is no longer part of the package: copy its class"):
         by_name(name)
-    said = str(caught.value)
-    assert name == "dc_asgd" or f"{WRITTEN[name].__module__.replace('.', '/')}.py" in said
+    assert name in WRITTEN or name == "dc_asgd"
 
 
 @pytest.mark.parametrize(
@@ -207,8 +195,7 @@ def test_a_policy_that_went_says_where_it_is_now(name: str) -> None:
         (lambda: Flexible(bound=True), TypeError, "bound=True"),
         (lambda: Flexible(grace=-0.1), ValueError, "grace=-0.1"),
         (lambda: Flexible(grace=math.nan), ValueError, "grace=nan"),
-        (lambda: Flexible(late="join"), TypeError, "Flexible no longer has late="),  # type: ignore[arg-type]
-        (lambda: by_name("flexible", late="complete"), TypeError, "Flexible no longer has late="),
+        (lambda: by_name("asp", bound=2), ValueError, "no use for bound=2; drop it, or choose"),
         (lambda: Ssp(bound=-1), ValueError, "bound=-1"),
         (lambda: Saps(threshold=0), ValueError, "threshold=0"),
         (lambda: Saps(threshold=4, bound=4), ValueError, "must exceed threshold=4"),

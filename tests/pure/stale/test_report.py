@@ -11,8 +11,7 @@ from typing import Any
 
 import pytest
 
-from lightning_hetero.stale.decide.report.counts import Counts, Measures
-from lightning_hetero.stale.decide.report.summary import Since, advice, engine_metrics, summary
+from lightning_hetero.stale.decide.report import Counts, Measures, Since, advice, engine_metrics, summary
 
 
 def measured(
@@ -33,7 +32,7 @@ def measured(
     counts.discarded["gone"] += 1
     counts.reissued["stalled"] += 9
     return Measures(
-        counts=replace(counts, **more), epoch=1, tick=3, version_gap=2, shares=(6, 3),
+        counts=replace(counts, **more), epoch=1, global_step=3, version_gap=2, shares=(6, 3),
         predicted_s=tuple(predicted_s), equal_s=tuple(equal_s),
     )  # fmt: skip
 
@@ -65,7 +64,7 @@ def test_engine_metrics() -> None:
 
 
 def test_engine_metrics_before_the_first_update() -> None:
-    nothing = Measures(counts=Counts(), epoch=0, tick=0, version_gap=0, shares=(), predicted_s=(), equal_s=())
+    nothing = Measures(counts=Counts(), epoch=0, global_step=0, version_gap=0, shares=(), predicted_s=(), equal_s=())
     numbers = engine_metrics(nothing, 2)
     assert set(numbers.values()) == {0.0} and len(numbers) == 11
 

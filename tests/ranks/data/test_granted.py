@@ -13,7 +13,8 @@ from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader, Dataset, SequentialSampler
 
 from lightning_hetero.data import SamplerOrder, ShuffledOrder
-from lightning_hetero.data.granted import EpochSampler, SampleSource, granted_loader
+from lightning_hetero.data.batches import EpochSampler
+from lightning_hetero.data.granted import SampleSource, granted_loader
 from tests.ranks.harness import run_ranks
 
 pytestmark = pytest.mark.ranks
@@ -51,15 +52,14 @@ def sampler(size: int = 4, samples: int = 10) -> EpochSampler:
 # ---- the sampler that Lightning sees ------------------------------------------------------------------------------
 
 
-def test_ticks_are_the_global_batches() -> None:
-    ticks = sampler()
-    assert len(ticks) == 3 and ticks.batch_size == 4 and not ticks.drop_last
-    assert list(ticks) == []  # no epoch yet
-    ticks.set_epoch(0)
-    assert list(ticks) == []  # hooks may still change what is drawn
-    ticks.draw()
-    assert list(ticks) == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
-    assert list(ticks.ends) == [4, 8, 10]
+def test_its_batches_are_the_global_batches() -> None:
+    sampled = sampler()
+    assert len(sampled) == 3 and sampled.batch_size == 4 and not sampled.drop_last
+    assert list(sampled) == []  # no epoch yet
+    sampled.set_epoch(0)
+    assert list(sampled) == []  # hooks may still change what is drawn
+    assert list(sampled.draw()[1]) == [4, 8, 10]
+    assert list(sampled) == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
 
 
 class OneRank:
@@ -83,19 +83,16 @@ class Drawing(SequentialSampler):
 
 def test_an_epoch_is_drawn_once_however_often_it_is_set() -> None:
     drawn = Drawing(range(10))
-    ticks = EpochSampler(
+    sampled = EpochSampler(
         SamplerOrder(drawn, seed=0, channel=OneRank(), global_batch_size=4, drop_last=False)  # type: ignore[arg-type]
     )
-    ticks.set_epoch(0)
-    ticks.draw()
-    first = list(ticks.indices)
-    ticks.set_epoch(0)
-    ticks.draw()
-    assert (drawn.asked, list(ticks.indices)) == (1, first)
-    ticks.set_epoch(1)
+    sampled.set_epoch(0)
+    first = list(sampled.draw()[0])
+    sampled.set_epoch(0)
+    assert (list(sampled.draw()[0]), drawn.asked) == (first, 1)
+    sampled.set_epoch(1)
     assert drawn.asked == 1
-    ticks.draw()
-    assert drawn.asked == 2 and list(ticks.indices) != first
+    assert list(sampled.draw()[0]) != first and drawn.asked == 2
 
 
 # ---- batches without workers --------------------------------------------------------------------------------------
@@ -175,7 +172,7 @@ def fetching_ahead(rank: int, world: int, lists: bool) -> dict[str, Any]:
     source.hint((0, 0))
     said["left over and new"] = own(source.batch([(3, 5), (8, 9)]))
     said["fill-in"] = own(source.batch([(5, 6)], due=0))
-    # Two ticks without this rank: its hints for them are stale, that for the present one stands.
+    # Two sampled without this rank: its hints for them are stale, that for the present one stands.
     source.hint((0, 0))
     source.hint((9, 10))
     said["later"] = own(source.batch([(6, 8)], due=2))
@@ -255,25 +252,25 @@ class Strict(DataLoader):
 
 def test_a_granted_loader_is_the_users_loader_but_for_its_batches() -> None:
     user = Strict(Squares(), secret=3, batch_size=2)
-    ticks, source = sampler(), SampleSource(user)
+    sampled, source = sampler(), SampleSource(user)
     asked: list[object] = []
 
     def batches(iterator: object) -> Iterator[str]:
         asked.append(iterator)
         return iter("ab")
 
-    ticking = granted_loader(user, ticks, source, batches)
-    assert isinstance(ticking, Strict) and ticking.secret == 3 and ticking.dataset is user.dataset
+    granted = granted_loader(user, sampled, source, batches)
+    assert isinstance(granted, Strict) and granted.secret == 3 and granted.dataset is user.dataset
     assert type(user) is Strict and len(user) == 5  # as it was
-    assert len(ticking) == 3 and ticking.batch_sampler is ticks
-    iterator = iter(ticking)
+    assert len(granted) == 3 and granted.batch_sampler is sampled
+    iterator = iter(granted)
     assert asked == []  # only when the first batch is drawn: Lightning has not settled its counters before
     assert list(iterator) == ["a", "b"] and asked == [iterator]
-    assert ticking._iterator is None
+    assert granted._iterator is None
 
 
 def test_without_automatic_batching_the_sampler_stands_in() -> None:
     user = DataLoader(Squares(), batch_size=None, sampler=BatchSampler(SequentialSampler(range(10)), 2, False))
-    ticks = sampler()
-    ticking = granted_loader(user, ticks, SampleSource(user), lambda iterator: iter(()))
-    assert ticking.sampler is ticks and ticking.batch_sampler is None and len(ticking) == 3
+    sampled = sampler()
+    granted = granted_loader(user, sampled, SampleSource(user), lambda iterator: iter(()))
+    assert granted.sampler is sampled and granted.batch_sampler is None and len(granted) == 3

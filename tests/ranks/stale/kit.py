@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_hetero.stale.decide.coordinator import Coordinator
-from lightning_hetero.stale.decide.effects import Effect, Granted, Updated
+from lightning_hetero.stale.decide.effects import Assigned, Effect, Updated
 from lightning_hetero.stale.decide.policy import Policy
 from lightning_hetero.stale.runtime.memory.layout import FlatLayout
 from lightning_hetero.stale.runtime.processes.start import serve
@@ -159,11 +159,11 @@ class Recorder(Coordinator):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.updates: list[Updated] = []
-        self.grants: dict[int, Granted] = {}
+        self.grants: dict[int, Assigned] = {}
 
     def _note(self, effects: list[Effect]) -> list[Effect]:
         self.updates += [e for e in effects if isinstance(e, Updated)]
-        self.grants.update({e.lease: e for e in effects if isinstance(e, Granted)})
+        self.grants.update({e.assignment: e for e in effects if isinstance(e, Assigned)})
         return effects
 
     def claim(self, *args: Any, **kwargs: Any) -> list[Effect]:
@@ -395,7 +395,7 @@ class Script(Listener):
                 self.now_s = max(self.now_s, wake_s)
                 server.wake(self.now_s)
             else:
-                raise RuntimeError(f"deadlock at {self.now_s} s in tick {server.coordinator.tick}")
+                raise RuntimeError(f"deadlock at {self.now_s} s in tick {server.coordinator.global_step}")
             for rank, reply in sorted(self.replies.items()):
                 del self.replies[rank]
                 self._resume(rank, reply, queue)

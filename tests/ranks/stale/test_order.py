@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from benchmarks.stale.simulator import Hooks, simulate
 from lightning_hetero.stale.decide.coordinator import Coordinator
-from lightning_hetero.stale.decide.effects import Granted
+from lightning_hetero.stale.decide.effects import Assigned
 from lightning_hetero.stale.decide.policy import by_name
 from tests.ranks.harness import run_ranks
 from tests.ranks.stale.fits import Noting, fit
@@ -82,10 +82,10 @@ def simulated(name: str, world: int) -> list[Course]:
     coordinator = Coordinator(by_name(name), workers=range(world), predictor=Constant())
 
     class Followed(Hooks):
-        def granted(self, granted: Granted, now_s: float) -> None:
+        def assigned(self, granted: Assigned, now_s: float) -> None:
             if granted.spans:
                 numbers = [order[at] for start, end in granted.spans for at in range(start, end)]
-                courses[granted.rank].batches.append((granted.tick, numbers))
+                courses[granted.rank].batches.append((granted.global_step, numbers))
                 courses[granted.rank].due_s.append(now_s + work_s(granted.rank, 0, now_s, len(numbers)))
 
     simulate(

@@ -127,7 +127,7 @@ def test_the_others_finish_the_epoch_of_a_dead_worker(policy: Policy) -> None:
         met.append(trainee.worker.meet(0))
 
     script = Script(setting, automatic(x, y, mse), body, workers=3, work_s=equal_speed, kill={2: 4.0}).run()
-    applied = [c.lease for u in setting.coordinator.updates for c in u.contributions]
+    applied = [c.assignment for u in setting.coordinator.updates for c in u.contributions]
     positions = {lease: some for t in script.trainees for lease, _, some in t.log}
     assert sorted(p for lease in applied for p in positions[lease]) == list(range(SAMPLES))
     assert differ(replay(setting, script, x, y), setting.model) <= 1e-12
@@ -320,7 +320,7 @@ def test_a_torn_push_is_discarded_and_its_samples_are_granted_again() -> None:
     Script(setting, step, epochs, workers=2, work_s=equal_speed).run()
     assert setting.server.counts.discarded["torn"] > 0
     assert sum(u.samples for u in setting.coordinator.updates) == EPOCHS * SAMPLES
-    assert torn[0] not in [c.lease for u in setting.coordinator.updates for c in u.contributions]
+    assert torn[0] not in [c.assignment for u in setting.coordinator.updates for c in u.contributions]
 
 
 def test_a_worker_that_comes_again_takes_part() -> None:

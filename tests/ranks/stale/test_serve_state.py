@@ -124,7 +124,7 @@ def test_counts_come_with_the_answer_that_ends_a_batch() -> None:
         now = worker.measures()
         assert worker.brought is None and trainee.texts == []  # no notice to people
         assert brought.counts.updates == now.counts.updates == len(ENDS)
-        assert brought.counts.samples == now.counts.samples and brought.tick == now.tick
+        assert brought.counts.samples == now.counts.samples and brought.global_step == now.global_step
 
         worker.ask_measures()
         worker.meet(0)

@@ -8,8 +8,8 @@ from collections.abc import Set as AbstractSet
 from torch import Tensor
 
 from lightning_hetero.stale.decide.coordinator import Coordinator
-from lightning_hetero.stale.decide.effects import Granted, Passed
-from lightning_hetero.stale.decide.report.counts import Counts, Measures
+from lightning_hetero.stale.decide.effects import Assigned, Passed
+from lightning_hetero.stale.decide.report import Counts, Measures
 from lightning_hetero.stale.runtime.messages import measures_text
 from lightning_hetero.stale.runtime.serve.agreement import AnnouncedEpochs, LiveWorkers
 from lightning_hetero.stale.runtime.serve.open_batch import OpenBatch
@@ -98,14 +98,14 @@ class Answers:
         asked = self._claim_of(passed.rank, now)
         words = self._epochs.words(self._epochs.number)[asked.tick :]
         flags, text = self.measures_for(asked)
-        self.answer(passed.rank, Say.PASSED, tick=passed.tick, numbers=words, flags=flags, text=text)
+        self.answer(passed.rank, Say.PASSED, tick=passed.global_step, numbers=words, flags=flags, text=text)
 
-    def granted(self, granted: Granted, now: float) -> None:
+    def granted(self, granted: Assigned, now: float) -> None:
         """Answers a claim with work."""
         self._claim_of(granted.rank, now)
         self.answer(
-            granted.rank, Say.GRANT, tick=granted.tick, version=granted.base, lease=granted.lease, micro=granted.micro,
-            numbers=[number for span in granted.spans for number in span], hint=granted.hint,
+            granted.rank, Say.GRANT, tick=granted.global_step, version=granted.base, lease=granted.assignment,
+            micro=granted.micro, numbers=[number for span in granted.spans for number in span], hint=granted.hint,
             flags=self._coordinator.policy.threshold_for(len(self._live_workers.live)) or 0,
         )  # fmt: skip
 
@@ -139,7 +139,7 @@ class Answers:
         reply = Reply(
             kind=kind,
             epoch=self._epochs.number if epoch is None else epoch,
-            tick=self._coordinator.tick if tick is None else tick,
+            tick=self._coordinator.global_step if tick is None else tick,
             version=self._coordinator.version if version is None else version,
             lease=lease,
             micro=micro,

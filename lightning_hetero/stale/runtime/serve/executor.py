@@ -2,7 +2,7 @@
 
     Accepted            a slot is added to the pool
     Updated             the pool becomes an update, and is published
-    Granted, Passed     a claim is answered
+    Assigned, Passed     a claim is answered
     Refused, Reissued   are counted
 
 In manual optimization a batch pushes several times; all but the last (`PushFlag.FINAL`) are *sub-steps*. Sub-step k of
@@ -26,15 +26,15 @@ from torch import Tensor
 from lightning_hetero.stale.decide.coordinator import Coordinator
 from lightning_hetero.stale.decide.effects import (
     Accepted,
+    Assigned,
     Effect,
-    Granted,
     Passed,
     Refused,
     Reissued,
     Updated,
 )
 from lightning_hetero.stale.decide.policy import Asynchronous
-from lightning_hetero.stale.decide.report.counts import Counts
+from lightning_hetero.stale.decide.report import Counts
 from lightning_hetero.stale.runtime.serve.agreement import AnnouncedEpochs
 from lightning_hetero.stale.runtime.serve.answers import Answers
 from lightning_hetero.stale.runtime.serve.open_batch import OpenBatch
@@ -77,7 +77,7 @@ class Executor:
         """
         answers, counts = self._answers, self._counts
         for effect in effects:
-            if isinstance(effect, Granted):
+            if isinstance(effect, Assigned):
                 answers.granted(effect, now)
             elif isinstance(effect, Passed):
                 answers.passed(effect, now)

@@ -6,7 +6,7 @@ import math
 
 from torch import Tensor
 
-from lightning_hetero.stale.decide.report.counts import Counts
+from lightning_hetero.stale.decide.report import Counts
 from lightning_hetero.stale.runtime.serve.agreement import LiveWorkers
 from lightning_hetero.stale.runtime.serve.update import Updater, bits
 from lightning_hetero.transport.base import Listener, Request, TornSlotError

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_hetero.stale.decide.coordinator import Coordinator
-from lightning_hetero.stale.decide.report.counts import Counts
+from lightning_hetero.stale.decide.report import Counts
 from lightning_hetero.stale.runtime.memory.layout import FlatLayout
 from lightning_hetero.stale.runtime.messages import Met, failure_text, state_bytes
 from lightning_hetero.stale.runtime.serve.agreement import (
@@ -247,7 +247,7 @@ class ParameterServer:
             self._begin(rank, request, now)
         elif kind is Ask.MEET:
             # Whoever meets computes nothing: it has left its batch, e.g. because a hook skips the rest of the epoch.
-            self._executor.carry_out(self.coordinator.idle(rank, now), now)
+            self._executor.carry_out(self.coordinator.give_back(rank, None, now), now)
             if request.tick <= self._meeting.last:
                 self._leave_behind(rank, "it came to a meeting that was over: the others took it for dead", now)
                 return
@@ -288,7 +288,7 @@ class ParameterServer:
         """Begins an epoch with the first worker that asks."""
         if (epoch := self._epochs.ask(rank, request)) is not None:
             effects = self.coordinator.begin(
-                request.epoch, epoch.ends, applied=epoch.spans, tick=epoch.tick, now=now
+                request.epoch, epoch.ends, applied=epoch.spans, global_step=epoch.tick, now=now
             )
             self._executor.carry_out(effects, now)  # for those who are still held in the epoch before
             self._epochs.begin(request.epoch, epoch)
@@ -339,8 +339,8 @@ class ParameterServer:
         """Raises ValueError for a request from a place where nobody can be."""
         if request.epoch > self._epochs.number:
             raise ValueError(f"epoch {request.epoch} has not begun (the server is in {self._epochs.number})")
-        if not 0 <= request.tick <= self.coordinator.tick:
-            raise ValueError(f"it is in batch {request.tick}, the server in {self.coordinator.tick}")
+        if not 0 <= request.tick <= self.coordinator.global_step:
+            raise ValueError(f"it is in batch {request.tick}, the server in {self.coordinator.global_step}")
 
     def _claim(self, rank: int, request: Request, now: float) -> None:
         self._answers.claims[rank] = (request, now)
@@ -354,26 +354,26 @@ class ParameterServer:
             self._answers.wasted(rank)
             self._executor.carry_out(self.coordinator.give_back(rank, push.lease, now), now)
         else:
-            lease = self.coordinator.lease(rank, push.lease)
+            lease = self.coordinator.assignment(rank, push.lease)
             finite = lease is None or self._push_checks.finite(rank, push, slot)
-            if push.tick == self.coordinator.tick:
+            if push.tick == self.coordinator.global_step:
                 self._batch.announce(push, slot)
             effects = self.coordinator.push(
-                rank, push.lease, now, tick=push.tick, samples=push.samples, finite=finite
+                rank, push.lease, now, global_step=push.tick, samples=push.samples, finite=finite
             )
             pushed = None if lease is None else Pushed(push, slot, lease.base)
             self._executor.carry_out(effects, now, pushed)
         self._claim(rank, push, now)
 
     def _push_substep(self, rank: int, push: Request, now: float) -> None:
-        slot, lease = self._push_checks.slot(rank, push), self.coordinator.lease(rank, push.lease)
+        slot, lease = self._push_checks.slot(rank, push), self.coordinator.assignment(rank, push.lease)
         if slot is None or lease is None or lease.void or not self.coordinator.within_bound(lease.base):
             self._answers.answer(rank, Say.APPLIED)  # the last push of the batch will be refused as a whole
             return
         finite = self._push_checks.finite(rank, push, slot)
         counts = self.coordinator.substep(lease, push.substep, push.samples)
         self._executor.push_substep(
-            rank, Pushed(push, slot, lease.base), now, granted_s=lease.granted_s, finite=finite, counts=counts
+            rank, Pushed(push, slot, lease.base), now, granted_s=lease.assigned_s, finite=finite, counts=counts
         )
 
     # ---- state ------------------------------------------------------------------------------------------------
