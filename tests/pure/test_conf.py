@@ -131,7 +131,7 @@ def test_engines_without_a_controller_say_why_not() -> None:
     with pytest.raises(Exception, match="LoadBalancedStrategy no longer has controller="):
         build(composed("strategy=hetero_balanced", *bought).strategy)
     build(composed("strategy=hetero_stale").strategy)
-    with pytest.raises(Exception, match="BoundedStalenessStrategy takes no controller"):
+    with pytest.raises(Exception, match="BoundedStalenessStrategy no longer has controller="):
         build(composed("strategy=hetero_stale", *bought).strategy)
 
 

@@ -47,14 +47,9 @@ class Coordinator:
     """
 
     def __init__(
-        self,
-        policy: Policy,
-        *,
-        workers: Iterable[int],
-        ahead: int = 0,
-        predictor: Predictor | None = None,
+        self, policy: Policy, *, workers: Iterable[int], ahead: int = 0, predictor: Predictor | None = None,
         liveness_s: float = 5.0,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.policy, self.ahead = policy, ahead
         self.speeds = Speeds(predictor)
         self.workers = Workers(workers, speeds=self.speeds, liveness_s=liveness_s)
@@ -104,13 +99,7 @@ class Coordinator:
     # --- events -----------------------------------------------------------------------------------------------
 
     def begin(
-        self,
-        epoch: int,
-        ends: Sequence[int],
-        *,
-        applied: Iterable[Span] = (),
-        global_step: int = 0,
-        now: float,
+        self, epoch: int, ends: Sequence[int], *, applied: Iterable[Span] = (), global_step: int = 0, now: float
     ) -> list[Effect]:
         """Begins an epoch; assignments of the one before are void.
 
@@ -159,15 +148,9 @@ class Coordinator:
         return effects + self._settle(now)
 
     def push(
-        self,
-        rank: int,
-        assignment: int,
-        now: float,
-        *,
-        global_step: int,
-        samples: int | None = None,
+        self, rank: int, assignment: int, now: float, *, global_step: int, samples: int | None = None,
         finite: bool = True,
-    ) -> list[Effect]:
+    ) -> list[Effect]:  # fmt: skip
         """A worker has the gradients of its assignment, or of the first ``samples`` of it.
 
         Args:
@@ -367,16 +350,11 @@ class Coordinator:
             self._books.advance(now)
             self.workers.begin_step()
             self._step.ended(now)
-        effects: list[Effect] = [
-            Updated(
-                version=self.version,
-                global_step=self.global_step,
-                samples=pool.samples,
-                contributions=contributions,
-                worth=verdict.worth,
-                ends_step=verdict.ends_step,
-            )
-        ]
+        updated = Updated(
+            version=self.version, global_step=self.global_step, samples=pool.samples, contributions=contributions,
+            worth=verdict.worth, ends_step=verdict.ends_step,
+        )  # fmt: skip
+        effects: list[Effect] = [updated]
         for worker in self.workers:
             if worker.valid is not None and not self.within_bound(worker.valid.base):
                 effects += self._free(worker, "stale")

@@ -143,7 +143,8 @@ class Dispatch:
         if original is None:
             held.starved = True
             return None
-        twin = self._workers.assign_twin(worker, original, now, base=self.version, claimed=held.global_step)
+        twin = self._new(worker, original.spans, held.global_step, now)
+        original.twin, twin.twin = twin, original
         return self._assigned(twin, answer)
 
     def _assign(self, worker: WorkerState, claimed: int, grant: Grant, samples: int, now: float) -> Assigned:
@@ -154,24 +155,22 @@ class Dispatch:
         books.ledger.release(others)
         if claimed == books.global_step:
             worker.served = claimed
-        made = self._workers.assign(worker, spans, now, base=self.version, epoch=books.number, claimed=claimed)
-        return self._assigned(made, grant)
+        return self._assigned(self._new(worker, spans, claimed, now), grant)
+
+    def _new(self, worker: WorkerState, spans: tuple[Span, ...], claimed: int, now: float) -> Assignment:
+        epoch = self.books.number
+        return self._workers.assign(worker, spans, now, base=self.version, epoch=epoch, claimed=claimed)
 
     def _assigned(self, made: Assignment, grant: Grant) -> Assigned:
-        books = self.books
+        step = self.books.global_step
         return Assigned(
-            rank=made.rank,
-            assignment=made.number,
-            global_step=books.global_step,
-            base=made.base,
-            spans=made.spans,
-            micro=grant.micro,
-            hint=books.ledger.slice(made.rank, books.global_step + self._ahead) if self._ahead else (0, 0),
-        )
+            rank=made.rank, assignment=made.number, global_step=step, base=made.base, spans=made.spans,
+            micro=grant.micro, hint=self.books.ledger.slice(made.rank, step + self._ahead) if self._ahead else (0, 0),
+        )  # fmt: skip
 
     def _dummy(self, worker: WorkerState) -> Assigned:
         worker.assignments += 1
-        number, step = self._workers.next_number(), self.books.global_step
+        number, step = next(self._workers.numbers), self.books.global_step
         return Assigned(rank=worker.rank, assignment=number, global_step=step, base=self.version, spans=())
 
     def _view(self, worker: WorkerState, held: HeldClaim, now: float) -> Claim:

@@ -31,14 +31,9 @@ class Epoch:
     """
 
     def __init__(
-        self,
-        number: int,
-        ends: Sequence[int],
-        *,
-        applied: Iterable[Span] = (),
-        global_step: int = 0,
+        self, number: int, ends: Sequence[int], *, applied: Iterable[Span] = (), global_step: int = 0,
         now: float = 0.0,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.ledger = Ledger(ends, applied=applied)
         self.number, self.ends = number, self.ledger.ends
         to_come, free = len(self.ends) - global_step, self.ledger.free

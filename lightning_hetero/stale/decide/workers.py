@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from itertools import count
 from statistics import median
 
 from lightning_hetero.stale.decide.effects import Span
@@ -118,6 +119,7 @@ class Workers:
 
     Attributes:
         crew: ranks that took part in this epoch.
+        numbers: of the assignments to come.
     """
 
     def __init__(self, ranks: Iterable[int], *, speeds: Speeds, liveness_s: float) -> None:
@@ -125,7 +127,7 @@ class Workers:
         self._liveness_s = liveness_s
         self._workers = {rank: WorkerState(rank) for rank in sorted(set(ranks))}
         self.crew = set(self._workers)
-        self._number = 0
+        self.numbers = count(1)
         self._surprises: list[float] = []  # times of this step's chunks over their predictions
 
     def __iter__(self) -> Iterator[WorkerState]:
@@ -193,11 +195,6 @@ class Workers:
 
     # --- assignments ------------------------------------------------------------------------------------------
 
-    def next_number(self) -> int:
-        """Returns the next assignment's number."""
-        self._number += 1
-        return self._number
-
     def assign(
         self, worker: WorkerState, spans: tuple[Span, ...], now: float, *, base: int, epoch: int, claimed: int
     ) -> Assignment:
@@ -205,7 +202,7 @@ class Workers:
         predicted_s = self.speeds.predict_s(worker.rank, size(spans))
         known = not math.isnan(predicted_s)
         worker.assignment = Assignment(
-            number=self.next_number(),
+            number=next(self.numbers),
             rank=worker.rank,
             spans=spans,
             base=base,
@@ -217,14 +214,6 @@ class Workers:
         )
         worker.assignments += 1
         return worker.assignment
-
-    def assign_twin(
-        self, worker: WorkerState, original: Assignment, now: float, *, base: int, claimed: int
-    ) -> Assignment:
-        """Gives a worker the samples of another one's assignment as well."""
-        twin = self.assign(worker, original.spans, now, base=base, epoch=original.epoch, claimed=claimed)
-        original.twin, twin.twin = twin, original
-        return twin
 
     def ended(self, done: Assignment, now: float) -> None:
         """A whole chunk of the present global step is done.

@@ -157,11 +157,10 @@ class StaleRun(ElasticRun[GrantedBinder]):
     def _begin(self) -> None:
         trainer, settings, binder = self.trainer, self._settings, self.binder
         module = self.module
-        assert binder.sampler is not None and binder.source is not None
+        assert binder.source is not None
         binder.steps = steps = GlobalSteps(
             trainer,
             self.session,
-            binder.sampler,
             binder.source,
             parts=self._parts,
             events=self.events,

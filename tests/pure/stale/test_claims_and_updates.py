@@ -24,7 +24,6 @@ from lightning_hetero.stale.decide.policy import (
     Hold,
     Policy,
     Pooled,
-    Ssp,
 )
 from tests.pure.stale.kit import Chunks, Hasty, assigned, assigned_samples, kinds, only, over, started
 from tests.pure.stale.random_workers import Case, run
@@ -52,37 +51,6 @@ def test_a_rank_that_is_late_into_the_epoch_is_granted_samples_of_the_present_ti
     late = assigned(it.claim(1, 0, 30.0))
     assert late.samples >= 1 and late.global_step == 2 and late.base == it.version
     assert only(it.claim(1, 0, 30.5)[-1:]) == Passed(rank=1, global_step=2)  # the second claim is like any other
-
-
-def test_a_first_claim_is_never_held() -> None:
-    for policy in (Flexible(grace=math.inf), Bsp(), Ssp(bound=0)):
-        it = started(policy, workers=3, ends=(2, 4, 6))
-        for rank in range(3):
-            assert assigned(it.claim(rank, 0, 0.0)).rank == rank
-
-
-def test_for_the_first_tick_live_workers_count_before_they_claim() -> None:
-    it = started(Flexible(), workers=4, ends=(64, 128))
-    assert assigned(it.claim(2, 0, 0.0)).samples == 16
-    it = started(Flexible(), workers=4, ends=(64, 128))
-    first = assigned(it.claim(2, 0, 0.0))
-    effects = it.push(2, first.assignment, 16.0, global_step=0)
-    assert kinds(effects) == ["Accepted"]
-    assert it.claim(2, 0, 16.0) == []  # the others are expected at this very moment: wait for them, within the grace
-    assert it.wake_s() == pytest.approx(16.0 + 0.1 * 16.0)
-    assert assigned(it.wake(it.wake_s())).samples == 12  # not more than a part of what is missing
-
-
-def test_a_grant_given_back_does_not_count_as_the_step() -> None:
-    it = started(Bsp(), ends=(2, 4))
-    for _ in range(3):
-        grant = assigned(it.claim(0, 0, 0.0))
-        assert assigned_samples(it) == 1
-        assert only(it.give_back(0, grant.assignment, 1.0)) == Reissued(
-            rank=0, assignment=grant.assignment, samples=1, reason="given back"
-        )
-        assert assigned_samples(it) == 0
-    assert it.give_back(0, 99, 1.0) == []
 
 
 # --- the witness ---
@@ -157,18 +125,6 @@ def test_an_update_comes_when_the_cumulative_count_is_reached_and_a_surplus_coun
     assert (updated.version, updated.global_step, updated.samples, updated.worth) == (1, 1, 8 + fill.samples, 1.0)
     assert [c.rank for c in updated.contributions] == [0, 0, 1]
     assert it.ends[1] - it.ledger.arrived == 8 - fill.samples, "the surplus is part of the next batch"
-
-
-def test_asynchronous_updates_come_with_every_push_and_end_ticks_by_count() -> None:
-    it = started(Chunks(3), workers=2, ends=(8, 16))
-    seen: list[tuple[float, bool, int]] = []
-    while not over(it):
-        effects = it.push(0, assigned(it.claim(0, it.global_step, 0.0)).assignment, 1.0, global_step=it.global_step)
-        seen += [(e.worth, e.ends_step, e.global_step) for e in effects if isinstance(e, Updated)]
-    w = 3 / 8
-    assert seen == [
-        (w, False, 0), (w, False, 0), (w, True, 1), (w, False, 1), (w, False, 1), (1 / 8, True, 2)
-    ]  # fmt: skip
 
 
 # --- not finite ---
@@ -276,19 +232,6 @@ def test_an_update_that_breaks_a_rule_is_an_error(verdict: Apply, words: str) ->
     with pytest.raises(RuntimeError, match=words):
         for now in (0.0, 1.0):
             it.push(0, assigned(it.claim(0, 0, now)).assignment, now + 1.0, global_step=0)
-
-
-def test_what_is_missing_of_a_batch_that_ends_early_is_still_to_come() -> None:
-    it = started(Hasty(Apply()), ends=(2, 4))
-    first = assigned(it.claim(0, 0, 0.0))
-    it.claim(1, 0, 0.0)
-    assert it.push(0, first.assignment, 1.0, global_step=0)[1:] == [
-        Updated(
-            version=1, global_step=1, samples=1, ends_step=True,
-            contributions=(Accepted(rank=0, assignment=first.assignment, samples=1, staleness=0),),
-        )
-    ]  # fmt: skip
-    assert it.ends[1] - it.ledger.arrived == 3
 
 
 def test_a_pause_is_not_taken_for_a_step() -> None:

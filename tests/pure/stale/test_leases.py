@@ -96,28 +96,6 @@ def test_workers_that_are_slower_than_the_limit_are_not_refused_for_ever() -> No
     assert refused >= 1 and it.ledger.arrived == 8
 
 
-def test_the_part_of_a_dead_worker_goes_to_the_others() -> None:
-    it = started(Bsp(), workers=3, ends=(9, 18))
-    assignments = [assigned(it.claim(r, 0, 0.0)) for r in range(3)]
-    it.push(0, assignments[0].assignment, 1.0, global_step=0)
-    assert it.claim(0, 0, 1.0) == []
-    effects = it.lost(1, 2.0)
-    assert effects[0] == Reissued(rank=1, assignment=assignments[1].assignment, samples=3, reason="its worker is dead")
-    assert assigned(effects).spans == assignments[1].spans and assigned(effects).rank == 0
-    assert it.live == {0, 2} and it.shares() == (5, 0, 4)
-    assert it.lost(1, 3.0) == []
-
-
-def test_a_worker_that_joins_takes_part_at_once() -> None:
-    it = started(Flexible(), workers=1, ends=(8, 16))
-    assigned(it.claim(0, 0, 0.0))
-    assert it.joined(3, 0.5) == [] and it.live == {0, 3}
-    assert assigned(it.claim(3, 0, 0.5)).samples >= 1
-    it.lost(3, 1.0)
-    it.joined(3, 2.0)
-    assert assigned(it.claim(3, 0, 2.0)).rank == 3, "again: its first claim"
-
-
 class OneByOne(Ssp):
     def claim(self, claim: Claim) -> Grant | Hold:
         answer = super().claim(claim)
@@ -198,17 +176,6 @@ def test_the_rest_of_an_early_return_is_issued_again() -> None:
     for count in (0, 5, -1):
         with pytest.raises(ValueError, match="give 1 to 4"):
             it.push(1, again.assignment, 3.0, global_step=0, samples=count)
-
-
-def test_a_new_epoch_cancels_leases_and_answers_who_is_held() -> None:
-    it = started(Bsp(), workers=2, ends=(4, 8))
-    a, b = assigned(it.claim(0, 0, 0.0)), assigned(it.claim(1, 0, 0.0))
-    it.push(0, a.assignment, 1.0, global_step=0)
-    assert it.claim(0, 0, 1.0) == []
-    assert it.begin(1, (6,), now=2.0) == [Passed(rank=0, global_step=2)]
-    assert (it.epoch, it.global_step, it.ends, it.ledger.free) == (1, 0, (6,), 6)
-    assert only(it.push(1, b.assignment, 3.0, global_step=0)).reason == "gone"  # type: ignore[union-attr]
-    assert assigned(it.claim(1, 0, 3.0)).samples == 3
 
 
 def test_resume() -> None:

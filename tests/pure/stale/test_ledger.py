@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import doctest
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
 
@@ -10,8 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_hetero.stale.decide import intervals as module
-from lightning_hetero.stale.decide.intervals import IntervalSet, head, leaving, pairs, pieces, size
+from lightning_hetero.stale.decide.intervals import head, leaving, pairs, pieces, size
 from lightning_hetero.stale.decide.ledger import Ledger
 from tests.pure.stale.random_workers import flat
 
@@ -96,24 +94,6 @@ def test_the_order_of_preference() -> None:
     assert laid_out().take(1, 5, 1, pending={0}) == ((6, 10), (16, 17))
 
 
-def test_what_is_left_of_earlier_batches_goes_to_whoever_takes_more_than_its_slice() -> None:
-    ledger = laid_out()
-    lost = ledger.take(1, 4, 0)
-    ledger.take(0, 6, 0)
-    ledger.release(lost)
-    assert ledger.take(0, 8, 1, pending={1}) == ((10, 16), (6, 8))
-    assert ledger.take(1, 8, 1) == ((8, 10), (16, 20), (20, 22))
-
-
-def test_slices_are_fixed_once_from_what_is_free_then() -> None:
-    ledger = laid_out()
-    assert ledger.take(0, 17, 0, pending={1})[-1] == (20, 25)
-    ledger.lay_out(2, {0: 6, 1: 4})
-    assert (ledger.slice(0, 2), ledger.slice(1, 2)) == ((25, 28), (28, 30))
-    assert (ledger.planned(0, 2), ledger.planned(1, 2), ledger.owners(2)) == (6, 4, 2)
-    assert ledger.slice(7, 2) == (0, 0) and ledger.planned(7, 2) == 0
-
-
 def test_resumes_from_applied_spans() -> None:
     ledger = Ledger([10, 20], applied=[(15, 17), (0, 10)])
     assert (ledger.free, ledger.arrived) == (8, 12)
@@ -145,19 +125,6 @@ def test_the_cost_does_not_grow_with_the_number_of_samples() -> None:
     assert len(ledger._slices) <= 2
 
 
-def test_spans_refuse_what_is_there_or_not_there() -> None:
-    spans = IntervalSet([(5, 8), (0, 2), (2, 5)])
-    assert list(spans) == [(0, 8)] and spans.count == 8
-    for start, end in ((7, 9), (0, 1), (3, 12)):
-        with pytest.raises(ValueError, match="there already"):
-            spans.add(start, end)
-    spans.remove(3, 4)
-    for start, end in ((3, 4), (2, 5), (7, 9)):
-        with pytest.raises(ValueError, match="not all positions"):
-            spans.remove(start, end)
-    assert list(spans) == [(0, 3), (4, 8)] and spans.within(2, 6) == [(2, 3), (4, 6)]
-
-
 @given(st.lists(st.integers(0, 30), unique=True, max_size=8).map(sorted), st.integers(0, 9), st.integers(1, 30))
 def test_spans_are_cut_where_their_positions_are(cuts: list[int], count: int, total: int) -> None:
     spans = pairs(cuts[: len(cuts) // 2 * 2])
@@ -168,11 +135,6 @@ def test_spans_are_cut_where_their_positions_are(cuts: list[int], count: int, to
     global_steps = min(count, total)
     kept = flat(leaving(global_steps, spans, total))
     assert kept == [p for p in positions if p < total][: total - global_steps]
-
-
-def test_examples_in_docstrings() -> None:
-    result = doctest.testmod(module)
-    assert result.attempted == 5 and result.failed == 0
 
 
 def test_samples_with_other_substeps_behind_them_are_granted_apart() -> None:

@@ -17,7 +17,6 @@ from lightning_hetero.stale.decide.policy import (
     Flexible,
     Grant,
     Hold,
-    Policy,
     Pool,
     Saps,
     Ssp,
@@ -89,12 +88,6 @@ def test_flexible_takes_the_moment_when_enough_has_arrived() -> None:
     assert isinstance(Flexible().claim(claim(due=chunks, witnessed=True)), Hold)
 
 
-def test_flexible_never_holds_the_only_worker_in_the_tick() -> None:
-    late = (due(70, 0.1, current=False),)
-    assert Flexible(grace=9.0).claim(claim(due=late)) == Grant(samples=16)
-    assert Flexible(grace=9.0).claim(claim(due=late, need=-3)) == Grant(samples=1)
-
-
 def test_flexible_counts_workers_that_are_still_to_come_in_the_first_tick_only() -> None:
     coming = (due(48, 10.0),)
     assert Flexible().claim(claim(opening=True, reserved=coming, share=40)) == Grant(samples=16)
@@ -118,13 +111,6 @@ def test_a_barrier_gives_everybody_its_part_once() -> None:
     assert policy.claim(claim(late=True, first=True)) == Hold()
 
 
-@pytest.mark.parametrize("policy", [Flexible(), Bsp()])
-def test_pooled_policies_update_once_per_batch_at_full_worth(policy: Policy) -> None:
-    assert policy.update(pool(missing=1)) is None
-    assert policy.update(pool(missing=0, witnessed=False)) is None
-    assert policy.update(pool(missing=0)) == policy.update(pool(missing=-7)) == Apply()
-
-
 # --- asynchronous ---
 
 
@@ -136,14 +122,6 @@ def test_asynchronous_updates_are_worth_their_part_of_the_batch(name: str) -> No
     assert policy.update(pool(samples=24, missing=-2, witnessed=False)) == Apply(worth=24 / 64, ends_step=False)
     assert policy.update(pool(contributions=0, pushes=1, samples=0)) is None
     assert policy.update(pool(contributions=0, pushes=1, samples=0, missing=0)) == Apply(worth=0.0)
-
-
-@pytest.mark.parametrize("name", ["asp", "saps"])
-def test_asynchronous_workers_get_an_equal_chunk_and_never_wait(name: str) -> None:
-    policy = by_name(name)
-    for changes in ({}, {"due": (due(64, 0.1),)}, {"lead": 99}, {"need": -5}, {"share": 0}):
-        answer = policy.claim(claim(**changes))
-        assert isinstance(answer, Grant) and answer.samples == 16
 
 
 def test_ssp_holds_who_is_too_far_ahead_of_the_slowest() -> None:

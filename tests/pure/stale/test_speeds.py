@@ -39,11 +39,3 @@ def test_a_rank_that_is_not_known_follows_those_that_are() -> None:
         speeds.learn(1, 8, 0.40)
     mean = speeds.split([0, 1, 2], 60)  # 2 is as fast as the mean of both, 30 ms
     assert sum(mean.values()) == 60 and mean[0] > mean[2] > mean[1]
-
-
-def test_what_another_run_has_learned_counts_at_once() -> None:
-    fresh = Speeds()
-    assert fresh.split([0, 1], 64) == {0: 32, 1: 32}
-    learned = known(0.01, 0.03)
-    fresh.load_state_dict(learned.state_dict())
-    assert fresh.split([0, 1], 64) == learned.split([0, 1], 64)
